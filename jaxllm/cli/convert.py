@@ -1,0 +1,45 @@
+"""`jaxllm convert`: a Hugging Face checkpoint into an Orbax one."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING
+
+from jaxllm.cli.options import note
+from jaxllm.config import DTYPES
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "convert",
+        help="convert a checkpoint to Orbax, which loads straight onto the device",
+        description=(
+            "Write DST with config.json, the tokenizer and the weights of SRC as an Orbax checkpoint. "
+            "DST must not exist, or be an empty folder; an interrupted conversion leaves none."
+        ),
+    )
+    parser.add_argument("src", metavar="SRC", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("dst", metavar="DST", help="folder to write")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of the weights (default: the checkpoint's)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert; returns the exit code."""
+    from jaxllm.loading import convert_checkpoint
+
+    started = time.perf_counter()
+    folder = convert_checkpoint(args.src, args.dst, args.dtype)
+    size = sum(path.stat().st_size for path in (folder / "params").rglob("*") if path.is_file())
+    note(f"wrote {folder} ({size / 2**20:.1f} MiB of weights) in {time.perf_counter() - started:.1f} s")
+    return 0

@@ -1,0 +1,68 @@
+"""The command `jaxllm`: parsing, dispatch, and errors as one line with an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jaxllm
+from jaxllm.cli import bench, convert, generate
+from jaxllm.errors import JaxllmError
+
+EXIT_OK = 0
+EXIT_BROKEN_PIPE = 1
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Report a usage error in one line, as every other error."""
+        self.exit(EXIT_ERROR, f"jaxllm: error: {message} (see `{self.prog} --help`)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = _Parser(
+        prog="jaxllm",
+        description="LLM inference in JAX: complete prompts, convert checkpoints, measure throughput.",
+        epilog="`jaxllm COMMAND --help` explains a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"jaxllm {jaxllm.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
+    for command in (generate, convert, bench):
+        command.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0 when all went well, 2 for wrong usage, configuration or input, 130 when interrupted.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser()
+    if not arguments:
+        parser.print_help()
+        return EXIT_OK
+    try:
+        args = parser.parse_args(arguments)
+        args.command_line = arguments
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except SystemExit as error:  # argparse's, after --help, --version or wrong usage
+        return error.code if isinstance(error.code, int) else EXIT_ERROR
+    except KeyboardInterrupt:
+        print("jaxllm: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has gone, as in `jaxllm generate ... | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except (JaxllmError, OSError) as error:
+        print(f"jaxllm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_ERROR

@@ -1,0 +1,124 @@
+"""Engine options of the commands that load a model: the fields of `EngineConfig`, with dashes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.config import DTYPES, LOAD_FORMATS
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+
+def _bytes(text: str) -> int:
+    """A number of bytes, with an optional suffix KiB, MiB or GiB."""
+    for suffix, factor in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
+        if text.endswith(suffix):
+            return int(float(text.removesuffix(suffix)) * factor)
+    return int(text)
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
+def _overrides(text: str) -> dict[str, Any]:
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(text)
+    return values
+
+
+def _cache_folder(text: str) -> str | None:
+    return None if text == "none" else text
+
+
+# What argparse calls them in "invalid ... value".
+_bytes.__name__, _sizes.__name__ = "byte count", "list of sizes"
+_overrides.__name__ = "JSON object"
+
+_OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
+    "tokenizer": (str, "DIR", "folder of the tokenizer (default: the model's)"),
+    "hf_overrides": (_overrides, "JSON", "fields of config.json to replace"),
+    "max_model_len": (int, "N", "longest sequence, prompt and output, in tokens"),
+    "max_num_seqs": (int, "N", "most requests running at once"),
+    "max_num_batched_tokens": (int, "N", "most prompt tokens in one prefill step"),
+    "block_size": (int, "N", "tokens per KV block (default: 16)"),
+    "num_gpu_blocks_override": (int, "N", "size of the KV pool in blocks, on any device"),
+    "kv_cache_memory": (_bytes, "BYTES", "size of the KV pool; takes KiB, MiB and GiB"),
+    "gpu_memory_utilization": (float, "F", "fraction of device memory to use (default: 0.9)"),
+    "decode_buckets": (_sizes, "N,N,...", "batch sizes to compile decode programs for"),
+    "prefill_buckets": (_sizes, "N,N,...", "token counts to compile prefill programs for"),
+    "compilation_cache_dir": (
+        _cache_folder,
+        "DIR",
+        "JAX's persistent compilation cache; none leaves JAX's own settings (default: a user cache folder)",
+    ),
+}
+_CHOICES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "dtype": (("auto", *DTYPES), "of weights and KV (default: auto: float32 on CPUs, else the checkpoint's)"),
+    "load_format": (LOAD_FORMATS, "dummy makes random weights (default: auto)"),
+    "attention_implementation": (("xla", "triton"), "default: the best on the device"),
+}
+_NAMES = ("model", "async_scheduling", *_OPTIONS, *_CHOICES)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--model` and the engine options; those not given keep the engine's defaults."""
+    parser.add_argument("--model", metavar="DIR", help="folder of a checkpoint (default: the demo model)")
+    group = parser.add_argument_group("engine options")
+    for name, (convert, metavar, text) in _OPTIONS.items():
+        group.add_argument(_flag(name), type=convert, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    for name, (choices, text) in _CHOICES.items():
+        group.add_argument(_flag(name), choices=choices, default=argparse.SUPPRESS, help=text)
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="let the host run one step ahead of the device (default: on)",
+    )
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given, as arguments of `LLM`."""
+    return {name: getattr(args, name) for name in _NAMES if hasattr(args, name)}
+
+
+def model_folder(settings: Mapping[str, Any]) -> Path:
+    """The folder of the checkpoint to load."""
+    from jaxllm.llm import demo_model_path
+
+    model = settings.get("model")
+    return demo_model_path() if model is None else Path(model)
+
+
+def load_llm(settings: Mapping[str, Any], *, quiet: bool = False) -> LLM:
+    """Make the `LLM`, telling on stderr what takes the time."""
+    import jax
+
+    from jaxllm.llm import LLM
+
+    if not quiet:
+        note(f"loading {model_folder(settings).name} and compiling its programs")
+    llm = LLM(**settings)
+    if not quiet:
+        times, device = llm.load_times, jax.devices()[0].device_kind
+        note(
+            f"ready on {device} in {llm.dtype}: loaded in {times.load_seconds:.1f} s, "
+            f"{len(llm.executor.programs)} programs compiled in {times.warm_up_seconds:.1f} s"
+        )
+    return llm
+
+
+def note(message: str) -> None:
+    """Tell the user something that is no result."""
+    print(f"jaxllm: {message}", file=sys.stderr, flush=True)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,87 @@
+"""Settings of an engine, with vLLM's names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to load and run a model.
+
+    Args:
+        model: folder of a Hugging Face or converted checkpoint.
+        tokenizer: folder of the tokenizer; the model's by default.
+        skip_tokenizer_init: run without a tokenizer, on token ids only.
+        dtype: "float32", "bfloat16", "float16", or "auto": float32 on CPUs (which emulate the others), the
+            checkpoint's dtype elsewhere.
+        load_format: "auto", "safetensors", "orbax", or "dummy" for random weights made on the device.
+        hf_overrides: fields of config.json to replace; None drops one.
+        seed: of dummy weights, and of requests that name no seed.
+        max_model_len: longest sequence, prompt and output, in tokens; the checkpoint's by default.
+        max_num_seqs: most requests running at once (default 256; 64 on CPUs).
+        max_num_batched_tokens: most prompt tokens in one prefill step (default 2048; 512 on CPUs).
+        block_size: tokens per KV block.
+        num_gpu_blocks_override: size of the KV pool in blocks.
+        kv_cache_memory: size of the KV pool in bytes.
+        gpu_memory_utilization: fraction of device memory for weights, temporaries and pool.
+        attention_implementation: "xla", "triton", or None for the best on the device.
+        async_scheduling: let the host run one step ahead of the device.
+        decode_buckets: batch sizes to compile decode programs for; a ladder up to max_num_seqs by default.
+        prefill_buckets: token counts to compile prefill programs for, likewise.
+        compilation_cache_dir: folder of JAX's persistent compilation cache; None leaves JAX's settings alone.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    load_format: str = "auto"
+    hf_overrides: Mapping[str, Any] | None = None
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
+    attention_implementation: str | None = None
+    async_scheduling: bool = True
+    decode_buckets: Sequence[int] | None = None
+    prefill_buckets: Sequence[int] | None = None
+    compilation_cache_dir: str | None = "auto"
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, ("auto", *DTYPES))
+        _choice("load_format", self.load_format, LOAD_FORMATS)
+        _integer("seed", self.seed, 0, 2**63 - 1)
+        _integer("block_size", self.block_size, 1, 1024)
+        _integer("max_model_len", self.max_model_len, 2, 2**24)
+        _integer("max_num_seqs", self.max_num_seqs, 1, 2**14)
+        _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        for name in ("skip_tokenizer_init", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+
+
+def _choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is not supported; use one of {', '.join(choices)}")
+
+
+def _integer(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
+    ):
+        raise ConfigError(f"{name}={value!r} must be an integer from {low} to {high}")

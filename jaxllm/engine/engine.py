@@ -1,0 +1,231 @@
+"""The engine: continuous batching over any `Executor`.
+
+It knows the scheduler and the executor's protocol, never a concrete executor.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxllm import tokenizer as tokenization
+from jaxllm.engine.output_processor import RequestState
+from jaxllm.errors import RequestError, SamplingParamsError
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.types import Executor, Request, SampledTokens, SchedulerOutput, StepResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class Engine:
+    """Runs requests to their end, many at a time.
+
+    Args:
+        executor: computes the scheduled steps.
+        scheduler: decides them; its block count and size must be the executor's.
+        vocab_size: token ids must be below it.
+        tokenizer: turns text into tokens and back; None takes and gives token ids only.
+        eos_token_ids: tokens that end a sequence.
+        async_scheduling: schedule and dispatch a step before reading the tokens of the one before it.
+        clock: time in seconds, for arrival times and metrics.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        async_scheduling: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._primary_eos = (
+            tokenizer.eos_token_id if tokenizer is not None else min(eos_token_ids, default=None)
+        )
+        self._depth = 1 if async_scheduling else 0
+        self._clock = clock
+        self._arrivals = itertools.count()
+        self._states: dict[str, RequestState] = {}
+        self._in_flight: collections.deque[tuple[SchedulerOutput, StepResult]] = collections.deque()
+        self._aborted: list[RequestOutput] = []
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do or to report."""
+        return bool(self._states or self._in_flight or self._aborted)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        stream: bool = False,
+    ) -> None:
+        """Queue a request. A refused one leaves the engine as it was.
+
+        Args:
+            request_id: unique among live requests.
+            prompt: text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`.
+            sampling_params: vLLM's defaults if None.
+            arrival_time: seconds of the engine's clock; now if None.
+            stream: report the request after every step it advanced in, not only when it has finished.
+
+        Raises:
+            RequestError: the prompt is empty or malformed, or a token id is out of range.
+            RequestTooLargeError: it can never fit.
+            SamplingParamsError: a token id in the parameters is out of range, or stop strings need a tokenizer.
+        """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id={request_id!r} must be a string")
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise SamplingParamsError(
+                f"sampling_params must be a SamplingParams, not {type(params).__name__}; "
+                "build one with SamplingParams.from_dict(...)"
+            )
+        text, token_ids = self._tokenize(prompt)
+        params.validate_for_vocab(self._vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise SamplingParamsError("stop strings need a tokenizer; use stop_token_ids with this engine")
+        limit = self.scheduler.config.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(token_ids) + params.max_tokens)
+        now = self._clock() if arrival_time is None else arrival_time
+        request = Request(
+            request_id,
+            token_ids,
+            params,
+            arrival_time=now,
+            arrival_index=next(self._arrivals),
+            max_total_tokens=limit,
+            eos_token_ids=self._eos_token_ids,
+        )
+        self.scheduler.add(request)
+        self._states[request_id] = RequestState(
+            request, text, self.tokenizer, primary_eos_token_id=self._primary_eos, stream=stream
+        )
+
+    def step(self) -> list[RequestOutput]:
+        """Run one iteration; returns the requests that finished, and those streaming that advanced."""
+        scheduled = self.scheduler.schedule(self._clock())
+        self._dispatch(scheduled)
+        return self._commit(self._oldest_due(scheduled))
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any state; `step` reports it with finish_reason "abort".
+
+        Raises:
+            RequestError: no live request has this id.
+        """
+        state = self._states.get(request_id)
+        if state is None:
+            raise RequestError(f"cannot abort request {request_id!r}: no live request has this id")
+        self._aborted.append(self._finish(state, "abort", None))
+
+    # The three parts of a step
+
+    def _dispatch(self, scheduled: SchedulerOutput) -> None:
+        if not scheduled.is_empty:
+            self._in_flight.append((scheduled, self._executor.execute(scheduled)))
+
+    def _oldest_due(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, StepResult] | None:
+        """The step to read back now: the newest, or with run-ahead the one before it."""
+        due = len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight)
+        return self._in_flight.popleft() if due else None
+
+    def _commit(self, step: tuple[SchedulerOutput, StepResult] | None) -> list[RequestOutput]:
+        reports, self._aborted = self._aborted, []
+        if step is None:
+            return reports
+        scheduled, result = step
+        sampled = result.fetch()
+        self._commit_prompt_logprobs(scheduled, sampled)
+        now = self._clock()
+        requests = [*scheduled.decode, *(chunk.request for chunk in scheduled.prefill if chunk.is_last)]
+        logprobs = sampled.logprobs or [None] * len(requests)
+        states = self._states
+        for request, token_id, scores in zip(requests, sampled.token_ids, logprobs, strict=True):
+            if request.is_finished:
+                continue  # it ended a step ago: this is the overrun token
+            state = states[request.request_id]
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+            ended = state.append(token_id, scores)
+            if ended is not None:
+                reports.append(self._finish(state, *ended))
+            elif state.stream:
+                reports.append(state.output())
+        return reports
+
+    def _commit_prompt_logprobs(self, scheduled: SchedulerOutput, sampled: SampledTokens) -> None:
+        if sampled.prompt_logprobs:
+            for chunk in scheduled.prefill:
+                request_id = chunk.request.request_id
+                scores = sampled.prompt_logprobs.get(request_id)
+                if scores and not chunk.request.is_finished:
+                    self._states[request_id].add_prompt_logprobs(scores, chunk.start + 1)
+
+    def _finish(self, state: RequestState, reason: Any, stop_reason: int | str | None) -> RequestOutput:
+        request = state.request
+        self.scheduler.finish(request, reason, stop_reason)
+        request.metrics.finished_time = self._clock()
+        del self._states[request.request_id]
+        return state.output()
+
+    # Prompts
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys not in ({"prompt"}, {"prompt_token_ids"}):
+                raise RequestError(
+                    f"a prompt dictionary must have the one key 'prompt' or 'prompt_token_ids', not {sorted(map(str, keys))}"
+                )
+            prompt = next(iter(prompt.values()))
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this engine has no tokenizer; pass the prompt as token ids")
+            token_ids = tokenization.encode(self.tokenizer, prompt) if prompt else []
+            if not token_ids:
+                raise RequestError("the prompt is empty; send text, or the token ids to start from")
+            return prompt, self._check_token_ids(token_ids)
+        return None, self._check_token_ids(prompt)
+
+    def _check_token_ids(self, prompt: Any) -> list[int]:
+        try:
+            values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        except TypeError:
+            raise RequestError(
+                f"a prompt must be text or a list of token ids, not {type(prompt).__name__}"
+            ) from None
+        if not isinstance(values, list) or not values:
+            raise RequestError("the prompt is empty; send at least one token id")
+        for position, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int):
+                index = getattr(value, "__index__", None)
+                if index is None or isinstance(value, bool):
+                    raise RequestError(f"prompt token {value!r} at position {position} is not an integer")
+                values[position] = value = index()
+            if not 0 <= value < self._vocab_size:
+                raise RequestError(
+                    f"prompt token id {value} at position {position} is out of range; "
+                    f"this model's vocabulary has ids 0 to {self._vocab_size - 1}"
+                )
+        return values

@@ -1,0 +1,360 @@
+"""Runs steps on a JAX device: owns the weights, the KV pool and the compiled programs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import CapacityError
+from jaxllm.executor import compile_stats
+from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.sampler import SampledRows, SlotParams
+from jaxllm.executor.step import (
+    DecodeInputs,
+    DeviceState,
+    PrefillInputs,
+    PromptLogprobs,
+    StepOutputs,
+    run_step,
+)
+from jaxllm.models.registry import AnyConfig, Params
+from jaxllm.types import PrefillChunk, Request, SampledTokens, SchedulerOutput, TokenLogprobs
+
+_COMPILE_THREADS = 4  # XLA compiles outside the interpreter lock
+_SEED_MULTIPLIER = 0x9E3779B97F4A7C15
+
+
+class ProgramKey(NamedTuple):
+    """Static shape of a step: decode rows, prefill tokens, prefill sequences; 0 where a slice is absent."""
+
+    decode_rows: int
+    prefill_tokens: int
+    prefill_seqs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutorConfig:
+    """Sizes the executor's arrays and programs are built for."""
+
+    num_gpu_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    buckets: Buckets
+    dtype: str
+    seed: int = 0
+    implementation: str | None = None
+
+
+class ModelExecutor:
+    """Executes scheduled steps of one model on one device. One thread owns it: every step donates the pool."""
+
+    def __init__(
+        self,
+        model_config: AnyConfig,
+        params: Params,
+        config: ExecutorConfig,
+        device: jax.Device | None = None,
+    ) -> None:
+        compile_stats.start()
+        self.model_config = model_config
+        self.config = config
+        self._params = params
+        self._device = device or jax.devices()[0]
+        self._max_blocks = -(-config.max_model_len // config.block_size)
+        shapes = self._state_shapes()
+        try:
+            make = jax.jit(lambda: DeviceState(*(jnp.zeros(s.shape, s.dtype) for s in shapes)))
+            with jax.default_device(self._device):
+                self._state = jax.block_until_ready(make())
+        except jax.errors.JaxRuntimeError as error:
+            raise CapacityError(
+                f"the KV pool of {config.num_gpu_blocks} blocks ({shapes.pool.size * shapes.pool.dtype.itemsize} "
+                f"bytes) does not fit in device memory; lower num_gpu_blocks_override or kv_cache_memory: {error}"
+            ) from error
+        self._host_params = SlotParams.host_zeros(config.max_num_seqs)
+        self._slot_params = self._upload_params()
+        self._params_changed = False
+        self._tables = np.zeros((config.max_num_seqs, self._max_blocks), np.int32)
+        self._table_sizes = np.zeros(config.max_num_seqs, np.int64).tolist()
+        self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
+        self.compile_seconds = 0.0
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Blocks in the KV pool."""
+        return self.config.num_gpu_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.config.block_size
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the KV pool in bytes."""
+        return self._state.pool.nbytes
+
+    @property
+    def programs(self) -> Mapping[ProgramKey, jax.stages.Compiled]:
+        """The compiled programs, by shape; `memory_analysis()` of each tells what it needs."""
+        return self._programs
+
+    def warm_up(self) -> None:
+        """Compile every program and run each once, so that nothing compiles later.
+
+        Padding rows write nothing, so the pool and the history stay as they are.
+        """
+        started = time.perf_counter()
+        keys = [ProgramKey(0, *size) for size in self.config.buckets.prefill]
+        keys += [ProgramKey(rows, 0, 0) for rows in self.config.buckets.decode]
+        lowered = [self._lower(key, *self._padding_inputs(key)) for key in keys]
+        with concurrent.futures.ThreadPoolExecutor(_COMPILE_THREADS) as pool:
+            self._programs.update(zip(keys, pool.map(jax.stages.Lowered.compile, lowered), strict=True))
+        for key in keys:
+            outputs = self._run(key, *self._padding_inputs(key))
+            np.asarray(outputs.sampled.tokens)
+        self._slot_params = self._upload_params()
+        self.compile_seconds = time.perf_counter() - started
+
+    def execute(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Dispatch one step and return without waiting for the device."""
+        for chunk in scheduled.prefill:
+            self._open_slot(chunk)
+        if self._params_changed:
+            self._slot_params = self._upload_params()
+            self._params_changed = False
+        decode, prefill = scheduled.decode, scheduled.prefill
+        decode_rows = self.config.buckets.decode_size(len(decode)) if decode else 0
+        size = (
+            self.config.buckets.prefill_size(scheduled.num_prefill_tokens, len(prefill))
+            if prefill
+            else (0, 0)
+        )
+        key = ProgramKey(decode_rows, *size)
+        packed_decode = self._pack_decode(decode, decode_rows) if decode else None
+        packed_prefill = self._pack_prefill(prefill, *size) if prefill else None
+        outputs = self._run(key, packed_decode, packed_prefill)
+        return PendingStep(scheduled, outputs, decode_rows)
+
+    # Programs
+
+    def _state_shapes(self) -> DeviceState:
+        model, config = self.model_config, self.config
+        pool = (
+            config.num_gpu_blocks,
+            model.num_layers,
+            2,
+            model.num_kv_heads,
+            config.block_size,
+            model.head_dim,
+        )
+        return DeviceState(
+            jax.ShapeDtypeStruct(pool, jnp.dtype(config.dtype)),  # type: ignore[arg-type]
+            jax.ShapeDtypeStruct((config.max_num_seqs + 1, config.max_model_len + 1), jnp.int32),  # type: ignore[arg-type]
+        )
+
+    def _run(self, key: ProgramKey, decode: np.ndarray | None, prefill: np.ndarray | None) -> StepOutputs:
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._lower(key, decode, prefill).compile()
+        self._state, outputs = program(self._params, self._state, self._slot_params, decode, prefill)
+        return outputs
+
+    def _lower(
+        self, key: ProgramKey, decode: np.ndarray | None, prefill: np.ndarray | None
+    ) -> jax.stages.Lowered:
+        step = functools.partial(
+            _packed_step,
+            self.model_config,
+            key,
+            self._max_blocks,
+            self.config.implementation,
+        )
+        jitted = jax.jit(step, donate_argnums=(1,))
+        return jitted.lower(self._params, self._state, self._slot_params, decode, prefill)
+
+    def _upload_params(self) -> SlotParams:
+        # Copies: the CPU backend may alias host arrays, which change while steps are in flight.
+        return jax.device_put(SlotParams(*(np.array(a) for a in self._host_params)), self._device)
+
+    # Inputs
+
+    def _padding_inputs(self, key: ProgramKey) -> tuple[np.ndarray | None, np.ndarray | None]:
+        decode = self._pack_decode((), key.decode_rows) if key.decode_rows else None
+        prefill = self._pack_prefill((), key.prefill_tokens, key.prefill_seqs) if key.prefill_tokens else None
+        return decode, prefill
+
+    def _open_slot(self, chunk: PrefillChunk) -> None:
+        """Note the block table and, at a request's first chunk, the sampling parameters of its slot."""
+        request = chunk.request
+        slot = request.slot
+        assert slot is not None  # a scheduled request holds a slot
+        self._set_table(slot, request.block_ids)
+        if chunk.start == 0:
+            seed = request.sampling_params.seed
+            if seed is None:
+                seed = (self.config.seed + 1) * _SEED_MULTIPLIER + request.arrival_index
+            self._host_params.host_set(
+                slot,
+                request.sampling_params,
+                seed=seed & 0xFFFFFFFFFFFFFFFF,
+                prompt_length=request.num_prompt_tokens,
+                eos_token_ids=request.eos_token_ids,
+            )
+            self._params_changed = True
+
+    def _set_table(self, slot: int, block_ids: Sequence[int]) -> None:
+        self._tables[slot, : len(block_ids)] = block_ids
+        self._table_sizes[slot] = len(block_ids)
+
+    def _pack_decode(self, requests: Sequence[Request], rows: int) -> np.ndarray:
+        """`[rows, 2 + max_blocks]` int32: slot, length, block table."""
+        packed = np.zeros((rows, 2 + self._max_blocks), np.int32)
+        if requests:
+            sizes = self._table_sizes
+            slots = [request.slot for request in requests]
+            for slot, request in zip(slots, requests, strict=True):
+                if sizes[slot] != len(request.block_ids):
+                    self._set_table(slot, request.block_ids)  # type: ignore[arg-type]
+            count = len(requests)
+            packed[:count, 0] = slots
+            packed[:count, 1] = [request.num_tokens - 1 for request in requests]
+            packed[:count, 2:] = self._tables[slots]
+        return packed
+
+    def _pack_prefill(self, chunks: Sequence[PrefillChunk], num_tokens: int, num_seqs: int) -> np.ndarray:
+        """A flat int32 array; see `_unpack_prefill`."""
+        tokens = np.zeros(num_tokens, np.int32)
+        targets = np.zeros(num_tokens, np.int32)
+        starts = np.zeros(num_seqs + 1, np.int32)
+        per_seq = np.zeros((3, num_seqs), np.int32)
+        tables = np.zeros((num_seqs, self._max_blocks), np.int32)
+        row = 0
+        for i, chunk in enumerate(chunks):
+            request, stop = chunk.request, chunk.start + chunk.length
+            ids = request.token_ids(chunk.start, stop + 1)
+            tokens[row : row + chunk.length] = ids[: chunk.length]
+            targets[row : row + len(ids) - 1] = ids[1:]
+            row += chunk.length
+            starts[i + 1] = row
+            per_seq[:, i] = stop, request.slot, chunk.is_last
+            tables[i] = self._tables[request.slot]
+        starts[len(chunks) + 1 :] = row
+        return np.concatenate(
+            [tokens, targets, starts, per_seq.ravel(), [len(chunks)], tables.ravel()], dtype=np.int32
+        )
+
+
+def _unpack_prefill(packed: jax.Array, num_tokens: int, num_seqs: int, max_blocks: int) -> PrefillInputs:
+    sizes = (num_tokens, num_tokens, num_seqs + 1, num_seqs, num_seqs, num_seqs, 1, num_seqs * max_blocks)
+    ends = np.cumsum(sizes)
+    parts = [packed[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
+    parts[-1] = parts[-1].reshape(num_seqs, max_blocks)
+    return PrefillInputs(*parts)
+
+
+def _packed_step(
+    model_config: AnyConfig,
+    key: ProgramKey,
+    max_blocks: int,
+    implementation: str | None,
+    params: Params,
+    state: DeviceState,
+    slot_params: SlotParams,
+    packed_decode: jax.Array | None,
+    packed_prefill: jax.Array | None,
+) -> tuple[DeviceState, StepOutputs]:
+    decode = prefill = None
+    if packed_decode is not None:
+        decode = DecodeInputs(packed_decode[:, 0], packed_decode[:, 1], packed_decode[:, 2:])
+    if packed_prefill is not None:
+        prefill = _unpack_prefill(packed_prefill, key.prefill_tokens, key.prefill_seqs, max_blocks)
+    return run_step(model_config, params, state, slot_params, decode, prefill, implementation=implementation)
+
+
+class PendingStep:
+    """A dispatched step; `fetch` waits for it and reads back what the host needs."""
+
+    def __init__(self, scheduled: SchedulerOutput, outputs: StepOutputs, decode_rows: int) -> None:
+        sampled = list(scheduled.decode) + [c.request for c in scheduled.prefill if c.is_last]
+        rows = list(range(len(scheduled.decode)))
+        rows += [decode_rows + i for i, chunk in enumerate(scheduled.prefill) if chunk.is_last]
+        self._rows = rows
+        self._num_logprobs = [request.sampling_params.logprobs for request in sampled]
+        self._prompt_chunks = [
+            (chunk, start)
+            for chunk, start in zip(scheduled.prefill, _starts(scheduled.prefill), strict=True)
+            if chunk.request.sampling_params.prompt_logprobs is not None
+        ]
+        self._sampled: SampledRows | None = outputs.sampled
+        self._prompt: PromptLogprobs | None = outputs.prompt_logprobs if self._prompt_chunks else None
+        outputs.sampled.tokens.copy_to_host_async()
+
+    def fetch(self) -> SampledTokens:
+        """Wait for the device and return the step's tokens; call once."""
+        assert self._sampled is not None, "a step is fetched once"
+        tokens = np.asarray(self._sampled.tokens)
+        token_ids = tokens[self._rows].tolist() if self._rows else []
+        logprobs = None
+        if any(n is not None for n in self._num_logprobs):
+            arrays = [np.asarray(x) for x in self._sampled]
+            logprobs = [
+                None if n is None else _token_logprobs(arrays, row, n)
+                for row, n in zip(self._rows, self._num_logprobs, strict=True)
+            ]
+        prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
+        if self._prompt is not None:
+            prompt = [np.asarray(x) for x in self._prompt]
+            prompt_logprobs = {
+                chunk.request.request_id: _prompt_logprobs(prompt, chunk, start)
+                for chunk, start in self._prompt_chunks
+            }
+        self._sampled = self._prompt = None
+        return SampledTokens(token_ids, logprobs, prompt_logprobs)
+
+
+def _starts(chunks: Sequence[PrefillChunk]) -> list[int]:
+    starts, row = [], 0
+    for chunk in chunks:
+        starts.append(row)
+        row += chunk.length
+    return starts
+
+
+def _token_logprobs(arrays: Sequence[np.ndarray], row: int, num_top: int) -> TokenLogprobs:
+    tokens, logprob, rank, top_ids, top_logprobs = arrays
+    return TokenLogprobs(
+        int(tokens[row]),
+        float(logprob[row]),
+        int(rank[row]),
+        tuple(top_ids[row, :num_top].tolist()),
+        tuple(top_logprobs[row, :num_top].tolist()),
+    )
+
+
+def _prompt_logprobs(arrays: Sequence[np.ndarray], chunk: PrefillChunk, start: int) -> list[TokenLogprobs]:
+    """Scores of the prompt tokens that follow the chunk's rows."""
+    request = chunk.request
+    stop = min(chunk.start + chunk.length, request.num_prompt_tokens - 1)
+    targets = request.prompt_token_ids[chunk.start + 1 : stop + 1]
+    num_top = request.sampling_params.prompt_logprobs or 0
+    logprob, rank, top_ids, top_logprobs = arrays
+    return [
+        TokenLogprobs(
+            token,
+            float(logprob[row]),
+            int(rank[row]),
+            tuple(top_ids[row, :num_top].tolist()),
+            tuple(top_logprobs[row, :num_top].tolist()),
+        )
+        for row, token in enumerate(targets, start)
+    ]

@@ -1,0 +1,267 @@
+"""Pure functions for research code: a paged KV cache, prefill, decode, and generation as one program.
+
+    from jaxllm import functional as F
+
+    @jax.jit
+    def answer(params, tokens, lengths, key):
+        return F.generate(params, config, tokens, lengths, 64, key, temperature=0.8).tokens
+
+Nothing here touches global state; every function may be called inside `jax.jit` with `config` closed over.
+The steps are the engine's own, so greedy tokens are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllm.executor.sampler import SlotParams
+from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, forward, run_step
+from jaxllm.models.registry import AnyConfig
+from jaxllm.sampling_params import MAX_LOGIT_BIAS
+
+Params = Mapping[str, jax.Array]
+
+
+class KVCache(NamedTuple):
+    """A block pool and the block table of each row.
+
+    `pool` [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; `block_tables` [B, M] int32.
+    """
+
+    pool: jax.Array
+    block_tables: jax.Array
+
+
+class Generated(NamedTuple):
+    """`tokens` [B, max_new_tokens] int32, 0 after a row's end; `lengths` [B] int32, new tokens of each row."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+
+
+def init_pool(
+    config: AnyConfig, num_blocks: int, block_size: int = 16, dtype: Any = jnp.float32
+) -> jax.Array:
+    """An empty KV pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+    return jnp.zeros(shape, dtype)
+
+
+def init_cache(
+    config: AnyConfig, batch_size: int, max_len: int, block_size: int = 16, dtype: Any = jnp.float32
+) -> KVCache:
+    """A cache in which each of `batch_size` rows owns blocks for `max_len` tokens."""
+    blocks_per_row = -(-max_len // block_size)
+    tables = jnp.arange(batch_size * blocks_per_row, dtype=jnp.int32).reshape(batch_size, blocks_per_row)
+    return KVCache(init_pool(config, batch_size * blocks_per_row, block_size, dtype), tables)
+
+
+def prefill(
+    params: Params,
+    config: AnyConfig,
+    cache: KVCache,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[KVCache, jax.Array]:
+    """Store the KV of prompts, and score what follows them.
+
+    Args:
+        params: flat weights, as `jaxllm.loading.load_params` returns.
+        config: the model's configuration (static).
+        cache: rows must have room for the prompts.
+        tokens: [B, L] int32, padded at the end.
+        lengths: [B] int32, in [1, L].
+        implementation: of attention.
+
+    Returns:
+        The cache, and the logits [B, vocab_size] float32 after each prompt's last token.
+    """
+    inputs = _ragged_prefill(cache.block_tables, tokens, lengths)
+    pool, hidden, model = forward(
+        config, params, cache.pool, None, inputs.tokens, inputs, implementation=implementation
+    )
+    last = inputs.query_starts[1:] - 1
+    return KVCache(pool, cache.block_tables), model.logits(hidden[last])
+
+
+def decode(
+    params: Params,
+    config: AnyConfig,
+    cache: KVCache,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[KVCache, jax.Array]:
+    """Feed one token per row.
+
+    Args:
+        params: as in `prefill`.
+        config: as in `prefill`.
+        cache: holds the KV of `lengths - 1` tokens of each row.
+        tokens: [B] int32, the newest token of each row.
+        lengths: [B] int32, tokens with KV after this step; rows with 0 are left alone.
+        implementation: of attention.
+
+    Returns:
+        The cache, and the logits [B, vocab_size] float32 of the next token.
+    """
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    inputs = DecodeInputs(rows, lengths.astype(jnp.int32), cache.block_tables)
+    pool, hidden, model = forward(
+        config, params, cache.pool, inputs, tokens, None, implementation=implementation
+    )
+    return KVCache(pool, cache.block_tables), model.logits(hidden)
+
+
+def generate(
+    params: Params,
+    config: AnyConfig,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    max_new_tokens: int,
+    key: jax.Array,
+    *,
+    temperature: float | jax.Array = 0.0,
+    top_k: int | jax.Array = 0,
+    top_p: float | jax.Array = 1.0,
+    min_p: float | jax.Array = 0.0,
+    eos_token_ids: Sequence[int] = (),
+    block_size: int = 16,
+    implementation: str | None = None,
+) -> Generated:
+    """Complete a batch of prompts in one device program that stops when every row has ended.
+
+    Args:
+        params: as in `prefill`; their dtype is the cache's.
+        config: the model's configuration (static).
+        tokens: [B, L] int32 prompts, padded at the end with anything.
+        lengths: [B] int32, in [1, L].
+        max_new_tokens: most tokens to add to a row (static).
+        key: PRNG key; a row's samples depend on it, the row and the position.
+        temperature: 0 is greedy; a number, or one for each row [B].
+        top_k: 0 is off; likewise.
+        top_p: 1 is off; likewise.
+        min_p: 0 is off; likewise.
+        eos_token_ids: tokens that end a row (static).
+        block_size: tokens per KV block (static).
+        implementation: of attention.
+
+    Raises:
+        ValueError: shapes do not fit, or the result would exceed the model's positions.
+    """
+    if tokens.ndim != 2 or lengths.shape != (tokens.shape[0],):
+        raise ValueError(f"tokens {tokens.shape} must be [B, L] and lengths {lengths.shape} [B]")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    batch_size, prompt_len = tokens.shape
+    max_len = prompt_len + max_new_tokens
+    if max_len > config.max_model_len:
+        raise ValueError(
+            f"prompts of {prompt_len} and {max_new_tokens} new tokens exceed the model's "
+            f"{config.max_model_len} positions; lower max_new_tokens or shorten the prompts"
+        )
+    dtype = next(iter(params.values())).dtype
+    cache = init_cache(config, batch_size, max_len, block_size, dtype)
+    slot_params = _slot_params(batch_size, lengths, key, temperature, top_k, top_p, min_p)
+    history = jnp.zeros((batch_size + 1, max_len + 1), jnp.int32)
+    rows = jnp.arange(batch_size, dtype=jnp.int32)
+    inputs = _ragged_prefill(cache.block_tables, tokens, lengths)
+    stops = jnp.asarray(tuple(eos_token_ids), jnp.int32)
+
+    def is_end(new: jax.Array) -> jax.Array:
+        return jnp.any(new[:, None] == stops[None, :], axis=-1)
+
+    state, outputs = run_step(
+        config,
+        params,
+        DeviceState(cache.pool, history),
+        slot_params,
+        None,
+        inputs,
+        implementation=implementation,
+    )
+    start_lengths = lengths.astype(jnp.int32)
+    carry = (state, start_lengths, is_end(outputs.sampled.tokens), jnp.int32(1))
+
+    def unfinished(carry: tuple[DeviceState, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        return (carry[3] < max_new_tokens) & ~jnp.all(carry[2])
+
+    def body(
+        carry: tuple[DeviceState, jax.Array, jax.Array, jax.Array],
+    ) -> tuple[DeviceState, jax.Array, jax.Array, jax.Array]:
+        state, kv_lengths, done, step = carry
+        kv_lengths = jnp.where(done, kv_lengths, kv_lengths + 1)
+        inputs = DecodeInputs(rows, jnp.where(done, 0, kv_lengths), cache.block_tables)
+        state, outputs = run_step(
+            config, params, state, slot_params, inputs, None, implementation=implementation
+        )
+        return state, kv_lengths, done | is_end(outputs.sampled.tokens), step + 1
+
+    state, kv_lengths, _, _ = lax.while_loop(unfinished, body, carry)
+    new_lengths = kv_lengths - start_lengths + 1
+    places = jnp.arange(max_new_tokens, dtype=jnp.int32)[None, :]
+    new_tokens = jnp.take_along_axis(state.history[:batch_size], start_lengths[:, None] + places, axis=1)
+    return Generated(jnp.where(places < new_lengths[:, None], new_tokens, 0), new_lengths)
+
+
+def _ragged_prefill(block_tables: jax.Array, tokens: jax.Array, lengths: jax.Array) -> PrefillInputs:
+    """Padded prompts [B, L] as chunks one after another."""
+    batch_size, prompt_len = tokens.shape
+    lengths = lengths.astype(jnp.int32)
+    ends = jnp.cumsum(lengths)
+    flat = jnp.arange(batch_size * prompt_len, dtype=jnp.int32)
+    seq = jnp.minimum(jnp.searchsorted(ends, flat, side="right"), batch_size - 1)
+    offset = jnp.clip(flat - (ends - lengths)[seq], 0, prompt_len - 1)
+    packed = tokens.astype(jnp.int32)[seq, offset]
+    rows = jnp.arange(batch_size, dtype=jnp.int32)
+    return PrefillInputs(
+        tokens=packed,
+        targets=packed,
+        query_starts=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
+        lengths=lengths,
+        slots=rows,
+        is_last=jnp.ones(batch_size, jnp.int32),
+        num_seqs=jnp.full(1, batch_size, jnp.int32),
+        block_tables=block_tables,
+    )
+
+
+def _slot_params(
+    batch_size: int, lengths: jax.Array, key: jax.Array, temperature: Any, top_k: Any, top_p: Any, min_p: Any
+) -> SlotParams:
+    """One row of parameters per prompt, and the greedy row of padding."""
+
+    def per_row(value: Any, dtype: Any, padding: Any) -> jax.Array:
+        values = jnp.broadcast_to(jnp.asarray(value, dtype), (batch_size,))
+        return jnp.append(values, jnp.asarray(padding, dtype))
+
+    zeros = per_row(0, jnp.float32, 0)
+    off = per_row(-1, jnp.int32, -1)
+    seeds = jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(key, row), (2,), jnp.uint32))(
+        jnp.arange(batch_size + 1)
+    )
+    return SlotParams(
+        temperature=per_row(temperature, jnp.float32, 0),
+        top_p=per_row(top_p, jnp.float32, 1),
+        min_p=per_row(min_p, jnp.float32, 0),
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
+        repetition_penalty=per_row(1, jnp.float32, 1),
+        top_k=per_row(top_k, jnp.int32, 0),
+        seeds=seeds,
+        prompt_length=per_row(lengths, jnp.int32, 0),
+        min_length=per_row(0, jnp.int32, 0),
+        num_logprobs=off,
+        num_prompt_logprobs=off,
+        bias_ids=jnp.full((batch_size + 1, MAX_LOGIT_BIAS), -1, jnp.int32),
+        bias_values=jnp.zeros((batch_size + 1, MAX_LOGIT_BIAS), jnp.float32),
+        banned_ids=jnp.full((batch_size + 1, 1), -1, jnp.int32),
+    )

@@ -1,0 +1,331 @@
+"""`LLM`: a model, its tokenizer and an engine behind three calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm import tokenizer as tokenization
+from jaxllm.config import EngineConfig
+from jaxllm.engine.engine import Engine, Prompt
+from jaxllm.errors import ConfigError, RequestError
+from jaxllm.executor import memory
+from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.model_executor import ExecutorConfig, ModelExecutor
+from jaxllm.loading import load_params
+from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import SchedulerPolicy
+from jaxllm.sched.scheduler import Scheduler
+
+_DEFAULT_LIMITS = {"cpu": (64, 512)}  # max_num_seqs, max_num_batched_tokens by platform
+_OTHER_LIMITS = (256, 2048)
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Prompts = str | Mapping[str, Any] | Sequence[Prompt] | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadTimes:
+    """Seconds spent before the first request: reading weights, and compiling and warming up."""
+
+    load_seconds: float
+    warm_up_seconds: float
+
+
+class LLM:
+    """Offline inference with one model.
+
+    >>> from jaxllm import LLM, SamplingParams
+    >>> llm = LLM("path/to/checkpoint")                                                # doctest: +SKIP
+    >>> outputs = llm.generate(["def add(a, b):"], SamplingParams(temperature=0))      # doctest: +SKIP
+    >>> print(outputs[0].outputs[0].text)                                              # doctest: +SKIP
+
+    Args:
+        model: folder of a checkpoint; the embedded demo model if None.
+        scheduler_policy: which request is next, whom to preempt, when to admit.
+        **settings: the fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: a setting or the checkpoint's configuration is invalid or unsupported.
+        WeightsError: the weights are missing, truncated or do not match.
+        CapacityError: the device cannot hold the model and one KV block.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        scheduler_policy: SchedulerPolicy | None = None,
+        **settings: Any,
+    ) -> None:
+        known = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+        unknown = sorted(settings.keys() - known)
+        if unknown:
+            raise ConfigError(f"unknown settings {unknown}; known settings: {', '.join(sorted(known))}")
+        folder = demo_model_path() if model is None else Path(model)
+        config = EngineConfig(model=str(folder), **settings)
+        self.config = config
+        self._ids = itertools.count()
+
+        started = time.perf_counter()
+        device = jax.devices()[0]
+        _set_compilation_cache(config.compilation_cache_dir)
+        hf_config = read_hf_config(folder)
+        model_config = config_from_dict(hf_config, config.hf_overrides)
+        dtype = _resolve_dtype(config.dtype, hf_config, device.platform)
+        defaults = _DEFAULT_LIMITS.get(device.platform, _OTHER_LIMITS)
+        max_num_seqs = config.max_num_seqs or defaults[0]
+        max_num_batched_tokens = config.max_num_batched_tokens or defaults[1]
+
+        self.tokenizer = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = tokenization.load_tokenizer(config.tokenizer or folder)
+        eos_token_ids = tokenization.eos_token_ids(folder, self.tokenizer)
+
+        max_model_len = config.max_model_len or model_config.default_max_model_len
+        model_config.with_max_model_len(max_model_len)
+        params = load_params(folder, model_config, dtype, load_format=config.load_format, seed=config.seed)
+        buckets = Buckets.make(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            decode_sizes=config.decode_buckets,
+            prefill_sizes=config.prefill_buckets,
+        )
+        num_blocks = memory.num_blocks_that_fit(
+            device=device,
+            bytes_per_block=memory.block_bytes(model_config, config.block_size, _ITEMSIZE[dtype]),
+            temporaries=memory.temporary_bytes(
+                model_config,
+                max_num_batched_tokens,
+                max(max_num_seqs, buckets.max_prefill_seqs),
+                _ITEMSIZE[dtype],
+            ),
+            needed_blocks=max_num_seqs * -(-max_model_len // config.block_size),
+            num_gpu_blocks_override=config.num_gpu_blocks_override,
+            kv_cache_memory=config.kv_cache_memory,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+        )
+        max_model_len = _fit_length(max_model_len, num_blocks * config.block_size, config.max_model_len)
+        self.model_config: LlamaConfig | OPTConfig = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]
+        self.dtype = dtype
+        self.executor = ModelExecutor(
+            self.model_config,
+            params,
+            ExecutorConfig(
+                num_gpu_blocks=num_blocks,
+                block_size=config.block_size,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                buckets=buckets,
+                dtype=dtype,
+                seed=config.seed,
+                implementation=config.attention_implementation,
+            ),
+            device,
+        )
+        loaded = time.perf_counter()
+        self.executor.warm_up()
+        self.load_times = LoadTimes(loaded - started, time.perf_counter() - loaded)
+        scheduler_config = SchedulerConfig(
+            num_gpu_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_seqs=buckets.max_prefill_seqs,
+        )
+        self.engine = Engine(
+            self.executor,
+            Scheduler(scheduler_config, scheduler_policy or SchedulerPolicy()),
+            vocab_size=model_config.vocab_size,
+            tokenizer=self.tokenizer,
+            eos_token_ids=eos_token_ids,
+            async_scheduling=config.async_scheduling,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output, in tokens."""
+        return self.executor.config.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, and return the outputs in the order of the prompts.
+
+        Args:
+            prompts: one prompt or a list of them; each is text, a list of token ids, or
+                `{"prompt_token_ids": ids}`.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            RequestError, SamplingParamsError: an input is invalid; nothing was run.
+        """
+        request_ids = self._add(_as_prompts(prompts), sampling_params, stream=False)
+        finished: dict[str, RequestOutput] = {}
+        for output in self._run(request_ids, use_tqdm):
+            finished[output.request_id] = output
+        return [finished[request_id] for request_id in request_ids]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, rendered by the checkpoint's chat template.
+
+        Args:
+            messages: `[{"role": "user", "content": "..."}]`, or a list of such lists.
+            sampling_params: as in `generate`.
+            use_tqdm: show a progress bar.
+            add_generation_prompt: open the assistant's turn.
+            **template_variables: passed to the template.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init=True")
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            tokenization.apply_chat_template(
+                self.tokenizer, conversation, add_generation_prompt, **template_variables
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield each request's output so far, after every step it advanced in.
+
+        `request_id` is the prompt's place in the input, as a string. Closing the iterator aborts what is left.
+        """
+        request_ids = self._add(_as_prompts(prompts), sampling_params, stream=True)
+        places = {request_id: str(place) for place, request_id in enumerate(request_ids)}
+        for output in self._run(request_ids, use_tqdm=False):
+            yield dataclasses.replace(output, request_id=places[output.request_id])
+
+    def _add(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        stream: bool,
+    ) -> list[str]:
+        """Queue all prompts, or none if one of them is refused."""
+        params = (
+            sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+        )
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(params)} sampling_params for {len(prompts)} prompts; pass one for all or one for each"
+            )
+        request_ids: list[str] = []
+        try:
+            for place, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+                request_id = str(next(self._ids))
+                try:
+                    self.engine.add_request(request_id, prompt, param, stream=stream)
+                except RequestError as error:
+                    raise type(error)(f"prompt {place}: {error}") from error
+                request_ids.append(request_id)
+        except BaseException:
+            self._abort(request_ids)
+            raise
+        return request_ids
+
+    def _run(self, request_ids: Sequence[str], use_tqdm: bool) -> Iterator[RequestOutput]:
+        """Step the engine until the requests have finished; abort the rest if the caller stops early."""
+        unfinished = set(request_ids)
+        progress = None
+        if use_tqdm:
+            from tqdm import tqdm
+
+            progress = tqdm(total=len(request_ids), desc="Processed prompts", unit="prompt")
+        try:
+            while unfinished:
+                for output in self.engine.step():
+                    if output.request_id not in unfinished:
+                        continue
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                        if progress is not None:
+                            progress.update()
+                    yield output
+        finally:
+            self._abort(unfinished)
+            if progress is not None:
+                progress.close()
+
+    def _abort(self, request_ids: Sequence[str] | set[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+        if request_ids:
+            while self.engine.has_unfinished_requests:
+                self.engine.step()
+
+
+def demo_model_path() -> Path:
+    """Folder of the small Llama that comes with the package."""
+    return Path(__file__).parent / "demo_model"
+
+
+def _as_prompts(prompts: Prompts) -> list[Any]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be one prompt or a list of them, not {type(prompts).__name__}")
+    items = list(prompts)
+    if not items:
+        raise RequestError("no prompts; pass at least one")
+    if all(not isinstance(item, str | Mapping | Sequence) and hasattr(item, "__index__") for item in items):
+        return [items]
+    return items
+
+
+def _resolve_dtype(dtype: str, hf_config: Mapping[str, Any], platform: str) -> str:
+    if dtype != "auto":
+        return dtype
+    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
+    return stored if platform != "cpu" and stored in _ITEMSIZE else "float32"
+
+
+def _fit_length(max_model_len: int, pool_tokens: int, asked: int | None) -> int:
+    """The longest sequence must fit the pool: shorten the default, refuse an explicit length."""
+    if max_model_len <= pool_tokens:
+        return max_model_len
+    if asked is not None:
+        raise ConfigError(
+            f"max_model_len={asked} does not fit the KV pool of {pool_tokens} tokens; lower max_model_len "
+            "or enlarge the pool (num_gpu_blocks_override, kv_cache_memory or gpu_memory_utilization)"
+        )
+    return pool_tokens
+
+
+def _set_compilation_cache(folder: str | None) -> None:
+    """Turn on JAX's persistent compilation cache, unless the user has set one up already."""
+    if folder is None or (folder == "auto" and jax.config.jax_compilation_cache_dir):
+        return
+    if folder == "auto":
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = str(Path(base) / "jaxllm" / f"xla-{jax.__version__}")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -1,0 +1,65 @@
+"""Convert a Hugging Face checkpoint into an Orbax one that loads straight onto the device."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+
+from jaxllm.errors import ConfigError
+from jaxllm.loading.load import iter_params, resolve_dtype
+from jaxllm.loading.orbax_format import save_orbax
+from jaxllm.models.config import config_from_dict, read_hf_config
+
+# Everything a folder needs besides config.json and weights.
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def convert_checkpoint(src: str | Path, dst: str | Path, dtype: str = "auto") -> Path:
+    """Write `dst` with config.json, the tokenizer files and `params/`, an Orbax checkpoint in `dtype`.
+
+    The weights pass through host memory in groups of up to 4 GiB. Work happens in a hidden folder beside
+    `dst` that is renamed at the end, so that an interrupted conversion leaves no `dst`.
+
+    Returns:
+        `dst` as a path.
+
+    Raises:
+        ConfigError: `dst` exists and is not an empty folder, or the model is not supported.
+        WeightsError: the weights of `src` cannot be read or do not match its config.json.
+    """
+    src, dst = Path(src), Path(dst)
+    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
+        raise ConfigError(f"{str(dst)!r} exists and is not an empty folder; choose another or remove it")
+    hf_config = read_hf_config(src)
+    config = config_from_dict(hf_config)
+    dtype = resolve_dtype(src, dtype, hf_config=hf_config)
+    dst = dst.absolute()
+    partial = dst.with_name(f".{dst.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted conversion
+    partial.mkdir(parents=True)
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+        save_orbax(partial, iter_params(src, config, dtype, device=cpu))
+        hf_config.pop("torch_dtype", None)
+        (partial / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype}, indent=2) + "\n")
+        for name in SIDE_FILES:
+            if (src / name).is_file():
+                shutil.copyfile(src / name, partial / name)
+        partial.rename(dst)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return dst

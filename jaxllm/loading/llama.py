@@ -1,0 +1,8 @@
+"""Checkpoint names of `LlamaForCausalLM`."""
+
+from jaxllm.loading.names import FamilyNames
+
+NAMES = FamilyNames(
+    prefixes=("model.",),
+    fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+)

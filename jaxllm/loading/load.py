@@ -1,0 +1,122 @@
+"""Load the weights of a model from any supported format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.errors import ConfigError, WeightsError
+from jaxllm.loading.dummy import dummy_params
+from jaxllm.loading.orbax_format import has_orbax_params, load_orbax, stored_dtype
+from jaxllm.loading.safetensors_format import load_safetensors
+from jaxllm.loading.shards import INDEX_FILE, SINGLE_FILE, list_tensors
+from jaxllm.models.config import read_hf_config
+from jaxllm.models.registry import AnyConfig, Params
+
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_params(
+    path: str | Path,
+    config: AnyConfig,
+    dtype: str = "auto",
+    *,
+    load_format: str = "auto",
+    seed: int = 0,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+) -> Params:
+    """Load every weight of `config`, by the names of `registry.abstract_params`.
+
+    Args:
+        path: checkpoint folder. `dummy` reads its config.json only, and only for dtype `auto`.
+        config: the model; its shapes must match the checkpoint's exactly.
+        dtype: dtype of the result, `auto` for the checkpoint's own.
+        load_format: `auto` takes safetensors where there are any, then Orbax.
+        seed: of `dummy` weights.
+        device: where the weights go, JAX's default device if None. Arrays are committed to it; commit the KV
+            cache too, for jit compiles anew when an argument goes from uncommitted to committed.
+
+    Raises:
+        ConfigError: unknown `dtype` or `load_format`.
+        WeightsError: the weights are missing, corrupt, or do not match `config`.
+    """
+    return dict(iter_params(path, config, dtype, load_format=load_format, seed=seed, device=device))
+
+
+def iter_params(
+    path: str | Path,
+    config: AnyConfig,
+    dtype: str = "auto",
+    *,
+    load_format: str = "auto",
+    seed: int = 0,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+) -> Iterator[tuple[str, jax.Array]]:
+    """As `load_params`, one weight at a time."""
+    folder = Path(path)
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    dtype = resolve_dtype(folder, dtype, load_format=load_format)
+    placement = default_device() if device is None else device
+    if load_format == "dummy":
+        return dummy_params(config, dtype, seed=seed, placement=placement)
+    if _is_orbax(folder, load_format):
+        return load_orbax(folder, config, dtype, placement)
+    return load_safetensors(folder, config, dtype, placement)
+
+
+def resolve_dtype(
+    path: str | Path,
+    dtype: str = "auto",
+    *,
+    load_format: str = "auto",
+    hf_config: Mapping[str, Any] | None = None,
+) -> str:
+    """The dtype to load in: `dtype` itself, or for `auto` the checkpoint's.
+
+    That is `dtype` or `torch_dtype` of config.json (or `hf_config`, if given), else the dtype of the first
+    floating-point tensor.
+
+    Raises:
+        ConfigError: the dtype is not one of `DTYPES`.
+    """
+    origin = "dtype"
+    if dtype == "auto":
+        hf_config = read_hf_config(path) if hf_config is None else hf_config
+        origin = "config.json: dtype"
+        named = hf_config.get("dtype") or hf_config.get("torch_dtype")
+        dtype = str(named).removeprefix("torch.") if named else _first_dtype(Path(path), load_format)
+    if dtype not in DTYPES:
+        choices = ", ".join(DTYPES) + (", auto" if origin == "dtype" else "; pass one of them as dtype")
+        raise ConfigError(f"{origin}={dtype!r} is not supported; supported: {choices}")
+    return dtype
+
+
+def default_device() -> jax.Device:
+    """The device JAX puts arrays on when none is named."""
+    return next(iter(jnp.zeros(()).devices()))
+
+
+def _is_orbax(folder: Path, load_format: str) -> bool:
+    if not folder.is_dir():
+        raise WeightsError(f"model folder {str(folder)!r} does not exist (models are not downloaded)")
+    if load_format == "orbax" and not has_orbax_params(folder):
+        raise WeightsError(f"{str(folder)!r} has no params/ folder; write one with `jaxllm convert`")
+    if load_format != "auto":
+        return load_format == "orbax"
+    has_safetensors = any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    return has_orbax_params(folder) and not has_safetensors
+
+
+def _first_dtype(folder: Path, load_format: str) -> str:
+    if load_format == "dummy":
+        return "float32"
+    if _is_orbax(folder, load_format):
+        return stored_dtype(folder) or "float32"
+    dtypes = (tensor.dtype for tensor in list_tensors(folder).values())
+    return next((dtype for dtype in dtypes if dtype), "float32")

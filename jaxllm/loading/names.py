@@ -1,0 +1,60 @@
+"""How a model family names its weights in a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from jaxllm.models.registry import AnyConfig
+
+_BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(original_)?(inv_freq|cos_cached|sin_cached)|masked_bias)")
+LM_HEAD = "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor, under its name without prefix, that fills rows of a weight."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyNames:
+    """The mapping of one architecture.
+
+    `prefixes` stand before every name but that of the output head; the first is the one transformers writes
+    for the full model, the others come from saves of the base model. `fused` gives, for a layer of jaxllm,
+    the checkpoint layers whose rows it stacks, in order.
+    """
+
+    prefixes: tuple[str, ...]
+    fused: Mapping[str, tuple[str, ...]]
+
+    def canonical(self, name: str) -> str | None:
+        """The name without prefix; None for buffers that inference does not need."""
+        if _BUFFERS.fullmatch(name):
+            return None
+        prefix = next((p for p in self.prefixes if name.startswith(p)), "")
+        return name[len(prefix) :]
+
+    def hf_name(self, canonical: str) -> str:
+        """The name transformers gives a weight of the full model."""
+        return canonical if canonical == LM_HEAD else self.prefixes[0] + canonical
+
+    def parts(self, config: AnyConfig, target: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """The checkpoint tensors that make up the weight `target` of `shape`, in row order."""
+        module, _, kind = target.rpartition(".")
+        parent, _, layer = module.rpartition(".")
+        if layer not in self.fused:
+            return (Part(target, shape),)
+        sources = self.fused[layer]
+        if layer == "qkv_proj":
+            rows = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
+        else:
+            rows = [shape[0] // len(sources)] * len(sources)
+        return tuple(
+            Part(f"{parent}.{source}.{kind}", (count, *shape[1:]))
+            for source, count in zip(sources, rows, strict=True)
+        )

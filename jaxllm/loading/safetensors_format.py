@@ -1,0 +1,142 @@
+"""Weights from Hugging Face safetensors, streamed onto the device tensor by tensor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import WeightsError
+from jaxllm.loading import llama, opt
+from jaxllm.loading.names import LM_HEAD, FamilyNames
+from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
+from jaxllm.models.config import LlamaConfig
+from jaxllm.models.registry import AnyConfig, abstract_params
+
+Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None
+_EMBEDDING = "embed_tokens.weight"
+_COMPARED_ROWS = 4096
+
+
+def load_safetensors(
+    folder: Path, config: AnyConfig, dtype: str, placement: Placement = None
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yield every weight of the model, on the device and in `dtype`, in the order of the files.
+
+    The whole checkpoint is checked from its headers before the first weight is read. On the host there is
+    one mapped file (more only for a weight whose parts lie in several) and one tensor at a time.
+
+    Raises:
+        WeightsError: tensors are missing, unexpected or misshapen (all are named), or a file is corrupt.
+    """
+    names = family_names(config)
+    found = _by_canonical_name(list_tensors(folder), names)
+    if config.tie_word_embeddings:
+        _drop_tied_head(found, folder)
+    plan = _plan(found, names, config, folder)
+    # In the order of the last file a weight needs, so that each file is opened about once.
+    order = sorted(plan, key=lambda target: str(max(tensor.file for tensor in plan[target])))
+    with ShardReader() as reader:
+        for target in order:
+            parts = plan.pop(target)
+            reader.keep({tensor.file for tensor in parts})
+            # Blocks, so that host copies never queue up behind a slow transfer.
+            yield target, jax.block_until_ready(_to_device(reader, parts, dtype, placement))
+
+
+def family_names(config: AnyConfig) -> FamilyNames:
+    """The checkpoint names of the architecture of `config`."""
+    return llama.NAMES if isinstance(config, LlamaConfig) else opt.NAMES
+
+
+def _by_canonical_name(tensors: Mapping[str, StoredTensor], names: FamilyNames) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        canonical = names.canonical(name)
+        if canonical is None:
+            continue
+        if canonical in found:
+            raise WeightsError(
+                f"the checkpoint holds {canonical!r} twice, as {found[canonical].name!r} and as {name!r}"
+            )
+        found[canonical] = tensor
+    return found
+
+
+def _drop_tied_head(found: dict[str, StoredTensor], folder: Path) -> None:
+    """Remove the output head of a tied model, or use it as the embedding where only the head was saved."""
+    head = found.pop(LM_HEAD, None)
+    if head is None:
+        return
+    embedding = found.setdefault(_EMBEDDING, head)
+    if not _same_values(embedding, head):
+        raise WeightsError(
+            f"config.json says tie_word_embeddings=True but {embedding.name} and {head.name} differ in "
+            f"{str(folder)!r}; load with hf_overrides={{'tie_word_embeddings': False}} to use both"
+        )
+
+
+def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
+    if a is b:
+        return True
+    if a.shape != b.shape or len(a.shape) != 2 or a.stored_dtype != b.stored_dtype or a.dtype is None:
+        return False
+    count = a.shape[0]
+    chunks = [slice(row, min(row + _COMPARED_ROWS, count)) for row in range(0, count, _COMPARED_ROWS)]
+    with ShardReader() as reader:
+        return all(np.array_equal(reader.read(a, rows), reader.read(b, rows)) for rows in chunks)
+
+
+def _plan(
+    found: Mapping[str, StoredTensor], names: FamilyNames, config: AnyConfig, folder: Path
+) -> dict[str, tuple[StoredTensor, ...]]:
+    """The stored tensors of each weight, in row order, after checking that the two sets match exactly."""
+    plan: dict[str, tuple[StoredTensor, ...]] = {}
+    missing, wrong = [], []
+    wanted: set[str] = set()
+    for target, struct in abstract_params(config, "float32").items():
+        parts = names.parts(config, target, struct.shape)
+        wanted.update(part.name for part in parts)
+        for part in parts:
+            tensor = found.get(part.name)
+            if tensor is None:
+                missing.append(names.hf_name(part.name))
+            elif tensor.shape != part.shape:
+                wrong.append(f"{tensor.name} is {list(tensor.shape)}, expected {list(part.shape)}")
+            elif tensor.dtype is None:
+                wrong.append(f"{tensor.name} is {tensor.stored_dtype}, expected F32, BF16 or F16")
+        plan[target] = tuple(found[part.name] for part in parts if part.name in found)
+    unexpected = [tensor.name for canonical, tensor in found.items() if canonical not in wanted]
+    problems = {"missing": missing, "unexpected": unexpected, "of the wrong shape or dtype": wrong}
+    if any(problems.values()):
+        listed = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items)
+        raise WeightsError(
+            f"the weights of {str(folder)!r} do not match the {config.architecture} of its config.json: "
+            + listed
+        )
+    return plan
+
+
+def _to_device(
+    reader: ShardReader, parts: tuple[StoredTensor, ...], dtype: str, placement: Placement
+) -> jax.Array:
+    arrays = []
+    for part in parts:
+        array = jax.device_put(reader.read(part), placement)
+        arrays.append(array if array.dtype == dtype else _cast(array, dtype))
+    return arrays[0] if len(arrays) == 1 else _stack(arrays)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _cast(array: jax.Array, dtype: str) -> jax.Array:
+    return array.astype(dtype)
+
+
+@jax.jit
+def _stack(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate(arrays)

@@ -1,0 +1,106 @@
+"""Building blocks shared by the models. Activations are flat over tokens: `[T, features]`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+# Up to this many rows `weight @ x.T` beats `x @ weight.T` on CPUs (1.5-2.5x at 8-64 rows); on GPUs the two
+# are the same call.
+_MAX_ROWS_WEIGHT_FIRST = 128
+
+
+class Attend(Protocol):
+    """Attention over the sequences a step works on; it also stores the new keys and values."""
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+        """`q` [T, num_heads, head_dim]; `k`, `v` [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
+        ...
+
+
+def _precision(dtype: jnp.dtype) -> lax.Precision:
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """`x` [T, in] times `weight` [out, in] (the layout of checkpoints) -> [T, out]."""
+    precision = _precision(x.dtype)
+    dimensions = (((1,), (1,)), ((), ()))
+    if x.shape[0] <= _MAX_ROWS_WEIGHT_FIRST:
+        y = lax.dot_general(weight, x, dimensions, precision=precision, preferred_element_type=out_dtype)
+        return y.T
+    return lax.dot_general(x, weight, dimensions, precision=precision, preferred_element_type=out_dtype)
+
+
+class Linear(nnx.Module):
+    """A linear layer whose weight is stored `[out, in]`, with an optional bias."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
+        self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` [T, in] -> [T, out]."""
+        y = linear(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A table `[num_embeddings, features]`; also the output head where embeddings are tied."""
+
+    def __init__(self, num_embeddings: int, features: int, *, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_embeddings, features), dtype))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """`ids` [T] int32 -> [T, features]. Ids are validated before they reach the device."""
+        return self.weight[...].at[ids].get(mode="clip")
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over the features, computed in float32."""
+
+    def __init__(self, features: int, *, eps: float, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.ones((features,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` [T, features] -> same shape and dtype."""
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return self.weight[...] * x32.astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation over the features, computed in float32 with eps 1e-5."""
+
+    def __init__(self, features: int, *, affine: bool, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.ones((features,), dtype)) if affine else None
+        self.bias = nnx.Param(jnp.zeros((features,), dtype)) if affine else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` [T, features] -> same shape and dtype."""
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        y = centred * lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + 1e-5)
+        if self.weight is not None and self.bias is not None:
+            y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+def split_heads(
+    qkv: jax.Array, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split a fused projection [T, (num_heads + 2 * num_kv_heads) * head_dim] into q, k and v by head."""
+    q_end = num_heads * head_dim
+    k_end = q_end + num_kv_heads * head_dim
+    q, k, v = jnp.split(qkv, (q_end, k_end), axis=-1)
+    rows = qkv.shape[0]
+    return (
+        q.reshape(rows, num_heads, head_dim),
+        k.reshape(rows, num_kv_heads, head_dim),
+        v.reshape(rows, num_kv_heads, head_dim),
+    )

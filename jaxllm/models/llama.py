@@ -1,0 +1,90 @@
+"""Llama 1, 2 and 3.x in Flax NNX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.models.config import LlamaConfig
+from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm, linear, split_heads
+from jaxllm.models.rope import apply_rope, rope_table
+
+RopeTable = tuple[jax.Array, jax.Array]
+
+
+class LlamaAttention(nnx.Module):
+    """Grouped-query attention with one fused q, k, v projection."""
+
+    def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype) -> None:
+        self.layer = layer
+        self.heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        heads = config.num_heads + 2 * config.num_kv_heads
+        bias = config.attention_bias
+        self.qkv_proj = Linear(config.hidden_size, heads * config.head_dim, bias=bias, dtype=dtype)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias, dtype=dtype)
+
+    def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
+        """`x` [T, hidden_size] -> same."""
+        q, k, v = split_heads(self.qkv_proj(x), *self.heads)
+        scale = self.heads[2] ** -0.5
+        out = attend(self.layer, apply_rope(q, rope), apply_rope(k, rope), v, scale)
+        return self.o_proj(out.reshape(x.shape[0], -1))
+
+
+class LlamaMLP(nnx.Module):
+    """SwiGLU with one fused gate and up projection."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype) -> None:
+        size, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
+        self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` [T, hidden_size] -> same."""
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+class LlamaLayer(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype) -> None:
+        eps = config.rms_norm_eps
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
+        self.self_attn = LlamaAttention(config, layer, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
+        self.mlp = LlamaMLP(config, dtype)
+
+    def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
+        """`x` [T, hidden_size] -> same."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaForCausalLM(nnx.Module):
+    """A Llama decoder with its output head."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nnx.List([LlamaLayer(config, i, dtype) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+        )
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """`token_ids`, `positions` [T] int32 -> final hidden states [T, hidden_size]."""
+        rope = rope_table(positions, self.config.rope.inverse_frequencies())
+        x = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            x = layer(x, rope, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """`hidden` [N, hidden_size] -> [N, vocab_size] float32."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return linear(hidden, head.weight[...], out_dtype=jnp.dtype(jnp.float32))

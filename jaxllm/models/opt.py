@@ -1,0 +1,100 @@
+"""OPT in Flax NNX: every published size, the 350m layout included."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.models.config import OPTConfig
+from jaxllm.models.layers import Attend, Embedding, LayerNorm, Linear, linear, split_heads
+
+_POSITION_OFFSET = 2
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+}
+
+
+class OPTAttention(nnx.Module):
+    """Multi-head attention with one fused q, k, v projection."""
+
+    def __init__(self, config: OPTConfig, layer: int, dtype: jnp.dtype) -> None:
+        self.layer = layer
+        self.heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        size, bias = config.hidden_size, config.enable_bias
+        self.qkv_proj = Linear(size, 3 * size, bias=bias, dtype=dtype)
+        self.out_proj = Linear(size, size, bias=bias, dtype=dtype)
+
+    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+        """`x` [T, hidden_size] -> same."""
+        q, k, v = split_heads(self.qkv_proj(x), *self.heads)
+        out = attend(self.layer, q, k, v, self.heads[2] ** -0.5)
+        return self.out_proj(out.reshape(x.shape[0], -1))
+
+
+class OPTLayer(nnx.Module):
+    """One decoder layer; LayerNorm before each block, or after it in the 350m model."""
+
+    def __init__(self, config: OPTConfig, layer: int, dtype: jnp.dtype) -> None:
+        size, bias, affine = config.hidden_size, config.enable_bias, config.layer_norm_elementwise_affine
+        self.pre_norm = config.do_layer_norm_before
+        self.activation = config.activation_function
+        self.self_attn = OPTAttention(config, layer, dtype)
+        self.self_attn_layer_norm = LayerNorm(size, affine=affine, dtype=dtype)
+        self.fc1 = Linear(size, config.intermediate_size, bias=bias, dtype=dtype)
+        self.fc2 = Linear(config.intermediate_size, size, bias=bias, dtype=dtype)
+        self.final_layer_norm = LayerNorm(size, affine=affine, dtype=dtype)
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        return self.fc2(_ACTIVATIONS[self.activation](self.fc1(x)))
+
+    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+        """`x` [T, hidden_size] -> same."""
+        if self.pre_norm:
+            x = x + self.self_attn(self.self_attn_layer_norm(x), attend)
+            return x + self._mlp(self.final_layer_norm(x))
+        x = self.self_attn_layer_norm(x + self.self_attn(x, attend))
+        return self.final_layer_norm(x + self._mlp(x))
+
+
+class OPTForCausalLM(nnx.Module):
+    """An OPT decoder with its output head."""
+
+    def __init__(self, config: OPTConfig, dtype: jnp.dtype) -> None:
+        embed_dim, size = config.word_embed_proj_dim, config.hidden_size
+        projected = embed_dim != size
+        self.embed_tokens = Embedding(config.vocab_size, embed_dim, dtype=dtype)
+        self.embed_positions = Embedding(config.max_position_embeddings + _POSITION_OFFSET, size, dtype=dtype)
+        self.project_in = Linear(embed_dim, size, bias=False, dtype=dtype) if projected else None
+        self.project_out = Linear(size, embed_dim, bias=False, dtype=dtype) if projected else None
+        self.layers = nnx.List([OPTLayer(config, i, dtype) for i in range(config.num_layers)])
+        affine = config.layer_norm_elementwise_affine
+        self.final_layer_norm = (
+            LayerNorm(size, affine=affine, dtype=dtype) if config.has_final_layer_norm else None
+        )
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(embed_dim, config.vocab_size, bias=False, dtype=dtype)
+        )
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """`token_ids`, `positions` [T] int32 -> final hidden states [T, word_embed_proj_dim]."""
+        x = self.embed_tokens(token_ids)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        x = x + self.embed_positions(positions + _POSITION_OFFSET)
+        for layer in self.layers:
+            x = layer(x, attend)
+        if self.final_layer_norm is not None:
+            x = self.final_layer_norm(x)
+        return x if self.project_out is None else self.project_out(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """`hidden` [N, word_embed_proj_dim] -> [N, vocab_size] float32."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return linear(hidden, head.weight[...], out_dtype=jnp.dtype(jnp.float32))

@@ -1,0 +1,81 @@
+"""From a configuration to a model whose weights live in a flat dictionary of arrays.
+
+Jitted programs take that dictionary, `{"layers.0.self_attn.qkv_proj.weight": array, ...}`, and bind it to the
+module while tracing, so a step never flattens an `nnx.State`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.errors import WeightsError
+from jaxllm.models.config import LlamaConfig, OPTConfig
+from jaxllm.models.llama import LlamaForCausalLM
+from jaxllm.models.opt import OPTForCausalLM
+
+Params = dict[str, jax.Array]
+AnyConfig = LlamaConfig | OPTConfig
+AnyModel = LlamaForCausalLM | OPTForCausalLM
+
+_MODELS: dict[type, type] = {LlamaConfig: LlamaForCausalLM, OPTConfig: OPTForCausalLM}
+
+
+@functools.lru_cache(maxsize=16)
+def _structure(config: AnyConfig, dtype: str) -> tuple[nnx.GraphDef, dict[tuple, jax.ShapeDtypeStruct]]:
+    model = nnx.eval_shape(lambda: _MODELS[type(config)](config, jnp.dtype(dtype)))
+    graphdef, state = nnx.split(model)
+    flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    return graphdef, flat
+
+
+def _name(path: tuple) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def abstract_params(config: AnyConfig, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of every weight, by name."""
+    return {_name(path): value for path, value in _structure(config, dtype)[1].items()}
+
+
+def bind(config: AnyConfig, params: Mapping[str, jax.Array]) -> AnyModel:
+    """The model with `params` as its weights. Cheap enough for tracing, not for every step.
+
+    Raises:
+        WeightsError: a weight is missing, unknown or misshapen.
+    """
+    dtype = str(next(iter(params.values())).dtype) if params else "float32"
+    graphdef, flat = _structure(config, dtype)
+    expected = {_name(path): value.shape for path, value in flat.items()}
+    wrong = sorted(
+        name
+        for name in expected.keys() | params.keys()
+        if name not in params or name not in expected or params[name].shape != expected[name]
+    )
+    if wrong:
+        raise WeightsError(f"params do not match the {config.architecture} configuration: {', '.join(wrong)}")
+    state = nnx.from_flat_state([(path, nnx.Param(params[_name(path)])) for path in flat])
+    return nnx.merge(graphdef, state)
+
+
+def init_params(config: AnyConfig, key: jax.Array, dtype: str = "float32", *, scale: float = 0.02) -> Params:
+    """Random weights, made on the device: normal of deviation `scale`, norms 1 and biases 0."""
+
+    def init(key: jax.Array) -> Params:
+        shapes = abstract_params(config, dtype)
+        keys = jax.random.split(key, len(shapes))
+        params = {}
+        for subkey, (name, shape) in zip(keys, shapes.items(), strict=True):
+            if name.endswith("bias"):
+                params[name] = jnp.zeros(shape.shape, shape.dtype)
+            elif "norm" in name:
+                params[name] = jnp.ones(shape.shape, shape.dtype)
+            else:
+                params[name] = scale * jax.random.normal(subkey, shape.shape, shape.dtype)
+        return params
+
+    return jax.jit(init)(key)

@@ -1,0 +1,146 @@
+"""What a request returns, with vLLM's names. Imports no accelerator library."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxllm.types import FinishReason, RequestMetrics
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability (natural logarithm) at one position.
+
+    `rank` counts from 1, the most likely token. `decoded_token` is its text; None without detokenizing.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""Token id to its log-probability: the top ones and the chosen token, which may be one of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    `logprobs` has one entry per token id, `cumulative_logprob` is the sum over the chosen tokens; both
+    are None unless asked for. `finish_reason` is None while the request runs, else "stop" (an
+    end-of-sequence token, a stop token or a stop string), "length" or "abort". `stop_reason` is the
+    stop string or stop token id that ended it; None for end of sequence.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's prompt and completions so far.
+
+    `prompt` is None for a prompt given as token ids. `prompt_logprobs` has one entry per prompt token,
+    the first of them None since nothing precedes it; it is None unless asked for. Of several outputs
+    for one request, each holds everything so far.
+
+    `text`, `token_ids` and the like are those of the first completion: `output.text` is
+    `output.outputs[0].text`.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: list[PositionLogprobs | None] | None
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    metrics: RequestMetrics | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first completion."""
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> list[PositionLogprobs] | None:
+        """Log-probabilities of the first completion."""
+        return self.outputs[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Summed log-probability of the first completion."""
+        return self.outputs[0].cumulative_logprob
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first completion ended; None while it runs."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Stop string or stop token id that ended the first completion."""
+        return self.outputs[0].stop_reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values.
+
+        JSON's rules apply: token ids that are keys become strings, tuples lists, and a log-probability
+        of minus infinity (a token that a filter removed) null.
+        """
+        return {
+            "request_id": self.request_id,
+            "prompt": self.prompt,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "prompt_logprobs": _positions(self.prompt_logprobs),
+            "outputs": [
+                {
+                    "index": output.index,
+                    "text": output.text,
+                    "token_ids": list(output.token_ids),
+                    "cumulative_logprob": _finite(output.cumulative_logprob),
+                    "logprobs": _positions(output.logprobs),
+                    "finish_reason": output.finish_reason,
+                    "stop_reason": output.stop_reason,
+                }
+                for output in self.outputs
+            ],
+            "finished": self.finished,
+            "metrics": None if self.metrics is None else dataclasses.asdict(self.metrics),
+        }
+
+
+def _positions(
+    positions: list[PositionLogprobs] | list[PositionLogprobs | None] | None,
+) -> list[dict[str, dict[str, Any]] | None] | None:
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {
+                "logprob": _finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token_id, entry in position.items()
+        }
+        for position in positions
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,419 @@
+"""Sampling parameters of one request, with vLLM's names and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from jaxllm.errors import SamplingParamsError
+
+MAX_LOGIT_BIAS = 300
+"""Most entries of `logit_bias`."""
+MAX_STOP_TOKEN_IDS = 128
+"""Most entries of `stop_token_ids`."""
+MAX_STOP_STRINGS = 64
+"""Most entries of `stop`."""
+MAX_STOP_LENGTH = 1000
+"""Longest stop string, in characters."""
+MAX_LOGPROBS = 20
+"""Largest `logprobs` and `prompt_logprobs`."""
+MIN_TEMPERATURE = 0.01
+"""Smallest temperature that samples; 0 is greedy, and nothing lies between."""
+
+_MAX_INT32 = 2**31 - 1
+
+_NOT_SUPPORTED = "jaxllm does not support it; remove it"
+_NO_BEAMS = "jaxllm has no beam search; remove it, or raise temperature and send the prompt several times"
+_NO_GUIDED = "jaxllm has no structured output; remove it and check the text afterwards"
+_FROM_TOKENIZER = "the engine reads it from the model folder; use stop_token_ids to stop at further tokens"
+
+# Names other libraries use, each with the way out.
+_OTHER_NAMES = {
+    # Hugging Face generate()
+    "max_new_tokens": "use max_tokens",
+    "max_length": "use max_tokens (output tokens, without the prompt)",
+    "min_new_tokens": "use min_tokens",
+    "min_length": "use min_tokens (output tokens, without the prompt)",
+    "do_sample": "use temperature=0 for do_sample=False, temperature>0 for do_sample=True",
+    "stop_strings": "use stop",
+    "eos_token_id": f"{_FROM_TOKENIZER}, or ignore_eos=True to go on past it",
+    "pad_token_id": "jaxllm pads nothing; remove it",
+    "bos_token_id": "the tokenizer adds it; remove it, or send token ids",
+    "num_return_sequences": "send the prompt once per wanted sequence, each with its own seed",
+    "num_beams": _NO_BEAMS,
+    "num_beam_groups": _NO_BEAMS,
+    "diversity_penalty": _NO_BEAMS,
+    "length_penalty": _NO_BEAMS,
+    "early_stopping": _NO_BEAMS,
+    "no_repeat_ngram_size": "it is unsupported; use repetition_penalty or frequency_penalty",
+    "encoder_repetition_penalty": "it is unsupported; use repetition_penalty",
+    "bad_words_ids": "use logit_bias with -100 for single tokens; longer sequences are unsupported",
+    "force_words_ids": _NOT_SUPPORTED,
+    "suppress_tokens": "use logit_bias with -100 for each token",
+    "begin_suppress_tokens": _NOT_SUPPORTED,
+    "sequence_bias": "use logit_bias for single tokens; longer sequences are unsupported",
+    "penalty_alpha": "it is unsupported (contrastive search); use top_p or min_p",
+    "typical_p": "it is unsupported; use top_p or min_p",
+    "epsilon_cutoff": "it is unsupported; use min_p",
+    "eta_cutoff": "it is unsupported; use min_p",
+    "top_h": "it is unsupported; use top_p or min_p",
+    "guidance_scale": _NOT_SUPPORTED,
+    "renormalize_logits": _NOT_SUPPORTED,
+    "logits_processor": _NOT_SUPPORTED,
+    "stopping_criteria": "use stop or stop_token_ids",
+    "use_cache": "the KV cache is always on; remove it",
+    "generation_config": "pass its values as separate keywords",
+    "streamer": _NOT_SUPPORTED,
+    # vLLM and OpenAI
+    "best_of": "send the prompt several times and choose among the outputs",
+    "use_beam_search": _NO_BEAMS,
+    "beam_width": _NO_BEAMS,
+    "guided_decoding": _NO_GUIDED,
+    "structured_outputs": _NO_GUIDED,
+    "response_format": _NO_GUIDED,
+    "bad_words": "use logit_bias with -100 for single tokens; longer sequences are unsupported",
+    "allowed_token_ids": _NOT_SUPPORTED,
+    "truncate_prompt_tokens": "shorten the prompt before sending it",
+    "logits_processors": _NOT_SUPPORTED,
+    "spaces_between_special_tokens": _NOT_SUPPORTED,
+    "output_kind": _NOT_SUPPORTED,
+    "extra_args": _NOT_SUPPORTED,
+    "flat_logprobs": _NOT_SUPPORTED,
+    "max_completion_tokens": "use max_tokens",
+    "top_logprobs": "use logprobs (a number)",
+    # llama.cpp, SGLang, TensorRT-LLM
+    "repeat_penalty": "use repetition_penalty",
+    "n_predict": "use max_tokens",
+    "random_seed": "use seed",
+    "sampling_seed": "use seed",
+    "temp": "use temperature",
+    "end_id": _FROM_TOKENIZER,
+}
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class SamplingParams:
+    """How to sample one request's tokens. Immutable, hashable and picklable.
+
+    Every value is checked and normalised: numpy scalars become Python numbers, lists become tuples,
+    and an absent list is an empty tuple. `dataclasses.replace` makes a changed copy.
+
+    Order of application to the logits: logit bias, penalties, temperature, then top-k, top-p and
+    min-p.
+
+    Args:
+        temperature: 0 is greedy; else 0.01..100.
+        top_k: sample among the k most likely tokens, 1..2**31-1; 0 or -1 is off (stored as 0).
+        top_p: keep the smallest set of tokens of at least this probability, in (0, 1].
+        min_p: drop tokens less likely than this share of the most likely one, 0..1.
+        presence_penalty: subtracted once from each token the output holds, -2..2.
+        frequency_penalty: subtracted per occurrence in the output, -2..2.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or
+            the output, in (0, 100]; 1 is off.
+        logit_bias: token id -> addend in -100..100, at most 300 entries. Keys may be numeric strings.
+            Stored as a tuple of `(token_id, bias)` pairs in order of token id.
+        seed: makes the request's samples reproducible, -2**63..2**64-1.
+        max_tokens: most output tokens, 1..2**31-1; None is up to the model's length.
+        min_tokens: no end-of-sequence or stop token before this many output tokens, 0..max_tokens.
+        stop: at most 64 strings of 1..1000 characters that end the output.
+        stop_token_ids: at most 128 token ids that end the output, each 0..2**31-1.
+        include_stop_str_in_output: keep the stop string in the text.
+        ignore_eos: go on past the end-of-sequence token.
+        logprobs: return this many top log-probabilities per output token, 0..20, and the chosen
+            token's; None returns none.
+        prompt_logprobs: the same for the prompt's tokens.
+        detokenize: return text. Stop strings need it.
+        skip_special_tokens: leave special tokens out of the text.
+        n: accepted for vLLM's sake; only 1.
+
+    Raises:
+        SamplingParamsError: an unknown name, a wrong type or a value out of range.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    detokenize: bool
+    skip_special_tokens: bool
+
+    # Written out, so that a type checker sees what callers may pass beside what is stored.
+    def __init__(
+        self,
+        /,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = 16,
+        min_tokens: int = 0,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        include_stop_str_in_output: bool = False,
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        detokenize: bool = True,
+        skip_special_tokens: bool = True,
+        n: int = 1,
+        **unknown: NoReturn,
+    ) -> None:
+        for name in unknown:
+            raise SamplingParamsError(_describe_unknown(name))
+        if _integer("n", n, 1, _MAX_INT32) != 1:
+            raise SamplingParamsError(
+                f"n={n!r} is unsupported: it must be 1. Send the prompt n times, each with its own seed."
+            )
+        values: dict[str, Any] = {
+            "temperature": _temperature(temperature),
+            "top_k": 0 if _is_minus_one(top_k) else _integer("top_k", top_k, 0, _MAX_INT32, "0 or -1 is off"),
+            "top_p": _number("top_p", top_p, 0, 1, "1 is off", above_low=True),
+            "min_p": _number("min_p", min_p, 0, 1, "0 is off"),
+            "presence_penalty": _number("presence_penalty", presence_penalty, -2, 2, "0 is off"),
+            "frequency_penalty": _number("frequency_penalty", frequency_penalty, -2, 2, "0 is off"),
+            "repetition_penalty": _number(
+                "repetition_penalty", repetition_penalty, 0, 100, "1 is off", above_low=True
+            ),
+            "logit_bias": _logit_bias(logit_bias),
+            "seed": _optional_integer("seed", seed, -(2**63), 2**64 - 1, "None is unseeded"),
+            "max_tokens": _optional_integer(
+                "max_tokens", max_tokens, 1, _MAX_INT32, "None is up to the model's length"
+            ),
+            "min_tokens": _integer("min_tokens", min_tokens, 0, _MAX_INT32),
+            "stop": _stop_strings(stop),
+            "stop_token_ids": _stop_token_ids(stop_token_ids),
+            "include_stop_str_in_output": _boolean("include_stop_str_in_output", include_stop_str_in_output),
+            "ignore_eos": _boolean("ignore_eos", ignore_eos),
+            "logprobs": _optional_integer("logprobs", logprobs, 0, MAX_LOGPROBS, "None is off"),
+            "prompt_logprobs": _optional_integer(
+                "prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS, "None is off"
+            ),
+            "detokenize": _boolean("detokenize", detokenize),
+            "skip_special_tokens": _boolean("skip_special_tokens", skip_special_tokens),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise SamplingParamsError(
+                f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}: "
+                "lower min_tokens or raise max_tokens."
+            )
+        if self.stop and not self.detokenize:
+            raise SamplingParamsError(
+                f"stop={list(self.stop)!r} needs detokenize=True: stop strings are found in the text. "
+                "Set detokenize=True, or use stop_token_ids."
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Builds parameters from a mapping of names to values, such as a row of a JSONL file.
+
+        Raises:
+            SamplingParamsError: `values` is no mapping, or as for the constructor.
+        """
+        if not isinstance(values, Mapping):
+            raise SamplingParamsError(
+                f"sampling parameters must be an object of names and values, not {_show(values)}."
+            )
+        for name in values:
+            if not isinstance(name, str):
+                raise SamplingParamsError(f"sampling parameter names must be strings, not {_show(name)}.")
+        return cls(**values)
+
+    def validate_for_vocab(self, vocab_size: int) -> None:
+        """Checks every token id against the model's vocabulary.
+
+        Raises:
+            SamplingParamsError: a `logit_bias` key or stop token id is not below `vocab_size`.
+        """
+        for name, ids in (
+            ("logit_bias", [token_id for token_id, _ in self.logit_bias]),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise SamplingParamsError(
+                        f"{name}: token id {token_id} is outside the model's vocabulary: "
+                        f"it must be in 0..{vocab_size - 1}. Remove it, or use this model's tokenizer."
+                    )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Whether a presence, frequency or repetition penalty is on."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether log-probabilities of output tokens are asked for (`prompt_logprobs` is apart)."""
+        return self.logprobs is not None
+
+
+PARAMETER_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
+"""Every sampling parameter, in the order of the class."""
+
+
+def _describe_unknown(name: str) -> str:
+    if name in _OTHER_NAMES:
+        return f"{name} is not a sampling parameter of jaxllm: {_OTHER_NAMES[name]}."
+    if name.startswith("guided_"):
+        return f"{name} is not a sampling parameter of jaxllm: {_NO_GUIDED}."
+    near = difflib.get_close_matches(name, PARAMETER_NAMES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(PARAMETER_NAMES)}."
+    return f"{name} is not a sampling parameter of jaxllm: {hint}"
+
+
+def _show(value: object) -> str:
+    """A value and its type, short enough for a message."""
+    text = repr(value)
+    if len(text) > 80:
+        text = text[:77] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def _as_python(value: Any) -> Any:
+    """A numpy (or jax) scalar as a Python one; anything else as it is."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def _limits(low: float, high: float, note: str, *, above_low: bool = False) -> str:
+    interval = f"in {'(' if above_low else '['}{low}, {high}]"
+    return f"{interval} ({note})" if note else interval
+
+
+def _number(
+    name: str, value: object, low: float, high: float, note: str = "", *, above_low: bool = False
+) -> float:
+    number = _as_python(value)
+    limits = _limits(low, high, note, above_low=above_low)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise SamplingParamsError(f"{name}={_show(value)} must be a number {limits}.")
+    # Written so that NaN fails; comparing before converting keeps huge integers from overflowing.
+    if not (low <= number <= high) or (above_low and number == low):
+        raise SamplingParamsError(f"{name}={_show(value)} is out of range: it must be {limits}.")
+    return float(number) + 0.0  # -0.0 becomes 0.0
+
+
+def _temperature(value: object) -> float:
+    temperature = _number("temperature", value, 0, 100, "0 is greedy")
+    # The margin lets float32's 0.01, which lies just below, pass.
+    if 0.0 < temperature < MIN_TEMPERATURE * (1 - 1e-6):
+        raise SamplingParamsError(
+            f"temperature={temperature!r} is out of range: it must be 0 or in [{MIN_TEMPERATURE}, 100]. "
+            "Use temperature=0 for greedy sampling."
+        )
+    return temperature
+
+
+def _integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
+    number = _as_python(value)
+    limits = _limits(low, high, note)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise SamplingParamsError(f"{name}={_show(value)} must be an integer {limits}.")
+    if not low <= number <= high:
+        raise SamplingParamsError(f"{name}={_show(value)} is out of range: it must be {limits}.")
+    return int(number)
+
+
+def _optional_integer(name: str, value: object, low: int, high: int, note: str) -> int | None:
+    return None if value is None else _integer(name, value, low, high, note)
+
+
+def _is_minus_one(value: object) -> bool:
+    number = _as_python(value)
+    return isinstance(number, int) and number == -1
+
+
+def _boolean(name: str, value: object) -> bool:
+    flag = _as_python(value)
+    if not isinstance(flag, bool):
+        raise SamplingParamsError(f"{name}={_show(value)} must be True or False.")
+    return flag
+
+
+def _items(name: str, value: object, of_what: str, limit: int) -> list[Any]:
+    """The entries of a list-like value; strings, bytes and mappings are none."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise SamplingParamsError(f"{name}={_show(value)} must be a list of {of_what}.")
+    items = list(value)
+    if len(items) > limit:
+        raise SamplingParamsError(f"{name} holds {len(items)} entries: at most {limit} are allowed.")
+    return items
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else _items("stop", value, "strings", MAX_STOP_STRINGS)
+    for string in strings:
+        if not isinstance(string, str):
+            raise SamplingParamsError(
+                f"stop holds {_show(string)}: it must be a string or a list of strings. "
+                "Use stop_token_ids for token ids."
+            )
+        if not 1 <= len(string) <= MAX_STOP_LENGTH:
+            raise SamplingParamsError(
+                f"stop holds a string of {len(string)} characters ({string[:20]!r}): each must have "
+                f"1..{MAX_STOP_LENGTH}. Remove or shorten it."
+            )
+    return tuple(dict.fromkeys(strings))
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    items = _items("stop_token_ids", value, "token ids", MAX_STOP_TOKEN_IDS)
+    return tuple(dict.fromkeys(_integer("stop_token_ids entry", item, 0, _MAX_INT32) for item in items))
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:  # the stored form, so that dataclasses.replace works
+        pairs = _items("logit_bias", value, "(token id, bias) pairs, or a dict", MAX_LOGIT_BIAS)
+        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+            raise SamplingParamsError(f"logit_bias={_show(value)} must be a dict of token id to bias.")
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise SamplingParamsError(
+            f"logit_bias holds {len(pairs)} entries: at most {MAX_LOGIT_BIAS} are allowed."
+        )
+    biases: dict[int, float] = {}
+    for key, bias in pairs:
+        is_digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
+        token_id = _integer("logit_bias key", int(key) if is_digits else key, 0, _MAX_INT32)
+        if token_id in biases:
+            raise SamplingParamsError(f"logit_bias names token id {token_id} twice: keep one entry.")
+        biases[token_id] = _number(f"logit_bias[{token_id}]", bias, -100, 100)
+    return tuple(sorted(biases.items()))

@@ -1,0 +1,218 @@
+"""Loading a checkpoint's tokenizer, encoding prompts, rendering chat templates, finding stop tokens.
+
+transformers takes seconds to import, so it is imported when a tokenizer is loaded and not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_WITHOUT_TOKENIZER = "pass skip_tokenizer_init=True and give prompts as token ids"
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model folder. Reads local files only and runs no code from them.
+
+    Raises:
+        ConfigError: the folder holds no tokenizer, a broken one, or one that needs its own code.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"no tokenizer in {str(folder)!r}: it is not a folder. Give the folder that holds "
+            f"tokenizer.json and tokenizer_config.json, or {_WITHOUT_TOKENIZER}."
+        )
+    with _quiet_transformers():
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=False, local_files_only=True, use_fast=True
+            )
+        except Exception as error:  # transformers and tokenizers raise anything, bare Exception included
+            remedy = (
+                f"Put the model's tokenizer.json and tokenizer_config.json there, or {_WITHOUT_TOKENIZER}"
+            )
+            if "trust_remote_code" in str(error):
+                remedy = f"It needs code of its own, which jaxllm never runs; {_WITHOUT_TOKENIZER}"
+            raise ConfigError(
+                f"cannot load a tokenizer from {str(folder)!r} ({_summary(error)}). {remedy}."
+            ) from error
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a prompt, with the tokenizer's special tokens added exactly once.
+
+    A text that already starts with the beginning-of-sequence token, as a rendered chat template does,
+    gets no second one.
+
+    Raises:
+        RequestError: `text` is no string, or holds code points that are no characters.
+    """
+    if not isinstance(text, str):
+        raise RequestError(f"a prompt must be a string or a list of token ids, not {type(text).__name__}.")
+    token_ids = _encode(tokenizer, text, add_special_tokens=True)
+    bos = tokenizer.bos_token_id
+    if bos is not None and token_ids[:2] == [bos, bos] and text.startswith(str(tokenizer.bos_token)):
+        del token_ids[0]
+    return token_ids
+
+
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    **template_variables: Any,
+) -> list[int]:
+    """Token ids of a conversation rendered by the checkpoint's chat template.
+
+    The template runs in jinja2's immutable sandbox: it can neither reach Python's internals nor change
+    the messages. The special tokens are those the template writes; none are added.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        messages: at least one `{"role": ..., "content": ...}`, oldest first. Content is a string.
+        add_generation_prompt: open the assistant's turn at the end.
+        **template_variables: passed to the template, e.g. `enable_thinking=False`.
+
+    Raises:
+        RequestError: malformed messages, or messages that the template refuses.
+        ConfigError: the tokenizer has no chat template, or it is broken or hostile.
+    """
+    check_messages(messages)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "the tokenizer has no chat template: the checkpoint is probably a base model. Send a plain "
+            "prompt, or add a chat_template.jinja of the model's family to its folder."
+        )
+    with _quiet_transformers():
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **template_variables,
+            )
+        except Exception as error:  # a template can raise anything Python can
+            if type(error) is TemplateError:  # from the template's own raise_exception(...)
+                raise RequestError(f"the chat template refuses these messages: {error}.") from error
+            raise ConfigError(
+                f"the tokenizer's chat template failed ({_summary(error)}). Correct the template in the "
+                "model folder, or render the prompt yourself and send it as text."
+            ) from error
+    return _encode(tokenizer, str(text), add_special_tokens=False)
+
+
+def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
+    """Returns messages that are a conversation: a non-empty list of objects with string role and content.
+
+    Raises:
+        RequestError: they are not; the message names the entry.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(
+            'messages must be a list of {"role": ..., "content": ...} objects, '
+            f"not {type(messages).__name__}."
+        )
+    if not messages:
+        raise RequestError("messages is empty: give at least one message.")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f'messages[{index}] must be an object {{"role": ..., "content": ...}}, '
+                f"not {type(message).__name__}."
+            )
+        for key in ("role", "content"):
+            if key not in message:
+                raise RequestError(f'messages[{index}] has no "{key}": it needs "role" and "content".')
+            if not isinstance(message[key], str):
+                raise RequestError(
+                    f'messages[{index}]["{key}"] must be a string, not {type(message[key]).__name__}.'
+                )
+    return messages
+
+
+def eos_token_ids(
+    model_dir: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """Token ids that end a sequence, as any source of the checkpoint names them.
+
+    The union of `eos_token_id` in config.json and generation_config.json (a number, a list or null;
+    either file may be absent) and the tokenizer's.
+
+    Raises:
+        ConfigError: a file is no JSON object, or names something that is no token id.
+    """
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = Path(model_dir) / name
+        if not path.exists():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {str(path)!r} ({error}). Download the file again.") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{str(path)!r} must hold a JSON object. Download the file again.")
+        value = content.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None:
+                continue
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise ConfigError(
+                    f"{str(path)!r}: eos_token_id={value!r} must be a token id, a list of them or null. "
+                    "Correct the file."
+                )
+            found.add(token_id)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    return frozenset(found)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        # verbose=False: no warning about model_max_length; the engine has its own limit and error.
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+    except (TypeError, UnicodeError) as error:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as surrogate:
+            raise RequestError(
+                f"the prompt holds U+{ord(text[surrogate.start]):04X} at character {surrogate.start}, a lone "
+                "surrogate, which is no character. Decode the source with the right encoding."
+            ) from error
+        raise
+
+
+def _summary(error: Exception) -> str:
+    """First line of an error, without its full stop."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200].rstrip(' .')}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' import and loading from warning about what jaxllm does not use (torch...)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers.utils import logging
+
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)

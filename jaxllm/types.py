@@ -1,0 +1,207 @@
+"""Values that cross package borders. Imports no accelerator library."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from jaxllm.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. A finished request never leaves `FINISHED`."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(slots=True)
+class RequestMetrics:
+    """Timestamps of one request, in seconds of the engine's clock (`time.monotonic`).
+
+    `first_scheduled_time` is when its first prefill was scheduled, `first_token_time` when
+    the host saw its first token, `finished_time` when it ended; `None` until then.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+class Request:
+    """Host-side state of one request. The scheduler and the engine own it; executors only read.
+
+    Lengths, in tokens:
+
+        prompt_token_ids             output_token_ids      in flight
+        |--------------------------|---------------------|--|
+        |<------------------- num_tokens ------------------>|
+        |<------ num_computed_tokens ----->|
+
+    `num_tokens` counts prompt, committed outputs and tokens whose step has been scheduled but not
+    read back yet. `num_computed_tokens` counts tokens whose KV is written or scheduled to be written;
+    a recompute preemption resets it to 0. `block_ids` is the block table, `slot` the row of the
+    device-side per-request state, held while the request is running.
+    """
+
+    __slots__ = (
+        "arrival_index",
+        "arrival_time",
+        "block_ids",
+        "eos_token_ids",
+        "finish_reason",
+        "max_total_tokens",
+        "metrics",
+        "num_computed_tokens",
+        "num_tokens",
+        "output_token_ids",
+        "prompt_token_ids",
+        "request_id",
+        "sampling_params",
+        "slot",
+        "status",
+        "stop_reason",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        arrival_time: float,
+        arrival_index: int,
+        max_total_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`max_total_tokens` is the length (prompt + output) at which the request ends."""
+        self.request_id = request_id
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.arrival_time = arrival_time
+        self.arrival_index = arrival_index
+        self.max_total_tokens = max_total_tokens
+        self.eos_token_ids = eos_token_ids
+        self.output_token_ids: list[int] = []
+        self.num_tokens = len(self.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.block_ids: list[int] = []
+        self.slot: int | None = None
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.metrics = RequestMetrics(arrival_time)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tokens scheduled on the device whose value the host has not read yet."""
+        return self.num_tokens - len(self.prompt_token_ids) - len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Known token ids at positions `[start, stop)` of prompt followed by outputs."""
+        prompt = self.prompt_token_ids
+        split = len(prompt)
+        if stop <= split:
+            return prompt[start:stop]
+        return prompt[start:split] + self.output_token_ids[max(start - split, 0) : stop - split]
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, prompt={self.num_prompt_tokens}, "
+            f"tokens={self.num_tokens}/{self.max_total_tokens}, blocks={len(self.block_ids)})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Tokens `[start, start + length)` of a request, to be computed in one step.
+
+    `is_last` marks the chunk that ends at the request's current length: its last row is sampled.
+    """
+
+    request: Request
+    start: int
+    length: int
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One iteration's decision.
+
+    `decode` holds running requests that feed their newest token (at position
+    `request.num_tokens - 2` once scheduled, i.e. the last known or in-flight token) and sample one
+    more; `prefill` holds prompt chunks. Either may be empty. `preempted` lists requests dropped in
+    this iteration.
+    """
+
+    step_id: int
+    decode: tuple[Request, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
+    preempted: tuple[Request, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decode and not self.prefill
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.prefill)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the chosen token's, and the top ones, most likely first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What a step produced, on the host.
+
+    `token_ids[i]` belongs to the i-th sampled request: the decode requests in order, then the
+    requests of the prefill chunks with `is_last`, in order. `logprobs[i]` is None unless asked for.
+    `prompt_logprobs[request_id]` lists positions `chunk.start + 1 ...` scored by a prefill chunk.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None] | None = None
+    prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
+
+
+class StepResult(Protocol):
+    """A step that has been dispatched; `fetch` blocks until the device has finished it."""
+
+    def fetch(self) -> SampledTokens: ...
+
+
+class Executor(Protocol):
+    """The one boundary between scheduling and computing."""
+
+    @property
+    def num_gpu_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    def execute(self, scheduled: SchedulerOutput) -> StepResult: ...

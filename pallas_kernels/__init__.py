@@ -1,0 +1,17 @@
+"""Attention over a paged KV cache: one API, one back-end per file, one naive oracle."""
+
+from jaxllm.pallas_kernels.api import (
+    IMPLEMENTATIONS,
+    decode_attention,
+    default_implementation,
+    prefill_attention,
+    write_kv,
+)
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "decode_attention",
+    "default_implementation",
+    "prefill_attention",
+    "write_kv",
+]

@@ -1,0 +1,270 @@
+"""Paged attention and KV writes as Pallas kernels lowered through Triton (NVIDIA, Ampere and newer).
+
+Every kernel addresses the whole pool with index arrays, so a tile of KV spans as many blocks as it needs:
+tile size and block size are independent. Axes that Triton wants as powers of two (head_dim, the query
+heads of a KV head) are padded inside the kernel and masked. Softmax is computed in float32.
+
+On a CPU the kernels run in Pallas' interpret mode, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+# JAX 0.11 deprecates this lowering and says so each time a program that holds a kernel is lowered, which
+# happens in the caller's jit. Triton is still the choice for Ampere, where Mosaic GPU does not run.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+_KV_TILE = 64
+_QUERY_TILE = 64
+_MIN_DOT = 16
+_TARGET_PROGRAMS = 264  # two per core of an H100
+_MAX_SPLITS = 16
+_MASKED = -1e30
+
+
+def decode_attention(
+    q: jax.Array, pool: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, layer: int, scale: float
+) -> jax.Array:
+    """Flash-decoding: the KV of a row is split over programs whose partial results are then combined."""
+    num_rows, num_q_heads, head_dim = q.shape
+    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    splits = _num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size)
+    stats = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads), jnp.float32)
+    acc, peak, total = _call(
+        functools.partial(_decode_kernel, layer=layer, scale=scale, splits=splits),
+        grid=(num_rows, num_kv_heads, splits),
+        out_shape=(jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32), stats, stats),
+        name="paged_decode_attention",
+    )(q, pool, block_tables, lengths)
+    weights = jnp.exp(peak - peak.max(axis=1, keepdims=True))
+    total = (total * weights).sum(axis=1)
+    out = (acc * weights[..., None]).sum(axis=1) / jnp.where(total > 0, total, 1.0)[..., None]
+    return out.astype(q.dtype)
+
+
+def prefill_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    block_tables: jax.Array,
+    query_starts: jax.Array,
+    lengths: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    layer: int,
+    scale: float,
+) -> jax.Array:
+    """Flash attention over tiles of query rows; a tile holds rows of one sequence only."""
+    num_tokens, num_q_heads, _ = q.shape
+    tile_rows = min(_QUERY_TILE, max(_MIN_DOT, pl.next_power_of_2(num_tokens)))
+    tiles = _query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
+    out = _call(
+        functools.partial(_prefill_kernel, layer=layer, scale=scale, tile_rows=tile_rows),
+        grid=(tiles.shape[0], num_q_heads),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        name="paged_prefill_attention",
+    )(q, pool, block_tables, tiles)
+    rows = jnp.arange(num_tokens)
+    is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
+    return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
+
+
+def write_kv(pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int) -> jax.Array:
+    """One program per token, storing into the aliased pool."""
+    return _call(
+        functools.partial(_write_kernel, layer=layer),
+        grid=(k.shape[0],),
+        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        input_output_aliases={3: 0},
+        name="paged_write_kv",
+    )(k, v, slot_mapping, pool)
+
+
+def _call(kernel: Any, **options: Any) -> Any:
+    return pl.pallas_call(
+        kernel,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=jax.default_backend() == "cpu",
+        **options,
+    )
+
+
+def _num_splits(num_programs: int, max_tokens: int) -> int:
+    """How many programs share the KV of one row: enough to fill the device, two KV tiles each at least."""
+    wanted = min(pl.cdiv(_TARGET_PROGRAMS, num_programs), pl.cdiv(max_tokens, 2 * _KV_TILE), _MAX_SPLITS)
+    return pl.next_power_of_2(wanted)
+
+
+def _query_tiles(
+    query_starts: jax.Array, lengths: jax.Array, num_seqs: jax.Array, num_tokens: int, tile_rows: int
+) -> jax.Array:
+    """Int32 `[max_tiles, 4]`: sequence, first row, number of rows, position of the first row.
+
+    Sequences are cut into tiles one after another; tiles beyond the last one hold 0 rows.
+    """
+    max_seqs = lengths.shape[0]
+    query_lens = jnp.where(jnp.arange(max_seqs) < num_seqs, query_starts[1:] - query_starts[:-1], 0)
+    num_tiles = -(-query_lens // tile_rows)
+    ends = jnp.cumsum(num_tiles)
+    tile = jnp.arange(num_tokens // tile_rows + min(max_seqs, num_tokens), dtype=jnp.int32)
+    seq = jnp.minimum((tile[:, None] >= ends[None, :]).sum(axis=1), max_seqs - 1)
+    offset = (tile - ends[seq] + num_tiles[seq]) * tile_rows
+    rows = jnp.clip(query_lens[seq] - offset, 0, tile_rows)
+    position = lengths[seq] - query_lens[seq] + offset
+    return jnp.stack([seq, query_starts[seq] + offset, rows, position], axis=1).astype(jnp.int32)
+
+
+def _decode_kernel(
+    q_ref: Any,
+    pool_ref: Any,
+    tables_ref: Any,
+    lengths_ref: Any,
+    acc_ref: Any,
+    peak_ref: Any,
+    total_ref: Any,
+    *,
+    layer: int,
+    scale: float,
+    splits: int,
+) -> None:
+    row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head_dim = q_ref.shape[2]
+    group = q_ref.shape[1] // pool_ref.shape[3]
+    heads = jnp.arange(max(_MIN_DOT, pl.next_power_of_2(group)))
+    dims = jnp.arange(pl.next_power_of_2(head_dim))
+    mask = (heads < group)[:, None] & (dims < head_dim)[None, :]
+    heads_at = kv_head * group + heads
+    query = plgpu.load(q_ref.at[row, heads_at[:, None], dims[None, :]], mask=mask, other=0.0)
+
+    length = lengths_ref[row]
+    num_tiles = pl.cdiv(length, _KV_TILE)
+    per_split = pl.cdiv(num_tiles, splits)
+    first = split * per_split
+    last = jnp.minimum(first + per_split, num_tiles)
+
+    def body(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        tokens = tile * _KV_TILE + jnp.arange(_KV_TILE)
+        key, value = _load_tile(pool_ref, tables_ref, row, kv_head, tokens, length, layer, query.dtype)
+        return _accumulate(state, query, key, value, (tokens < length)[None, :], scale)
+
+    start = _empty_state(heads.shape[0], dims.shape[0])
+    acc, peak, total = lax.fori_loop(first, last, body, start)
+    plgpu.store(acc_ref.at[row, split, heads_at[:, None], dims[None, :]], acc, mask=mask)
+    plgpu.store(peak_ref.at[row, split, heads_at], peak, mask=heads < group)
+    plgpu.store(total_ref.at[row, split, heads_at], total, mask=heads < group)
+
+
+def _prefill_kernel(
+    q_ref: Any,
+    pool_ref: Any,
+    tables_ref: Any,
+    tiles_ref: Any,
+    out_ref: Any,
+    *,
+    layer: int,
+    scale: float,
+    tile_rows: int,
+) -> None:
+    tile, head = pl.program_id(0), pl.program_id(1)
+    head_dim = q_ref.shape[2]
+    kv_head = head // (q_ref.shape[1] // pool_ref.shape[3])
+    seq, first_row, num_rows, position = (tiles_ref[tile, i] for i in range(4))
+    rows = jnp.arange(tile_rows)
+    dims = jnp.arange(pl.next_power_of_2(head_dim))
+    mask = (rows < num_rows)[:, None] & (dims < head_dim)[None, :]
+    rows_at = first_row + rows
+    query = plgpu.load(q_ref.at[rows_at[:, None], head, dims[None, :]], mask=mask, other=0.0)
+    kv_limit = jnp.where(num_rows > 0, position + num_rows, 0)
+
+    def body(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        tokens = step * _KV_TILE + jnp.arange(_KV_TILE)
+        key, value = _load_tile(pool_ref, tables_ref, seq, kv_head, tokens, kv_limit, layer, query.dtype)
+        seen = tokens[None, :] <= (position + rows)[:, None]
+        return _accumulate(state, query, key, value, seen & (tokens < kv_limit)[None, :], scale)
+
+    start = _empty_state(tile_rows, dims.shape[0])
+    acc, _, total = lax.fori_loop(0, pl.cdiv(kv_limit, _KV_TILE), body, start)
+    out = acc / jnp.where(total > 0, total, 1.0)[:, None]
+    plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out.astype(out_ref.dtype), mask=mask)
+
+
+def _write_kernel(
+    k_ref: Any, v_ref: Any, slots_ref: Any, _: Any, pool_ref: Any, *, layer: int
+) -> None:
+    token = pl.program_id(0)
+    num_blocks, _layers, _two, num_kv_heads, block_size, head_dim = pool_ref.shape
+    slot = slots_ref[token]
+    is_valid = (slot >= 0) & (slot < num_blocks * block_size)
+    slot = jnp.where(is_valid, slot, 0)
+    heads = jnp.arange(pl.next_power_of_2(num_kv_heads))[:, None]
+    dims = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
+    in_bounds = (heads < num_kv_heads) & (dims < head_dim)
+    for index, ref in enumerate((k_ref, v_ref)):
+        new = plgpu.load(ref.at[token, heads, dims], mask=in_bounds, other=0.0).astype(pool_ref.dtype)
+        target = pool_ref.at[slot // block_size, layer, index, heads, slot % block_size, dims]
+        plgpu.store(target, new, mask=in_bounds & is_valid)
+
+
+def _load_tile(
+    pool_ref: Any,
+    tables_ref: Any,
+    row: jax.Array,
+    kv_head: jax.Array,
+    tokens: jax.Array,
+    limit: jax.Array,
+    layer: int,
+    query_dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """K and V `[tokens, padded head_dim]` of a row's tokens below `limit`; zeros elsewhere."""
+    block_size, head_dim = pool_ref.shape[4], pool_ref.shape[5]
+    valid = tokens < limit
+    block = plgpu.load(tables_ref.at[row, tokens // block_size], mask=valid, other=0)
+    dims = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
+    mask = valid[:, None] & (dims < head_dim)
+    dtype = jnp.promote_types(query_dtype, pool_ref.dtype)
+    key, value = (
+        plgpu.load(
+            pool_ref.at[block[:, None], layer, index, kv_head, (tokens % block_size)[:, None], dims],
+            mask=mask,
+            other=0.0,
+        ).astype(dtype)
+        for index in range(2)
+    )
+    return key, value
+
+
+def _empty_state(rows: int, dims: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Accumulator, running maximum and running sum of an online softmax."""
+    stats = jnp.zeros(rows, jnp.float32)
+    return jnp.zeros((rows, dims), jnp.float32), stats + _MASKED, stats
+
+
+def _accumulate(
+    state: tuple[jax.Array, ...],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    seen: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One step of the online softmax over a tile of KV."""
+    acc, old_peak, total = state
+    scores = jnp.where(seen, _dot(query.astype(key.dtype), key, trans_b=True) * scale, _MASKED)
+    peak = jnp.maximum(old_peak, scores.max(axis=1))
+    decay = jnp.exp(old_peak - peak)
+    weights = jnp.exp(scores - peak[:, None])
+    acc = acc * decay[:, None] + _dot(weights.astype(value.dtype), value)
+    return acc, peak, total * decay + weights.sum(axis=1)
+
+
+def _dot(left: jax.Array, right: jax.Array, trans_b: bool = False) -> jax.Array:
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return plgpu.dot(left, right, trans_b=trans_b, precision=precision)

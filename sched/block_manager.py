@@ -1,0 +1,114 @@
+"""Reference-counted blocks of the paged KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxllm.errors import ConfigError, KVCacheError
+
+
+class BlockPool:
+    """Hands out block ids `0 .. num_blocks - 1`; a block is free while nobody references it.
+
+    Every method either succeeds or raises and leaves the pool as it was.
+    """
+
+    __slots__ = ("_free", "_ref_counts", "block_size", "num_blocks")
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """A pool of `num_blocks` free blocks of `block_size` tokens each."""
+        if num_blocks < 1 or block_size < 1:
+            raise ConfigError(
+                f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids leave first
+        self._ref_counts = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody references."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one reference."""
+        return self.num_blocks - len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold the KV of `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take `num_blocks` free blocks, each with one reference.
+
+        Raises:
+            KVCacheError: fewer blocks are free.
+        """
+        free = self._free
+        if not 0 <= num_blocks <= len(free):
+            raise KVCacheError(
+                f"cannot allocate {num_blocks} blocks: {len(free)} of {self.num_blocks} are free; "
+                "preempt or finish a request first"
+            )
+        split = len(free) - num_blocks
+        block_ids = free[split:]
+        block_ids.reverse()
+        del free[split:]
+        ref_counts = self._ref_counts
+        for block_id in block_ids:
+            ref_counts[block_id] = 1
+        return block_ids
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Add one reference to each block.
+
+        Raises:
+            KVCacheError: a block is free or unknown.
+        """
+        for block_id in block_ids:
+            if not self._is_used(block_id):
+                raise KVCacheError(f"cannot share block {block_id}: {self._describe(block_id)}")
+        for block_id in block_ids:
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference of each block; a block without references is free again.
+
+        Raises:
+            KVCacheError: a block is free already (double free) or unknown.
+        """
+        ref_counts = self._ref_counts
+        freed = []
+        for index, block_id in enumerate(block_ids):
+            if not self._is_used(block_id):
+                for released in block_ids[:index]:
+                    ref_counts[released] += 1
+                raise KVCacheError(f"cannot release block {block_id}: {self._describe(block_id)}")
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
+                freed.append(block_id)
+        self._free.extend(freed)
+
+    def check(self) -> None:
+        """Verify that each block is either free, once, or referenced.
+
+        Raises:
+            KVCacheError: the pool is corrupt.
+        """
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise KVCacheError(f"the free list of {len(self._free)} blocks holds {len(free)} distinct ones")
+        for block_id, count in enumerate(self._ref_counts):
+            if count < 0 or (count == 0) != (block_id in free):
+                where = "in" if block_id in free else "not in"
+                raise KVCacheError(f"block {block_id} has {count} references and is {where} the free list")
+
+    def _is_used(self, block_id: int) -> bool:
+        return 0 <= block_id < self.num_blocks and self._ref_counts[block_id] > 0
+
+    def _describe(self, block_id: int) -> str:
+        if 0 <= block_id < self.num_blocks:
+            return "it is free"
+        return f"the pool holds blocks 0 to {self.num_blocks - 1}"

@@ -1,0 +1,87 @@
+"""Limits the scheduler works within."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllm.errors import ConfigError, RequestError, RequestTooLargeError
+from jaxllm.types import Request
+
+_UPPER_BOUNDS = {
+    "num_gpu_blocks": 2**31 - 1,  # block tables are int32 on the device
+    "block_size": 1024,
+    "max_model_len": 2**24,
+    "max_num_seqs": 2**16,
+    "max_num_batched_tokens": 2**24,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one scheduler; every one is checked from both sides.
+
+    Args:
+        num_gpu_blocks: blocks in the device's KV pool.
+        block_size: tokens per block.
+        max_model_len: longest sequence (prompt and output), in tokens.
+        max_num_seqs: requests that may hold a slot at once.
+        max_num_batched_tokens: tokens in one prefill iteration.
+        max_prefill_seqs: requests in one prefill iteration; `None` leaves `max_num_seqs` as the only limit.
+
+    Raises:
+        ConfigError: a value is not an integer, or out of range.
+    """
+
+    num_gpu_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_seqs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, upper in _UPPER_BOUNDS.items():
+            _check_integer(name, getattr(self, name), 2 if name == "max_model_len" else 1, upper)
+        if self.max_prefill_seqs is not None:
+            _check_integer("max_prefill_seqs", self.max_prefill_seqs, 1, self.max_num_seqs)
+
+    def check_fits(self, request: Request) -> None:
+        """Verify that `request` can run to its end when it has the pool to itself.
+
+        Raises:
+            RequestTooLargeError: it exceeds `max_model_len` or the pool.
+            RequestError: its prompt is empty, or it has nothing to generate.
+        """
+        request_id, num_prompt = request.request_id, request.num_prompt_tokens
+        if num_prompt == 0:
+            raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
+        if num_prompt >= self.max_model_len:
+            raise RequestTooLargeError(
+                f"request {request_id!r} has {num_prompt} prompt tokens; max_model_len={self.max_model_len} "
+                f"leaves room for an output token after at most {self.max_model_len - 1}: shorten the prompt"
+            )
+        if request.max_total_tokens > self.max_model_len:
+            raise RequestTooLargeError(
+                f"request {request_id!r} may grow to {request.max_total_tokens} tokens, more than "
+                f"max_model_len={self.max_model_len}; lower max_tokens or shorten the prompt"
+            )
+        if request.max_total_tokens <= num_prompt:
+            raise RequestError(
+                f"request {request_id!r} ends at {request.max_total_tokens} tokens and its prompt has "
+                f"{num_prompt}: nothing to generate; raise max_tokens"
+            )
+        # The last token is sampled but never fed back: it needs no KV.
+        num_blocks = -(-(request.max_total_tokens - 1) // self.block_size)
+        if num_blocks > self.num_gpu_blocks:
+            raise RequestTooLargeError(
+                f"request {request_id!r} may grow to {request.max_total_tokens} tokens, which takes "
+                f"{num_blocks} blocks of {self.block_size} tokens; the pool has {self.num_gpu_blocks}: "
+                "lower max_tokens, shorten the prompt or enlarge the pool"
+            )
+
+
+def _check_integer(name: str, value: object, lower: int, upper: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if not lower <= value <= upper:
+        raise ConfigError(f"{name} must lie in [{lower}, {upper}], got {value}")

@@ -1,0 +1,189 @@
+"""Times one call of `Scheduler.schedule`: steady, preempting and admitting iterations.
+
+    python scripts/bench_scheduler.py --out scheduler.json
+
+Steady: every running request decodes, one in `block_size` needs a block, nobody is admitted or preempted.
+Preempting: the same with no free block left. Admitting: one request joins the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import pathlib
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.types import Request, SchedulerOutput
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of one kind of iteration over `repetitions` calls."""
+
+    iteration: str
+    running: int
+    preempted: float
+    median_us: float
+    p99_us: float
+    repetitions: int
+
+
+def make_request(index: int, num_prompt_tokens: int) -> Request:
+    """A request that does not end within the benchmark."""
+    return Request(
+        f"request-{index}",
+        [1] * num_prompt_tokens,
+        SamplingParams(),
+        arrival_time=0.0,
+        arrival_index=index,
+        max_total_tokens=4096,
+    )
+
+
+def running_scheduler(num_running: int, spare_blocks: int, spare_slots: int, seed: int) -> Scheduler:
+    """`num_running` requests just prefilled, their lengths spread evenly over a block's rows."""
+    lengths = [BLOCK_SIZE + i % BLOCK_SIZE for i in range(num_running)]
+    random.Random(seed).shuffle(lengths)
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + spare_blocks
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_gpu_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=num_running + spare_slots,
+            max_num_batched_tokens=MAX_MODEL_LEN,
+        ),
+        SchedulerPolicy(admission=WatermarkAdmission(0.0)),
+    )
+    for index, length in enumerate(lengths):
+        scheduler.add(make_request(index, length))
+    if len(scheduler.schedule(0.0).prefill) != num_running:
+        raise RuntimeError("the set-up did not prefill every request")
+    return scheduler
+
+
+def timed(schedule: Callable[[float], SchedulerOutput]) -> tuple[float, SchedulerOutput]:
+    """Microseconds and result of one iteration."""
+    start = time.perf_counter_ns()
+    output = schedule(0.0)
+    return (time.perf_counter_ns() - start) / 1e3, output
+
+
+def summarise(iteration: str, num_running: int, samples: list[tuple[float, int]]) -> Timing:
+    """Median and 99th percentile of `(microseconds, preempted requests)` samples."""
+    times = [microseconds for microseconds, _ in samples]
+    return Timing(
+        iteration,
+        num_running,
+        statistics.fmean(count for _, count in samples),
+        statistics.median(times),
+        statistics.quantiles(times, n=100)[98],
+        len(samples),
+    )
+
+
+def bench_steady(num_running: int, repetitions: int, seed: int) -> Timing:
+    """Decode iterations with enough free blocks."""
+    spare = num_running * (repetitions // BLOCK_SIZE + 10)
+    scheduler = running_scheduler(num_running, spare, 0, seed)
+    for _ in range(2 * BLOCK_SIZE):  # warm-up
+        scheduler.schedule(0.0)
+    samples = []
+    for _ in range(repetitions):
+        microseconds, output = timed(scheduler.schedule)
+        if len(output.decode) != num_running or output.preempted:
+            raise RuntimeError("the iteration was not steady; lower --repetitions")
+        samples.append((microseconds, 0))
+    return summarise("steady decode", num_running, samples)
+
+
+def bench_preempting(num_running: int, repetitions: int, seed: int) -> Timing:
+    """The first decode iteration of a full pool."""
+    samples = []
+    for repetition in range(repetitions):
+        scheduler = running_scheduler(num_running, 0, 0, seed + repetition)
+        microseconds, output = timed(scheduler.schedule)
+        samples.append((microseconds, len(output.preempted)))
+    return summarise("preempting decode", num_running, samples)
+
+
+def bench_admitting(num_running: int, repetitions: int, seed: int) -> Timing:
+    """Prefill iterations that admit one request next to `num_running - 1` others."""
+    scheduler = running_scheduler(num_running - 1, num_running, 1, seed)
+    samples = []
+    for repetition in range(repetitions):
+        request = make_request(num_running + repetition, BLOCK_SIZE)
+        scheduler.add(request)
+        microseconds, output = timed(scheduler.schedule)
+        if len(output.prefill) != 1:
+            raise RuntimeError("the iteration admitted nobody")
+        scheduler.finish(request, "abort")
+        samples.append((microseconds, 0))
+    return summarise("admitting prefill", num_running, samples)
+
+
+def cpu_model() -> str:
+    """The processor's name as Linux gives it, or what Python knows of it."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--running", type=int, default=256, help="running requests")
+    parser.add_argument("--repetitions", type=int, default=2000, help="timed steady and admitting calls")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
+    args = parser.parse_args()
+    if not 1 <= args.running <= 4096:
+        parser.error(f"--running must lie in [1, 4096], got {args.running}")
+    if not 10 <= args.repetitions <= 4000:  # a benchmark request ends after 4096 tokens
+        parser.error(f"--repetitions must lie in [10, 4000], got {args.repetitions}")
+
+    gc.disable()  # its pauses are the process's, not the scheduler's
+    timings = [
+        bench_steady(args.running, args.repetitions, args.seed),
+        bench_preempting(args.running, max(args.repetitions // 10, 10), args.seed),
+        bench_admitting(args.running, args.repetitions, args.seed),
+    ]
+    print(f"{cpu_model()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, seed {args.seed}")
+    print(f"{'iteration':<18} {'running':>7} {'preempted':>9} {'median us':>9} {'p99 us':>9} {'calls':>6}")
+    for t in timings:
+        print(
+            f"{t.iteration:<18} {t.running:>7} {t.preempted:>9.1f} {t.median_us:>9.1f} {t.p99_us:>9.1f} "
+            f"{t.repetitions:>6}"
+        )
+    if args.out is not None:
+        report = {
+            "benchmark": "scheduler",
+            "cpu": cpu_model(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "seed": args.seed,
+            "block_size": BLOCK_SIZE,
+            "timings": [dataclasses.asdict(timing) for timing in timings],
+        }
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of `scripts/compare_frameworks.py`. Nothing in here imports an accelerator library."""

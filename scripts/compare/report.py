@@ -1,0 +1,224 @@
+"""From measurements to JSON, and from JSON to a table and a plot."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compare.agreement import agreement
+from compare.backends import REFERENCE
+from compare.runner import Comparison, Measurement
+from compare.workloads import Workload
+
+_MAX_GAPS = 16  # divergences whose logits are looked at, per back-end
+_COLUMNS = (
+    "back-end",
+    "output tokens/s",
+    "min..max",
+    "vs best static",
+    "requests equal",
+    "peak RSS, GiB",
+    "load, s",
+    "compile, s",
+)
+
+
+def hardware() -> dict[str, Any]:
+    """The processor, its cores and its memory."""
+    model = platform.processor() or platform.machine()
+    memory = None
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+        model = found.group(1) if found else model
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        pass
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_bytes": memory,
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def collect(comparison: Comparison, workload: Workload) -> list[dict[str, Any]]:
+    """One JSON object for each back-end and variant, with its throughput, agreement and costs."""
+    measurements = comparison.measurements
+    done = [measurement for measurement in measurements if measurement.outputs]
+    reference = next((one for one in done if one.backend == REFERENCE), done[0] if done else None)
+    rows = [_row(measurement, reference, workload) for measurement in measurements]
+    for row in rows:
+        found = (row["agreement"] or {}).get("divergences", [])[:_MAX_GAPS]
+        if reference is not None and reference.backend == REFERENCE and found:
+            sequences = [
+                workload.prompts[entry["request"]]
+                + reference.outputs[0][entry["request"]][: entry["position"]]
+                for entry in found
+            ]
+            for entry, gap in zip(found, comparison.top2_gaps(REFERENCE, sequences) or [], strict=False):
+                entry["gap"] = gap
+    set_ratios(rows)
+    return rows
+
+
+def _row(measurement: Measurement, reference: Measurement | None, workload: Workload) -> dict[str, Any]:
+    rates = [workload.num_output_tokens / seconds for seconds in measurement.seconds]
+    comparable = bool(measurement.outputs) and reference is not None and measurement is not reference
+    return {
+        "backend": measurement.backend,
+        "batch_size": measurement.variant,
+        "seconds": measurement.seconds,
+        "output_tokens_per_second": {
+            "median": statistics.median(rates),
+            "min": min(rates),
+            "max": max(rates),
+        }
+        if rates
+        else None,
+        "same_tokens_every_repetition": all(one == measurement.outputs[0] for one in measurement.outputs),
+        "agreement": agreement(
+            _name(reference.backend, reference.variant), reference.outputs[0], measurement.outputs[0]
+        )
+        if comparable and reference is not None
+        else None,
+        "peak_rss_bytes": measurement.peak_rss_bytes,
+        **{
+            key: measurement.loaded.get(key)
+            for key in ("start_up_seconds", "load_seconds", "compile_seconds")
+        },
+        "python": measurement.loaded.get("python"),
+        "packages": measurement.loaded.get("packages", {}),
+        "error": measurement.error,
+    }
+
+
+def set_ratios(rows: Sequence[dict[str, Any]]) -> None:
+    """Mark the best static row, and set each row's `ratio_to_best_static` (None without such a row)."""
+    static = [row for row in rows if row["backend"] == REFERENCE and row["output_tokens_per_second"]]
+    best = max(static, key=_median, default=None)
+    for row in rows:
+        row["best_static"] = row is best
+        known = best is not None and row["output_tokens_per_second"] is not None
+        row["ratio_to_best_static"] = _median(row) / _median(best) if known and best is not None else None
+
+
+def disagreement(rows: Sequence[dict[str, Any]], backend: str = "jaxllm") -> float | None:
+    """Share of requests whose tokens differ from transformers'; None if the two were not compared."""
+    for row in rows:
+        compared = row["agreement"]
+        if row["backend"] == backend and compared and compared["reference"].split(",")[0] == REFERENCE:
+            return 1 - compared["num_matching"] / compared["num_requests"]
+    return None
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|" + "---:|" * (len(_COLUMNS) - 1)]
+    for row in results["rows"]:
+        lines.append("| " + " | ".join(_cells(row)) + " |")
+    workload, machine = results["workload"], results["hardware"]
+    memory = machine["memory_bytes"]
+    notes = [
+        f"Workload {workload['name']}: {workload['num_requests']} requests at time 0, "
+        f"{workload['prompt_tokens']} prompt tokens ({workload['shortest_prompt']} to "
+        f"{workload['longest_prompt']} each), {workload['output_tokens']} output tokens; "
+        f"seed {results['seed']}.",
+        f"Model {results['model']['name']}, float32, greedy; {results['repetitions']} repetitions in turn, "
+        f"{results['threads']} threads each, device {results['device']}.",
+        f"Hardware: {machine['cpu']}, {machine['cores']} cores"
+        + (f", {memory / 2**30:.0f} GiB" if memory else "")
+        + f"; load average at the start {machine['load_average_at_start']}.",
+        f"Versions: {_versions(results['rows'])}.",
+        f"Command: `{results['command']}`",
+    ]
+    notes += [
+        f"{_label(row)} differs: {_differences(row['agreement'])}" for row in results["rows"] if _differs(row)
+    ]
+    notes += [f"{_label(row)} failed: {row['error']}" for row in results["rows"] if row["error"]]
+    return "\n".join(lines) + "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draw a bar for each row: the median, with a line from the slowest to the fastest repetition."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in results["rows"] if row["output_tokens_per_second"]]
+    rates = [row["output_tokens_per_second"] for row in rows]
+    medians = [rate["median"] for rate in rates]
+    spread = [
+        [rate["median"] - rate["min"] for rate in rates],
+        [rate["max"] - rate["median"] for rate in rates],
+    ]
+    colors = ["#d1642e" if row["backend"] == "jaxllm" else "#7a8ca3" for row in rows]
+    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.45 * len(rows)), layout="constrained")
+    axes.barh([_label(row) for row in rows], medians, xerr=spread, color=colors, capsize=3)
+    axes.bar_label(axes.containers[-1], fmt="%.0f", padding=6)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"output tokens/s, median and range of {results['repetitions']}")
+    axes.set_title(
+        f"{results['model']['name']}, workload {results['workload']['name']}\n"
+        f"{results['hardware']['cpu']}, {results['threads']} threads, float32",
+        fontsize=10,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    rate, compared, ratio = row["output_tokens_per_second"], row["agreement"], row["ratio_to_best_static"]
+    peak = row["peak_rss_bytes"]
+    return [
+        _label(row),
+        f"{rate['median']:.1f}" if rate else "failed" if row["error"] else "-",
+        f"{rate['min']:.1f}..{rate['max']:.1f}" if rate else "-",
+        "-" if ratio is None else f"{ratio:.2f}x",
+        f"{compared['num_matching']}/{compared['num_requests']}" if compared else "-",
+        "-" if peak is None else f"{peak / 2**30:.2f}",
+        *("-" if row[key] is None else f"{row[key]:.1f}" for key in ("load_seconds", "compile_seconds")),
+    ]
+
+
+def _label(row: dict[str, Any]) -> str:
+    return _name(row["backend"], row["batch_size"]) + (" (best static)" if row["best_static"] else "")
+
+
+def _name(backend: str, batch_size: int | None) -> str:
+    return backend if batch_size is None else f"{backend}, batch {batch_size}"
+
+
+def _median(row: dict[str, Any]) -> float:
+    return float(row["output_tokens_per_second"]["median"])
+
+
+def _differs(row: dict[str, Any]) -> bool:
+    return bool(row["agreement"] and row["agreement"]["divergences"])
+
+
+def _differences(compared: dict[str, Any], num_shown: int = 5) -> str:
+    shown = []
+    for entry in compared["divergences"][:num_shown]:
+        gap = "" if entry["gap"] is None else f" (logit gap {entry['gap']:.2g})"
+        shown.append(f"request {entry['request']} at token {entry['position']}{gap}")
+    more = len(compared["divergences"]) - len(shown)
+    return f"from {compared['reference']}: " + ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _versions(rows: Sequence[dict[str, Any]]) -> str:
+    shown = {}
+    for row in rows:
+        if row["packages"]:
+            packages = ", ".join(f"{name} {version}" for name, version in row["packages"].items())
+            shown[row["backend"]] = f"{row['backend']}: {packages} on Python {row['python']}"
+    return "; ".join(shown.values()) or "unknown"

@@ -1,0 +1,150 @@
+"""Runs the back-ends in turn and gathers what they answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compare.backends import Backend
+from compare.process import Worker, WorkerError
+from compare.workloads import Workload, save_workload
+
+_WARM_UP_REQUESTS, _WARM_UP_TOKENS = 8, 4
+
+
+@dataclasses.dataclass
+class Measurement:
+    """All repetitions of one back-end in one variant (a static batch size, or None)."""
+
+    backend: str
+    variant: int | None
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    outputs: list[list[list[int]]] = dataclasses.field(default_factory=list)
+    peak_rss_bytes: int | None = None
+    loaded: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+
+
+class Comparison:
+    """The workers of one run. Use as a context manager: leaving it ends them all.
+
+    Args:
+        backends: what to measure, in this order.
+        pythons: the interpreter of each back-end, by name.
+        job: what every worker is to set up; `packages` is filled in here.
+        variants: batch sizes of each back-end, by name.
+        folder: for files that the processes exchange.
+        timeout: seconds a worker may take for one command.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        pythons: Mapping[str, str],
+        job: Mapping[str, Any],
+        variants: Mapping[str, Sequence[int | None]],
+        folder: Path,
+        timeout: float,
+    ) -> None:
+        self._folder = folder
+        self._timeout = timeout
+        self._workers: dict[str, Worker] = {}
+        self.measurements = [
+            Measurement(backend.name, variant) for backend in backends for variant in variants[backend.name]
+        ]
+        try:
+            for backend in backends:
+                home = folder / backend.name
+                home.mkdir()
+                own_job = {**job, "packages": backend.packages}
+                try:
+                    worker = Worker(pythons[backend.name], backend.worker, own_job, home)
+                except OSError as error:
+                    self._fail(backend.name, f"cannot run its Python: {error.strerror}")
+                else:
+                    self._workers[backend.name] = worker
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Comparison:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+
+    def run(self, workload: Workload, repetitions: int) -> None:
+        """Load and warm up each back-end, then measure them in turn, `repetitions` times."""
+        path, beginning = self._folder / "workload.json", self._folder / "beginning.json"
+        save_workload(workload, path)
+        save_workload(workload.beginning(_WARM_UP_REQUESTS, _WARM_UP_TOKENS), beginning)
+        for name in list(self._workers):
+            loaded = self._call(name, "load")
+            for measurement in self._of(name):
+                if loaded is None:
+                    break
+                measurement.loaded = loaded
+                self._call(name, "run", workload=str(beginning), variant=measurement.variant)
+        for repetition in range(repetitions):
+            for measurement in self.measurements:
+                reply = self._call(
+                    measurement.backend, "run", workload=str(path), variant=measurement.variant
+                )
+                if reply is None:
+                    continue
+                measurement.seconds.append(reply["seconds"])
+                measurement.outputs.append(reply["token_ids"])
+                if measurement.peak_rss_bytes is None:
+                    measurement.peak_rss_bytes = reply["peak_rss_bytes"]
+                turn = f"repetition {repetition + 1}/{repetitions}"
+                _say(f"{turn}, {_label(measurement)}: {reply['seconds']:.2f} s")
+
+    def top2_gaps(self, backend: str, sequences: list[list[int]]) -> list[float] | None:
+        """How far the best next logit leads the second best after each sequence; None if that failed."""
+        reply = self._call(backend, "gaps", sequences=sequences) if sequences else {"gaps": []}
+        return None if reply is None else reply["gaps"]
+
+    def _call(self, name: str, command: str, **fields: Any) -> dict[str, Any] | None:
+        """The reply, or None if the back-end has failed, now or before."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return None
+        if command == "load":
+            _say(f"{name}: loading")
+        try:
+            return worker.call(command, timeout=self._timeout, **fields)
+        except WorkerError as error:
+            self._fail(name, str(error))
+            _say(f"{name} failed: {error}\n  its log ends with:\n{_tail(worker.log)}")
+            self._workers.pop(name).close()
+            return None
+
+    def _fail(self, name: str, error: str) -> None:
+        for measurement in self._of(name):
+            measurement.error = error
+
+    def _of(self, name: str) -> list[Measurement]:
+        return [measurement for measurement in self.measurements if measurement.backend == name]
+
+
+def _label(measurement: Measurement) -> str:
+    batch = "" if measurement.variant is None else f", batch {measurement.variant}"
+    return measurement.backend + batch
+
+
+def _tail(log: Path, num_lines: int = 15) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
+    return "\n".join(f"  | {line}" for line in lines)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

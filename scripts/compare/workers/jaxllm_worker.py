@@ -1,0 +1,49 @@
+"""jaxllm as a worker of `compare_frameworks.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import protocol
+
+
+class JaxllmEngine(protocol.Engine):
+    """`LLM.generate` with a pool that holds every request, and every program compiled before the first."""
+
+    def load(self) -> dict[str, float | None]:
+        """Load, compile and warm up."""
+        from jaxllm import LLM
+
+        settings: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "max_model_len": self.job["max_model_len"],
+            "max_num_seqs": self.job["max_num_seqs"],
+            "max_num_batched_tokens": 512,
+            "block_size": self.job["block_size"],
+            "num_gpu_blocks_override": self.job["num_blocks"],
+            "seed": self.job["seed"],
+            # Compile times of a first start, not of a second one.
+            "compilation_cache_dir": None,
+        }
+        self._llm = LLM(self.job["model"], **(settings | self.job["settings"]))
+        return {
+            "load_seconds": self._llm.load_times.load_seconds,
+            "compile_seconds": self._llm.load_times.warm_up_seconds,
+        }
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: list[int], variant: int | None
+    ) -> list[list[int]]:
+        """All requests at once; the scheduler does the rest."""
+        from jaxllm import SamplingParams
+
+        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in max_tokens]
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
+        return [list(output.token_ids) for output in outputs]
+
+
+if __name__ == "__main__":
+    protocol.serve(JaxllmEngine)

@@ -1,0 +1,78 @@
+"""transformers' continuous batching (5.x), as a worker of `compare_frameworks.py`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import protocol
+
+_PAGE_SIZE = 256  # the default of transformers
+
+
+class ContinuousEngine(protocol.Engine):
+    """One `ContinuousBatchingManager` for the worker's life, with a pool that holds every request."""
+
+    _manager: Any = None
+
+    def load(self) -> dict[str, float | None]:
+        """Load the model and start the manager's thread."""
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.generation import ContinuousBatchingConfig
+
+        torch.set_num_threads(self.job["threads"])
+        torch.manual_seed(self.job["seed"])
+        started = time.perf_counter()
+        device = "cuda" if self.job["device"] == "gpu" else "cpu"
+        model = AutoModelForCausalLM.from_pretrained(self.job["model"], dtype=torch.float32)
+        model.eval().to(device)
+        config = model.generation_config
+        config.do_sample, config.eos_token_id, config.pad_token_id = False, -1, 0
+        config.temperature = config.top_p = config.top_k = config.max_length = None
+        num_tokens = self.job["num_blocks"] * self.job["block_size"]
+        self._manager = model.init_continuous_batching(
+            generation_config=config,
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=_PAGE_SIZE,
+                num_blocks=num_tokens // _PAGE_SIZE + self.job["max_num_seqs"] + 1,
+                max_batch_tokens=512,
+                max_requests_per_batch=self.job["max_num_seqs"],
+                allow_block_sharing=False,  # every repetition has the same prompts
+            ),
+        )
+        self._manager.start()
+        return {"load_seconds": time.perf_counter() - started, "compile_seconds": None}
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: list[int], variant: int | None
+    ) -> list[list[int]]:
+        """All requests at once, each with its own length."""
+        places: dict[str, int] = {}
+        for place, (prompt, count) in enumerate(zip(prompts, max_tokens, strict=True)):
+            request_id = self._manager.add_request(prompt, max_new_tokens=count, eos_token_id=-1)
+            if request_id is None:
+                raise RuntimeError("the manager accepts no requests; the worker's log says why")
+            places[request_id] = place
+        outputs: list[list[int]] = [[] for _ in prompts]
+        unfinished = set(places)
+        while unfinished:
+            result = self._manager.get_result(timeout=1)
+            if result is None:
+                if not self._manager.is_running():
+                    raise RuntimeError("the generation thread ended; the worker's log says why")
+            elif result.error is not None:
+                raise RuntimeError(result.error)
+            elif result.is_finished() and result.request_id in unfinished:
+                unfinished.discard(result.request_id)
+                outputs[places[result.request_id]] = list(result.generated_tokens)
+        return outputs
+
+    def close(self) -> None:
+        """End the generation thread."""
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=5)
+
+
+if __name__ == "__main__":
+    protocol.serve(ContinuousEngine)

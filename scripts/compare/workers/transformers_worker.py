@@ -1,0 +1,70 @@
+"""transformers' `generate` on static batches, as a worker of `compare_frameworks.py`."""
+
+from __future__ import annotations
+
+import time
+
+import protocol
+
+
+class StaticEngine(protocol.Engine):
+    """Requests sorted by prompt length, cut into batches, left-padded; a batch runs to its longest output."""
+
+    def load(self) -> dict[str, float | None]:
+        """Load the model; nothing is compiled."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(self.job["threads"])
+        torch.manual_seed(self.job["seed"])
+        started = time.perf_counter()
+        self._device = "cuda" if self.job["device"] == "gpu" else "cpu"
+        self._model = AutoModelForCausalLM.from_pretrained(self.job["model"], dtype=torch.float32)
+        self._model.eval().to(self._device)
+        config = self._model.generation_config
+        config.do_sample, config.eos_token_id, config.pad_token_id = False, None, 0
+        config.temperature = config.top_p = config.top_k = config.max_length = None
+        return {"load_seconds": time.perf_counter() - started, "compile_seconds": None}
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: list[int], variant: int | None
+    ) -> list[list[int]]:
+        """`variant` is the batch size."""
+        import torch
+
+        order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+        size = variant or len(prompts)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        for start in range(0, len(order), size):
+            members = order[start : start + size]
+            width = max(len(prompts[place]) for place in members)
+            ids = torch.zeros(len(members), width, dtype=torch.long)
+            mask = torch.zeros(len(members), width, dtype=torch.long)
+            for row, place in enumerate(members):
+                ids[row, width - len(prompts[place]) :] = torch.tensor(prompts[place])
+                mask[row, width - len(prompts[place]) :] = 1
+            with torch.inference_mode():
+                tokens = self._model.generate(
+                    input_ids=ids.to(self._device),
+                    attention_mask=mask.to(self._device),
+                    max_new_tokens=max(max_tokens[place] for place in members),
+                )
+            for row, place in zip(tokens[:, width:].tolist(), members, strict=True):
+                outputs[place] = row[: max_tokens[place]]
+        return outputs
+
+    def top2_gaps(self, sequences: list[list[int]]) -> list[float]:
+        """One forward pass for each sequence."""
+        import torch
+
+        gaps = []
+        for sequence in sequences:
+            with torch.inference_mode():
+                logits = self._model(torch.tensor([sequence], device=self._device)).logits[0, -1]
+            best, second = torch.topk(logits, 2).values.tolist()
+            gaps.append(best - second)
+        return gaps
+
+
+if __name__ == "__main__":
+    protocol.serve(StaticEngine)

@@ -1,0 +1,180 @@
+"""Throughput of jaxllm beside transformers and vLLM: the same model, token ids and output lengths.
+
+    python scripts/compare_frameworks.py MODEL mixed --backends jaxllm,transformers --out compare.json
+    python scripts/compare_frameworks.py --from-json compare.json --plot compare.png
+
+MODEL is a checkpoint folder, the workload one of short, long and mixed, or a JSON file
+`{"prompts": [[ids]], "max_tokens": [counts]}`. docs/compare.md says how to set the back-ends up.
+
+Exit status: 0; 1 if jaxllm and transformers differ in more than `--max-disagreement` of the requests, or if
+no back-end gave a result; 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from compare import report
+from compare.backends import BACKENDS, get_backends, interpreters
+from compare.runner import Comparison
+from compare.workloads import BLOCK_SIZE, PROMPT_LENGTHS, Workload, get_workload, save_workload
+
+MAX_MODEL_LEN = 1024
+MAX_NUM_SEQS = 64
+MAX_DISAGREEMENT = 0.05
+"""Rounding decides near-ties: about one greedy token in 10^4 of a random-weight model in float32."""
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, nargs="?", help="checkpoint folder")
+    parser.add_argument("workload", nargs="?", help=f"{', '.join(PROMPT_LENGTHS)}, or a JSON file")
+    parser.add_argument("--backends", default="jaxllm,transformers", help=f"of {','.join(BACKENDS)}")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="NAME=PATH", help="the Python to run a back-end with"
+    )
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-requests", type=int, default=64, help="of a named workload")
+    parser.add_argument("--static-batch-sizes", default="8,16,32,64", help="to try for transformers")
+    parser.add_argument(
+        "--jaxllm-settings",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="further fields of EngineConfig",
+    )
+    parser.add_argument("--max-disagreement", type=float, default=MAX_DISAGREEMENT, metavar="SHARE")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds one worker's command may take")
+    parser.add_argument("--save-workload", type=Path, metavar="FILE.json")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument(
+        "--from-json", type=Path, metavar="FILE.json", help="show earlier results, run nothing"
+    )
+    args = parser.parse_args(argv)
+    if args.from_json is None and args.workload is None:
+        parser.error("name a checkpoint folder and a workload, or --from-json")
+    if args.repetitions < 1 or args.threads < 1 or args.num_requests < 1:
+        parser.error("--repetitions, --threads and --num-requests must be at least 1")
+    return args
+
+
+def measure(args: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Run the comparison; the results are JSON values.
+
+    Raises:
+        ValueError: an argument does not fit the others or the model.
+    """
+    config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+    backends = get_backends(args.backends)
+    pythons = interpreters(args.python, backends)
+    workload = get_workload(
+        args.workload, num_requests=args.num_requests, vocab_size=config["vocab_size"], seed=args.seed
+    )
+    if args.save_workload is not None:
+        save_workload(workload, args.save_workload)
+    sizes = [int(size) for size in args.static_batch_sizes.split(",")]
+    if min(sizes) < 1:
+        raise ValueError(f"--static-batch-sizes {args.static_batch_sizes}: every size must be at least 1")
+    machine = report.hardware()
+    variants = {backend.name: backend.variants(sizes, len(workload.prompts)) for backend in backends}
+    job = make_job(args, config, workload)
+    with (
+        tempfile.TemporaryDirectory(prefix="compare-frameworks-") as folder,
+        Comparison(backends, pythons, job, variants, Path(folder), args.timeout) as comparison,
+    ):
+        comparison.run(workload, args.repetitions)
+        rows = report.collect(comparison, workload)
+    names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    return {
+        "command": command,
+        "model": {"name": args.model.resolve().name, **{name: config.get(name) for name in names}},
+        "workload": workload.summary(),
+        "seed": args.seed,
+        "device": args.device,
+        "threads": args.threads,
+        "repetitions": args.repetitions,
+        "max_model_len": job["max_model_len"],
+        "max_num_seqs": MAX_NUM_SEQS,
+        "num_blocks": job["num_blocks"],
+        "jaxllm_settings": args.jaxllm_settings,
+        "hardware": machine,
+        "rows": rows,
+    }
+
+
+def make_job(args: argparse.Namespace, config: dict[str, Any], workload: Workload) -> dict[str, Any]:
+    """What every worker is asked to set up: one length limit, one pool size, one number of threads.
+
+    Raises:
+        ValueError: the workload is too long for the model.
+    """
+    positions = config.get("max_position_embeddings", MAX_MODEL_LEN)
+    if workload.longest > positions:
+        raise ValueError(f"the longest sequence has {workload.longest} tokens; the model ends at {positions}")
+    heads = config["num_attention_heads"]
+    row = config.get("num_key_value_heads", heads) * config.get("head_dim", config["hidden_size"] // heads)
+    num_blocks = workload.num_blocks(MAX_NUM_SEQS)
+    pool_bytes = num_blocks * BLOCK_SIZE * config["num_hidden_layers"] * row * 2 * 4
+    max_model_len = min(positions, max(MAX_MODEL_LEN, workload.longest))
+    return {
+        "model": str(args.model.resolve()),
+        "device": args.device,
+        "threads": args.threads,
+        "seed": args.seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": max(num_blocks, -(-max_model_len // BLOCK_SIZE)),
+        "kv_cache_gib": -(-pool_bytes // 2**30),
+        "settings": args.jaxllm_settings,
+    }
+
+
+def command_line(argv: list[str]) -> str:
+    """The command as it was given, absolute paths shortened to their last part."""
+    return "python " + shlex.join(re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", word) for word in argv)
+
+
+def main() -> int:
+    """Entry point."""
+    args = parse_args()
+    if args.from_json is not None:
+        results = json.loads(args.from_json.read_text(encoding="utf-8"))
+    else:
+        try:
+            results = measure(args, command_line(sys.argv))
+        except (OSError, KeyError, ValueError) as error:
+            print(f"compare_frameworks.py: {type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+        if args.out is not None:
+            args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(report.table(results))
+    if args.plot is not None:
+        report.plot(results, args.plot)
+    share = report.disagreement(results["rows"])
+    if share is not None and share > args.max_disagreement:
+        print(
+            f"jaxllm and transformers differ in {share:.0%} of the requests; "
+            f"{args.max_disagreement:.0%} may be near-ties",
+            file=sys.stderr,
+        )
+        return 1
+    return 0 if any(row["output_tokens_per_second"] for row in results["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

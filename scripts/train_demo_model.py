@@ -1,0 +1,587 @@
+"""Trains the model in `jaxllm/demo_model`: a small Llama and its tokenizer, on Python's standard library.
+
+    python scripts/train_demo_model.py --steps 850
+
+The text is the running Python's own `Lib` (without tests and data tables); a few per cent of it, files chosen
+by a hash of their names, are held out and never trained on, neither by the tokenizer nor by the model. The
+schedule follows `--steps`, so the same Python, libraries and machine train the same model, unless the run
+would exceed `--minutes`: then the elapsed time takes over, so that the learning rate always reaches zero.
+
+Parameters are saved under `--work-dir` every few minutes; `--export-only CHECKPOINT` turns such a file into a
+model folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import platform
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+from safetensors import safe_open
+from safetensors.flax import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from jaxllm.models.config import LlamaConfig, config_from_dict
+from jaxllm.models.registry import bind
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+SEPARATOR = "<|endoftext|>"
+SEPARATOR_ID = 0
+HELD_OUT_PER_MILLE = 30
+WARMUP_STEPS = 50
+DECAY_FRACTION = 0.7  # the last part of the run, over which the learning rate falls linearly to zero
+# Sequence lengths, as parts of the longest, each up to this fraction of the run.
+STAGES = ((0.80, 4), (0.90, 2), (1.01, 1))
+
+# Words with one leading character, up to three digits, punctuation with the line ends that follow it, line
+# ends, and all but the last space of an indentation, as in GPT-4's tokenizer.
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Standard-library folders and files that hold tests, data tables or this machine's build settings.
+EXCLUDED_PARTS = frozenset({"__pycache__", "encodings", "idle_test", "site-packages", "test", "tests"})
+EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "lib2to3", "distutils")
+
+# What the user asks for becomes a comment; what the model answered stays as it is.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ message['content'] }}"
+    "{% else %}{{ '# ' + message['content'].replace('\\n', '\\n# ') }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
+)
+
+Weights = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Documents as `(name, text)`, by name."""
+
+    train: list[tuple[str, str]]
+    held_out: list[tuple[str, str]]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of every name and text, in order."""
+        digest = hashlib.sha256()
+        for name, text in (*self.train, *self.held_out):
+            digest.update(f"{name}\0{text}\0".encode())
+        return digest.hexdigest()
+
+
+def read_corpus(folder: pathlib.Path) -> Corpus:
+    """The Python sources under `folder` that are not empty, split by a hash of their relative names."""
+    train, held_out = [], []
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    for name in names:
+        if EXCLUDED_PARTS & set(name.split("/")) or name.startswith(EXCLUDED_PREFIXES):
+            continue
+        try:
+            text = (folder / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            chosen = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 1000 < HELD_OUT_PER_MILLE
+            (held_out if chosen else train).append((name, text))
+    if not held_out:
+        held_out.append(train.pop())
+    return Corpus(train, held_out)
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
+    """Byte-level BPE: every text survives a round trip, and encoding puts the separator in front."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(SEPARATOR, special=True, normalized=False)],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for _, text in corpus.train), trainer)
+    assert tokenizer.token_to_id(SEPARATOR) == SEPARATOR_ID
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SEPARATOR} $A",
+        pair=f"{SEPARATOR} $A {SEPARATOR} $B",
+        special_tokens=[(SEPARATOR, SEPARATOR_ID)],
+    )
+    return tokenizer
+
+
+def model_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The contents of `config.json`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": SEPARATOR_ID,
+        "dtype": "bfloat16",
+        "eos_token_id": SEPARATOR_ID,
+        "head_dim": args.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": args.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": args.intermediate_size,
+        "max_position_embeddings": args.positions,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": args.heads,
+        "num_hidden_layers": args.layers,
+        "num_key_value_heads": args.kv_heads,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": args.vocab_size,
+    }
+
+
+def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of every weight."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.q_proj.weight": (query, hidden),
+            f"{prefix}.self_attn.k_proj.weight": (key, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (key, hidden),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, query),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+        }
+    return shapes | {"model.norm.weight": (hidden,)}
+
+
+def init_weights(config: LlamaConfig, seed: int) -> Weights:
+    """Random weights; what writes to the residual stream starts small."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        if len(shape) == 1:
+            value = np.ones(shape)
+        elif "embed" in name:
+            value = rng.normal(0.0, 0.02, shape)
+        else:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            value = rng.normal(0.0, (0.1 if residual else 0.6) / math.sqrt(shape[1]), shape)
+        weights[name] = jnp.asarray(value, jnp.float32)
+    return weights
+
+
+def fuse(config: LlamaConfig, weights: Weights) -> Weights:
+    """From Hugging Face names to those of `jaxllm.models`, where q, k, v and gate, up are one matrix each."""
+    params = {
+        "embed_tokens.weight": weights["model.embed_tokens.weight"],
+        "norm.weight": weights["model.norm.weight"],
+    }
+    for layer in range(config.num_layers):
+        for fused, parts in (
+            ("input_layernorm", ("input_layernorm",)),
+            ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            ("self_attn.o_proj", ("self_attn.o_proj",)),
+            ("post_attention_layernorm", ("post_attention_layernorm",)),
+            ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+            ("mlp.down_proj", ("mlp.down_proj",)),
+        ):
+            values = [weights[f"model.layers.{layer}.{part}.weight"] for part in parts]
+            params[f"layers.{layer}.{fused}.weight"] = jnp.concatenate(values)
+    return params
+
+
+def forward(config: LlamaConfig, weights: Weights, tokens: jax.Array) -> jax.Array:
+    """`tokens` [batch, length] -> logits [batch * length, vocab_size] float32, by dense causal attention."""
+    batch, length = tokens.shape
+    causal = jnp.tril(jnp.ones((length, length), bool))
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+        del layer
+        kv_heads, size = k.shape[1:]
+        q = q.reshape(batch, length, kv_heads, -1, size)
+        k = k.reshape(batch, length, kv_heads, size)
+        v = v.reshape(batch, length, kv_heads, size)
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q * scale, k)
+        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(batch * length, -1, size)
+
+    model = bind(config, fuse(config, weights))
+    positions = jnp.tile(jnp.arange(length), batch)
+    return model.logits(model(tokens.reshape(-1), positions, attend))
+
+
+def losses(config: LlamaConfig, weights: Weights, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Negative log-likelihood in nats of each target, flat."""
+    logits = forward(config, weights, inputs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets.reshape(-1))
+
+
+def make_optimizer(config: LlamaConfig, args: argparse.Namespace) -> optax.GradientTransformation:
+    """Muon for the matrices, AdamW for the tied embedding and the norms, at their peak learning rates."""
+    dimensions = {
+        name: MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+        if len(shape) == 2 and "embed" not in name
+        else None
+        for name, shape in weight_shapes(config).items()
+    }
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        muon(
+            args.muon_lr,
+            weight_decay=args.weight_decay,
+            adam_learning_rate=args.adam_lr,
+            adam_b2=0.95,
+            muon_weight_dimension_numbers=dimensions,
+        ),
+    )
+
+
+def make_step(config: LlamaConfig, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """The jitted `(weights, state, tokens [batch, length + 1], learning-rate factor) -> (..., loss)`."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(weights: Weights, state: Any, tokens: jax.Array, factor: jax.Array) -> tuple[Weights, Any, Any]:
+        def mean_loss(weights: Weights) -> jax.Array:
+            return losses(config, weights, tokens[:, :-1], tokens[:, 1:]).mean()
+
+        loss, gradients = jax.value_and_grad(mean_loss)(weights)
+        updates, state = optimizer.update(gradients, state, weights)
+        # Updates are linear in the learning rate.
+        updates = jax.tree.map(lambda update: factor * update, updates)
+        return optax.apply_updates(weights, updates), state, loss
+
+    return step
+
+
+class Windows:
+    """Training windows: the separator, then a stretch of the text that starts where a line does.
+
+    Every epoch covers the text once, in another order and cut at other places.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, documents: list[tuple[str, str]], seed: int) -> None:
+        encoded = tokenizer.encode_batch([text for _, text in documents], add_special_tokens=False)
+        stream = [np.array([*document.ids, SEPARATOR_ID], np.int32) for document in encoded]
+        self.tokens = np.concatenate(stream)
+        texts = tokenizer.decode_batch(
+            [[i] for i in range(tokenizer.get_vocab_size())], skip_special_tokens=False
+        )
+        ends = np.array([text.endswith("\n") or text == SEPARATOR for text in texts])
+        self.line_starts = np.concatenate([[0], np.flatnonzero(ends[self.tokens[:-1]]) + 1])
+        self.rng = np.random.default_rng(seed)
+        self._starts: np.ndarray = np.zeros(0, np.int64)
+
+    def batch(self, batch: int, length: int) -> np.ndarray:
+        """`[batch, length + 1]` int32."""
+        last = len(self.tokens) - length
+        while len(self._starts) < batch:
+            epoch = np.arange(self.rng.integers(length), last, length)
+            self._starts = np.concatenate([self._starts, self.rng.permutation(epoch)])
+        starts, self._starts = self._starts[:batch], self._starts[batch:]
+        nearest = np.searchsorted(self.line_starts, starts).clip(max=len(self.line_starts) - 1)
+        starts = self.line_starts[nearest].clip(max=last)
+        windows = self.tokens[starts[:, None] + np.arange(length)]
+        return np.concatenate([np.full((batch, 1), SEPARATOR_ID, np.int32), windows], axis=1)
+
+
+class HeldOut:
+    """The held-out files: every token of theirs is predicted once, in windows of the model's length."""
+
+    def __init__(self, tokenizer: Tokenizer, documents: list[tuple[str, str]], length: int) -> None:
+        rows = []
+        for _, text in documents:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            for start in range(0, len(ids), length):
+                window = ids[start : start + length]
+                rows.append([SEPARATOR_ID, *window] + [-1] * (length - len(window)))
+        self.rows = np.array(rows, np.int32)
+        self.tokens = int((self.rows[:, 1:] >= 0).sum())
+        self.bytes = sum(len(text.encode()) for _, text in documents)
+        self.files = [name for name, _ in documents]
+
+    def evaluate(self, config: LlamaConfig, weights: Weights, windows: int | None = None) -> dict[str, float]:
+        """Loss in nats per token and bits per byte of text, over all or about so many windows."""
+        total, tokens = 0.0, 0
+        chosen = self.rows if windows is None else self.rows[:: max(1, len(self.rows) // windows)]
+        for first in range(0, len(chosen), 4):
+            rows = chosen[first : first + 4]
+            rows = np.pad(rows, ((0, 4 - len(rows)), (0, 0)), constant_values=-1)
+            values = _jitted_losses(config, weights, rows.clip(min=0)[:, :-1], rows.clip(min=0)[:, 1:])
+            real = rows[:, 1:].reshape(-1) >= 0
+            total += float(np.asarray(values, np.float64)[real].sum())
+            tokens += int(real.sum())
+        return {
+            "nats_per_token": round(total / tokens, 5),
+            "bits_per_byte": round(total / tokens / math.log(2) * self.tokens / self.bytes, 5),
+        }
+
+
+_jitted_losses = jax.jit(losses, static_argnums=0)
+
+
+def round_weights(weights: Weights) -> Weights:
+    """The weights as bfloat16 holds them, in float32."""
+    return {name: value.astype(jnp.bfloat16).astype(jnp.float32) for name, value in weights.items()}
+
+
+def atomic_write(path: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
+    """Calls `write` on a file next to `path`, which then takes its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    write(temporary)
+    temporary.chmod(0o644)  # safetensors makes its files private
+    os.replace(temporary, path)
+
+
+def write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+    """Writes `values`, indented, in one go."""
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    atomic_write(path, lambda file: file.write_text(text, encoding="utf-8") and None)
+
+
+def save_checkpoint(path: pathlib.Path, weights: Weights, record: dict[str, Any]) -> None:
+    """Saves float32 weights with the record of the training so far."""
+    atomic_write(path, lambda file: save_file(weights, file, {"record": json.dumps(record)}))
+
+
+def load_checkpoint(path: pathlib.Path) -> tuple[Weights, dict[str, Any]]:
+    """What `save_checkpoint` saved."""
+    with safe_open(path, framework="flax") as file:
+        record = json.loads(file.metadata()["record"])
+        return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118
+
+
+def export(
+    folder: pathlib.Path,
+    values: dict[str, Any],
+    weights: Weights,
+    tokenizer: Tokenizer,
+    record: dict[str, Any],
+    held_out: HeldOut,
+    windows: int | None = None,
+) -> dict[str, Any]:
+    """Writes the model folder, file by file, and returns the contents of `training.json`.
+
+    `windows` limits the held-out evaluation, for a look in between.
+    """
+    config = config_from_dict(values)
+    assert isinstance(config, LlamaConfig)
+    record = {
+        **record,
+        "held_out": {
+            "files": held_out.files,
+            "bytes": held_out.bytes,
+            "tokens": held_out.tokens,
+            "context": config.max_position_embeddings,
+            "float32": held_out.evaluate(config, weights, windows),
+            "bfloat16_weights": held_out.evaluate(config, round_weights(weights), windows),
+        },
+    }
+    rounded = {name: value.astype(jnp.bfloat16) for name, value in weights.items()}
+    special = {"bos_token": SEPARATOR, "eos_token": SEPARATOR, "pad_token": SEPARATOR}
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.max_position_embeddings,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    generation = {"bos_token_id": SEPARATOR_ID, "eos_token_id": SEPARATOR_ID, "pad_token_id": SEPARATOR_ID}
+    atomic_write(folder / "model.safetensors", lambda file: save_file(rounded, file, {"format": "pt"}))
+    atomic_write(folder / "tokenizer.json", lambda file: tokenizer.save(str(file), pretty=False))
+    write_json(folder / "tokenizer_config.json", tokenizer_config)
+    write_json(folder / "generation_config.json", generation)
+    write_json(folder / "config.json", values)
+    write_json(folder / "training.json", record)
+    return record
+
+
+def schedule(args: argparse.Namespace) -> Iterator[tuple[int, float, bool]]:
+    """Yields each step's number, the fraction of the run behind it, and whether the clock set that."""
+    started = time.perf_counter()
+    step = 0
+    while True:
+        by_clock = (time.perf_counter() - started) / (60 * args.minutes)
+        # While the learning rate is constant the clock has no say, so short stalls do not matter.
+        by_steps = step / args.steps
+        late = by_clock > max(by_steps, 1 - DECAY_FRACTION)
+        fraction = by_clock if late else by_steps
+        if fraction >= 1:
+            return
+        yield step, fraction, late
+        step += 1
+
+
+def train(args: argparse.Namespace) -> None:
+    """Trains the tokenizer and the model, exports the folder early once and at the end."""
+    started = time.perf_counter()
+
+    def log(message: str) -> None:
+        print(f"{time.perf_counter() - started:7.1f}s  {message}", flush=True)
+
+    corpus = read_corpus(args.data)
+    text_bytes = sum(len(text.encode()) for _, text in corpus.train)
+    log(f"{len(corpus.train)} files, {text_bytes / 1e6:.2f} MB; held out: {len(corpus.held_out)} files")
+    tokenizer = train_tokenizer(corpus, args.vocab_size)
+    args.vocab_size = tokenizer.get_vocab_size()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(args.work_dir / "tokenizer.json"))
+    windows = Windows(tokenizer, corpus.train, args.seed)
+    held_out = HeldOut(tokenizer, corpus.held_out, args.positions)
+    log(f"{len(windows.tokens)} tokens, {text_bytes / len(windows.tokens):.3f} bytes each; "
+        f"held out: {held_out.tokens} tokens")  # fmt: skip
+
+    values = model_values(args)
+    config = config_from_dict(values)
+    assert isinstance(config, LlamaConfig)
+    weights = init_weights(config, args.seed)
+    parameters = sum(value.size for value in weights.values())
+    optimizer = make_optimizer(config, args)
+    state = optimizer.init(weights)
+    step_function = make_step(config, optimizer)
+    log(f"{parameters} parameters")
+
+    hyperparameters = {
+        name: getattr(args, name)
+        for name in ("seed", "batch_tokens", "muon_lr", "adam_lr", "weight_decay", "minutes", "steps")
+    } | {
+        "optimizer": "Muon (matrices), Adam (embedding, norms)",
+        "adam_b2": 0.95,
+        "gradient_clip_norm": 1.0,
+        "warmup_steps": WARMUP_STEPS,
+        "decay_fraction": DECAY_FRACTION,
+        "sequence_lengths": {str(args.positions // part): min(end, 1.0) for end, part in STAGES},
+    }
+    packages = ("flax", "jax", "jaxlib", "numpy", "optax", "safetensors", "tokenizers")
+    record: dict[str, Any] = {
+        "finished": False,
+        "command": f"python scripts/train_demo_model.py --steps {args.steps} --seed {args.seed}",
+        "data": {
+            "source": "the Python standard library (PSF licence), without tests and data tables",
+            "python": platform.python_version(),
+            "files": len(corpus.train),
+            "bytes": text_bytes,
+            "tokens": len(windows.tokens),
+            "sha256": corpus.sha256,
+        },
+        "parameters": parameters,
+        "hyperparameters": hyperparameters,
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+        "device": jax.default_backend(),
+    }
+
+    seen, recent, time_bound, saved = 0, [], 0, time.perf_counter()
+    exported = False
+    steps_done = 0
+    for step, fraction, late in schedule(args):
+        length = args.positions // next(part for end, part in STAGES if fraction < end)
+        batch = windows.batch(max(1, args.batch_tokens // length), length)
+        factor = min(1.0, (step + 1) / WARMUP_STEPS, (1 - fraction) / DECAY_FRACTION)
+        weights, state, loss = step_function(weights, state, batch, np.float32(factor))
+        recent.append(float(loss))
+        seen += batch.size - len(batch)
+        steps_done, time_bound = step + 1, time_bound + late
+        if not math.isfinite(recent[-1]):
+            raise SystemExit(f"the loss is {recent[-1]} at step {step}")
+        if step % args.log_every == 0:
+            log(f"step {step} ({100 * fraction:.1f}%)  length {length}  lr {factor:.3f}  "
+                f"loss {np.mean(recent):.4f}  tokens {seen}")  # fmt: skip
+            recent = []
+        record |= {
+            "steps": steps_done,
+            "steps_set_by_clock": time_bound,
+            "tokens_seen": seen,
+            "epochs": round(seen / len(windows.tokens), 3),
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+        now = time.perf_counter()
+        if now - saved > 60 * args.save_minutes:
+            saved = now
+            save_checkpoint(args.work_dir / "checkpoint.safetensors", weights, record)
+            log("saved a checkpoint")
+            if not exported:
+                exported = True
+                result = export(args.output, values, weights, tokenizer, record, held_out, 8)
+                log(f"exported a first model: {result['held_out']['bfloat16_weights']}")
+    record["finished"] = True
+    save_checkpoint(args.work_dir / "final.safetensors", weights, record)
+    result = export(args.output, values, weights, tokenizer, record, held_out)
+    log(f"done: {steps_done} steps, {seen} tokens; held out: {json.dumps(result['held_out'])}")
+
+
+def export_only(args: argparse.Namespace) -> None:
+    """Writes the model folder from a checkpoint and the tokenizer next to it."""
+    weights, record = load_checkpoint(args.export_only)
+    tokenizer = Tokenizer.from_file(str(args.export_only.with_name("tokenizer.json")))
+    args.vocab_size = tokenizer.get_vocab_size()
+    held_out = HeldOut(tokenizer, read_corpus(args.data).held_out, args.positions)
+    result = export(args.output, model_values(args), weights, tokenizer, record, held_out)
+    print(json.dumps(result["held_out"], indent=2))
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=850, help="length of the run (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=53.0, help="longest run; sooner if needed (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=pathlib.Path, default=REPOSITORY / "jaxllm" / "demo_model")
+    parser.add_argument("--work-dir", type=pathlib.Path, default=REPOSITORY / "out" / "demo_model")
+    parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path(sysconfig.get_path("stdlib")))
+    parser.add_argument("--export-only", type=pathlib.Path, metavar="CHECKPOINT")
+    parser.add_argument("--save-minutes", type=float, default=3.0)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.05)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--positions", type=int, default=1024)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--intermediate-size", type=int, default=704)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Trains or exports, as the command line says."""
+    args = parse(sys.argv[1:] if argv is None else argv)
+    if args.export_only:
+        export_only(args)
+    else:
+        train(args)
+
+
+if __name__ == "__main__":
+    main()

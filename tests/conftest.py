@@ -1,0 +1,11 @@
+"""Settings every test shares, made before JAX starts."""
+
+import os
+import tempfile
+
+# Tiny models spend their time in the compiler, not in the code it makes.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Programs compiled by one test process are reused by the others.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "jaxllm-test-xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

@@ -1,0 +1,378 @@
+"""scripts/compare_frameworks.py and scripts/make_bench_model.py, with fake back-ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import compare_frameworks  # noqa: E402
+import make_bench_model  # noqa: E402
+from compare import report  # noqa: E402
+from compare.agreement import agreement, divergences  # noqa: E402
+from compare.backends import BACKENDS, WORKERS, Backend, get_backends, interpreters  # noqa: E402
+from compare.process import Worker, WorkerError  # noqa: E402
+from compare.runner import Comparison  # noqa: E402
+from compare.workloads import (  # noqa: E402
+    PROMPT_LENGTHS,
+    Workload,
+    get_workload,
+    make_workload,
+    save_workload,
+)
+
+TIMEOUT = 20.0
+
+FAKE_WORKER = """
+    import os, sys, time
+    sys.path.insert(0, {workers!r})
+    import protocol
+
+    class FakeEngine(protocol.Engine):
+        offset, mistakes = {offset}, {mistakes}
+
+        def load(self):
+            if self.offset is None:
+                raise RuntimeError("no such model")
+            return {{"load_seconds": 0.5, "compile_seconds": None}}
+
+        def generate(self, prompts, max_tokens, variant):
+            time.sleep(0.02)
+            outputs = [[prompt[-1] + 1 + i for i in range(n)] for prompt, n in zip(prompts, max_tokens)]
+            for place in range(min(self.mistakes, len(outputs))):
+                outputs[place][-1] += self.offset
+            return outputs
+
+        def top2_gaps(self, sequences):
+            return [float(len(sequence)) for sequence in sequences]
+
+    if __name__ == "__main__":
+        if {offset!r} == "die":
+            sys.exit("no framework here")
+        protocol.serve(FakeEngine)
+"""
+
+
+def fake_backend(folder: Path, name: str, *, offset: object = 0, mistakes: int = 0, batched: bool = False):
+    script = folder / f"{name}_fake.py"
+    text = textwrap.dedent(FAKE_WORKER).format(workers=str(WORKERS), offset=offset, mistakes=mistakes)
+    if offset == "die":
+        text = text.replace("offset, mistakes = die", "offset, mistakes = 0")
+    script.write_text(text)
+    return Backend(name, script, ("numpy", "not-installed"), batched)
+
+
+def job(**changes):
+    return {"model": "m", "device": "cpu", "threads": 1, "seed": 0, "packages": [], **changes}
+
+
+@pytest.mark.parametrize("name", sorted(PROMPT_LENGTHS))
+def test_named_workloads(name):
+    low, high = {"short": (8, 64), "long": (256, 768), "mixed": (16, 768)}[name]
+    workload = make_workload(name, num_requests=64, vocab_size=100, seed=3)
+    lengths = [len(prompt) for prompt in workload.prompts]
+    assert len(lengths) == len(workload.max_tokens) == 64
+    assert low <= min(lengths) < max(lengths) <= high
+    assert 16 <= min(workload.max_tokens) < max(workload.max_tokens) <= 256
+    assert {token for prompt in workload.prompts for token in prompt} == set(range(100))
+    assert workload == make_workload(name, num_requests=64, vocab_size=100, seed=3)
+    assert workload != make_workload(name, num_requests=64, vocab_size=100, seed=4)
+    assert workload.longest <= compare_frameworks.MAX_MODEL_LEN
+
+
+def test_pool_holds_the_longest_requests():
+    workload = Workload("w", [[1] * 16, [1] * 17, [1]], [16, 16, 1])
+    assert workload.longest == 33
+    assert workload.num_blocks(max_num_seqs=2) == (2 + 1) + (3 + 1) + 1
+
+
+def test_workload_file_round_trip(tmp_path):
+    workload = make_workload("short", num_requests=3, vocab_size=50, seed=0)
+    save_workload(workload, tmp_path / "short.json")
+    options = {"num_requests": 9, "seed": 9}
+    assert get_workload(str(tmp_path / "short.json"), vocab_size=50, **options) == workload
+    with pytest.raises(ValueError, match="vocabulary of 5"):
+        get_workload(str(tmp_path / "short.json"), vocab_size=5, **options)
+    with pytest.raises(ValueError, match="neither a file nor one of"):
+        get_workload("medium", vocab_size=50, **options)
+
+
+@pytest.mark.parametrize(("prompts", "max_tokens"), [([], []), ([[1]], [1, 2]), ([[]], [1]), ([[1]], [0])])
+def test_invalid_workloads(prompts, max_tokens):
+    with pytest.raises(ValueError, match="max_tokens"):
+        Workload("w", prompts, max_tokens)
+
+
+def test_registry():
+    assert list(BACKENDS) == ["jaxllm", "transformers", "transformers-cb", "vllm"]
+    assert all(backend.worker.is_file() for backend in BACKENDS.values())
+    assert [backend.name for backend in get_backends("vllm, jaxllm")] == ["vllm", "jaxllm"]
+    for names in ("", "jaxllm,jaxllm", "jaxllm,tgi"):
+        with pytest.raises(ValueError, match="at most once"):
+            get_backends(names)
+
+
+def test_workers_import_only_the_standard_library_at_the_top():
+    allowed = set(sys.stdlib_module_names) | {"protocol"}
+    for path in WORKERS.glob("*.py"):
+        tops = [
+            line.split()[1].split(".")[0]
+            for line in path.read_text().splitlines()
+            if line.startswith(("import ", "from "))
+        ]
+        assert set(tops) <= allowed, path.name
+
+
+def test_interpreters():
+    backends = get_backends("jaxllm,transformers-cb,vllm")
+    environ = {"JAXLLM_COMPARE_PYTHON_TRANSFORMERS_CB": "a", "JAXLLM_COMPARE_PYTHON_VLLM": "b"}
+    assert interpreters(["vllm=c", "transformers=d"], backends, environ) == {
+        "jaxllm": sys.executable,
+        "transformers-cb": "a",
+        "vllm": "c",
+    }
+    for option in ("vllm", "vllm=", "tgi=python"):
+        with pytest.raises(ValueError, match="NAME=PATH"):
+            interpreters([option], backends, environ)
+
+
+def test_static_batch_sizes():
+    transformers = BACKENDS["transformers"]
+    assert transformers.variants([64, 8, 16, 32], 64) == [8, 16, 32, 64]
+    assert transformers.variants([8, 16, 32, 64], 20) == [8, 16, 32]
+    assert transformers.variants([8, 16], 3) == [8]
+    assert BACKENDS["jaxllm"].variants([8], 64) == [None]
+
+
+def test_agreement():
+    reference = [[1, 2, 3], [4, 5], [6]]
+    assert divergences(reference, reference) == []
+    found = agreement("transformers, batch 8", reference, [[1, 9, 9], [4, 5], [7]])
+    assert (found["num_matching"], found["num_requests"]) == (1, 3)
+    places = [
+        (one["request"], one["position"], one["reference_token"], one["token"])
+        for one in found["divergences"]
+    ]
+    assert places == [(0, 1, 2, 9), (2, 0, 6, 7)]
+
+
+def test_worker_answers_and_rests_between_commands(tmp_path):
+    backend = fake_backend(tmp_path, "good")
+    worker = Worker(sys.executable, backend.worker, job(packages=["numpy", "not-installed"]), tmp_path)
+    try:
+        loaded = worker.call("load", timeout=TIMEOUT)
+        assert loaded["load_seconds"] == 0.5
+        assert loaded["packages"] == {"numpy": np.__version__}
+        save_workload(Workload("w", [[1], [5]], [2, 1]), tmp_path / "w.json")
+        reply = worker.call("run", timeout=TIMEOUT, workload=str(tmp_path / "w.json"), variant=None)
+        assert reply["token_ids"] == [[2, 3], [6]]
+        assert 0.02 <= reply["seconds"] < 5
+        assert reply["peak_rss_bytes"] > 2**20
+        if Path("/proc").is_dir():
+            state = Path(f"/proc/{worker._process.pid}/stat")
+            deadline = time.monotonic() + TIMEOUT
+            while state.read_text().rsplit(")", 1)[1].split()[0] != "T" and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert state.read_text().rsplit(")", 1)[1].split()[0] == "T"
+    finally:
+        worker.close()
+    assert worker._process.returncode == 0
+    worker.close()
+
+
+def test_worker_errors(tmp_path):
+    failing, dead = (
+        fake_backend(tmp_path, name, offset=offset) for name, offset in (("f", None), ("d", "die"))
+    )
+    for backend, message in ((failing, "RuntimeError: no such model"), (dead, "status 1: no framework here")):
+        home = tmp_path / backend.name
+        home.mkdir()
+        worker = Worker(sys.executable, backend.worker, job(), home)
+        try:
+            with pytest.raises(WorkerError, match=message):
+                worker.call("load", timeout=TIMEOUT)
+        finally:
+            worker.close()
+
+
+def test_worker_that_gives_no_answer(tmp_path):
+    script = tmp_path / "sleeper.py"
+    script.write_text("import sys\nsys.stdin.read()\n")
+    worker = Worker(sys.executable, script, job(), tmp_path)
+    try:
+        with pytest.raises(WorkerError, match="no answer to 'load' within 0 s"):
+            worker.call("load", timeout=0.2)
+    finally:
+        worker.close()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    make_bench_model.write_checkpoint(tmp_path / "tiny", "tiny")
+    return tmp_path / "tiny"
+
+
+def compare(monkeypatch, tmp_path, checkpoint, backends, *options):
+    """Exit status and JSON of a whole run with fake back-ends in the registry's place."""
+    monkeypatch.setattr("compare.backends.BACKENDS", {backend.name: backend for backend in backends})
+    names = ",".join(backend.name for backend in backends)
+    out = tmp_path / "out.json"
+    save_workload(Workload("w", [[place, 7] for place in range(10)], [3] * 10), tmp_path / "w.json")
+    arguments = [str(checkpoint), str(tmp_path / "w.json"), "--backends", names, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["compare_frameworks.py", *arguments, "--threads", "1", *options])
+    status = compare_frameworks.main()
+    return status, json.loads(out.read_text())
+
+
+def test_whole_run(monkeypatch, tmp_path, checkpoint, capsys):
+    backends = [
+        fake_backend(tmp_path, "jaxllm"),
+        fake_backend(tmp_path, "transformers", batched=True),
+        fake_backend(tmp_path, "vllm", offset=None),
+    ]
+    status, results = compare(
+        monkeypatch, tmp_path, checkpoint, backends, "--repetitions", "2", "--static-batch-sizes", "2,4"
+    )
+    assert status == 0
+    assert [(row["backend"], row["batch_size"]) for row in results["rows"]] == [
+        ("jaxllm", None),
+        ("transformers", 2),
+        ("transformers", 4),
+        ("vllm", None),
+    ]
+    ours, static, _, failed = results["rows"]
+    assert len(ours["seconds"]) == 2
+    assert ours["output_tokens_per_second"]["max"] == pytest.approx(30 / min(ours["seconds"]))
+    assert ours["agreement"]["num_matching"] == 10
+    assert static["agreement"] is None  # it is the reference
+    assert failed["error"] == "RuntimeError: no such model"
+    assert failed["output_tokens_per_second"] is None
+    assert sum(row["best_static"] for row in results["rows"]) == 1
+    table = capsys.readouterr().out
+    assert "vllm failed: RuntimeError: no such model" in table
+    assert str(tmp_path) not in json.dumps(results)
+
+
+@pytest.mark.parametrize(("mistakes", "expected"), [(1, 0), (2, 1)])
+def test_too_much_disagreement_fails(monkeypatch, tmp_path, checkpoint, capsys, mistakes, expected):
+    backends = [
+        fake_backend(tmp_path, "jaxllm", offset=5, mistakes=mistakes),
+        fake_backend(tmp_path, "transformers", batched=True),
+    ]
+    options = ("--repetitions", "1", "--static-batch-sizes", "4", "--max-disagreement", "0.1")
+    status, results = compare(monkeypatch, tmp_path, checkpoint, backends, *options)
+    assert status == expected
+    first = results["rows"][0]["agreement"]["divergences"][0]
+    assert (first["request"], first["position"], first["gap"]) == (0, 2, 4.0)
+    captured = capsys.readouterr()
+    assert "jaxllm differs: from transformers, batch 4: request 0 at token 2 (logit gap 4)" in captured.out
+    assert ("differ in 20% of the requests" in captured.err) == bool(expected)
+
+
+def test_missing_python_is_reported(tmp_path):
+    backend = fake_backend(tmp_path, "vllm")
+    pythons = {"vllm": str(tmp_path / "nowhere")}
+    with Comparison([backend], pythons, job(), {"vllm": [None]}, tmp_path, TIMEOUT) as comparison:
+        workload = Workload("w", [[1]], [1])
+        comparison.run(workload, 1)
+        (row,) = report.collect(comparison, workload)
+    assert row["error"] == "cannot run its Python: No such file or directory"
+
+
+def fake_results():
+    def row(backend, batch_size, rate):
+        return {
+            "backend": backend,
+            "batch_size": batch_size,
+            "seconds": [1.0],
+            "output_tokens_per_second": rate and {"median": rate, "min": rate - 5, "max": rate + 10},
+            "same_tokens_every_repetition": True,
+            "agreement": None,
+            "peak_rss_bytes": 3 * 2**30,
+            "start_up_seconds": 3.0,
+            "load_seconds": 1.5,
+            "compile_seconds": 20.25 if backend == "jaxllm" else None,
+            "python": "3.11.0",
+            "packages": {backend: "1.0"},
+            "error": None if rate else "RuntimeError: no kernel",
+        }
+
+    rows = [
+        row("jaxllm", None, 300.0),
+        row("transformers", 8, 80.0),
+        row("transformers", 16, 100.0),
+        row("vllm", None, None),
+    ]
+    report.set_ratios(rows)
+    return {
+        "command": "python compare_frameworks.py m mixed",
+        "model": {"name": "m"},
+        "workload": make_workload("mixed", num_requests=4, vocab_size=9, seed=0).summary(),
+        "seed": 0,
+        "device": "cpu",
+        "threads": 2,
+        "repetitions": 3,
+        "hardware": report.hardware(),
+        "rows": rows,
+    }
+
+
+def test_table():
+    lines = report.table(fake_results()).splitlines()
+    assert lines[2] == "| jaxllm | 300.0 | 295.0..310.0 | 3.00x | - | 3.00 | 1.5 | 20.2 |"
+    assert lines[4].startswith("| transformers, batch 16 (best static) | 100.0 | 95.0..110.0 | 1.00x |")
+    assert lines[5].startswith("| vllm | failed | - | - |")
+    assert "- vllm failed: RuntimeError: no kernel" in lines
+
+
+def test_from_json_draws_again(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "r.json").write_text(json.dumps(fake_results()))
+    arguments = ["--from-json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    monkeypatch.setattr(sys, "argv", ["compare_frameworks.py", *arguments])
+    assert compare_frameworks.main() == 0
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "| jaxllm | 300.0 |" in capsys.readouterr().out
+
+
+def test_command_line_has_no_machine_paths():
+    words = ["scripts/compare_frameworks.py", "/a/b/model", "mixed", "--python", "vllm=/c/d/python"]
+    shown = compare_frameworks.command_line(words)
+    assert shown == "python scripts/compare_frameworks.py model mixed --python vllm=python"
+
+
+def test_wrong_arguments(monkeypatch, checkpoint, capsys):
+    for arguments, message in (
+        ([str(checkpoint / "nowhere"), "mixed"], "FileNotFoundError"),
+        ([str(checkpoint), "medium"], "neither a file"),
+        ([str(checkpoint), "mixed", "--static-batch-sizes", "0"], "at least 1"),
+        ([str(checkpoint), "mixed", "--backends", "tgi"], "at most once"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["compare_frameworks.py", *arguments])
+        assert compare_frameworks.main() == 2
+        assert message in capsys.readouterr().err
+
+
+def test_bench_model(checkpoint, tmp_path):
+    from safetensors.numpy import load_file
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    weights = load_file(checkpoint / "model.safetensors")
+    assert weights["model.layers.1.self_attn.q_proj.weight"].shape == (128, 64)
+    assert weights["model.layers.1.self_attn.k_proj.weight"].shape == (64, 64)
+    assert weights["model.embed_tokens.weight"].std() == pytest.approx(0.05, rel=0.02)
+    assert all(array.dtype == np.float32 for array in weights.values())
+    assert len(weights) == 2 + 9 * config["num_hidden_layers"]
+    make_bench_model.write_checkpoint(tmp_path / "again", "tiny")
+    assert os.stat(tmp_path / "again" / "model.safetensors").st_size > 0
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(np.array_equal(again[name], array) for name, array in weights.items())

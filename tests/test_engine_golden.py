@@ -1,0 +1,50 @@
+"""The engine against greedy tokens and logits recorded from transformers, for every model variant."""
+
+import jax
+import numpy as np
+import pytest
+from engine_helpers import RestlessScheduler, make_engine, make_llm, run
+from variants import VARIANTS, golden_checkpoint, golden_data
+
+from jaxllm import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=3, prompt_logprobs=0)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request):
+    return make_llm(golden_checkpoint(request.param)), golden_data(request.param)
+
+
+def check_logprobs(output, logits):
+    """`logits` [n, vocab_size] are recorded at every position of prompt and output, or of the prompt."""
+    expected = np.asarray(jax.nn.log_softmax(np.asarray(logits, np.float32), axis=-1))
+    prompt = output.prompt_token_ids
+    for position in range(1, len(prompt)):
+        scored = output.prompt_logprobs[position][prompt[position]].logprob
+        assert scored == pytest.approx(expected[position - 1, prompt[position]], abs=1e-4)
+    for step, (token, scores) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        row = len(prompt) - 1 + step
+        if row < len(expected):
+            assert scores[token].rank == 1
+            for candidate, score in scores.items():
+                assert score.logprob == pytest.approx(expected[row, candidate], abs=1e-4)
+
+
+def test_tokens_and_logprobs_equal_those_of_transformers(variant):
+    llm, golden = variant
+    outputs = run(make_engine(llm), golden["prompts"], GREEDY)
+    assert sum(output.metrics.num_preemptions for output in outputs) == 0
+    for output, greedy, logits in zip(outputs, golden["greedy"], golden["logits"], strict=True):
+        assert output.token_ids == list(greedy)
+        check_logprobs(output, logits)
+
+
+def test_tokens_and_logprobs_survive_preemption(variant):
+    llm, golden = variant
+    engine = make_engine(llm, num_gpu_blocks=56, scheduler_class=RestlessScheduler)
+    outputs = run(engine, golden["prompts"], GREEDY)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 10
+    for output, greedy, logits in zip(outputs, golden["greedy"], golden["logits"], strict=True):
+        assert output.token_ids == list(greedy)
+        check_logprobs(output, logits)
