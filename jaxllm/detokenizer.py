@@ -231,6 +231,8 @@ class _StopMatcher:
 
     def feed(self, new: str, finished: bool) -> str:
         """Takes text and returns what can be shown."""
+        if not self.stop:
+            return new
         text = self.held + new
         best: tuple[int, int, str] | None = None  # the first to end; then the longest
         for string in self.stop:

@@ -38,7 +38,7 @@ class KVCache(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """`tokens` [B, max_new_tokens] int32, 0 after a row's end; `lengths` [B] int32, new tokens of each row."""
+    """`tokens` [B, max_new_tokens] int32, 0 after a row's end; `lengths` [B] int32."""
 
     tokens: jax.Array
     lengths: jax.Array

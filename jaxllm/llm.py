@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import os
@@ -77,6 +78,7 @@ class LLM:
         config = EngineConfig(model=str(folder), **settings)
         self.config = config
         self._ids = itertools.count()
+        self._mailboxes: dict[str, collections.deque[RequestOutput]] = {}
 
         started = time.perf_counter()
         device = jax.devices()[0]
@@ -216,7 +218,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield each request's output so far, after every step it advanced in.
 
-        `request_id` is the prompt's place in the input, as a string. Closing the iterator aborts what is left.
+        `request_id` is the prompt's place in the input, as a string. Closing the iterator aborts the rest.
         """
         request_ids = self._add(_as_prompts(prompts), sampling_params, stream=True)
         places = {request_id: str(place) for place, request_id in enumerate(request_ids)}
@@ -253,8 +255,14 @@ class LLM:
         return request_ids
 
     def _run(self, request_ids: Sequence[str], use_tqdm: bool) -> Iterator[RequestOutput]:
-        """Step the engine until the requests have finished; abort the rest if the caller stops early."""
+        """Step the engine until the requests have finished; abort the rest if the caller stops early.
+
+        Several calls may be under way at once (streams, taken in turns): each step's outputs go to the
+        mailbox of the call they belong to.
+        """
+        mailbox: collections.deque[RequestOutput] = collections.deque()
         unfinished = set(request_ids)
+        self._mailboxes.update(dict.fromkeys(request_ids, mailbox))
         progress = None
         if use_tqdm:
             from tqdm import tqdm
@@ -262,25 +270,34 @@ class LLM:
             progress = tqdm(total=len(request_ids), desc="Processed prompts", unit="prompt")
         try:
             while unfinished:
-                for output in self.engine.step():
-                    if output.request_id not in unfinished:
-                        continue
-                    if output.finished:
-                        unfinished.discard(output.request_id)
-                        if progress is not None:
-                            progress.update()
-                    yield output
+                while not mailbox:
+                    self._step()
+                output = mailbox.popleft()
+                if output.finished:
+                    unfinished.discard(output.request_id)
+                    del self._mailboxes[output.request_id]
+                    if progress is not None:
+                        progress.update()
+                yield output
         finally:
             self._abort(unfinished)
             if progress is not None:
                 progress.close()
 
-    def _abort(self, request_ids: Sequence[str] | set[str]) -> None:
-        for request_id in request_ids:
-            self.engine.abort(request_id)
-        if request_ids:
-            while self.engine.has_unfinished_requests:
-                self.engine.step()
+    def _step(self) -> None:
+        for output in self.engine.step():
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None:
+                mailbox.append(output)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        """Abort what is still running of these requests, and forget all of them."""
+        for request_id in list(request_ids):
+            if self.engine.is_live(request_id):
+                self.engine.abort(request_id)
+            self._mailboxes.pop(request_id, None)
+        while not self._mailboxes and self.engine.has_unfinished_requests:
+            self._step()  # nobody else is waiting: read back what is in flight
 
 
 def demo_model_path() -> Path:
@@ -322,7 +339,7 @@ def _fit_length(max_model_len: int, pool_tokens: int, asked: int | None) -> int:
 
 def _set_compilation_cache(folder: str | None) -> None:
     """Turn on JAX's persistent compilation cache, unless the user has set one up already."""
-    if folder is None or (folder == "auto" and jax.config.jax_compilation_cache_dir):
+    if folder is None or (folder == "auto" and jax.config.values["jax_compilation_cache_dir"]):
         return
     if folder == "auto":
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

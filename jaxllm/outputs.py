@@ -37,7 +37,7 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishReason | None = None
@@ -58,9 +58,9 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: list[int]
     prompt_logprobs: list[PositionLogprobs | None] | None
-    outputs: tuple[CompletionOutput, ...]
+    outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
 
@@ -70,7 +70,7 @@ class RequestOutput:
         return self.outputs[0].text
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> list[int]:
         """Token ids of the first completion."""
         return self.outputs[0].token_ids
 

@@ -101,6 +101,7 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
         return len(self.prompt_token_ids)
 
     @property
@@ -110,6 +111,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
+        """Whether the request has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
 
     def token_ids(self, start: int, stop: int) -> list[int]:
@@ -157,10 +159,12 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
         return not self.decode and not self.prefill
 
     @property
     def num_prefill_tokens(self) -> int:
+        """Tokens of all chunks together."""
         return sum(chunk.length for chunk in self.prefill)
 
 
@@ -192,16 +196,24 @@ class SampledTokens:
 class StepResult(Protocol):
     """A step that has been dispatched; `fetch` blocks until the device has finished it."""
 
-    def fetch(self) -> SampledTokens: ...
+    def fetch(self) -> SampledTokens:
+        """Wait for the device and return the tokens."""
+        ...
 
 
 class Executor(Protocol):
     """The one boundary between scheduling and computing."""
 
     @property
-    def num_gpu_blocks(self) -> int: ...
+    def num_gpu_blocks(self) -> int:
+        """Blocks in the KV pool."""
+        ...
 
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Tokens per block."""
+        ...
 
-    def execute(self, scheduled: SchedulerOutput) -> StepResult: ...
+    def execute(self, scheduled: SchedulerOutput) -> StepResult:
+        """Dispatch one step; reads the requests' block tables before it returns."""
+        ...

@@ -118,6 +118,9 @@ def write_kv(
 ) -> jax.Array:
     """Store the K and V of new tokens in the pool; in place if the caller donates the pool.
 
+    Inside one program, a write stays in place only if it depends on every earlier read of the pool, as a
+    layer's K and V do on the layer before it. XLA may copy the pool for a read it could do later.
+
     Args:
       pool: as in `decode_attention`.
       k: `[num_tokens, num_kv_heads, head_dim]`, cast to the pool's dtype.
@@ -164,7 +167,8 @@ def _backend(implementation: str | None) -> ModuleType:
         )
     if name not in _AVAILABLE:
         raise ConfigError(
-            f"attention implementation {name!r} is not available yet: use one of {', '.join(_AVAILABLE)}, or None"
+            f"attention implementation {name!r} is not available yet: use one of {', '.join(_AVAILABLE)}, "
+            "or None"
         )
     return _load_backend(name)
 
@@ -207,7 +211,8 @@ def _check_ints(name: str, array: jax.Array, shape: tuple[int | None, ...]) -> N
     if array.dtype != jnp.int32:
         raise ConfigError(f"{name} is {array.dtype.name}: cast it to int32")
     matches = len(array.shape) == len(shape) and all(
-        actual > 0 if want is None else actual == want for actual, want in zip(array.shape, shape, strict=True)
+        actual > 0 if want is None else actual == want
+        for actual, want in zip(array.shape, shape, strict=True)
     )
     if not matches:
         wanted = ", ".join("at least 1" if want is None else str(want) for want in shape)

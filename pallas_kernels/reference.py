@@ -47,7 +47,9 @@ def prefill_attention(
     return out
 
 
-def write_kv(pool: ArrayLike, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *, layer: int) -> np.ndarray:
+def write_kv(
+    pool: ArrayLike, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *, layer: int
+) -> np.ndarray:
     """A copy of the pool with each token's K and V at its slot; negative slots are dropped."""
     result = np.array(pool)
     block_size = result.shape[4]
@@ -69,7 +71,9 @@ def _gather(
     return _float32(kv[:, 0]), _float32(kv[:, 1])
 
 
-def _attend(q: np.ndarray, key: np.ndarray, value: np.ndarray, positions: np.ndarray, scale: float) -> np.ndarray:
+def _attend(
+    q: np.ndarray, key: np.ndarray, value: np.ndarray, positions: np.ndarray, scale: float
+) -> np.ndarray:
     """Softmax attention where the query at `positions[i]` sees `key[: positions[i] + 1]`."""
     group = q.shape[1] // key.shape[1]
     key, value = (np.repeat(part, group, axis=1) for part in (key, value))

@@ -21,7 +21,9 @@ from jax.experimental.pallas import triton as plgpu
 
 # JAX 0.11 deprecates this lowering and says so each time a program that holds a kernel is lowered, which
 # happens in the caller's jit. Triton is still the choice for Ampere, where Mosaic GPU does not run.
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+warnings.filterwarnings(
+    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+)
 
 _KV_TILE = 64
 _QUERY_TILE = 64
@@ -77,7 +79,9 @@ def prefill_attention(
     return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
 
 
-def write_kv(pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int) -> jax.Array:
+def write_kv(
+    pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int
+) -> jax.Array:
     """One program per token, storing into the aliased pool."""
     return _call(
         functools.partial(_write_kernel, layer=layer),
@@ -196,9 +200,7 @@ def _prefill_kernel(
     plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out.astype(out_ref.dtype), mask=mask)
 
 
-def _write_kernel(
-    k_ref: Any, v_ref: Any, slots_ref: Any, _: Any, pool_ref: Any, *, layer: int
-) -> None:
+def _write_kernel(k_ref: Any, v_ref: Any, slots_ref: Any, _: Any, pool_ref: Any, *, layer: int) -> None:
     token = pl.program_id(0)
     num_blocks, _layers, _two, num_kv_heads, block_size, head_dim = pool_ref.shape
     slot = slots_ref[token]

@@ -141,9 +141,10 @@ def prefill_attention(
     return lax.fori_loop(0, num_tiles.sum(), tile_body, start)[-1][:num_tokens]
 
 
-def write_kv(pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int) -> jax.Array:
+def write_kv(
+    pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int
+) -> jax.Array:
     """Store each token's K and V at its slot; see `pallas_kernels.write_kv`."""
-    num_tokens, num_kv_heads, head_dim = k.shape
     num_blocks, _, _, _, block_size, _ = pool.shape
     kv = jnp.stack([k, v], axis=1).astype(pool.dtype)
 
@@ -156,7 +157,7 @@ def write_kv(pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Arra
         old = lax.dynamic_slice(pool, start, new.shape)
         return lax.dynamic_update_slice(pool, jnp.where(is_valid, new, old), start)
 
-    return lax.fori_loop(0, num_tokens, body, pool)
+    return lax.fori_loop(0, k.shape[0], body, pool)
 
 
 def _decode_blocks(block_bytes: int, max_blocks: int) -> int:

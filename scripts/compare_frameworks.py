@@ -16,6 +16,7 @@ import argparse
 import json
 import re
 import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -177,4 +178,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the workers on the way out
     sys.exit(main())

@@ -3,9 +3,11 @@
     python scripts/make_bench_model.py out/bench107m --size 107m
     python scripts/make_bench_model.py out/bench_tiny --size tiny
 
-The embeddings are drawn wider than the layers: with tied embeddings they are also the output layer, and
-their spread keeps the two best logits apart, so that rounding seldom changes a greedy token. There is no
-tokenizer and no end-of-sequence token; prompts are token ids.
+Linear layers keep the size of what they are given (their spread is one over the root of the inputs), which
+outweighs the embeddings: with tied embeddings a weaker model would repeat its last token for ever, and
+comparing tokens would tell little. The embeddings' own spread keeps the two best logits apart, so that
+rounding seldom changes a greedy token. There is no tokenizer and no end-of-sequence token; prompts are token
+ids.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 EMBEDDING_STD = 0.05
-LAYER_STD = 0.02
 _COMMON = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -78,7 +79,7 @@ def make_weights(config: dict[str, int], seed: int) -> dict[str, np.ndarray]:
             "mlp.down_proj": (hidden, inner),
         }
         for name, shape in shapes.items():
-            weights[f"{prefix}{name}.weight"] = normal(LAYER_STD, *shape)
+            weights[f"{prefix}{name}.weight"] = normal(shape[1] ** -0.5, *shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}{name}.weight"] = np.ones(hidden, np.float32)
     weights["model.norm.weight"] = np.ones(hidden, np.float32)

@@ -71,6 +71,7 @@ def run(llm, model, monkeypatch):
 
     def load_llm(settings, *, quiet=False):
         assert settings["model"] == model
+        assert settings["seed"] == 0  # that of the shared engine's weights
         return llm
 
     monkeypatch.setattr(generate, "load_llm", load_llm)
@@ -227,7 +228,7 @@ def test_killed_and_resumed_equals_uninterrupted(run, model, cache, tmp_path):
     source = tmp_path / "in.txt"
     source.write_text("".join(f"x = {number}\n" for number in range(num_prompts)))
     killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
-    arguments = ["generate", "--input", str(source), "--max-tokens=100", "--ignore-eos", "--seed=7"]
+    arguments = ["generate", "--input", str(source), "--max-tokens=100", "--ignore-eos"]
     command = [sys.executable, "-m", "jaxllm", *arguments, "--output", str(killed), "--model", model]
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": cache,

@@ -321,7 +321,7 @@ def fake_results():
         "device": "cpu",
         "threads": 2,
         "repetitions": 3,
-        "hardware": report.hardware(),
+        "hardware": report.hardware() | {"cores": 2, "load_average_at_start": 0.1},
         "rows": rows,
     }
 
@@ -332,6 +332,13 @@ def test_table():
     assert lines[4].startswith("| transformers, batch 16 (best static) | 100.0 | 95.0..110.0 | 1.00x |")
     assert lines[5].startswith("| vllm | failed | - | - |")
     assert "- vllm failed: RuntimeError: no kernel" in lines
+
+
+def test_a_busy_machine_is_told():
+    results = fake_results()
+    assert "busy" not in report.table(results)
+    results["hardware"]["load_average_at_start"] = 0.6
+    assert "busy: do not quote these numbers" in report.table(results)
 
 
 def test_from_json_draws_again(monkeypatch, tmp_path, capsys):

@@ -1,1 +1,1 @@
-
+"""Benchmarks that run from the command line."""

@@ -1,1 +1,1 @@
-
+"""The `jaxllm` command."""

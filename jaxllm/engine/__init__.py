@@ -1,1 +1,1 @@
-
+"""The engine: schedule, execute, commit."""

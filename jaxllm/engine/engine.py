@@ -69,6 +69,10 @@ class Engine:
         """Whether `step` has anything left to do or to report."""
         return bool(self._states or self._in_flight or self._aborted)
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether the request was added and has not ended."""
+        return request_id in self._states
+
     def add_request(
         self,
         request_id: str,
@@ -90,7 +94,7 @@ class Engine:
         Raises:
             RequestError: the prompt is empty or malformed, or a token id is out of range.
             RequestTooLargeError: it can never fit.
-            SamplingParamsError: a token id in the parameters is out of range, or stop strings need a tokenizer.
+            SamplingParamsError: a token id is out of range, or stop strings lack a tokenizer.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} must be a string")
@@ -196,7 +200,8 @@ class Engine:
             keys = set(prompt)
             if keys not in ({"prompt"}, {"prompt_token_ids"}):
                 raise RequestError(
-                    f"a prompt dictionary must have the one key 'prompt' or 'prompt_token_ids', not {sorted(map(str, keys))}"
+                    "a prompt dictionary must have the one key 'prompt' or 'prompt_token_ids', "
+                    f"not {sorted(map(str, keys))}"
                 )
             prompt = next(iter(prompt.values()))
         if isinstance(prompt, str):

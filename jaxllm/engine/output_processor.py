@@ -80,7 +80,7 @@ class RequestState:
         return None
 
     def add_prompt_logprobs(self, scores: list[TokenLogprobs], first_position: int) -> None:
-        """Take the scores of prompt positions `first_position...`; a recompute repeats some, which are dropped."""
+        """Take the scores of prompt positions `first_position...`; repeats are dropped."""
         known = self._prompt_logprobs
         if known is not None and len(known) + 1 == first_position:
             known.extend(scores)
@@ -135,4 +135,4 @@ class RequestState:
         }
 
     def _decode(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id])
+        return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))

@@ -1,1 +1,1 @@
-
+"""Runs scheduled steps on a JAX device."""

@@ -13,12 +13,12 @@ _seconds = 0.0
 _listening = False
 
 
-def _on_duration(event: str, duration: float, **_: object) -> None:
+def _on_duration(event: str, duration_secs: float, **_: object) -> None:
     global _count, _seconds
     if event == _EVENT:
         with _lock:
             _count += 1
-            _seconds += duration
+            _seconds += duration_secs
 
 
 def start() -> None:

@@ -52,7 +52,7 @@ def num_blocks_that_fit(
     3. `gpu_memory_utilization`, the fraction of device memory that weights, temporaries and pool may take;
     4. the default: 0.9 of an accelerator, or 4 GiB on the CPU.
 
-    Never more than `needed_blocks`, what max_num_seqs requests of max_model_len tokens could use, except by 1.
+    Never more than `needed_blocks`, what max_num_seqs requests of max_model_len tokens could use.
 
     Raises:
         ConfigError: a value is out of range, or two of the three are set.

@@ -25,7 +25,7 @@ from jaxllm.executor.step import (
     StepOutputs,
     run_step,
 )
-from jaxllm.models.registry import AnyConfig, Params
+from jaxllm.models.registry import AnyConfig, Params, abstract_params
 from jaxllm.types import PrefillChunk, Request, SampledTokens, SchedulerOutput, TokenLogprobs
 
 _COMPILE_THREADS = 4  # XLA compiles outside the interpreter lock
@@ -55,7 +55,7 @@ class ExecutorConfig:
 
 
 class ModelExecutor:
-    """Executes scheduled steps of one model on one device. One thread owns it: every step donates the pool."""
+    """Executes steps of one model on one device. One thread owns it: every step donates the pool."""
 
     def __init__(
         self,
@@ -70,15 +70,22 @@ class ModelExecutor:
         self._params = params
         self._device = device or jax.devices()[0]
         self._max_blocks = -(-config.max_model_len // config.block_size)
-        shapes = self._state_shapes()
+        shapes = _state_shapes(
+            model_config,
+            dtype=config.dtype,
+            num_gpu_blocks=config.num_gpu_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
         try:
             make = jax.jit(lambda: DeviceState(*(jnp.zeros(s.shape, s.dtype) for s in shapes)))
             with jax.default_device(self._device):
                 self._state = jax.block_until_ready(make())
         except jax.errors.JaxRuntimeError as error:
             raise CapacityError(
-                f"the KV pool of {config.num_gpu_blocks} blocks ({shapes.pool.size * shapes.pool.dtype.itemsize} "
-                f"bytes) does not fit in device memory; lower num_gpu_blocks_override or kv_cache_memory: {error}"
+                f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
+                f"beside the weights; lower num_gpu_blocks_override or kv_cache_memory: {error}"
             ) from error
         self._host_params = SlotParams.host_zeros(config.max_num_seqs)
         self._slot_params = self._upload_params()
@@ -147,21 +154,6 @@ class ModelExecutor:
 
     # Programs
 
-    def _state_shapes(self) -> DeviceState:
-        model, config = self.model_config, self.config
-        pool = (
-            config.num_gpu_blocks,
-            model.num_layers,
-            2,
-            model.num_kv_heads,
-            config.block_size,
-            model.head_dim,
-        )
-        return DeviceState(
-            jax.ShapeDtypeStruct(pool, jnp.dtype(config.dtype)),  # type: ignore[arg-type]
-            jax.ShapeDtypeStruct((config.max_num_seqs + 1, config.max_model_len + 1), jnp.int32),  # type: ignore[arg-type]
-        )
-
     def _run(self, key: ProgramKey, decode: np.ndarray | None, prefill: np.ndarray | None) -> StepOutputs:
         program = self._programs.get(key)
         if program is None:
@@ -172,19 +164,12 @@ class ModelExecutor:
     def _lower(
         self, key: ProgramKey, decode: np.ndarray | None, prefill: np.ndarray | None
     ) -> jax.stages.Lowered:
-        step = functools.partial(
-            _packed_step,
-            self.model_config,
-            key,
-            self._max_blocks,
-            self.config.implementation,
-        )
-        jitted = jax.jit(step, donate_argnums=(1,))
+        jitted = _jitted_step(self.model_config, key, self._max_blocks, self.config.implementation)
         return jitted.lower(self._params, self._state, self._slot_params, decode, prefill)
 
     def _upload_params(self) -> SlotParams:
         # Copies: the CPU backend may alias host arrays, which change while steps are in flight.
-        return jax.device_put(SlotParams(*(np.array(a) for a in self._host_params)), self._device)
+        return jax.device_put(jax.tree.map(np.array, self._host_params), self._device)
 
     # Inputs
 
@@ -196,8 +181,7 @@ class ModelExecutor:
     def _open_slot(self, chunk: PrefillChunk) -> None:
         """Note the block table and, at a request's first chunk, the sampling parameters of its slot."""
         request = chunk.request
-        slot = request.slot
-        assert slot is not None  # a scheduled request holds a slot
+        slot = _slot(request)
         self._set_table(slot, request.block_ids)
         if chunk.start == 0:
             seed = request.sampling_params.seed
@@ -221,10 +205,10 @@ class ModelExecutor:
         packed = np.zeros((rows, 2 + self._max_blocks), np.int32)
         if requests:
             sizes = self._table_sizes
-            slots = [request.slot for request in requests]
+            slots = [_slot(request) for request in requests]
             for slot, request in zip(slots, requests, strict=True):
                 if sizes[slot] != len(request.block_ids):
-                    self._set_table(slot, request.block_ids)  # type: ignore[arg-type]
+                    self._set_table(slot, request.block_ids)
             count = len(requests)
             packed[:count, 0] = slots
             packed[:count, 1] = [request.num_tokens - 1 for request in requests]
@@ -246,16 +230,82 @@ class ModelExecutor:
             targets[row : row + len(ids) - 1] = ids[1:]
             row += chunk.length
             starts[i + 1] = row
-            per_seq[:, i] = stop, request.slot, chunk.is_last
-            tables[i] = self._tables[request.slot]
+            slot = _slot(request)
+            per_seq[:, i] = stop, slot, chunk.is_last
+            tables[i] = self._tables[slot]
         starts[len(chunks) + 1 :] = row
         return np.concatenate(
             [tokens, targets, starts, per_seq.ravel(), [len(chunks)], tables.ravel()], dtype=np.int32
         )
 
 
+def lower_step(
+    model_config: AnyConfig,
+    key: ProgramKey,
+    *,
+    dtype: str,
+    num_gpu_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    implementation: str | None = None,
+) -> jax.stages.Lowered:
+    """A step's program from shapes alone. Its compiled form tells the memory it needs."""
+    max_blocks = -(-max_model_len // block_size)
+    state = _state_shapes(
+        model_config,
+        dtype=dtype,
+        num_gpu_blocks=num_gpu_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+    )
+    slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SlotParams.host_zeros(max_num_seqs)))
+    decode = prefill = None
+    if key.decode_rows:
+        decode = jax.ShapeDtypeStruct((key.decode_rows, 2 + max_blocks), jnp.int32)
+    if key.prefill_tokens:
+        size = sum(_prefill_sizes(key.prefill_tokens, key.prefill_seqs, max_blocks))
+        prefill = jax.ShapeDtypeStruct((size,), jnp.int32)
+    jitted = _jitted_step(model_config, key, max_blocks, implementation)
+    return jitted.lower(abstract_params(model_config, dtype), state, slot_params, decode, prefill)
+
+
+def _state_shapes(
+    model: AnyConfig,
+    *,
+    dtype: str,
+    num_gpu_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+) -> DeviceState:
+    pool = (num_gpu_blocks, model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
+    history = (max_num_seqs + 1, max_model_len + 1)
+    return DeviceState(
+        jax.ShapeDtypeStruct(pool, jnp.dtype(dtype)),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct(history, jnp.int32),  # type: ignore[arg-type]
+    )
+
+
+def _jitted_step(
+    model_config: AnyConfig, key: ProgramKey, max_blocks: int, implementation: str | None
+) -> jax.stages.Wrapped:
+    step = functools.partial(_packed_step, model_config, key, max_blocks, implementation)
+    return jax.jit(step, donate_argnums=(1,))
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None  # whatever is scheduled holds one
+    return request.slot
+
+
+def _prefill_sizes(num_tokens: int, num_seqs: int, max_blocks: int) -> tuple[int, ...]:
+    return (num_tokens, num_tokens, num_seqs + 1, num_seqs, num_seqs, num_seqs, 1, num_seqs * max_blocks)
+
+
 def _unpack_prefill(packed: jax.Array, num_tokens: int, num_seqs: int, max_blocks: int) -> PrefillInputs:
-    sizes = (num_tokens, num_tokens, num_seqs + 1, num_seqs, num_seqs, num_seqs, 1, num_seqs * max_blocks)
+    sizes = _prefill_sizes(num_tokens, num_seqs, max_blocks)
     ends = np.cumsum(sizes)
     parts = [packed[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
     parts[-1] = parts[-1].reshape(num_seqs, max_blocks)

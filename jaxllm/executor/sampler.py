@@ -89,7 +89,7 @@ class SlotParams(NamedTuple):
             "num_logprobs": -1 if params.logprobs is None else params.logprobs,
             "num_prompt_logprobs": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
         }
-        host: dict[str, np.ndarray] = self._asdict()  # type: ignore[assignment]
+        host: dict[str, np.ndarray] = self._asdict()
         for name, value in scalars.items():
             host[name][slot] = value
         host["seeds"][slot] = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)

@@ -1,1 +1,1 @@
-
+"""OPT and the Llama family in Flax NNX."""

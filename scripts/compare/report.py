@@ -16,6 +16,7 @@ from compare.runner import Comparison, Measurement
 from compare.workloads import Workload
 
 _MAX_GAPS = 16  # divergences whose logits are looked at, per back-end
+_BUSY = 0.25  # load average per core above which the numbers are worth little
 _COLUMNS = (
     "back-end",
     "output tokens/s",
@@ -138,6 +139,8 @@ def table(results: dict[str, Any]) -> str:
         f"Versions: {_versions(results['rows'])}.",
         f"Command: `{results['command']}`",
     ]
+    if machine["load_average_at_start"] > _BUSY * machine["cores"]:
+        notes.append("Other processes kept the machine busy: do not quote these numbers.")
     notes += [
         f"{_label(row)} differs: {_differences(row['agreement'])}" for row in results["rows"] if _differs(row)
     ]

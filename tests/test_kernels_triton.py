@@ -1,0 +1,56 @@
+"""The Triton implementation where no GPU is needed: helpers, and lowering for one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import LAYER, Shape
+
+from jaxllm.pallas_kernels import triton
+
+OLDEST_JAX = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
+
+
+def test_query_tiles():
+    """Chunks of 5, 0, 4 and 1 rows in tiles of 4; the sequences beyond `num_seqs` hold no tile."""
+    starts = jnp.asarray([0, 5, 5, 9, 10, 10], jnp.int32)
+    lengths = jnp.asarray([5, 3, 11, 1, 7], jnp.int32)
+    tiles = np.asarray(triton._query_tiles(starts, lengths, jnp.int32(4), 16, 4))
+    assert tiles[:4].tolist() == [[0, 0, 4, 0], [0, 4, 1, 4], [2, 5, 4, 7], [3, 9, 1, 0]]
+    assert not tiles[4:, 2].any()
+
+
+@pytest.mark.parametrize(
+    ("programs", "tokens", "splits"), [(1, 64, 1), (1, 4096, 16), (64, 4096, 8), (999, 4096, 1)]
+)
+def test_splits_fill_the_device(programs, tokens, splits):
+    assert triton._num_splits(programs, tokens) == splits
+
+
+@pytest.mark.skipif(not OLDEST_JAX, reason="JAX 0.11 and later lower Pallas only for a device they can see")
+@pytest.mark.parametrize(
+    "shape", [Shape(32, 8, 128, dtype="bfloat16"), Shape(4, 4, 80, block_size=64)], ids=str
+)
+def test_lowers_for_cuda(shape, monkeypatch):
+    """The kernels are accepted by Pallas' Triton lowering, which interpret mode does not exercise."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    pool = jax.ShapeDtypeStruct((64, 2, 2, heads, shape.block_size, dim), shape.dtype)
+    q = jax.ShapeDtypeStruct((100, shape.num_q_heads, dim), shape.dtype)
+    kv = jax.ShapeDtypeStruct((100, heads, dim), shape.dtype)
+    tables, hundred, starts, scalar = (
+        jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((100, 8), (100,), (101,), ())
+    )
+    options = {"layer": LAYER, "scale": shape.scale}
+    decode = functools.partial(triton.decode_attention, **options)
+    prefill = functools.partial(triton.prefill_attention, **options)
+    write = functools.partial(triton.write_kv, layer=LAYER)
+    for op, arguments in (
+        (decode, (q, pool, tables, hundred)),
+        (prefill, (q, pool, tables, starts, hundred, scalar)),
+        (write, (pool, kv, kv, hundred)),
+    ):
+        lowered = jax.jit(op).trace(*arguments).lower(lowering_platforms=("cuda",))
+        assert "triton" in lowered.as_text()

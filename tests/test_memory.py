@@ -1,0 +1,85 @@
+"""What a step needs beside the pool, from the compiler's own account."""
+
+import jax
+import pytest
+
+from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.executor import memory
+from jaxllm.executor.model_executor import ProgramKey, lower_step
+from jaxllm.models.config import config_from_dict
+
+GIB = 2**30
+CONFIG = config_from_dict(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 2048,
+    }
+)
+
+
+@pytest.mark.parametrize("key", [ProgramKey(64, 0, 0), ProgramKey(0, 512, 64)], ids=["decode", "prefill"])
+def test_a_one_gib_pool_is_aliased_and_temporaries_are_under_a_tenth(key):
+    block_bytes = memory.block_bytes(CONFIG, 16, 4)
+    lowered = lower_step(
+        CONFIG,
+        key,
+        dtype="float32",
+        num_gpu_blocks=GIB // block_bytes,
+        block_size=16,
+        max_model_len=512,
+        max_num_seqs=64,
+        implementation="xla",
+    )
+    analysis = lowered.compile().memory_analysis()
+    assert analysis.alias_size_in_bytes >= GIB
+    assert analysis.temp_size_in_bytes < GIB // 10
+
+
+def test_block_bytes_is_equation_3_of_the_paper():
+    # Llama-13B in 16 bits: 2 * 40 layers * 5120 * 16 tokens * 2 bytes.
+    llama_13b = config_from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 32000,
+            "hidden_size": 5120,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "intermediate_size": 13824,
+        }
+    )
+    assert memory.block_bytes(llama_13b, 16, 2) == 13_107_200
+
+
+def size(**settings):
+    known = {
+        "device": jax.devices("cpu")[0],
+        "bytes_per_block": 1000,
+        "temporaries": 0,
+        "needed_blocks": 10**9,
+        "num_gpu_blocks_override": None,
+        "kv_cache_memory": None,
+        "gpu_memory_utilization": None,
+    }
+    return memory.num_blocks_that_fit(**{**known, **settings})
+
+
+def test_pool_sizes():
+    assert size(num_gpu_blocks_override=7) == 7
+    assert size(kv_cache_memory=5999) == 5
+    assert size(kv_cache_memory=5999, needed_blocks=3) == 3
+    assert size() <= 4 * GIB // 1000
+    assert 0 < size(gpu_memory_utilization=0.99)
+    with pytest.raises(CapacityError, match="no KV block"):
+        size(gpu_memory_utilization=0.9, temporaries=2**50)
+    for bad in (0, 1.5, -1, True):
+        with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+            size(gpu_memory_utilization=bad)
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        size(kv_cache_memory=10)
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
+        size(num_gpu_blocks_override=0)

@@ -1,0 +1,46 @@
+"""The built wheel, installed away from the repository."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_wheel_holds_every_module_and_all_import(tmp_path):
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".py")]
+    modules = sorted(
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in names
+        if not name.endswith("__main__.py")
+    )
+    assert {"jaxllm.sched.scheduler", "jaxllm.predictors", "jaxllm.pallas_kernels.api"} <= set(modules)
+    sources = {
+        str(path.relative_to(ROOT / "jaxllm"))
+        for path in (ROOT / "jaxllm").rglob("*.py")
+        if "__pycache__" not in path.parts
+    }
+    assert {f"jaxllm/{source}" for source in sources} <= set(names)
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r}); import importlib, jaxllm\n"
+        f"assert jaxllm.__file__.startswith({str(site)!r}), jaxllm.__file__\n"
+        f"[importlib.import_module(name) for name in {modules!r}]\n"
+        "assert 'LLM' in dir(jaxllm) and jaxllm.LLM"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_scheduling_imports_no_accelerator_library():
+    code = (
+        "import sys, jaxllm.sched.scheduler, jaxllm.predictors, jaxllm.types, jaxllm.outputs\n"
+        "assert not {'jax', 'flax', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
