@@ -97,7 +97,9 @@ class LLM:
 
         max_model_len = config.max_model_len or model_config.default_max_model_len
         model_config.with_max_model_len(max_model_len)
-        params = load_params(folder, model_config, dtype, load_format=config.load_format, seed=config.seed)
+        params = load_params(
+            folder, model_config, dtype, load_format=config.load_format, seed=config.seed, device=device
+        )
         buckets = Buckets.make(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -1,5 +1,6 @@
 """The LLM class and the engine under it, as a user meets them."""
 
+import itertools
 import shutil
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_stream_and_stop_strings(demo):
     (whole,) = demo.generate("import os\n\ndef ", params, use_tqdm=False)
     pieces = list(demo.stream("import os\n\ndef ", params))
     assert [len(output.token_ids) for output in pieces] == list(range(1, 17))
-    assert all(b.text.startswith(a.text) for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(b.text.startswith(a.text) for a, b in itertools.pairwise(pieces))
     assert pieces[-1].text == whole.text
     assert pieces[-1].finished
     stop = whole.text[4:7]
@@ -251,7 +252,7 @@ def test_bad_settings_are_refused(tmp_path):
     shutil.copytree(path, tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(WeightsError, match="model.safetensors"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
         make_llm(tmp_path / "cut")
 
 

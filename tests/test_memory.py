@@ -73,7 +73,7 @@ def test_pool_sizes():
     assert size(kv_cache_memory=5999) == 5
     assert size(kv_cache_memory=5999, needed_blocks=3) == 3
     assert size() <= 4 * GIB // 1000
-    assert 0 < size(gpu_memory_utilization=0.99)
+    assert size(gpu_memory_utilization=0.99) > 0
     with pytest.raises(CapacityError, match="no KV block"):
         size(gpu_memory_utilization=0.9, temporaries=2**50)
     for bad in (0, 1.5, -1, True):
