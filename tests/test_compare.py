@@ -342,7 +342,6 @@ def test_a_busy_machine_is_told():
 
 
 def test_from_json_draws_again(monkeypatch, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     (tmp_path / "r.json").write_text(json.dumps(fake_results()))
     arguments = ["--from-json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     monkeypatch.setattr(sys, "argv", ["compare_frameworks.py", *arguments])
