@@ -3,9 +3,15 @@
 import os
 import tempfile
 
+from hypothesis import settings
+
 # Tiny models spend their time in the compiler, not in the code it makes.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs compiled by one test process are reused by the others.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "jaxllm-test-xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+# Random examples on a developer's machine, the same ones each time in CI.
+settings.register_profile("jaxllm", derandomize="CI" in os.environ, deadline=None)
+settings.load_profile("jaxllm")
