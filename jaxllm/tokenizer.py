@@ -204,10 +204,25 @@ def _summary(error: Exception) -> str:
 
 
 @contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable that is not set, for a while."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Keeps transformers' import and loading from warning about what jaxllm does not use (torch...)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        with _environment("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"):  # "PyTorch was not found"
+            import transformers  # noqa: F401
         from transformers.utils import logging
 
         level = logging.get_verbosity()

@@ -287,3 +287,8 @@ def test_convert(tmp_path, capsys):
     assert "wrote" in capsys.readouterr().err
     assert main(["convert", str(golden_checkpoint("llama_tied")), str(target)]) == 2
     assert "exists" in one_error(capsys)
+
+
+def test_text_and_output_exclude_each_other(tmp_path, capsys):
+    assert main(["generate", "x", "--text", "--output", str(tmp_path / "o.jsonl")]) == 2
+    assert "--text is for stdout" in capsys.readouterr().err

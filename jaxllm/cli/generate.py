@@ -76,6 +76,9 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="continue an interrupted --output: run only what it lacks"
     )
+    parser.add_argument(
+        "--text", action="store_true", help="write readable text to stdout instead of JSON lines"
+    )
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user message")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
     sampling = parser.add_argument_group("sampling options")
@@ -104,10 +107,12 @@ def run(args: argparse.Namespace) -> int:
     """Complete the prompts; returns the exit code."""
     if args.resume and args.output is None:
         raise ConfigError("--resume continues a file: name it with --output")
+    if args.text and args.output is not None:
+        raise ConfigError("--text is for stdout, and --output holds JSON lines: drop one of the two")
     settings = {"seed": args.seed, **engine_settings(args)}
     rows = _read_rows(args)
     with contextlib.ExitStack() as stack:
-        sink: _Sink = _Stdout(rows)
+        sink: _Sink = _Stdout(rows, as_text=args.text)
         if args.output is not None:
             context = _context(settings, args.chat)
             sink = stack.enter_context(OutputFile(args.output, rows, resume=args.resume, context=context))
@@ -136,9 +141,10 @@ class _Sink(Protocol):
 
 
 class _Stdout:
-    """JSON lines on stdout."""
+    """JSON lines on stdout, or each prompt with its completion."""
 
-    def __init__(self, rows: Sequence[PromptRow]) -> None:
+    def __init__(self, rows: Sequence[PromptRow], *, as_text: bool) -> None:
+        self._as_text = as_text
         self._ids = [row.id for row in rows]
         self._done: set[int] = set()
 
@@ -148,7 +154,11 @@ class _Stdout:
 
     def write(self, completions: Sequence[tuple[int, Mapping[str, Any]]], /) -> None:
         for index, content in completions:
-            line = json.dumps({"index": index, "id": self._ids[index], **content}, allow_nan=False)
+            if self._as_text:
+                title = f"--- prompt {index}: {content['finish_reason']} ---"
+                line = f"{title}\n{content.get('prompt') or ''}{content['text']}\n"
+            else:
+                line = json.dumps({"index": index, "id": self._ids[index], **content}, allow_nan=False)
             sys.stdout.write(line + "\n")
             self._done.add(index)
         sys.stdout.flush()
