@@ -30,7 +30,7 @@ $(VENV)/.installed-parity: $(VENV)/.installed-dev
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/jaxllm generate --input scripts/demo_prompts.txt --text --max-tokens 48 --temperature 0.5
+	$(BIN)/jaxllm generate --input scripts/demo_prompts.txt --text --max-tokens 48 --temperature 0.5 --seed 0
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) tests --ignore=tests/parity -n $(TEST_JOBS)

@@ -256,7 +256,7 @@ def test_bad_settings_are_refused(tmp_path):
         make_llm(tmp_path / "cut")
 
 
-def test_the_pool_is_donated_and_temporaries_are_small(llm):
+def test_every_program_aliases_the_pool(llm):
     for program in llm.executor.programs.values():
         analysis = program.memory_analysis()
         assert analysis.alias_size_in_bytes >= llm.executor.pool_bytes
