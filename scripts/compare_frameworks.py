@@ -45,6 +45,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--python", action="append", default=[], metavar="NAME=PATH", help="the Python to run a back-end with"
     )
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument(
+        "--repeat-within",
+        type=float,
+        default=1.3,
+        metavar="FACTOR",
+        help="do not repeat static batch sizes that took longer than this times the best one's first time",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -68,6 +75,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.from_json is None and args.workload is None:
         parser.error("name a checkpoint folder and a workload, or --from-json")
+    if not args.repeat_within >= 1:
+        parser.error(f"--repeat-within {args.repeat_within} must be at least 1")
     if args.repetitions < 1 or args.threads < 1 or args.num_requests < 1:
         parser.error("--repetitions, --threads and --num-requests must be at least 1")
     return args
@@ -97,7 +106,7 @@ def measure(args: argparse.Namespace, command: str) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="compare-frameworks-") as folder,
         Comparison(backends, pythons, job, variants, Path(folder), args.timeout) as comparison,
     ):
-        comparison.run(workload, args.repetitions)
+        comparison.run(workload, args.repetitions, args.repeat_within)
         rows = report.collect(comparison, workload)
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     return {
@@ -108,6 +117,7 @@ def measure(args: argparse.Namespace, command: str) -> dict[str, Any]:
         "device": args.device,
         "threads": args.threads,
         "repetitions": args.repetitions,
+        "repeat_within": args.repeat_within,
         "max_model_len": job["max_model_len"],
         "max_num_seqs": MAX_NUM_SEQS,
         "num_blocks": job["num_blocks"],

@@ -240,7 +240,11 @@ def test_whole_run(monkeypatch, tmp_path, checkpoint, capsys):
         fake_backend(tmp_path, "vllm", offset=None),
     ]
     status, results = compare(
-        monkeypatch, tmp_path, checkpoint, backends, "--repetitions", "2", "--static-batch-sizes", "2,4"
+        monkeypatch,
+        tmp_path,
+        checkpoint,
+        backends,
+        *("--repetitions", "2", "--static-batch-sizes", "2,4", "--repeat-within", "1000"),
     )
     assert status == 0
     assert [(row["backend"], row["batch_size"]) for row in results["rows"]] == [
@@ -250,7 +254,7 @@ def test_whole_run(monkeypatch, tmp_path, checkpoint, capsys):
         ("vllm", None),
     ]
     ours, static, _, failed = results["rows"]
-    assert len(ours["seconds"]) == 2
+    assert len(ours["seconds"]) == len(static["seconds"]) == 2
     assert ours["output_tokens_per_second"]["max"] == pytest.approx(30 / min(ours["seconds"]))
     assert ours["agreement"]["num_matching"] == 10
     assert static["agreement"] is None  # it is the reference
@@ -283,9 +287,38 @@ def test_missing_python_is_reported(tmp_path):
     pythons = {"vllm": str(tmp_path / "nowhere")}
     with Comparison([backend], pythons, job(), {"vllm": [None]}, tmp_path, TIMEOUT) as comparison:
         workload = Workload("w", [[1]], [1])
-        comparison.run(workload, 1)
+        comparison.run(workload, 1, 1.3)
         (row,) = report.collect(comparison, workload)
     assert row["error"] == "cannot run its Python: No such file or directory"
+
+
+class ScriptedWorker:
+    """Answers each variant with the next of its times."""
+
+    def __init__(self, seconds):
+        self.seconds = {variant: iter(times) for variant, times in seconds.items()}
+        self.calls = []
+
+    def call(self, command, *, timeout, workload=None, variant=None):
+        if command == "load" or "beginning" in workload:
+            return {}
+        self.calls.append(variant)
+        return {"seconds": next(self.seconds[variant]), "token_ids": [[1]], "peak_rss_bytes": 1}
+
+    def close(self):
+        pass
+
+
+def test_slow_batch_sizes_are_not_repeated(monkeypatch, tmp_path):
+    worker = ScriptedWorker({8: [2.0], 16: [1.25, 1.5, 9.0], 32: [1.0, 9.0, 1.0]})
+    monkeypatch.setattr("compare.runner.Worker", lambda *_: worker)
+    backend = fake_backend(tmp_path, "transformers", batched=True)
+    with Comparison(
+        [backend], {"transformers": "python"}, job(), {"transformers": [8, 16, 32]}, tmp_path, TIMEOUT
+    ) as comparison:
+        comparison.run(Workload("w", [[1]], [1]), 3, 1.3)
+        assert [len(one.seconds) for one in comparison.measurements] == [1, 3, 3]
+    assert worker.calls == [8, 16, 32, 16, 32, 16, 32]
 
 
 def fake_results():

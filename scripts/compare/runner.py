@@ -82,8 +82,12 @@ class Comparison:
             worker.close()
         self._workers.clear()
 
-    def run(self, workload: Workload, repetitions: int) -> None:
-        """Load and warm up each back-end, then measure them in turn, `repetitions` times."""
+    def run(self, workload: Workload, repetitions: int, repeat_within: float) -> None:
+        """Load and warm up each back-end, then measure them in turn, `repetitions` times.
+
+        A batch size that the first repetition found more than `repeat_within` times slower than its
+        back-end's best one is not measured again.
+        """
         path, beginning = self._folder / "workload.json", self._folder / "beginning.json"
         save_workload(workload, path)
         save_workload(workload.beginning(_WARM_UP_REQUESTS, _WARM_UP_TOKENS), beginning)
@@ -96,6 +100,8 @@ class Comparison:
                 self._call(name, "run", workload=str(beginning), variant=measurement.variant)
         for repetition in range(repetitions):
             for measurement in self.measurements:
+                if repetition and self._is_beaten(measurement, repeat_within):
+                    continue
                 reply = self._call(
                     measurement.backend, "run", workload=str(path), variant=measurement.variant
                 )
@@ -107,6 +113,10 @@ class Comparison:
                     measurement.peak_rss_bytes = reply["peak_rss_bytes"]
                 turn = f"repetition {repetition + 1}/{repetitions}"
                 _say(f"{turn}, {_label(measurement)}: {reply['seconds']:.2f} s")
+
+    def _is_beaten(self, measurement: Measurement, repeat_within: float) -> bool:
+        first = [other.seconds[0] for other in self._of(measurement.backend) if other.seconds]
+        return bool(measurement.seconds) and measurement.seconds[0] > repeat_within * min(first)
 
     def top2_gaps(self, backend: str, sequences: list[list[int]]) -> list[float] | None:
         """How far the best next logit leads the second best after each sequence; None if that failed."""
