@@ -26,7 +26,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.installed-parity: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable ".[parity]"
 	touch $@
 
 demo: $(VENV)/.installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ class EngineConfig:
         load_format: "auto", "safetensors", "orbax", or "dummy" for random weights made on the device.
         hf_overrides: fields of config.json to replace; None drops one.
         seed: of dummy weights, and of requests that name no seed.
-        max_model_len: longest sequence, prompt and output, in tokens; the checkpoint's by default.
+        max_model_len: longest sequence, prompt and output, in tokens; by default the checkpoint's, or the
+            pool's size if that is less (with a warning).
         max_num_seqs: most requests running at once (default 256; 64 on CPUs).
         max_num_batched_tokens: most prompt tokens in one prefill step (default 2048; 512 on CPUs).
         block_size: tokens per KV block.
@@ -63,6 +65,18 @@ class EngineConfig:
     compilation_cache_dir: str | None = "auto"
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "compilation_cache_dir", "attention_implementation"):
+            value = getattr(self, name)
+            if not isinstance(value, str | os.PathLike) and (value is not None or name == "model"):
+                raise ConfigError(f"{name}={value!r} must be a string")
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
+            raise ConfigError(
+                f"hf_overrides={self.hf_overrides!r} must be a dictionary of config.json fields"
+            )
+        for name in ("decode_buckets", "prefill_buckets"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, Sequence) or isinstance(value, str)):
+                raise ConfigError(f"{name}={value!r} must be a list of sizes")
         _choice("dtype", self.dtype, ("auto", *DTYPES))
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _integer("seed", self.seed, 0, 2**63 - 1)
@@ -70,13 +84,15 @@ class EngineConfig:
         _integer("max_model_len", self.max_model_len, 2, 2**24)
         _integer("max_num_seqs", self.max_num_seqs, 1, 2**14)
         _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _integer("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, 2**31 - 1)
+        _integer("kv_cache_memory", self.kv_cache_memory, 1, 2**50)
         for name in ("skip_tokenizer_init", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
 
 
 def _choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name}={value!r} is not supported; use one of {', '.join(choices)}")
 
 

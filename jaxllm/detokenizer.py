@@ -27,8 +27,8 @@ class IncrementalDetokenizer:
     tokenizer the two differ: text already shown stays, where `decode` would turn the whole run of bytes
     into replacement characters.)
 
-    The first stop string to be complete ends the text; of several that end at the same character, the
-    longest. Later tokens are ignored.
+    The first stop string to be complete ends the text, unless `flush` was told not to stop there; of
+    several that end at the same character, the longest. Later tokens are ignored.
 
     Args:
         tokenizer: the checkpoint's tokenizer.
@@ -50,33 +50,23 @@ class IncrementalDetokenizer:
         self._decoder = _TokenDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
         self._matcher = _StopMatcher(stop, include_stop_str_in_output)
         self._pending: list[int] = []
-        self._num_tokens = 0  # flushed ones
-        self._num_stop_tokens: int | None = None
         self._parts: list[str] = []
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Stores output tokens. Decodes nothing."""
         self._pending.extend(token_ids)
 
-    def flush(self, finished: bool = False) -> str:
+    def flush(self, finished: bool = False, *, may_stop: bool = True) -> str:
         """Decodes the stored tokens and returns the text that can be shown now, `""` if none.
 
         Args:
             finished: no token follows, so nothing is held back.
+            may_stop: whether stop strings that end in this text count; others never will.
         """
         if self._matcher.matched is not None:
             self._pending.clear()
             return ""
-        before = self._decoder.snapshot() if self._matcher.stop else None
-        held = self._matcher.held
-        decoded = self._decoder.decode(self._pending, finished)
-        shown = self._matcher.feed(decoded, finished)
-        if before is not None and self._matcher.matched is not None:
-            self._decoder.restore(before)
-            self._num_stop_tokens = self._num_tokens + self._decoder.num_tokens_for(
-                self._pending, self._matcher.match_end - len(held)
-            )
-        self._num_tokens += len(self._pending)
+        shown = self._matcher.feed(self._decoder.decode(self._pending, finished), finished, may_stop)
         self._pending.clear()
         if shown:
             self._parts.append(shown)
@@ -85,11 +75,6 @@ class IncrementalDetokenizer:
     def check_stop(self) -> str | None:
         """The stop string that ended the text flushed so far, or None."""
         return self._matcher.matched
-
-    @property
-    def num_stop_tokens(self) -> int | None:
-        """Output tokens up to and with the one that completed the stop string; None without a match."""
-        return self._num_stop_tokens
 
     @property
     def text(self) -> str:
@@ -151,23 +136,6 @@ class _TokenDecoder:
             pieces.append(self._decode_tokens((), True))
         return "".join(pieces)
 
-    def snapshot(self) -> dict[str, Any]:
-        """The state, to `restore` later."""
-        return self.__dict__.copy()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes back to a snapshot."""
-        self.__dict__.update(state)
-
-    def num_tokens_for(self, token_ids: Sequence[int], num_characters: int) -> int:
-        """Decodes tokens until there are this many new characters, and returns how many it took."""
-        length = 0
-        for count, token_id in enumerate(token_ids, 1):
-            length += len(self.decode((token_id,), False))
-            if length >= num_characters:
-                return count
-        return len(token_ids)
-
     def _decode_tokens(self, token_ids: Sequence[int], finished: bool) -> str:
         pending = (*self._pending, *token_ids)
         if not pending or not (token_ids or finished):
@@ -223,29 +191,28 @@ class _StopMatcher:
     def __init__(self, stop: tuple[str, ...], include: bool) -> None:
         self.stop = stop
         self.matched: str | None = None
-        self.match_end = 0  # counted from the held text's start, before the last feed
-        self.held = ""
+        self._held = ""
         self._include = include
         self._first_characters = frozenset(string[0] for string in stop)
         self._max_held = max(map(len, stop), default=1) - 1
 
-    def feed(self, new: str, finished: bool) -> str:
-        """Takes text and returns what can be shown."""
+    def feed(self, new: str, finished: bool, may_stop: bool) -> str:
+        """Takes text and returns what can be shown; a match must end in `new`, and `may_stop` allow it."""
         if not self.stop:
             return new
-        text = self.held + new
+        held, text = len(self._held), self._held + new
         best: tuple[int, int, str] | None = None  # the first to end; then the longest
-        for string in self.stop:
-            start = text.find(string)
+        for string in self.stop if may_stop else ():
+            start = text.find(string, max(0, held - len(string) + 1))
             if start >= 0:
                 found = (start + len(string), start, string)
                 best = found if best is None else min(best, found)
         if best is not None:
-            self.match_end, start, self.matched = best
-            self.held = ""
-            return text[: self.match_end if self._include else start]
+            end, start, self.matched = best
+            self._held = ""
+            return text[: end if self._include else start]
         split = len(text) if finished else self._num_free(text)
-        self.held = text[split:]
+        self._held = text[split:]
         return text[:split]
 
     def _num_free(self, text: str) -> int:

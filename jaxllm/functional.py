@@ -12,11 +12,13 @@ The steps are the engine's own, so greedy tokens are the engine's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxllm.executor.sampler import SlotParams
@@ -155,18 +157,29 @@ def generate(
         implementation: of attention.
 
     Raises:
-        ValueError: shapes do not fit, or the result would exceed the model's positions.
+        ValueError: shapes do not fit, the result would exceed the model's positions, or (outside of a
+            caller's `jax.jit`, where values are known) lengths or a temperature are out of range.
     """
     if tokens.ndim != 2 or lengths.shape != (tokens.shape[0],):
         raise ValueError(f"tokens {tokens.shape} must be [B, L] and lengths {lengths.shape} [B]")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size} must be at least 1")
+    _check_range("lengths", lengths, 1, tokens.shape[1])
+    _check_range("temperature", temperature, 0, math.inf)
     batch_size, prompt_len = tokens.shape
     max_len = prompt_len + max_new_tokens
     if max_len > config.max_model_len:
         raise ValueError(
             f"prompts of {prompt_len} and {max_new_tokens} new tokens exceed the model's "
             f"{config.max_model_len} positions; lower max_new_tokens or shorten the prompts"
+        )
+    rope = getattr(config, "rope", None)
+    if rope is not None and rope.rope_type == "dynamic" and rope.max_model_len is None:
+        raise ValueError(
+            "rope type 'dynamic' needs the longest sequence its frequencies are to be made for; "
+            f"pass config.with_max_model_len({max_len}), or the engine's max_model_len for its tokens"
         )
     dtype = next(iter(params.values())).dtype
     cache = init_cache(config, batch_size, max_len, block_size, dtype)
@@ -210,6 +223,14 @@ def generate(
     places = jnp.arange(max_new_tokens, dtype=jnp.int32)[None, :]
     new_tokens = jnp.take_along_axis(state.history[:batch_size], start_lengths[:, None] + places, axis=1)
     return Generated(jnp.where(places < new_lengths[:, None], new_tokens, 0), new_lengths)
+
+
+def _check_range(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, jax.core.Tracer):
+        return
+    values = np.asarray(value)
+    if not np.all((values >= low) & (values <= high)):
+        raise ValueError(f"{name}={value} must be from {low} to {high}")
 
 
 def _ragged_prefill(block_tables: jax.Array, tokens: jax.Array, lengths: jax.Array) -> PrefillInputs:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 
+_logger = logging.getLogger(__name__)
 _DEFAULT_LIMITS = {"cpu": (64, 512)}  # max_num_seqs, max_num_batched_tokens by platform
 _OTHER_LIMITS = (256, 2048)
+_ID_PREFIX = "llm-"  # of requests made here, so that ids queued on the engine itself stay the user's
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Prompts = str | Mapping[str, Any] | Sequence[Prompt] | Sequence[int]
@@ -79,13 +82,19 @@ class LLM:
         self.config = config
         self._ids = itertools.count()
         self._mailboxes: dict[str, collections.deque[RequestOutput]] = {}
+        self._unclaimed: list[RequestOutput] = []
+        if scheduler_policy is not None and not isinstance(scheduler_policy, SchedulerPolicy):
+            raise ConfigError(
+                f"scheduler_policy must be a SchedulerPolicy, not {type(scheduler_policy).__name__}; "
+                "pass SchedulerPolicy(victim=..., ...) with your classes in it"
+            )
 
         started = time.perf_counter()
         device = jax.devices()[0]
         _set_compilation_cache(config.compilation_cache_dir)
         hf_config = read_hf_config(folder)
         model_config = config_from_dict(hf_config, config.hf_overrides)
-        dtype = _resolve_dtype(config.dtype, hf_config, device.platform)
+        dtype = _resolve_dtype(config.dtype, {**hf_config, **(config.hf_overrides or {})}, device.platform)
         defaults = _DEFAULT_LIMITS.get(device.platform, _OTHER_LIMITS)
         max_num_seqs = config.max_num_seqs or defaults[0]
         max_num_batched_tokens = config.max_num_batched_tokens or defaults[1]
@@ -93,7 +102,7 @@ class LLM:
         self.tokenizer = None
         if not config.skip_tokenizer_init:
             self.tokenizer = tokenization.load_tokenizer(config.tokenizer or folder)
-        eos_token_ids = tokenization.eos_token_ids(folder, self.tokenizer)
+        eos_token_ids = tokenization.eos_token_ids(folder, self.tokenizer, config.hf_overrides)
 
         max_model_len = config.max_model_len or model_config.default_max_model_len
         model_config.with_max_model_len(max_model_len)
@@ -184,7 +193,10 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         for output in self._run(request_ids, use_tqdm):
             finished[output.request_id] = output
-        return [finished[request_id] for request_id in request_ids]
+        return [
+            dataclasses.replace(finished[request_id], request_id=request_id.removeprefix(_ID_PREFIX))
+            for request_id in request_ids
+        ]
 
     def chat(
         self,
@@ -206,6 +218,11 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ConfigError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init=True")
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(
+                "messages must be a list like [{'role': 'user', 'content': '...'}], or a list of such lists, "
+                f"not {type(messages).__name__}"
+            )
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             tokenization.apply_chat_template(
@@ -220,9 +237,12 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield each request's output so far, after every step it advanced in.
 
-        `request_id` is the prompt's place in the input, as a string. Closing the iterator aborts the rest.
+        `request_id` is the prompt's place in the input, as a string. The prompts are checked and queued at
+        the call; closing the iterator aborts what is left.
         """
-        request_ids = self._add(_as_prompts(prompts), sampling_params, stream=True)
+        return self._stream(self._add(_as_prompts(prompts), sampling_params, stream=True))
+
+    def _stream(self, request_ids: Sequence[str]) -> Iterator[RequestOutput]:
         places = {request_id: str(place) for place, request_id in enumerate(request_ids)}
         for output in self._run(request_ids, use_tqdm=False):
             yield dataclasses.replace(output, request_id=places[output.request_id])
@@ -245,7 +265,7 @@ class LLM:
         request_ids: list[str] = []
         try:
             for place, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-                request_id = str(next(self._ids))
+                request_id = f"{_ID_PREFIX}{next(self._ids)}"
                 try:
                     self.engine.add_request(request_id, prompt, param, stream=stream)
                 except RequestError as error:
@@ -291,6 +311,8 @@ class LLM:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is not None:
                 mailbox.append(output)
+            elif not output.request_id.startswith(_ID_PREFIX):
+                self._unclaimed.append(output)
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         """Abort what is still running of these requests, and forget all of them."""
@@ -298,8 +320,11 @@ class LLM:
             if self.engine.is_live(request_id):
                 self.engine.abort(request_id)
             self._mailboxes.pop(request_id, None)
-        while not self._mailboxes and self.engine.has_unfinished_requests:
+        while not self._mailboxes and not self.engine.num_live and self.engine.has_unfinished_requests:
             self._step()  # nobody else is waiting: read back what is in flight
+        # Requests that the user queued on the engine itself: the user's next step reports them.
+        self.engine.put_back(self._unclaimed)
+        self._unclaimed.clear()
 
 
 def demo_model_path() -> Path:
@@ -312,12 +337,13 @@ def _as_prompts(prompts: Prompts) -> list[Any]:
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be one prompt or a list of them, not {type(prompts).__name__}")
+    if isinstance(prompts, bytes | bytearray | Set):
+        raise RequestError(f"prompts must be a list, not {type(prompts).__name__}: their order matters")
     items = list(prompts)
     if not items:
         raise RequestError("no prompts; pass at least one")
-    if all(not isinstance(item, str | Mapping | Sequence) and hasattr(item, "__index__") for item in items):
-        return [items]
-    return items
+    is_one = all(hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0 for item in items)
+    return [items] if is_one else items
 
 
 def _resolve_dtype(dtype: str, hf_config: Mapping[str, Any], platform: str) -> str:
@@ -336,6 +362,11 @@ def _fit_length(max_model_len: int, pool_tokens: int, asked: int | None) -> int:
             f"max_model_len={asked} does not fit the KV pool of {pool_tokens} tokens; lower max_model_len "
             "or enlarge the pool (num_gpu_blocks_override, kv_cache_memory or gpu_memory_utilization)"
         )
+    _logger.warning(
+        "max_model_len is %d, the KV pool's size, and not the checkpoint's %d; enlarge the pool for more",
+        pool_tokens,
+        max_model_len,
+    )
     return pool_tokens
 
 

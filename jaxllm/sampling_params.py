@@ -13,6 +13,8 @@ MAX_LOGIT_BIAS = 300
 """Most entries of `logit_bias`."""
 MAX_STOP_TOKEN_IDS = 128
 """Most entries of `stop_token_ids`."""
+MAX_BANNED_TOKEN_IDS = 256
+"""Different end-of-sequence and stop tokens that `min_tokens` can keep back."""
 MAX_STOP_STRINGS = 64
 """Most entries of `stop`."""
 MAX_STOP_LENGTH = 1000
@@ -100,8 +102,8 @@ class SamplingParams:
     Every value is checked and normalised: numpy scalars become Python numbers, lists become tuples,
     and an absent list is an empty tuple. `dataclasses.replace` makes a changed copy.
 
-    Order of application to the logits: logit bias, penalties, temperature, then top-k, top-p and
-    min-p.
+    Order of application to the logits: logit bias, min_tokens, penalties, temperature, min-p, top-k,
+    top-p.
 
     Args:
         temperature: 0 is greedy; else 0.01..100.
@@ -114,7 +116,7 @@ class SamplingParams:
             the output, in (0, 100]; 1 is off.
         logit_bias: token id -> addend in -100..100, at most 300 entries. Keys may be numeric strings.
             Stored as a tuple of `(token_id, bias)` pairs in order of token id.
-        seed: makes the request's samples reproducible, -2**63..2**64-1.
+        seed: makes the request's samples reproducible, -2**63..2**64-1; None or -1 is unseeded.
         max_tokens: most output tokens, 1..2**31-1; None is up to the model's length.
         min_tokens: no end-of-sequence or stop token before this many output tokens, 0..max_tokens.
         stop: at most 64 strings of 1..1000 characters that end the output.
@@ -196,7 +198,9 @@ class SamplingParams:
                 "repetition_penalty", repetition_penalty, 0, 100, "1 is off", above_low=True
             ),
             "logit_bias": _logit_bias(logit_bias),
-            "seed": _optional_integer("seed", seed, -(2**63), 2**64 - 1, "None is unseeded"),
+            "seed": None
+            if _is_minus_one(seed)
+            else _optional_integer("seed", seed, -(2**63), 2**64 - 1, "None is unseeded"),
             "max_tokens": _optional_integer(
                 "max_tokens", max_tokens, 1, _MAX_INT32, "None is up to the model's length"
             ),

@@ -146,12 +146,14 @@ def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
 
 
 def eos_token_ids(
-    model_dir: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase | None
+    model_dir: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> frozenset[int]:
     """Token ids that end a sequence, as any source of the checkpoint names them.
 
     The union of `eos_token_id` in config.json and generation_config.json (a number, a list or null;
-    either file may be absent) and the tokenizer's.
+    either file may be absent) and the tokenizer's. `eos_token_id` of `hf_overrides` replaces config.json's.
 
     Raises:
         ConfigError: a file is no JSON object, or names something that is no token id.
@@ -159,6 +161,9 @@ def eos_token_ids(
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = Path(model_dir) / name
+        if name == "config.json" and hf_overrides and "eos_token_id" in hf_overrides:
+            found |= _token_id_set(hf_overrides["eos_token_id"], "hf_overrides")
+            continue
         if not path.exists():
             continue
         try:
@@ -167,19 +172,23 @@ def eos_token_ids(
             raise ConfigError(f"cannot read {str(path)!r} ({error}). Download the file again.") from error
         if not isinstance(content, dict):
             raise ConfigError(f"{str(path)!r} must hold a JSON object. Download the file again.")
-        value = content.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if token_id is None:
-                continue
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise ConfigError(
-                    f"{str(path)!r}: eos_token_id={value!r} must be a token id, a list of them or null. "
-                    "Correct the file."
-                )
-            found.add(token_id)
+        found |= _token_id_set(content.get("eos_token_id"), repr(str(path)))
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     return frozenset(found)
+
+
+def _token_id_set(value: Any, source: str) -> set[int]:
+    token_ids = set()
+    for token_id in value if isinstance(value, list) else [value]:
+        if token_id is None:
+            continue
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ConfigError(
+                f"{source}: eos_token_id={value!r} must be a token id, a list of them or null. Correct it."
+            )
+        token_ids.add(token_id)
+    return token_ids
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:

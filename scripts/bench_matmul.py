@@ -132,7 +132,7 @@ def main() -> None:
         print(f"{rows:4d} rows: " + " | ".join(cells), flush=True)
     if args.out is not None:
         result = {
-            "command": " ".join(["python", "scripts/bench_matmul.py", *sys.argv[1:]]),
+            "command": hardware.command_line(["python", "scripts/bench_matmul.py", *sys.argv[1:]]),
             "in_features": args.in_features,
             "out_features": args.out_features,
             "num_weights": args.num_weights,

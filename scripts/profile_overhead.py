@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import shlex
 import sys
 from typing import Any
 
@@ -88,7 +87,7 @@ def main() -> None:
     compiled_before, _ = compile_stats.total()
     runs = repeat(llm, workload, args.repetitions)
     result = {
-        "command": shlex.join(["python", "scripts/profile_overhead.py", *sys.argv[1:]]),
+        "command": hardware.command_line(["python", "scripts/profile_overhead.py", *sys.argv[1:]]),
         "model": model_folder(settings).name,
         "num_params": num_params(llm),
         "dtype": llm.dtype,

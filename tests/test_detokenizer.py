@@ -245,7 +245,6 @@ def test_a_possible_start_of_a_stop_string_is_held_back():
     detokenizer, shown = character_stream("ab</xb", stop=("</s>",))
     assert shown == ["a", "b", "", "", "</x", "b"]
     assert detokenizer.check_stop() is None
-    assert detokenizer.num_stop_tokens is None
     _, shown = character_stream("ab</", stop=("</s>",))
     assert shown == ["a", "b", "", "</"]  # finished: nothing is held
 
@@ -257,7 +256,6 @@ def test_a_stop_string_over_several_tokens_ends_the_text(include, text):
     )
     assert "".join(shown) == detokenizer.text == text
     assert detokenizer.check_stop() == "END"
-    assert detokenizer.num_stop_tokens == 8
     detokenizer.append([5])
     assert detokenizer.flush(finished=True) == ""
 
@@ -268,6 +266,17 @@ def test_the_first_stop_string_to_complete_wins_then_the_longest():
     detokenizer, _ = character_stream("xabc", stop=("c", "abc"))
     assert detokenizer.check_stop() == "abc"
     assert detokenizer.text == "x"
+
+
+def test_a_stop_string_that_ends_too_early_never_counts():
+    tokenizer = byte_level()
+    detokenizer = IncrementalDetokenizer(tokenizer, [], stop=("ab", "bab"))
+    shown = ""
+    for place, character in enumerate("abab"):
+        detokenizer.append(ids_of(tokenizer, character))
+        shown += detokenizer.flush(may_stop=place >= 2)
+    # "ab" was complete at the second character; the match may begin before stopping was allowed.
+    assert (shown, detokenizer.check_stop()) == ("a", "bab")
 
 
 @settings(max_examples=100, deadline=None)
@@ -287,16 +296,16 @@ def test_stop_strings_are_independent_of_batching_and_match_a_naive_search(text,
         for end in range(start, len(text) + 1)
         if text[start:end] in stop
     ]
-    expected = (text, None, None)
+    expected = (text, None)
     if found:
         end, start, matched = min(found)
-        expected = (text[: end if include else start], matched, len(text[:end].encode()))
+        expected = (text[: end if include else start], matched)
     for chunks in ([[i] for i in ids] + [[]], split(ids, cuts), [ids]):
         detokenizer = IncrementalDetokenizer(
             tokenizer, [], stop=tuple(stop), include_stop_str_in_output=include
         )
         shown = "".join(stream(detokenizer, chunks))
-        assert (shown, detokenizer.check_stop(), detokenizer.num_stop_tokens) == expected
+        assert (shown, detokenizer.check_stop()) == expected
         assert detokenizer.text == shown
 
 

@@ -59,6 +59,7 @@ def test_prompt_forms_are_equal(llm, prompts):
         [{"prompt_token_ids": np.asarray(prompts[1])}],
         [tuple(np.asarray(prompts[1]))],
     ]
+    forms += [np.asarray(prompts[1]), [np.asarray(prompts[1])], np.asarray([prompts[1]])]
     tokens = [llm.generate(form, GREEDY, use_tqdm=False)[0].token_ids for form in forms]
     assert tokens == [tokens[0]] * len(forms)
 
@@ -136,6 +137,53 @@ def test_stream_and_stop_strings(demo):
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
 
 
+def test_stop_strings_within_min_tokens_do_not_end_or_cut_the_text(demo):
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    whole = demo.generate("def add(", greedy, use_tqdm=False)[0].outputs[0].text
+    early = whole[2:5]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=early, min_tokens=24)
+    completion = demo.generate("def add(", params, use_tqdm=False)[0].outputs[0]
+    assert (completion.text, completion.finish_reason) == (whole, "length")
+    *_, last = demo.stream("def add(", params)
+    assert last.outputs[0].text == whole
+
+
+def test_generate_leaves_requests_queued_on_the_engine_alone(llm, prompts):
+    for request_id in ("mine", "0", "llm"):
+        llm.engine.add_request(request_id, prompts[0], GREEDY)
+    outputs = llm.generate(prompts[1], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), False)
+    assert len(outputs) == 1
+    found = {}
+    while llm.engine.has_unfinished_requests:
+        found.update({output.request_id: output for output in llm.engine.step()})
+    assert sorted(found) == ["0", "llm", "mine"]
+    assert all(x.finished and x.token_ids == golden_data(NAME)["greedy"][0][:12] for x in found.values())
+
+
+def test_stream_checks_prompts_at_the_call(llm):
+    with pytest.raises(RequestError, match="empty"):
+        llm.stream([[]])
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        llm.chat({"role": "user", "content": "x"})
+
+
+def test_overrides_take_effect_or_are_refused(prompts):
+    greedy = golden_data(NAME)["greedy"][0]
+    ending = make_llm(golden_checkpoint(NAME), hf_overrides={"eos_token_id": greedy[3]})
+    completion = ending.generate(prompts[0], SamplingParams(temperature=0, max_tokens=12), False)[0].outputs[
+        0
+    ]
+    assert (completion.finish_reason, completion.token_ids) == ("stop", greedy[: greedy.index(greedy[3]) + 1])
+    for overrides, message in (
+        ({"eos_token_id": "2"}, "eos_token_id='2'"),
+        ({"rope_theta": "x"}, "rope_theta"),
+        ({"bos_token_id": 3}, "bos_token_id"),
+        ({"architectures": "LlamaForCausalLM"}, "must be a list"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_llm(golden_checkpoint(NAME), hf_overrides=overrides)
+
+
 def test_end_of_sequence_token_ends_and_is_not_in_the_text(demo):
     eos = demo.tokenizer.eos_token_id
     params = SamplingParams(temperature=0, max_tokens=8, logit_bias={eos: 100.0}, min_tokens=3)
@@ -205,6 +253,13 @@ def test_closing_a_stream_frees_everything(llm, prompts):
         ([[1] * 112], RequestTooLargeError, "112 prompt tokens.*max_model_len=112"),
         (None, RequestError, "NoneType"),
         ([None], RequestError, "NoneType"),
+        ([b"text"], RequestError, "bytes"),
+        ([{3, 1}], RequestError, "set"),
+        ({3, 1}, RequestError, "order"),
+        ({"prompt_token_ids": "text"}, RequestError, "must be a list of token ids"),
+        ({"prompt": [1]}, RequestError, "must be text"),
+        ([np.zeros((2, 2), int)], RequestError, r"shape \(2, 2\)"),
+        ([np.array([1.5])], RequestError, "not an integer"),
     ],
 )
 def test_bad_prompts_are_refused_and_the_engine_lives(llm, prompts, prompt, error, message):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -37,6 +38,8 @@ _FEW_PROMPTS = 64  # up to here, compiling fewer programs beats filling each of 
 _FEW_PROMPTS_TOKENS = 512
 _TEMPLATE_TOKENS = 64  # what a chat template may add, roughly
 _SIZE_SETTINGS = {"max_num_seqs", "max_num_batched_tokens", "decode_buckets", "prefill_buckets"}
+_SAMPLE_BYTES, _SAMPLES_PER_FILE = 4096, 256
+_SMALL_FILE = 4 * 2**20
 _CONTEXT_SETTINGS = ("dtype", "load_format", "hf_overrides", "max_model_len")
 
 _SAMPLING_OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
@@ -194,16 +197,26 @@ def _with_seed(row: PromptRow, seed: int) -> PromptRow:
 
 def _context(settings: Mapping[str, Any], chat: bool) -> str:
     """What completions depend on beside the prompts: a resumed run must have the same."""
-    from jaxllm.models.config import read_hf_config
-
     folder = model_folder(settings)
     chosen: dict[str, Any] = {name: settings.get(name) for name in _CONTEXT_SETTINGS}
     if settings.get("load_format") == "dummy":
         chosen["seed"] = settings.get("seed")
-    weights = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
-    return json.dumps(
-        [folder.resolve().name, read_hf_config(folder), weights, chosen, chat], sort_keys=True, default=str
-    )
+    folders = [folder_digest(folder), folder_digest(Path(settings.get("tokenizer", folder)))]
+    return json.dumps([folders, chosen, chat], sort_keys=True, default=str)
+
+
+def folder_digest(folder: Path) -> str:
+    """Tells model folders apart by their files: small ones in full, large ones by samples all over them."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
+        step = max(1, size // _SAMPLES_PER_FILE) if size > _SMALL_FILE else _SAMPLE_BYTES
+        with path.open("rb") as file:
+            for place in range(0, size, step):
+                file.seek(place)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def few_prompts_settings(settings: Mapping[str, Any], rows: Sequence[PromptRow]) -> dict[str, Any]:

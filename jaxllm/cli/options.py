@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,10 @@ def _bytes(text: str) -> int:
     """A number of bytes, with an optional suffix KiB, MiB or GiB."""
     for suffix, factor in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
         if text.endswith(suffix):
-            return int(float(text.removesuffix(suffix)) * factor)
+            number = float(text.removesuffix(suffix))
+            if not 0 < number < math.inf:
+                raise ValueError(text)
+            return int(number * factor)
     return int(text)
 
 

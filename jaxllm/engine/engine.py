@@ -8,14 +8,14 @@ from __future__ import annotations
 import collections
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import tokenizer as tokenization
 from jaxllm.engine.output_processor import RequestState
 from jaxllm.errors import RequestError, SamplingParamsError
 from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, SamplingParams
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import Executor, Request, SampledTokens, SchedulerOutput, StepResult
 
@@ -62,12 +62,21 @@ class Engine:
         self._arrivals = itertools.count()
         self._states: dict[str, RequestState] = {}
         self._in_flight: collections.deque[tuple[SchedulerOutput, StepResult]] = collections.deque()
-        self._aborted: list[RequestOutput] = []
+        self._unreported: list[RequestOutput] = []
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to report."""
-        return bool(self._states or self._in_flight or self._aborted)
+        return bool(self._states or self._in_flight or self._unreported)
+
+    @property
+    def num_live(self) -> int:
+        """Requests added and not ended."""
+        return len(self._states)
+
+    def put_back(self, outputs: Iterable[RequestOutput]) -> None:
+        """Report these again at the next `step`: for a caller that stepped on behalf of others."""
+        self._unreported.extend(outputs)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request was added and has not ended."""
@@ -106,6 +115,12 @@ class Engine:
             )
         text, token_ids = self._tokenize(prompt)
         params.validate_for_vocab(self._vocab_size)
+        num_banned = len({*(params.stop_token_ids or ()), *self._eos_token_ids})
+        if params.min_tokens and num_banned > MAX_BANNED_TOKEN_IDS:
+            raise SamplingParamsError(
+                f"min_tokens={params.min_tokens} would keep back {num_banned} end and stop tokens; "
+                f"at most {MAX_BANNED_TOKEN_IDS} are supported: drop min_tokens or some stop_token_ids"
+            )
         if params.stop and self.tokenizer is None:
             raise SamplingParamsError("stop strings need a tokenizer; use stop_token_ids with this engine")
         limit = self.scheduler.config.max_model_len
@@ -141,7 +156,7 @@ class Engine:
         state = self._states.get(request_id)
         if state is None:
             raise RequestError(f"cannot abort request {request_id!r}: no live request has this id")
-        self._aborted.append(self._finish(state, "abort", None))
+        self._unreported.append(self._finish(state, "abort", None))
 
     # The three parts of a step
 
@@ -155,7 +170,7 @@ class Engine:
         return self._in_flight.popleft() if due else None
 
     def _commit(self, step: tuple[SchedulerOutput, StepResult] | None) -> list[RequestOutput]:
-        reports, self._aborted = self._aborted, []
+        reports, self._unreported = self._unreported, []
         if step is None:
             return reports
         scheduled, result = step
@@ -203,7 +218,10 @@ class Engine:
                     "a prompt dictionary must have the one key 'prompt' or 'prompt_token_ids', "
                     f"not {sorted(map(str, keys))}"
                 )
-            prompt = next(iter(prompt.values()))
+            (key,), (prompt,) = keys, prompt.values()
+            if isinstance(prompt, str) != (key == "prompt"):
+                expected = "text" if key == "prompt" else "a list of token ids"
+                raise RequestError(f"the prompt's {key!r} must be {expected}, not {type(prompt).__name__}")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this engine has no tokenizer; pass the prompt as token ids")
@@ -214,18 +232,19 @@ class Engine:
         return None, self._check_token_ids(prompt)
 
     def _check_token_ids(self, prompt: Any) -> list[int]:
-        try:
-            values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-        except TypeError:
+        is_array = hasattr(prompt, "tolist") and getattr(prompt, "ndim", None) == 1
+        if not is_array and (not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray)):
+            shape = f" of shape {prompt.shape}" if hasattr(prompt, "shape") else ""
             raise RequestError(
-                f"a prompt must be text or a list of token ids, not {type(prompt).__name__}"
-            ) from None
-        if not isinstance(values, list) or not values:
+                f"a prompt must be text or a list of token ids, not {type(prompt).__name__}{shape}"
+            )
+        values = prompt.tolist() if is_array else list(prompt)
+        if not values:
             raise RequestError("the prompt is empty; send at least one token id")
         for position, value in enumerate(values):
             if isinstance(value, bool) or not isinstance(value, int):
                 index = getattr(value, "__index__", None)
-                if index is None or isinstance(value, bool):
+                if index is None or isinstance(value, bool) or (hasattr(value, "tolist") and value.ndim):
                     raise RequestError(f"prompt token {value!r} at position {position} is not an integer")
                 values[position] = value = index()
             if not 0 <= value < self._vocab_size:

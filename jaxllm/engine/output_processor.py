@@ -42,6 +42,8 @@ class RequestState:
         self._cumulative_logprob = 0.0
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
+        self._named_logprobs: list[dict[int, Logprob]] = []
+        self._named_prompt_logprobs: list[dict[int, Logprob]] = []
         self._detokenizer = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
@@ -71,9 +73,10 @@ class RequestState:
             is_eos = token_id == self._primary_eos and not request.sampling_params.ignore_eos
             return "stop", None if is_eos else token_id
         if self._has_stop_strings and self._detokenizer is not None:
-            self._detokenize(len(outputs), finished=False)
+            # As in vLLM, a stop string that is complete within the first min_tokens tokens does not count.
+            self._detokenize(len(outputs), finished=False, may_stop=len(outputs) > self._min_tokens)
             matched = self._detokenizer.check_stop()
-            if matched is not None and len(outputs) >= self._min_tokens:
+            if matched is not None:
                 return "stop", matched
         if request.num_prompt_tokens + len(outputs) >= request.max_total_tokens:
             return "length", None
@@ -85,11 +88,11 @@ class RequestState:
         if known is not None and len(known) + 1 == first_position:
             known.extend(scores)
 
-    def _detokenize(self, num_tokens: int, *, finished: bool) -> None:
+    def _detokenize(self, num_tokens: int, *, finished: bool, may_stop: bool = False) -> None:
         if self._detokenizer is not None:
             self._detokenizer.append(self.request.output_token_ids[self._num_detokenized : num_tokens])
             self._num_detokenized = max(num_tokens, self._num_detokenized)
-            self._detokenizer.flush(finished)
+            self._detokenizer.flush(finished, may_stop=may_stop)
 
     def output(self) -> RequestOutput:
         """Everything known so far; the text leaves out the token that ended the request."""
@@ -105,20 +108,29 @@ class RequestState:
             text="" if self._detokenizer is None else self._detokenizer.text,
             token_ids=list(request.output_token_ids),
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
-            logprobs=None if self._logprobs is None else [self._named(x) for x in self._logprobs],
+            logprobs=self._all_named(self._logprobs, self._named_logprobs),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
-        scores = self._prompt_logprobs
+        prompt_logprobs = self._all_named(self._prompt_logprobs, self._named_prompt_logprobs)
         return RequestOutput(
             request_id=request.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(request.prompt_token_ids),
-            prompt_logprobs=None if scores is None else [None, *(self._named(x) for x in scores)],
+            prompt_logprobs=None if prompt_logprobs is None else [None, *prompt_logprobs],
             outputs=[completion],
             finished=request.is_finished,
             metrics=request.metrics,
         )
+
+    def _all_named(
+        self, scores: list[TokenLogprobs] | None, named: list[dict[int, Logprob]]
+    ) -> list[dict[int, Logprob]] | None:
+        """A new list with all of `scores` in vLLM's form; `named` keeps those done before."""
+        if scores is None:
+            return None
+        named.extend(map(self._named, scores[len(named) :]))
+        return list(named)
 
     def _named(self, scored: TokenLogprobs) -> dict[int, Logprob]:
         """vLLM's form: token id -> Logprob, for the chosen token and the most likely ones."""

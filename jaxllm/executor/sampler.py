@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllm.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
-MAX_EOS_TOKEN_IDS = 128
 _NEGATIVE = -1e30
 
 
@@ -51,7 +50,6 @@ class SlotParams(NamedTuple):
         floats = [np.zeros(rows, np.float32) for _ in range(6)]
         floats[1][:] = 1.0
         floats[5][:] = 1.0
-        max_banned = MAX_STOP_TOKEN_IDS + MAX_EOS_TOKEN_IDS
         arrays = [
             *floats,
             np.zeros(rows, np.int32),
@@ -62,7 +60,7 @@ class SlotParams(NamedTuple):
             np.full(rows, -1, np.int32),
             np.full((rows, MAX_LOGIT_BIAS), -1, np.int32),
             np.zeros((rows, MAX_LOGIT_BIAS), np.float32),
-            np.full((rows, max_banned), -1, np.int32),
+            np.full((rows, MAX_BANNED_TOKEN_IDS), -1, np.int32),
         ]
         return cls(*arrays)  # type: ignore[arg-type]
 

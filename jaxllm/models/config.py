@@ -30,6 +30,10 @@ _INERT_FIELDS = frozenset(
 )
 
 
+# Of these, what others than the model itself read.
+_OVERRIDABLE = frozenset({"architectures", "model_type", "eos_token_id", "dtype", "torch_dtype"})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What the engine needs to know about any decoder: sizes in elements, lengths in tokens.
@@ -251,10 +255,12 @@ def config_from_dict(
 
     Raises:
         UnsupportedModelError: the architecture, rope type or a field is not implemented.
-        ConfigError: a field is missing or has an impossible value.
+        ConfigError: a field is missing or has an impossible value, or an override would change nothing.
     """
-    values = {**values, **(hf_overrides or {})}
+    values = _override(values, hf_overrides or {})
     architectures = values.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ConfigError(f"config.json: architectures={architectures!r} must be a list of names")
     if not architectures:
         model_type = values.get("model_type")
         architectures = [{"llama": _LLAMA, "opt": _OPT}.get(str(model_type), f"model_type={model_type!r}")]
@@ -274,6 +280,20 @@ def config_from_dict(
         )
     fields.refuse_unread()
     return config
+
+
+def _override(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"hf_overrides={overrides!r} must be a dictionary of config.json fields")
+    idle = sorted(overrides.keys() & (_INERT_FIELDS - _OVERRIDABLE))
+    if idle:
+        raise ConfigError(f"hf_overrides has {', '.join(idle)}, which jaxllm does not read: leave them out")
+    changed = {**values, **overrides}
+    rope = changed.get("rope_parameters")
+    if "rope_theta" in overrides and "rope_parameters" not in overrides and isinstance(rope, Mapping):
+        # transformers 5 moved the field there.
+        changed["rope_parameters"] = {**rope, "rope_theta": overrides["rope_theta"]}
+    return changed
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:

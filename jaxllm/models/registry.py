@@ -60,22 +60,3 @@ def bind(config: AnyConfig, params: Mapping[str, jax.Array]) -> AnyModel:
         raise WeightsError(f"params do not match the {config.architecture} configuration: {', '.join(wrong)}")
     state = nnx.from_flat_state([(path, nnx.Param(params[_name(path)])) for path in flat])
     return nnx.merge(graphdef, state)
-
-
-def init_params(config: AnyConfig, key: jax.Array, dtype: str = "float32", *, scale: float = 0.02) -> Params:
-    """Random weights, made on the device: normal of deviation `scale`, norms 1 and biases 0."""
-
-    def init(key: jax.Array) -> Params:
-        shapes = abstract_params(config, dtype)
-        keys = jax.random.split(key, len(shapes))
-        params = {}
-        for subkey, (name, shape) in zip(keys, shapes.items(), strict=True):
-            if name.endswith("bias"):
-                params[name] = jnp.zeros(shape.shape, shape.dtype)
-            elif "norm" in name:
-                params[name] = jnp.ones(shape.shape, shape.dtype)
-            else:
-                params[name] = scale * jax.random.normal(subkey, shape.shape, shape.dtype)
-        return params
-
-    return jax.jit(init)(key)

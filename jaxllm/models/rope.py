@@ -23,7 +23,8 @@ class RopeConfig:
 
     `max_model_len` matters to the `dynamic` type only: where transformers recomputes the frequencies as the
     longest sequence seen so far grows (so results depend on history), they are fixed here once for
-    `max_model_len`, as in vLLM. Up to `max_position_embeddings` both are the plain frequencies.
+    `max_model_len`, as in vLLM: results do not depend on history, and equal those of transformers as long
+    as `max_model_len` is at most `max_position_embeddings`.
     """
 
     head_dim: int
