@@ -50,13 +50,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=1.3,
         metavar="FACTOR",
-        help="do not repeat static batch sizes that took longer than this times the best one's first time",
+        help="stop static batch sizes that take longer than this times the best one's first time",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-requests", type=int, default=64, help="of a named workload")
-    parser.add_argument("--static-batch-sizes", default="8,16,32,64", help="to try for transformers")
+    parser.add_argument("--static-batch-sizes", default="64,32,16,8", help="to try for transformers")
     parser.add_argument(
         "--jaxllm-settings",
         type=json.loads,

@@ -298,11 +298,15 @@ class ScriptedWorker:
     def __init__(self, seconds):
         self.seconds = {variant: iter(times) for variant, times in seconds.items()}
         self.calls = []
+        self.limits = []
 
-    def call(self, command, *, timeout, workload=None, variant=None):
+    def call(self, command, *, timeout, workload=None, variant=None, give_up_after=None):
         if command == "load" or "beginning" in workload:
             return {}
         self.calls.append(variant)
+        self.limits.append(give_up_after)
+        if variant == 4:
+            return {"seconds": 3.0, "num_completed": 2, "num_output_tokens": 6}
         return {"seconds": next(self.seconds[variant]), "token_ids": [[1]], "peak_rss_bytes": 1}
 
     def close(self):
@@ -310,15 +314,20 @@ class ScriptedWorker:
 
 
 def test_slow_batch_sizes_are_not_repeated(monkeypatch, tmp_path):
-    worker = ScriptedWorker({8: [2.0], 16: [1.25, 1.5, 9.0], 32: [1.0, 9.0, 1.0]})
+    worker = ScriptedWorker({32: [1.0, 9.0, 1.0], 16: [1.25, 1.5, 9.0], 8: [2.0]})
     monkeypatch.setattr("compare.runner.Worker", lambda *_: worker)
     backend = fake_backend(tmp_path, "transformers", batched=True)
     with Comparison(
-        [backend], {"transformers": "python"}, job(), {"transformers": [8, 16, 32]}, tmp_path, TIMEOUT
+        [backend], {"transformers": "python"}, job(), {"transformers": [32, 16, 8, 4]}, tmp_path, TIMEOUT
     ) as comparison:
         comparison.run(Workload("w", [[1]], [1]), 3, 1.3)
-        assert [len(one.seconds) for one in comparison.measurements] == [1, 3, 3]
-    assert worker.calls == [8, 16, 32, 16, 32, 16, 32]
+        assert [len(one.seconds) for one in comparison.measurements] == [3, 3, 1, 0]
+        rows = report.collect(comparison, Workload("w", [[1]], [1]))
+    assert worker.calls == [32, 16, 8, 4, 32, 16, 32, 16]
+    assert worker.limits == [None, 1.3, 1.3, 1.3, None, None, None, None]
+    assert rows[3]["partial"]["num_completed"] == 2
+    assert rows[3]["output_tokens_per_second"] is None
+    assert report._cells(rows[3])[:2] == ["transformers, batch 4", "stopped at 2.0"]
 
 
 def fake_results():

@@ -83,6 +83,7 @@ def _row(measurement: Measurement, reference: Measurement | None, workload: Work
         }
         if rates
         else None,
+        "partial": measurement.partial,
         "same_tokens_every_repetition": all(one == measurement.outputs[0] for one in measurement.outputs),
         "agreement": agreement(
             _name(reference.backend, reference.variant), reference.outputs[0], measurement.outputs[0]
@@ -144,6 +145,12 @@ def table(results: dict[str, Any]) -> str:
     notes += [
         f"{_label(row)} differs: {_differences(row['agreement'])}" for row in results["rows"] if _differs(row)
     ]
+    notes += [
+        f"{_label(row)} was stopped after {row['partial']['seconds']:.0f} s, far behind the best batch size: "
+        f"{row['partial']['num_completed']} requests at {_partial_rate(row):.1f} output tokens/s."
+        for row in results["rows"]
+        if row.get("partial")
+    ]
     notes += [f"{_label(row)} failed: {row['error']}" for row in results["rows"] if row["error"]]
     return "\n".join(lines) + "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
 
@@ -184,13 +191,23 @@ def _cells(row: dict[str, Any]) -> list[str]:
     peak = row["peak_rss_bytes"]
     return [
         _label(row),
-        f"{rate['median']:.1f}" if rate else "failed" if row["error"] else "-",
+        f"{rate['median']:.1f}" if rate else _without_rate(row),
         f"{rate['min']:.1f}..{rate['max']:.1f}" if rate else "-",
         "-" if ratio is None else f"{ratio:.2f}x",
         f"{compared['num_matching']}/{compared['num_requests']}" if compared else "-",
         "-" if peak is None else f"{peak / 2**30:.2f}",
         *("-" if row[key] is None else f"{row[key]:.1f}" for key in ("load_seconds", "compile_seconds")),
     ]
+
+
+def _without_rate(row: dict[str, Any]) -> str:
+    if row.get("partial"):
+        return f"stopped at {_partial_rate(row):.1f}"
+    return "failed" if row["error"] else "-"
+
+
+def _partial_rate(row: dict[str, Any]) -> float:
+    return float(row["partial"]["num_output_tokens"] / row["partial"]["seconds"])
 
 
 def _label(row: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ class Measurement:
     variant: int | None
     seconds: list[float] = dataclasses.field(default_factory=list)
     outputs: list[list[list[int]]] = dataclasses.field(default_factory=list)
+    partial: dict[str, Any] | None = None
     peak_rss_bytes: int | None = None
     loaded: dict[str, Any] = dataclasses.field(default_factory=dict)
     error: str | None = None
@@ -85,8 +86,8 @@ class Comparison:
     def run(self, workload: Workload, repetitions: int, repeat_within: float) -> None:
         """Load and warm up each back-end, then measure them in turn, `repetitions` times.
 
-        A batch size that the first repetition found more than `repeat_within` times slower than its
-        back-end's best one is not measured again.
+        A batch size that takes more than `repeat_within` times as long as its back-end's best one in the
+        first repetition is stopped there, if the back-end can, and not measured again.
         """
         path, beginning = self._folder / "workload.json", self._folder / "beginning.json"
         save_workload(workload, path)
@@ -100,23 +101,32 @@ class Comparison:
                 self._call(name, "run", workload=str(beginning), variant=measurement.variant)
         for repetition in range(repetitions):
             for measurement in self.measurements:
-                if repetition and self._is_beaten(measurement, repeat_within):
+                best = self._best_first_time(measurement.backend)
+                limit = None if best is None else repeat_within * best
+                if measurement.partial or (measurement.seconds and measurement.seconds[0] > (limit or 0.0)):
                     continue
                 reply = self._call(
-                    measurement.backend, "run", workload=str(path), variant=measurement.variant
+                    measurement.backend,
+                    "run",
+                    workload=str(path),
+                    variant=measurement.variant,
+                    give_up_after=None if repetition else limit,
                 )
                 if reply is None:
+                    continue
+                turn = f"repetition {repetition + 1}/{repetitions}"
+                if "num_completed" in reply:
+                    measurement.partial = reply
+                    _say(f"{turn}, {_label(measurement)}: stopped after {reply['seconds']:.2f} s")
                     continue
                 measurement.seconds.append(reply["seconds"])
                 measurement.outputs.append(reply["token_ids"])
                 if measurement.peak_rss_bytes is None:
                     measurement.peak_rss_bytes = reply["peak_rss_bytes"]
-                turn = f"repetition {repetition + 1}/{repetitions}"
                 _say(f"{turn}, {_label(measurement)}: {reply['seconds']:.2f} s")
 
-    def _is_beaten(self, measurement: Measurement, repeat_within: float) -> bool:
-        first = [other.seconds[0] for other in self._of(measurement.backend) if other.seconds]
-        return bool(measurement.seconds) and measurement.seconds[0] > repeat_within * min(first)
+    def _best_first_time(self, backend: str) -> float | None:
+        return min((one.seconds[0] for one in self._of(backend) if one.seconds), default=None)
 
     def top2_gaps(self, backend: str, sequences: list[list[int]]) -> list[float] | None:
         """How far the best next logit leads the second best after each sequence; None if that failed."""

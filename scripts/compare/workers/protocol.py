@@ -23,6 +23,8 @@ class Engine:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
+        self.give_up_at: float | None = None
+        """`time.perf_counter()` from which on `generate` may raise `GaveUp` instead of going on."""
 
     def load(self) -> dict[str, float | None]:
         """Load the model and compile; return `load_seconds` and `compile_seconds` (None if not apart)."""
@@ -40,6 +42,14 @@ class Engine:
 
     def close(self) -> None:
         """Stop background threads."""
+
+
+class GaveUp(Exception):
+    """`generate` has run for too long; `places` are the requests it has completed."""
+
+    def __init__(self, places: list[int]) -> None:
+        super().__init__(f"gave up after {len(places)} requests")
+        self.places = places
 
 
 def serve(make_engine: Callable[[dict[str, Any]], Engine]) -> None:
@@ -74,7 +84,16 @@ def _answer(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
         return {"gaps": engine.top2_gaps(command["sequences"])}
     workload = json.loads(Path(command["workload"]).read_text(encoding="utf-8"))
     started = time.perf_counter()
-    outputs = engine.generate(workload["prompts"], workload["max_tokens"], command["variant"])
+    limit = command.get("give_up_after")
+    engine.give_up_at = None if limit is None else started + limit
+    try:
+        outputs = engine.generate(workload["prompts"], workload["max_tokens"], command["variant"])
+    except GaveUp as gave_up:
+        return {
+            "seconds": time.perf_counter() - started,
+            "num_completed": len(gave_up.places),
+            "num_output_tokens": sum(workload["max_tokens"][place] for place in gave_up.places),
+        }
     seconds = time.perf_counter() - started
     for place, (output, count) in enumerate(zip(outputs, workload["max_tokens"], strict=True)):
         if len(output) != count:

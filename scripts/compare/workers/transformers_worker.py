@@ -36,6 +36,8 @@ class StaticEngine(protocol.Engine):
         size = variant or len(prompts)
         outputs: list[list[int]] = [[] for _ in prompts]
         for start in range(0, len(order), size):
+            if start and self.give_up_at is not None and time.perf_counter() > self.give_up_at:
+                raise protocol.GaveUp(order[:start])
             members = order[start : start + size]
             width = max(len(prompts[place]) for place in members)
             ids = torch.zeros(len(members), width, dtype=torch.long)
