@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from compare.runner import Comparison, Measurement
 from compare.workloads import Workload
 
 _MAX_GAPS = 16  # divergences whose logits are looked at, per back-end
-_BUSY = 0.25  # load average per core above which the numbers are worth little
+_BUSY = 0.1  # share of the processors' time above which the numbers are worth little
+_BUSY_SAMPLE_SECONDS = 3.0
 _COLUMNS = (
     "back-end",
     "output tokens/s",
@@ -45,8 +47,33 @@ def hardware() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_bytes": memory,
         "system": f"{platform.system()} {platform.machine()}",
-        "load_average_at_start": round(os.getloadavg()[0], 2),
+        "busy_share_at_start": busy_share(_BUSY_SAMPLE_SECONDS),
     }
+
+
+def busy_share(seconds: float) -> float | None:
+    """How much of the processors' time others take now; None where it cannot be told.
+
+    Processes of lowest priority, which make way, do not count; nor does what ran before, as it would in a
+    load average.
+    """
+    first = _processor_times()
+    if first is None:
+        return None
+    time.sleep(seconds)
+    second = _processor_times()
+    assert second is not None
+    spent = [after - before for before, after in zip(first, second, strict=True)]
+    _, nice, _, idle, wait, *_ = spent
+    return round(1 - (nice + idle + wait) / max(1, sum(spent)), 3)
+
+
+def _processor_times() -> list[int] | None:
+    try:
+        words = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
+    except OSError:
+        return None
+    return [int(word) for word in words[1:9]]
 
 
 def collect(comparison: Comparison, workload: Workload) -> list[dict[str, Any]]:
@@ -136,11 +163,11 @@ def table(results: dict[str, Any]) -> str:
         f"{results['threads']} threads each, device {results['device']}.",
         f"Hardware: {machine['cpu']}, {machine['cores']} cores"
         + (f", {memory / 2**30:.0f} GiB" if memory else "")
-        + f"; load average at the start {machine['load_average_at_start']}.",
+        + f"; {_percent(machine['busy_share_at_start'])} busy with other work at the start.",
         f"Versions: {_versions(results['rows'])}.",
         f"Command: `{results['command']}`",
     ]
-    if machine["load_average_at_start"] > _BUSY * machine["cores"]:
+    if (machine["busy_share_at_start"] or 0.0) > _BUSY:
         notes.append("Other processes kept the machine busy: do not quote these numbers.")
     notes += [
         f"{_label(row)} differs: {_differences(row['agreement'])}" for row in results["rows"] if _differs(row)
@@ -198,6 +225,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "-" if peak is None else f"{peak / 2**30:.2f}",
         *("-" if row[key] is None else f"{row[key]:.1f}" for key in ("load_seconds", "compile_seconds")),
     ]
+
+
+def _percent(share: float | None) -> str:
+    return "an unknown share" if share is None else f"{share:.0%}"
 
 
 def _without_rate(row: dict[str, Any]) -> str:
