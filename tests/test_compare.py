@@ -147,8 +147,8 @@ def test_interpreters():
 
 def test_static_batch_sizes():
     transformers = BACKENDS["transformers"]
-    assert transformers.variants([64, 8, 16, 32], 64) == [8, 16, 32, 64]
-    assert transformers.variants([8, 16, 32, 64], 20) == [8, 16, 32]
+    assert transformers.variants([64, 8, 16, 32], 64) == [64, 32, 16, 8]
+    assert transformers.variants([8, 16, 32, 64], 20) == [32, 16, 8]
     assert transformers.variants([8, 16], 3) == [8]
     assert BACKENDS["jaxllm"].variants([8], 64) == [None]
 
@@ -249,8 +249,8 @@ def test_whole_run(monkeypatch, tmp_path, checkpoint, capsys):
     assert status == 0
     assert [(row["backend"], row["batch_size"]) for row in results["rows"]] == [
         ("jaxllm", None),
-        ("transformers", 2),
         ("transformers", 4),
+        ("transformers", 2),
         ("vllm", None),
     ]
     ours, static, _, failed = results["rows"]

@@ -32,11 +32,15 @@ class Backend:
         return f"JAXLLM_COMPARE_PYTHON_{self.name.replace('-', '_').upper()}"
 
     def variants(self, static_batch_sizes: Sequence[int], num_requests: int) -> list[int | None]:
-        """Batch sizes to measure, ascending and none pointlessly large; `[None]` if it has no variants."""
+        """Batch sizes to measure, none pointlessly large; `[None]` if it has no variants.
+
+        The largest comes first: it is mostly the best, and tells when to stop the others.
+        """
         if not self.batched:
             return [None]
         sizes = sorted(set(static_batch_sizes))
-        return [size for place, size in enumerate(sizes) if place == 0 or sizes[place - 1] < num_requests]
+        useful = [size for place, size in enumerate(sizes) if place == 0 or sizes[place - 1] < num_requests]
+        return list(reversed(useful))
 
 
 BACKENDS = {
