@@ -17,6 +17,7 @@ class RequestStatus(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
@@ -25,7 +26,8 @@ class RequestMetrics:
     """Timestamps of one request, in seconds of the engine's clock (`time.monotonic`).
 
     `first_scheduled_time` is when its first prefill was scheduled, `first_token_time` when
-    the host saw its first token, `finished_time` when it ended; `None` until then.
+    the host saw its first token, `finished_time` when it ended; `None` until then. `num_preemptions`
+    counts how often it lost its blocks, `num_swaps` how many of those times to host memory.
     """
 
     arrival_time: float
@@ -33,6 +35,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_swaps: int = 0
 
 
 class Request:
@@ -48,7 +51,8 @@ class Request:
     `num_tokens` counts prompt, committed outputs and tokens whose step has been scheduled but not
     read back yet. `num_computed_tokens` counts tokens whose KV is written or scheduled to be written;
     a recompute preemption resets it to 0. `block_ids` is the block table, `slot` the row of the
-    device-side per-request state, held while the request is running.
+    device-side per-request state, held while the request is running. `host_handle` names the KV of a
+    swapped request in host memory.
     """
 
     __slots__ = (
@@ -57,6 +61,7 @@ class Request:
         "block_ids",
         "eos_token_ids",
         "finish_reason",
+        "host_handle",
         "max_total_tokens",
         "metrics",
         "num_computed_tokens",
@@ -94,6 +99,7 @@ class Request:
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.slot: int | None = None
+        self.host_handle: int | None = None
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -143,19 +149,38 @@ class PrefillChunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Swap:
+    """A copy of a request's KV between device blocks and host memory.
+
+    `handle` names the copy in host memory and is never used twice. Token `i` of the request is in block
+    `block_ids[i // block_size]`, on the way out as on the way in.
+    """
+
+    request: Request
+    handle: int
+    block_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One iteration's decision.
 
     `decode` holds running requests that feed their newest token (at position
     `request.num_tokens - 2` once scheduled, i.e. the last known or in-flight token) and sample one
-    more; `prefill` holds prompt chunks. Either may be empty. `preempted` lists requests dropped in
-    this iteration.
+    more; `prefill` holds prompt chunks. Either may be empty. `preempted` lists requests that lost their
+    blocks in this iteration. The executor first reads the blocks of `swap_out`, which others may write
+    in the same iteration, then fills those of `swap_in`, then computes. `discarded` names copies in host
+    memory that nobody will read. `ending` are those of its requests that get their last token by length.
     """
 
     step_id: int
     decode: tuple[Request, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
     preempted: tuple[Request, ...] = ()
+    swap_out: tuple[Swap, ...] = ()
+    swap_in: tuple[Swap, ...] = ()
+    discarded: tuple[int, ...] = ()
+    ending: tuple[Request, ...] = ()
 
     @property
     def is_empty(self) -> bool:

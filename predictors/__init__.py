@@ -1,1 +1,15 @@
-"""Cost predictors: what a step, a recompute or a swap will take. Imports no accelerator library."""
+"""Cost predictors: what a step, a recompute or a swap will take. Imports no accelerator library.
+
+| module       | holds                                                                      |
+|--------------|----------------------------------------------------------------------------|
+| `base`       | `ModelShape`, the `CostModel` protocol, published model shapes             |
+| `devices`    | `DeviceSpec` and a table of devices from their data sheets                 |
+| `roofline`   | `RooflineCostModel`: costs from data sheet figures, no measurement         |
+| `regression` | eight regressors x degrees 1-10 fitted to measurements (scikit-learn)      |
+| `fit_report` | `FitReport`: held-out errors of all candidates, as JSON and Markdown       |
+| `table`      | `TableCostModel`: any cost model distilled into grids, microseconds a call |
+| `store`      | `Profile`: a table on disk, as JSON and npz                                |
+| `online`     | `OnlineCalibration`: corrects predictions by what was measured             |
+
+Costs are seconds of one engine step or one transfer. Nothing here runs a device.
+"""

@@ -1,4 +1,4 @@
-"""Reference-counted blocks of the paged KV pool."""
+"""Reference-counted blocks of the paged KV pool, and the budget of blocks in host memory."""
 
 from __future__ import annotations
 
@@ -112,3 +112,92 @@ class BlockPool:
         if 0 <= block_id < self.num_blocks:
             return "it is free"
         return f"the pool holds blocks 0 to {self.num_blocks - 1}"
+
+
+class HostBudget:
+    """Blocks of host memory, lent to swapped requests by number, not by place.
+
+    Every loan has a handle that is never given out again, so that whatever is still under way for an
+    earlier loan cannot be taken for a later one. A loan is used until it is returned; a returned one may
+    stay in flight, its blocks unavailable, while a copy out of it is under way.
+    """
+
+    __slots__ = ("_in_flight", "_next_handle", "_used", "num_blocks", "num_free")
+
+    def __init__(self, num_blocks: int) -> None:
+        """A budget of `num_blocks` free blocks; 0 is a machine without host memory to swap to."""
+        if num_blocks < 0:
+            raise ConfigError(f"the number of host blocks must be at least 0, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self._used: dict[int, int] = {}
+        self._in_flight: dict[int, int] = {}
+        self._next_handle = 0
+
+    @property
+    def num_used(self) -> int:
+        """Blocks lent."""
+        return sum(self._used.values())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Blocks returned whose copy is still under way."""
+        return sum(self._in_flight.values())
+
+    def lend(self, num_blocks: int) -> int:
+        """Take `num_blocks` free blocks; returns the handle of the loan.
+
+        Raises:
+            KVCacheError: fewer are free.
+        """
+        if not 0 < num_blocks <= self.num_free:
+            raise KVCacheError(
+                f"cannot take {num_blocks} host blocks: {self.num_free} of {self.num_blocks} are free"
+            )
+        self.num_free -= num_blocks
+        handle = self._next_handle
+        self._next_handle += 1
+        self._used[handle] = num_blocks
+        return handle
+
+    def start_return(self, handle: int) -> None:
+        """Return a loan that is being copied out; `finish_return` frees its blocks.
+
+        Raises:
+            KVCacheError: there is no such loan.
+        """
+        self._in_flight[handle] = self._take(self._used, handle)
+
+    def finish_return(self, handle: int) -> None:
+        """Free the blocks of a loan whose copy has ended.
+
+        Raises:
+            KVCacheError: no copy of such a loan is under way.
+        """
+        self.num_free += self._take(self._in_flight, handle)
+
+    def cancel(self, handle: int) -> None:
+        """Return a loan that nobody will read and free its blocks.
+
+        Raises:
+            KVCacheError: there is no such loan.
+        """
+        self.num_free += self._take(self._used, handle)
+
+    def check(self) -> None:
+        """Verify that free, used and in-flight blocks add up.
+
+        Raises:
+            KVCacheError: they do not.
+        """
+        total = self.num_free + self.num_used + self.num_in_flight
+        if total != self.num_blocks or self.num_free < 0:
+            raise KVCacheError(
+                f"{self.num_free} free, {self.num_used} used and {self.num_in_flight} in-flight host blocks "
+                f"are not the {self.num_blocks} there are"
+            )
+
+    def _take(self, loans: dict[int, int], handle: int) -> int:
+        if handle not in loans:
+            raise KVCacheError(f"there is no host loan {handle}: it was returned already or never made")
+        return loans.pop(handle)

@@ -27,6 +27,7 @@ class SchedulerConfig:
         max_num_seqs: requests that may hold a slot at once.
         max_num_batched_tokens: tokens in one prefill iteration.
         max_prefill_seqs: requests in one prefill iteration; `None` leaves `max_num_seqs` as the only limit.
+        num_host_blocks: blocks of host memory for swapped requests; 0 turns swapping off.
 
     Raises:
         ConfigError: a value is not an integer, or out of range.
@@ -38,10 +39,12 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_seqs: int | None = None
+    num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name, upper in _UPPER_BOUNDS.items():
             _check_integer(name, getattr(self, name), 2 if name == "max_model_len" else 1, upper)
+        _check_integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
         if self.max_prefill_seqs is not None:
             _check_integer("max_prefill_seqs", self.max_prefill_seqs, 1, self.max_num_seqs)
 

@@ -1,11 +1,17 @@
 """Scheduling policies: one small class per question the scheduler asks.
 
-| question                                    | protocol          | default               |
-|---------------------------------------------|-------------------|-----------------------|
-| In which order may waiting requests start?  | `PriorityPolicy`  | `FCFSPriority`        |
-| May this waiting request start now?         | `AdmissionPolicy` | `WatermarkAdmission`  |
-| Whom to preempt when blocks run out?        | `VictimPolicy`    | `LatestArrivalVictim` |
-| What becomes of the victim's KV?            | `ActionPolicy`    | `AlwaysRecompute`     |
+Who is most urgent?
+    `PriorityPolicy`: `FCFSPriority`, `FairPriority`.
+May this waiting request start now?
+    `AdmissionPolicy`: `WatermarkAdmission`, `HostBoundAdmission`.
+How large may a prompt batch be?
+    `BatchingPolicy`: `RaggedBatching`, `PaddedBatching`.
+Whom to preempt when blocks run out?
+    `VictimPolicy`: `LatestArrivalVictim`, `LeastUrgentVictim`.
+What becomes of the victim's KV?
+    `ActionPolicy`: `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`.
+In which order do requests start, resume and go on?
+    `RestorePolicy`: `PrefillFirst`, `MoreUrgentFirst`.
 
 Policies only read requests and never change them. `now` is seconds of the engine's clock.
 """
@@ -14,36 +20,80 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostModel
 from jaxllm.types import Request
 
 
 class PreemptionAction(enum.Enum):
-    """What becomes of a victim's KV: `RECOMPUTE` drops it, to be prefilled again."""
+    """What becomes of a victim's KV."""
 
     RECOMPUTE = "recompute"
+    """Dropped, to be prefilled again."""
+    SWAP = "swap"
+    """Moved to host memory, to be moved back."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolState:
+    """How full the pools are when a policy is asked.
+
+    `num_free` and `num_blocks` count device blocks, `num_host_free` and `num_host_blocks` host blocks;
+    `started` are the requests that hold blocks of either kind.
+    """
+
+    num_free: int
+    num_blocks: int
+    block_size: int
+    num_host_free: int
+    num_host_blocks: int
+    started: Sequence[Request]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """An action and what the policy predicted of both, in seconds; None where it predicted nothing."""
+
+    action: PreemptionAction
+    swap_seconds: float | None = None
+    recompute_seconds: float | None = None
 
 
 class PriorityPolicy(Protocol):
-    """Which waiting request is next."""
+    """Who is most urgent."""
 
-    def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        """The requests of `waiting`, which is in arrival order, most urgent first; `waiting` is unchanged."""
+    def score(self, request: Request, now: float) -> float:
+        """Urgency of a request; larger starts sooner and is preempted later, ties go by arrival."""
+        ...
+
+    def group(self, request: Request) -> Hashable:
+        """A value such that, of requests with the same one and the same length, the earlier is more urgent.
+
+        Return a constant if that holds for all requests, and `request.arrival_index` if for none.
+        """
         ...
 
 
 class AdmissionPolicy(Protocol):
     """Whether a waiting request may start."""
 
-    def admits(self, request: Request, num_needed: int, num_free: int, num_blocks: int) -> bool:
-        """Whether `request` may take `num_needed` of `num_free` free blocks of a pool of `num_blocks`.
+    def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
+        """Whether `request` may take `num_needed` device blocks.
 
-        The scheduler asks only while other requests hold blocks and `num_needed <= num_free`: a request
-        that has the pool to itself always starts.
+        The scheduler asks only while other requests hold blocks and `num_needed <= state.num_free`: a
+        request that has the pool to itself always starts.
         """
+        ...
+
+
+class BatchingPolicy(Protocol):
+    """How prompts fill the token budget of a prefill iteration."""
+
+    def fits(self, lengths: Sequence[int], budget: int) -> bool:
+        """Whether prompts of these lengths may share an iteration of `budget` tokens."""
         ...
 
 
@@ -58,18 +108,66 @@ class VictimPolicy(Protocol):
 class ActionPolicy(Protocol):
     """What to do with a victim."""
 
-    def choose(self, victim: Request, now: float) -> PreemptionAction:
-        """The action for `victim`, which still holds its blocks."""
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """The action for `victim`, which still holds its blocks.
+
+        `SWAP` is allowed only if as many host blocks are free as it holds device blocks.
+        """
         ...
+
+
+class RestorePolicy(Protocol):
+    """The order of prefills, swap-ins and decodes.
+
+    `prefill_first` tries a prefill iteration before anything else, as long as nothing is swapped;
+    `skips` goes past a request that does not fit to those after it.
+    """
+
+    @property
+    def prefill_first(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def skips(self) -> bool:
+        """See the class."""
+        ...
+
+    def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
+        """Whether the swapped requests that could resume go before the waiting ones that could start."""
+        ...
+
+
+# Priorities
 
 
 @dataclasses.dataclass(frozen=True)
 class FCFSPriority:
     """First come, first served. A preempted request keeps its arrival, so it goes to the front."""
 
-    def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        """`waiting` itself, without a copy."""
-        return waiting
+    def score(self, request: Request, now: float) -> float:
+        """The same for all: arrival decides."""
+        return 0.0
+
+    def group(self, request: Request) -> Hashable:
+        """One for all."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class FairPriority:
+    """AdaptiveLLM's fairness: waiting time over length, so that short requests overtake long ones."""
+
+    def score(self, request: Request, now: float) -> float:
+        """(now - first arrival) / (prompt and generated tokens), in seconds per token."""
+        return (now - request.arrival_time) / request.num_tokens
+
+    def group(self, request: Request) -> Hashable:
+        """One for all: at equal length the earlier arrival is more urgent."""
+        return None
+
+
+# Admission
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +187,62 @@ class WatermarkAdmission:
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark must lie in [0, 1), got {self.watermark}")
 
-    def admits(self, request: Request, num_needed: int, num_free: int, num_blocks: int) -> bool:
+    def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
         """Whether the free blocks left over reach the watermark."""
-        return num_free - num_needed >= int(self.watermark * num_blocks)
+        return state.num_free - num_needed >= int(self.watermark * state.num_blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBoundAdmission:
+    """For engines that always swap: starts a request only if all that started could end in host memory.
+
+    The blocks of every started request and the new one, each at its greatest length, must stay within the
+    host pool; with `count_device_pool`, within device and host pool together less the largest request.
+    vLLM 0.2.5 has no such rule and fails when the host pool is full; AdaptiveLLM describes its swapping
+    baseline as running smaller batches instead.
+    """
+
+    watermark: float = 0.01
+    count_device_pool: bool = False
+
+    def __post_init__(self) -> None:
+        WatermarkAdmission(self.watermark)
+
+    def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
+        """Whether the watermark holds and the worst case fits."""
+        size = state.block_size
+        worst = [-(-(one.max_total_tokens - 1) // size) for one in (*state.started, request)]
+        limit = state.num_host_blocks
+        if self.count_device_pool:
+            limit += state.num_blocks - max(worst)
+        return sum(worst) <= limit and WatermarkAdmission(self.watermark).admits(request, num_needed, state)
+
+
+# Prompt batches
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedBatching:
+    """Prompts lie end to end: what counts is the sum of their lengths."""
+
+    def fits(self, lengths: Sequence[int], budget: int) -> bool:
+        """Whether the sum is within the budget."""
+        return sum(lengths) <= budget
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedBatching:
+    """vLLM 0.2.5's rule: number of prompts times the longest one, with at most `max_paddings` wasted."""
+
+    max_paddings: int = 256
+
+    def fits(self, lengths: Sequence[int], budget: int) -> bool:
+        """Whether the padded batch is within the budget, and its padding within `max_paddings`."""
+        padded = len(lengths) * max(lengths)
+        return padded <= budget and padded - sum(lengths) <= self.max_paddings
+
+
+# Victims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,19 +255,109 @@ class LatestArrivalVictim:
 
 
 @dataclasses.dataclass(frozen=True)
+class LeastUrgentVictim:
+    """Preempts the request of lowest priority (AdaptiveLLM, Algorithm 1); of equals the latest arrival."""
+
+    priority: PriorityPolicy = FairPriority()
+
+    def choose(self, candidates: Sequence[Request], now: float) -> Request:
+        """The candidate with the smallest score."""
+        score = self.priority.score
+        return min(reversed(candidates), key=lambda request: score(request, now))
+
+
+# Actions
+
+
+@dataclasses.dataclass(frozen=True)
 class AlwaysRecompute:
     """Drops every victim's KV."""
 
-    def choose(self, victim: Request, now: float) -> PreemptionAction:
-        """`PreemptionAction.RECOMPUTE`."""
-        return PreemptionAction.RECOMPUTE
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """`RECOMPUTE`."""
+        return Decision(PreemptionAction.RECOMPUTE)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapIfItFits:
+    """Swaps while the host pool has room, else drops: the capacity rule.
+
+    Together with `HostBoundAdmission`, which keeps the host pool from filling up, it always swaps.
+    """
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """`SWAP` if the host pool has room."""
+        fits = len(victim.block_ids) <= state.num_host_free
+        return Decision(PreemptionAction.SWAP if fits else PreemptionAction.RECOMPUTE)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveAction:
+    """AdaptiveLLM: predicts both costs and takes the cheaper action (Algorithm 1, lines on swap and drop).
+
+    Recomputing costs one prefill of the victim's tokens, swapping a copy of its blocks out and back.
+
+    Args:
+        costs: predicts seconds.
+    """
+
+    costs: CostModel
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """`SWAP` if it is predicted to be faster and fits the host pool."""
+        num_blocks = len(victim.block_ids)
+        swap = self.costs.swap_out_seconds(num_blocks) + self.costs.swap_in_seconds(num_blocks)
+        recompute = self.costs.prefill_seconds(victim.num_tokens, 1)
+        is_swap = swap < recompute and num_blocks <= state.num_host_free
+        action = PreemptionAction.SWAP if is_swap else PreemptionAction.RECOMPUTE
+        return Decision(action, swap, recompute)
+
+
+# Order of prefills, swap-ins and decodes
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillFirst:
+    """vLLM 0.2.5's order: prefill while nothing is swapped; swap in only where nothing was preempted."""
+
+    prefill_first: bool = True
+    skips: bool = False
+
+    def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
+        """Always: prefills were tried before."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class MoreUrgentFirst:
+    """AdaptiveLLM's Algorithm 2: of the two sets that fit, the one with the larger mean priority."""
+
+    priority: PriorityPolicy = FairPriority()
+    prefill_first: bool = False
+    skips: bool = True
+
+    def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
+        """Whether the waiting set is not the more urgent one; an empty set never is."""
+        return bool(swapped) and self._mean(waiting, now) <= self._mean(swapped, now)
+
+    def _mean(self, requests: Sequence[Request], now: float) -> float:
+        if not requests:
+            return float("-inf")
+        return sum(self.priority.score(request, now) for request in requests) / len(requests)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerPolicy:
-    """One policy per question; the defaults are vLLM's for single-sequence requests."""
+    """One policy per question; the defaults are vLLM's for single-sequence requests.
+
+    `decode_needs_free_block` is a quirk of vLLM 0.2.5: a request may decode only while a device block is
+    free, even if its last block has room.
+    """
 
     priority: PriorityPolicy = FCFSPriority()
     admission: AdmissionPolicy = WatermarkAdmission()
+    batching: BatchingPolicy = RaggedBatching()
     victim: VictimPolicy = LatestArrivalVictim()
     action: ActionPolicy = AlwaysRecompute()
+    restore: RestorePolicy = PrefillFirst()
+    decode_needs_free_block: bool = False

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 from jaxllm.errors import ConfigError, KVCacheError, RequestError
-from jaxllm.sched.block_manager import BlockPool
+from jaxllm.sched.block_manager import BlockPool, HostBudget
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import PreemptionAction, SchedulerPolicy
-from jaxllm.types import FinishReason, PrefillChunk, Request, RequestStatus, SchedulerOutput
+from jaxllm.sched.ledger import Ledger
+from jaxllm.sched.policies import PoolState, PreemptionAction, SchedulerPolicy
+from jaxllm.sched.queues import RequestQueue, Verdict
+from jaxllm.types import FinishReason, PrefillChunk, Request, RequestStatus, SchedulerOutput, Swap
 
 _arrival_index = operator.attrgetter("arrival_index")
 _DEFAULT_POLICY = SchedulerPolicy()
@@ -23,29 +28,41 @@ class Scheduler:
 
         add -> waiting -> prefilling -> running -> ending -> released -> finish
                nothing    holds         holds      holds     nothing
-                  ^           only a prompt that   |
-                  |           spans iterations     |
-                  +---------- preempted -----------+
+                  ^           only a prompt that   |  ^
+                  |           spans iterations     |  +---------- swapped in ----- swapped
+                  +---------- dropped -------------+------------- swapped out ---> host blocks
 
-    An iteration either prefills or decodes; prefill is tried first. Lengths advance when a step is
-    scheduled, not when its tokens are known, so that the host can run one step ahead. A request whose
-    last token (by length) has been scheduled is `ending`: the step still reads its block table, so
-    what it holds is released at the next `schedule`, and it stays RUNNING until `finish` is called.
+    An iteration either prefills or decodes. Lengths advance when a step is scheduled, not when its tokens
+    are known, so that the host can run one step ahead. A request whose last token (by length) has been
+    scheduled is `ending`: the step still reads its block table, so what it holds is released at the next
+    `schedule`, and it stays RUNNING until `finish` is called.
+
+    A swapped request's device blocks are free at once: the executor reads them out, in the order of the
+    device's programs, before whoever gets them next writes. Host blocks it was swapped in from stay in
+    flight until `complete` says that the step after the copy has ended.
 
     Executors must read `block_ids` and `slot` before the next call of any method.
     """
 
-    def __init__(self, config: SchedulerConfig, policy: SchedulerPolicy = _DEFAULT_POLICY) -> None:
-        """An empty scheduler within the limits of `config`."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: SchedulerPolicy = _DEFAULT_POLICY,
+        *,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """An empty scheduler within the limits of `config`; `ledger` records its decisions."""
         self.config = config
         self.policy = policy
+        self.ledger = ledger
         self._pool = BlockPool(config.num_gpu_blocks, config.block_size)
+        self._host = HostBudget(config.num_host_blocks)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._max_prefill_seqs = config.max_prefill_seqs or config.max_num_seqs
         self._live: dict[str, Request] = {}
-        # The two queues are kept in arrival order.
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
+        self._waiting = RequestQueue(policy.priority)
+        self._swapped = RequestQueue(policy.priority)
+        self._running: list[Request] = []  # in arrival order
         self._prefilling: Request | None = None
         self._ending: list[Request] = []
         # Calendars of the running requests. Each gains one token per decode iteration, so the iterations in
@@ -54,6 +71,8 @@ class Scheduler:
         self._last_decodes: dict[int, list[Request]] = {}
         self._num_decodes = 0
         self._step_id = 0
+        self._swapping_in: collections.deque[tuple[int, tuple[Swap, ...]]] = collections.deque()
+        self._discarded: list[int] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -72,8 +91,18 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds."""
+        """Device blocks nobody holds."""
         return self._pool.num_free
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose KV is in host memory."""
+        return len(self._swapped)
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Host blocks that are neither used nor in flight."""
+        return self._host.num_free
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -90,7 +119,7 @@ class Scheduler:
             raise RequestError(f"request {request_id!r} was scheduled before; make a new Request")
         self.config.check_fits(request)
         self._live[request_id] = request
-        bisect.insort(self._waiting, request, key=_arrival_index)
+        self._waiting.add(request)
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide the next iteration and advance the lengths of the requests in it.
@@ -105,20 +134,41 @@ class Scheduler:
         Raises:
             ConfigError: a policy's answer is not one of those it may give.
         """
-        if self._ending:
-            for request in self._ending:
-                self._release(request)
-            self._ending = []
+        for request in self._ending:
+            self._release(request)
+        self._ending = []
         step_id = self._step_id
         self._step_id = step_id + 1
-        if self._waiting or self._prefilling is not None:
-            chunks = self._schedule_prefill(now)
+        if self._prefilling is not None or (
+            self._waiting and not self._swapped and self.policy.restore.prefill_first
+        ):
+            chunks = self._prefill_all(self._startable(now, self._pool.num_free), now)
             if chunks:
-                return SchedulerOutput(step_id, prefill=tuple(chunks))
+                return self._output(step_id, prefill=tuple(chunks))
+        swap_out = self._make_room(step_id, now)
+        preempted = self._preempted
+        if not preempted and (self._waiting or self._swapped):
+            starting, resuming = self._choose_source(now)
+            if starting:
+                return self._output(step_id, prefill=tuple(self._prefill_all(starting, now)))
+            swap_in = tuple(self._swap_in(request, step_id, now) for request in resuming)
+            if swap_in:
+                self._swapping_in.append((step_id, swap_in))
+        else:
+            swap_in = ()
         if not self._running:
-            return SchedulerOutput(step_id)
-        preempted = self._grow_block_tables(now)
-        return SchedulerOutput(step_id, decode=self._advance_running(), preempted=tuple(preempted))
+            return SchedulerOutput(step_id, preempted=tuple(preempted))
+        self._grow_block_tables()
+        decode = self._advance_running()
+        return self._output(
+            step_id, decode=decode, preempted=tuple(preempted), swap_out=swap_out, swap_in=swap_in
+        )
+
+    def complete(self, step_id: int) -> None:
+        """Note that the device has finished step `step_id` and those before it, with their copies."""
+        while self._swapping_in and self._swapping_in[0][0] <= step_id:
+            for swap in self._swapping_in.popleft()[1]:
+                self._host.finish_return(swap.handle)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a live request in any state; what it holds is free at once.
@@ -133,7 +183,12 @@ class Scheduler:
             state = "has already finished" if request.is_finished else "was never added"
             raise RequestError(f"cannot finish request {request.request_id!r}: it {state}")
         if request.status is RequestStatus.WAITING:
-            _remove(self._waiting, request)
+            self._waiting.remove(request)
+        elif request.host_handle is not None:
+            self._swapped.remove(request)
+            self._host.cancel(request.host_handle)
+            self._discarded.append(request.host_handle)
+            request.host_handle = None
         elif request.slot is not None:
             if request is self._prefilling:
                 self._prefilling = None
@@ -147,50 +202,131 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
+    def _output(self, step_id: int, **parts: Any) -> SchedulerOutput:
+        discarded, self._discarded = tuple(self._discarded), []
+        return SchedulerOutput(step_id, discarded=discarded, ending=tuple(self._ending), **parts)
+
+    # Who starts and who resumes
+
+    def _choose_source(self, now: float) -> tuple[list[Request], list[Request]]:
+        """The waiting requests to prefill or the swapped ones to bring back; one of the two is empty.
+
+        The blocks that the running requests need next stay free.
+        """
+        restore = self.policy.restore
+        num_free = self._pool.num_free - self._num_growing()
+        swapped = self._resumable(now, num_free)
+        # With `prefill_first` they were tried before, or must wait until nothing is swapped.
+        waiting = [] if restore.prefill_first else self._startable(now, num_free)
+        if swapped and restore.swaps_in(waiting, swapped, now):
+            return [], swapped
+        return waiting, []
+
+    def _startable(self, now: float, num_free: int) -> list[Request]:
+        """Waiting requests that fit an iteration together with `num_free` blocks, the most urgent first."""
+        if not self._free_slots or not self._waiting or num_free < 1:
+            return []
+        pool, config, policy = self._pool, self.config, self.policy
+        if pool.blocks_for(self._waiting.min_num_tokens) > num_free:
+            return []
+        too_large = Verdict.SKIP if policy.restore.skips else Verdict.STOP
+        in_flight = Verdict.SKIP_ONE if policy.restore.skips else Verdict.STOP
+        budget = config.max_num_batched_tokens
+        lengths: list[int] = []
+        if self._prefilling is not None:
+            lengths.append(min(self._prefilling.num_tokens - self._prefilling.num_computed_tokens, budget))
+        num_slots = min(len(self._free_slots), self._max_prefill_seqs - len(lengths))
+        taken: list[Request] = []
+
+        def judge(request: Request) -> Verdict:
+            nonlocal num_free
+            if len(taken) == num_slots:
+                return Verdict.STOP
+            # Only an iteration's first prompt is split.
+            if lengths and not policy.batching.fits([*lengths, request.num_tokens], budget):
+                return too_large
+            num_needed = pool.blocks_for(request.num_tokens)
+            if num_needed > num_free:
+                return too_large
+            if request.num_in_flight:
+                return in_flight  # just preempted: its newest token is not known yet
+            # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
+            is_alone = num_free == pool.num_blocks and not self._swapped
+            if not is_alone and not policy.admission.admits(
+                request, num_needed, self._state(num_free, taken)
+            ):
+                return too_large
+            num_free -= num_needed
+            lengths.append(min(request.num_tokens, budget))
+            taken.append(request)
+            return Verdict.TAKE
+
+        return self._waiting.visit(now, judge)
+
+    def _resumable(self, now: float, num_free: int) -> list[Request]:
+        """Swapped requests that fit into `num_free` blocks with their next token, the most urgent first."""
+        if not self._swapped or not self._free_slots or num_free < 1:
+            return []
+        pool, policy = self._pool, self.policy
+        too_large = Verdict.SKIP if policy.restore.skips else Verdict.STOP
+        in_flight = Verdict.SKIP_ONE if policy.restore.skips else Verdict.STOP
+        num_slots = len(self._free_slots)
+
+        def judge(request: Request) -> Verdict:
+            nonlocal num_free, num_slots
+            if num_slots == 0:
+                return Verdict.STOP
+            num_needed = pool.blocks_for(request.num_tokens)
+            if num_needed > num_free:
+                return too_large
+            if request.num_in_flight:
+                return in_flight
+            num_free -= num_needed
+            num_slots -= 1
+            return Verdict.TAKE
+
+        return self._swapped.visit(now, judge)
+
+    def _state(self, num_free: int, starting: Sequence[Request] = ()) -> PoolState:
+        pool, host = self._pool, self._host
+        started = [*self._running, *self._swapped, *starting]
+        return PoolState(num_free, pool.num_blocks, pool.block_size, host.num_free, host.num_blocks, started)
+
+    def _swap_in(self, request: Request, step_id: int, now: float) -> Swap:
+        handle = request.host_handle
+        assert handle is not None  # whatever is swapped has one
+        self._swapped.remove(request)
+        self._host.start_return(handle)
+        request.host_handle = None
+        self._hold(request, self._pool.blocks_for(request.num_computed_tokens))
+        self._join_running(request)
+        if self.ledger is not None:
+            self.ledger.resumed(request, step_id, now)
+        return Swap(request, handle, tuple(request.block_ids))
+
+    def _hold(self, request: Request, num_blocks: int) -> None:
+        """Give a request its blocks and a slot."""
+        request.block_ids = self._pool.allocate(num_blocks)
+        request.slot = self._free_slots.pop()
+        request.status = RequestStatus.RUNNING
+
     # Prefill iterations
 
-    def _schedule_prefill(self, now: float) -> list[PrefillChunk]:
-        """Prompt chunks within the budgets: the partly prefilled request, then waiting ones in order."""
+    def _prefill_all(self, starting: Sequence[Request], now: float) -> list[PrefillChunk]:
+        """Prompt chunks of the partly prefilled request, if there is one, and of those that start."""
         budget = self.config.max_num_batched_tokens
         chunks: list[PrefillChunk] = []
         if self._prefilling is not None:
             chunks.append(self._prefill(self._prefilling, budget))
-            budget -= chunks[0].length
-        admitted: list[Request] = []
-        for request in self.policy.priority.order(self._waiting, now):
-            if len(chunks) == self._max_prefill_seqs or not self._free_slots:
-                break
-            if chunks and request.num_tokens > budget:
-                break  # only an iteration's first prompt is split
-            if request.num_in_flight:
-                break  # just preempted: its newest token is not known yet
-            if not self._admit(request):
-                break
+        for request in starting:
+            self._waiting.remove(request)
+            self._hold(request, self._pool.blocks_for(request.num_tokens))
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
-            admitted.append(request)
+            elif self.ledger is not None:
+                self.ledger.resumed(request, self._step_id - 1, now)
             chunks.append(self._prefill(request, budget))
-            budget -= chunks[-1].length
-        for request in admitted:
-            _remove(self._waiting, request)
         return chunks
-
-    def _admit(self, request: Request) -> bool:
-        """Give a waiting request a slot and the blocks of all its tokens, if it may start now."""
-        pool = self._pool
-        num_needed = pool.blocks_for(request.num_tokens)
-        num_free = pool.num_free
-        if num_needed > num_free:
-            return False
-        # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
-        if num_free < pool.num_blocks and not self.policy.admission.admits(
-            request, num_needed, num_free, pool.num_blocks
-        ):
-            return False
-        request.block_ids = pool.allocate(num_needed)
-        request.slot = self._free_slots.pop()
-        request.status = RequestStatus.RUNNING
-        return True
 
     def _prefill(self, request: Request, budget: int) -> PrefillChunk:
         """Schedule up to `budget` tokens of an admitted request, and a sample if none remain."""
@@ -209,21 +345,34 @@ class Scheduler:
 
     # Decode iterations
 
-    def _grow_block_tables(self, now: float) -> list[Request]:
-        """Give each running request the block its next token needs; returns whom that preempted.
+    def _num_growing(self) -> int:
+        """Blocks that must be free for the running requests' next tokens."""
+        growing = self._growing[self._num_decodes % self._pool.block_size]
+        running = self._running
+        # vLLM 0.2.5 asks for a free block on behalf of each request in turn, also of one that needs none.
+        needs_spare = self.policy.decode_needs_free_block and len(running) > 1 and running[-1] not in growing
+        return len(growing) + needs_spare
 
-        Ends with at least one running request: `add` made sure that one alone fits.
+    def _make_room(self, step_id: int, now: float) -> tuple[Swap, ...]:
+        """Preempt running requests until the next tokens of the others fit; sets `_preempted`.
+
+        At least one request stays: `add` made sure that one alone fits.
         """
-        pool = self._pool
-        growing = self._growing[self._num_decodes % pool.block_size]
-        preempted: list[Request] = []
-        while len(growing) > pool.num_free:
+        swaps: list[Swap] = []
+        self._preempted: list[Request] = []
+        while self._num_growing() > self._pool.num_free:
             victim = self.policy.victim.choose(self._running, now)
-            self._preempt(victim, now)  # and it no longer grows
-            preempted.append(victim)
-        for request, block_id in zip(growing, pool.allocate(len(growing)), strict=True):
+            swap = self._preempt(victim, step_id, now)
+            if swap is not None:
+                swaps.append(swap)
+            self._preempted.append(victim)
+        return tuple(swaps)
+
+    def _grow_block_tables(self) -> None:
+        """Give each running request the block its next token needs."""
+        growing = self._growing[self._num_decodes % self._pool.block_size]
+        for request, block_id in zip(growing, self._pool.allocate(len(growing)), strict=True):
             request.block_ids.append(block_id)
-        return preempted
 
     def _advance_running(self) -> tuple[Request, ...]:
         """Schedule one token of each running request; returns them in arrival order."""
@@ -261,19 +410,38 @@ class Scheduler:
         """The decode iteration that samples a running request's last token by length."""
         return self._num_decodes - 1 + request.max_total_tokens - request.num_tokens
 
-    def _preempt(self, victim: Request, now: float) -> None:
-        """Take a running request's blocks and slot, and put it back in the waiting queue."""
+    def _preempt(self, victim: Request, step_id: int, now: float) -> Swap | None:
+        """Take a running request's blocks and slot, and queue it to be prefilled again or swapped in."""
         if victim not in self._running:
             raise ConfigError(f"{self.policy.victim} chose {victim!r}, which is not one of the candidates")
-        action = self.policy.action.choose(victim, now)
-        if action is not PreemptionAction.RECOMPUTE:
-            raise ConfigError(f"{self.policy.action} answered {action!r}, which is not a PreemptionAction")
+        state = self._state(self._pool.num_free)
+        decision = self.policy.action.choose(victim, state, now)
+        num_blocks = len(victim.block_ids)
+        if not isinstance(getattr(decision, "action", None), PreemptionAction):
+            raise ConfigError(f"{self.policy.action} answered {decision!r}, which is not a Decision")
+        is_swap = decision.action is PreemptionAction.SWAP
+        if is_swap and num_blocks > self._host.num_free:
+            raise ConfigError(
+                f"{self.policy.action} swaps {num_blocks} blocks; {self._host.num_free} of "
+                f"{self._host.num_blocks} host blocks are free: drop the victim or raise num_host_blocks"
+            )
+        if self.ledger is not None:
+            scores = [(one.request_id, self.policy.priority.score(one, now)) for one in self._running]
+            self.ledger.preempted(victim, step_id, now, scores, decision)
         self._leave_running(victim)
+        block_ids = tuple(victim.block_ids)
         self._release(victim)
+        victim.metrics.num_preemptions += 1
+        if is_swap:
+            victim.metrics.num_swaps += 1
+            victim.status = RequestStatus.SWAPPED
+            victim.host_handle = self._host.lend(num_blocks)
+            self._swapped.add(victim)
+            return Swap(victim, victim.host_handle, block_ids)
         victim.num_computed_tokens = 0
         victim.status = RequestStatus.WAITING
-        victim.metrics.num_preemptions += 1
-        bisect.insort(self._waiting, victim, key=_arrival_index)
+        self._waiting.add(victim)
+        return None
 
     def _release(self, request: Request) -> None:
         """Free a request's blocks and slot. Its old block table is left as it is for those who read it."""
@@ -291,23 +459,38 @@ class Scheduler:
             KVCacheError: one is broken; the message says which.
         """
         self._pool.check()
+        self._host.check()
         running, ending = self._running, self._ending
+        waiting, swapped = list(self._waiting), list(self._swapped)
         holders = running + ending + ([] if self._prefilling is None else [self._prefilling])
         released = [r for r in self._live.values() if r.status is RequestStatus.RUNNING and r.slot is None]
-        _require(_is_sorted(self._waiting) and _is_sorted(running), "a queue is not in arrival order")
-        placed = [r.request_id for r in self._waiting + holders + released]
+        _require(_is_sorted(running), "the running requests are not in arrival order")
+        placed = [r.request_id for r in waiting + swapped + holders + released]
         _require(
             len(placed) == len(set(placed)) and set(placed) == self._live.keys(),
             f"live requests {sorted(self._live)} are queued as {sorted(placed)}",
         )
-        for request in self._waiting:
+        for request in swapped:
+            _require(
+                request.status is RequestStatus.SWAPPED
+                and request.num_computed_tokens + 1 == request.num_tokens
+                and request.host_handle is not None,
+                f"swapped {request}",
+            )
+        handles = [r.host_handle for r in self._live.values() if r.host_handle is not None]
+        _require(len(handles) == len(set(handles)) == len(swapped), f"host handles {sorted(handles)}")
+        _require(
+            self._host.num_used == sum(self._pool.blocks_for(r.num_computed_tokens) for r in swapped),
+            f"{self._host.num_used} host blocks are used",
+        )
+        for request in waiting:
             _require(
                 request.status is RequestStatus.WAITING and request.num_computed_tokens == 0,
                 f"waiting {request}",
             )
         for request in released:
             _require(request.num_tokens == request.max_total_tokens, f"released early: {request}")
-        for request in self._waiting + released:
+        for request in waiting + swapped + released:
             _require(not request.block_ids and request.slot is None, f"{request} must hold nothing")
         for request in holders:
             # A prompt gets all its blocks at once; past it, the newest token has none yet.

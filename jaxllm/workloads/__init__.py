@@ -1,0 +1,28 @@
+"""Workloads: traces of requests, drawn from distributions or read from public files. Imports no JAX."""
+
+from jaxllm.workloads.arrivals import AllAtOnce, ArrivalProcess, GammaBursts, Poisson, RecordedArrivals
+from jaxllm.workloads.datasets import PromptDataset, load_dataset_file
+from jaxllm.workloads.lengths import ALPACA, CHATBOT, DATASETS, SUMMARY, LognormalLengths, UniformLengths
+from jaxllm.workloads.synthetic import make_trace
+from jaxllm.workloads.trace import Trace
+from jaxllm.workloads.trace_csv import KNOWN_COLUMNS, load_trace_csv
+
+__all__ = [
+    "ALPACA",
+    "CHATBOT",
+    "DATASETS",
+    "KNOWN_COLUMNS",
+    "SUMMARY",
+    "AllAtOnce",
+    "ArrivalProcess",
+    "GammaBursts",
+    "LognormalLengths",
+    "Poisson",
+    "PromptDataset",
+    "RecordedArrivals",
+    "Trace",
+    "UniformLengths",
+    "load_dataset_file",
+    "load_trace_csv",
+    "make_trace",
+]

@@ -1,0 +1,246 @@
+"""What every cost predictor takes and gives: model shapes, kinds of cost, the `CostModel` protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+from jaxllm.errors import ConfigError
+
+CostKind = Literal["prefill", "decode", "swap_out", "swap_in"]
+COST_KINDS: tuple[CostKind, ...] = ("prefill", "decode", "swap_out", "swap_in")
+
+ITEMSIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element of each dtype weights and KV may have."""
+
+_MAX_SIZE = 2**31 - 1
+
+
+def check_integer(name: str, value: object, lower: int, upper: int) -> None:
+    """Refuse a `value` that is not an integer in `[lower, upper]`.
+
+    Raises:
+        ConfigError: says which, and what was given.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if not lower <= value <= upper:
+        raise ConfigError(f"{name} must lie in [{lower}, {upper}], got {value}")
+
+
+def check_number(name: str, value: object, lower: float, upper: float) -> None:
+    """Refuse a `value` that is not a number in `[lower, upper]`; `nan` never is.
+
+    Raises:
+        ConfigError: says which, and what was given.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    if not lower <= value <= upper:
+        raise ConfigError(f"{name} must lie in [{lower}, {upper}], got {value}")
+
+
+class CostModel(Protocol):
+    """Predicted seconds of the engine's four kinds of work (AdaptiveLLM, recompute and swap costs).
+
+    Counts are of real work, without the padding of compiled shapes. No work (or a negative count) costs 0.0.
+    """
+
+    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
+        """Seconds of one prefill step.
+
+        Args:
+            num_tokens: new tokens of all sequences together.
+            num_seqs: sequences they belong to.
+            context_tokens: tokens of those sequences, together, whose KV is in the cache already.
+        """
+        ...
+
+    def decode_seconds(self, batch: int, context_tokens: int) -> float:
+        """Seconds of one decode step: one token for each of `batch` sequences.
+
+        Args:
+            batch: sequences in the step.
+            context_tokens: tokens attended to, summed over the batch.
+        """
+        ...
+
+    def swap_out_seconds(self, num_blocks: int) -> float:
+        """Seconds to copy `num_blocks` KV blocks from the device to the host."""
+        ...
+
+    def swap_in_seconds(self, num_blocks: int) -> float:
+        """Seconds to copy `num_blocks` KV blocks from the host to the device."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder, in elements, that decide what its steps cost.
+
+    Counts of parameters cover the weight matrices; biases, norms and learned positions (under 0.2 % of the
+    published models) are left out.
+
+    Args:
+        name: how the model is called in profiles and reports.
+        intermediate_size: inner width of the MLP.
+        gated_mlp: whether the MLP has three matrices (Llama: gate, up, down) and not two (OPT).
+        tie_word_embeddings: whether the lm head is the embedding matrix.
+        dtype: of weights and KV alike, one of `ITEMSIZES`.
+
+    Raises:
+        ConfigError: a size is not an integer in [1, 2**31), the heads do not divide by `num_kv_heads`, or
+            `dtype` is unknown.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    gated_mlp: bool
+    tie_word_embeddings: bool
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int":
+                check_integer(f"ModelShape.{field.name}", value, 1, _MAX_SIZE)
+            elif field.type == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"ModelShape.{field.name} must be true or false, got {value!r}")
+            elif field.type == "str" and (not isinstance(value, str) or not value):
+                raise ConfigError(
+                    f"ModelShape.{field.name} must be a string that is not empty, got {value!r}"
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"ModelShape.num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.dtype not in ITEMSIZES:
+            raise ConfigError(
+                f"ModelShape.dtype={self.dtype!r} is unknown; use one of {', '.join(ITEMSIZES)}"
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of weights and KV."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Elements of the matrices of all layers: attention's four and the MLP's two or three.
+
+        Each multiplies every token of a step, at two flops per element and token.
+        """
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp)
+
+    @property
+    def num_head_parameters(self) -> int:
+        """Elements of the lm head, which multiplies only the rows that are sampled."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all matrices: layers, lm head, and the embedding where it is another matrix."""
+        num_vocab_matrices = 1 if self.tie_word_embeddings else 2
+        return self.num_layer_parameters + num_vocab_matrices * self.num_head_parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return self.num_parameters * self.itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one KV block of `block_size` tokens over all layers (AdaptiveLLM, Eq. 3)."""
+        return self.kv_bytes_per_token * block_size
+
+
+# From the checkpoints' config.json on the Hugging Face hub: facebook/opt-*, huggyllama/llama-*,
+# meta-llama/Meta-Llama-3-8B. The paper's Llama-32.5B is the checkpoint llama-30b.
+_SHAPES = (
+    ModelShape(
+        name="opt-13b",
+        num_layers=40,
+        hidden_size=5120,
+        num_heads=40,
+        num_kv_heads=40,
+        head_dim=128,
+        intermediate_size=20480,
+        vocab_size=50272,
+        gated_mlp=False,
+        tie_word_embeddings=True,
+    ),
+    ModelShape(
+        name="opt-30b",
+        num_layers=48,
+        hidden_size=7168,
+        num_heads=56,
+        num_kv_heads=56,
+        head_dim=128,
+        intermediate_size=28672,
+        vocab_size=50272,
+        gated_mlp=False,
+        tie_word_embeddings=True,
+    ),
+    ModelShape(
+        name="llama-13b",
+        num_layers=40,
+        hidden_size=5120,
+        num_heads=40,
+        num_kv_heads=40,
+        head_dim=128,
+        intermediate_size=13824,
+        vocab_size=32000,
+        gated_mlp=True,
+        tie_word_embeddings=False,
+    ),
+    ModelShape(
+        name="llama-32.5b",
+        num_layers=60,
+        hidden_size=6656,
+        num_heads=52,
+        num_kv_heads=52,
+        head_dim=128,
+        intermediate_size=17920,
+        vocab_size=32000,
+        gated_mlp=True,
+        tie_word_embeddings=False,
+    ),
+    ModelShape(
+        name="llama-3-8b",
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        vocab_size=128256,
+        gated_mlp=True,
+        tie_word_embeddings=False,
+    ),
+)
+MODEL_SHAPES: Mapping[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
+"""Published shapes by name, in float16."""
+
+
+def model_shape(name: str, dtype: str = "float16") -> ModelShape:
+    """A published model's shape, with weights and KV of `dtype`.
+
+    Raises:
+        ConfigError: the name or the dtype is unknown; the message lists those known.
+    """
+    if name not in MODEL_SHAPES:
+        raise ConfigError(f"no shape of model {name!r} is stored; known: {', '.join(MODEL_SHAPES)}")
+    return dataclasses.replace(MODEL_SHAPES[name], dtype=dtype)

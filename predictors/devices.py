@@ -1,0 +1,142 @@
+"""Peak rates of devices, from their data sheets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import check_number
+
+_LARGEST = 1e21
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """Peak rates of one device. SI prefixes: 1 GB is 10**9 bytes.
+
+    Args:
+        name: as `device_spec` knows it.
+        peak_flops: floating point operations per second by dtype, dense (without structured sparsity).
+            `float32` is IEEE single precision, not the tensor cores' TF32.
+        memory_bandwidth: bytes per second of device memory.
+        memory_bytes: capacity of device memory, in bytes.
+        host_bandwidth: bytes per second between device and pinned host memory, in each direction.
+        source: where the figures are from.
+        is_measured: the figures were reached by measured programs, so that efficiencies are 1 by default.
+
+    Raises:
+        ConfigError: a rate is not a positive, finite number.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bandwidth: float
+    memory_bytes: float
+    host_bandwidth: float
+    source: str
+    is_measured: bool = False
+
+    def __post_init__(self) -> None:
+        for dtype, flops in self.peak_flops.items():
+            check_number(f"DeviceSpec.peak_flops[{dtype!r}]", flops, 1.0, _LARGEST)
+        for field in ("memory_bandwidth", "memory_bytes", "host_bandwidth"):
+            check_number(f"DeviceSpec.{field}", getattr(self, field), 1.0, _LARGEST)
+
+    def flops_for(self, dtype: str) -> float:
+        """Peak operations per second for operands of `dtype`.
+
+        Raises:
+            ConfigError: none is stated; the message lists the dtypes that are.
+        """
+        if dtype not in self.peak_flops:
+            raise ConfigError(
+                f"device {self.name!r} has no peak rate for dtype {dtype!r}; "
+                f"known: {', '.join(self.peak_flops)}"
+            )
+        return self.peak_flops[dtype]
+
+
+def _gpu(
+    name: str, *, half: float, single: float, memory: tuple[float, float], host: float, source: str
+) -> DeviceSpec:
+    """A GPU in data sheet units: TFLOP/s, (GB/s, GB), GB/s."""
+    return DeviceSpec(
+        name=name,
+        peak_flops={"bfloat16": half * 1e12, "float16": half * 1e12, "float32": single * 1e12},
+        memory_bandwidth=memory[0] * 1e9,
+        memory_bytes=memory[1] * 1e9,
+        host_bandwidth=host * 1e9,
+        source=source,
+    )
+
+
+# PCIe: the sheets state both directions together, 64 GB/s for Gen4 x16 and 128 GB/s for Gen5 x16.
+# Hopper and Ada sheets print half precision rates with sparsity; the dense rate is half of that.
+_SPECS = (
+    _gpu(
+        "A800-80GB-PCIe",
+        half=312,
+        single=19.5,
+        memory=(1935, 80),
+        host=32,
+        source="NVIDIA A800 80GB PCIe data sheet (the A100 80GB PCIe's rates; only NVLink differs)",
+    ),
+    _gpu(
+        "A100-80GB",
+        half=312,
+        single=19.5,
+        memory=(2039, 80),
+        host=32,
+        source="NVIDIA A100 Tensor Core GPU data sheet, A100 80GB SXM",
+    ),
+    _gpu(
+        "H100-SXM",
+        half=989.4,
+        single=67,
+        memory=(3350, 80),
+        host=64,
+        source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM",
+    ),
+    _gpu(
+        "H200",
+        half=989.4,
+        single=67,
+        memory=(4800, 141),
+        host=64,
+        source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM",
+    ),
+    _gpu(
+        "L40S",
+        half=362.05,
+        single=91.6,
+        memory=(864, 48),
+        host=32,
+        source="NVIDIA L40S data sheet",
+    ),
+    DeviceSpec(
+        name="cpu-2core",
+        peak_flops={"float32": 60e9},
+        memory_bandwidth=9.5e9,
+        memory_bytes=24e9,
+        host_bandwidth=1.2e9,
+        source="measured on a 2-core AVX-512 Xeon, 2.5 GHz: products of 64 rows, reads, pinned copies",
+        is_measured=True,
+    ),
+)
+DEVICES: Mapping[str, DeviceSpec] = {spec.name: spec for spec in _SPECS}
+"""The device table, by name."""
+
+
+def device_spec(name: str) -> DeviceSpec:
+    """Look up a device of the table; upper and lower case are the same.
+
+    Raises:
+        ConfigError: it is not in the table; the message lists the names that are.
+    """
+    for known, spec in DEVICES.items():
+        if known.lower() == name.lower():
+            return spec
+    raise ConfigError(
+        f"device {name!r} is not in the table; known: {', '.join(DEVICES)}. Or make a DeviceSpec"
+    )

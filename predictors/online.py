@@ -1,0 +1,138 @@
+"""Online correction: predictions multiplied by what the last measurements were off by."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import COST_KINDS, CostKind, CostModel, check_number
+
+
+@dataclasses.dataclass(frozen=True)
+class KindReport:
+    """How well one kind of cost was predicted so far.
+
+    `error_before` is the mean of |predicted - measured| / measured without the correction, `error_after` with
+    the correction in force at each observation, both 0.0 before the first one. `factor` is what predictions
+    are multiplied by now: its distance from 1 is the drift of the device from the model. `num_ignored`
+    counts observations of no work, or of no time.
+    """
+
+    count: int
+    num_ignored: int
+    error_before: float
+    error_after: float
+    factor: float
+
+
+@dataclasses.dataclass(slots=True)
+class _State:
+    log_factor: float = 0.0
+    factor: float = 1.0
+    count: int = 0
+    num_ignored: int = 0
+    sum_before: float = 0.0
+    sum_after: float = 0.0
+
+
+class OnlineCalibration:
+    """A `CostModel` that follows the device: another model's predictions times a factor per kind.
+
+    Each observation moves log(factor) towards log(measured / predicted by the model):
+
+        log factor += rate * clip(log(measured / predicted), -outlier_limit, outlier_limit)
+
+    The first observations count more (rate 1/2, 1/3, ...) until `rate` is reached. The clip makes it a
+    winsorised mean: one step that was interrupted moves the factor no more than one that was
+    exp(outlier_limit) times too slow. It is not safe for several threads.
+
+    Args:
+        model: what is corrected.
+        rate: weight of a new observation, in (0, 1].
+        outlier_limit: largest |log(measured / predicted)| that counts, in (0, 10].
+        max_factor: the factor stays within [1 / max_factor, max_factor]; in [1, 1000].
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    def __init__(
+        self, model: CostModel, *, rate: float = 0.1, outlier_limit: float = 0.5, max_factor: float = 8.0
+    ) -> None:
+        check_number("rate", rate, 1e-6, 1.0)
+        check_number("outlier_limit", outlier_limit, 1e-6, 10.0)
+        check_number("max_factor", max_factor, 1.0, 1000.0)
+        self.model = model
+        self._rate = rate
+        self._outlier_limit = outlier_limit
+        self._max_log_factor = math.log(max_factor)
+        self._states: dict[CostKind, _State] = {kind: _State() for kind in COST_KINDS}
+        self._prefill, self._decode, self._swap_out, self._swap_in = self._states.values()
+
+    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
+        """The model's seconds of a prefill step, corrected; see `CostModel.prefill_seconds`."""
+        return self.model.prefill_seconds(num_tokens, num_seqs, context_tokens) * self._prefill.factor
+
+    def decode_seconds(self, batch: int, context_tokens: int) -> float:
+        """The model's seconds of a decode step, corrected; see `CostModel.decode_seconds`."""
+        return self.model.decode_seconds(batch, context_tokens) * self._decode.factor
+
+    def swap_out_seconds(self, num_blocks: int) -> float:
+        """The model's seconds to copy blocks to the host, corrected."""
+        return self.model.swap_out_seconds(num_blocks) * self._swap_out.factor
+
+    def swap_in_seconds(self, num_blocks: int) -> float:
+        """The model's seconds to copy blocks to the device, corrected."""
+        return self.model.swap_in_seconds(num_blocks) * self._swap_in.factor
+
+    def observe(self, kind: CostKind, predicted: float, measured: float) -> None:
+        """Compare a prediction with what happened, and correct later predictions.
+
+        Args:
+            kind: which kind of work it was.
+            predicted: seconds this object predicted for it. A few observations may lie between prediction
+                and measurement; a delay of more than about 1 / `rate` of them makes the factor swing.
+            measured: seconds it took. Where either is 0 there is nothing to compare, and the pair is ignored.
+
+        Raises:
+            ConfigError: the kind is unknown, or a number is negative or not finite.
+        """
+        state = self._state(kind)
+        for name, seconds in (("predicted", predicted), ("measured", measured)):
+            if not 0.0 <= seconds < math.inf:
+                raise ConfigError(f"{kind}: {name} seconds must be finite and at least 0, got {seconds}")
+        if predicted == 0.0 or measured == 0.0:
+            state.num_ignored += 1
+            return
+        state.count += 1
+        state.sum_before += abs(predicted / state.factor - measured) / measured
+        state.sum_after += abs(predicted - measured) / measured
+        limit = self._outlier_limit
+        # A difference of logarithms: the quotient of extreme seconds may overflow.
+        error = min(max(math.log(measured) - math.log(predicted), -limit), limit)
+        log_factor = state.log_factor + max(self._rate, 1.0 / (state.count + 1)) * error
+        state.log_factor = min(max(log_factor, -self._max_log_factor), self._max_log_factor)
+        state.factor = math.exp(state.log_factor)
+
+    def factor(self, kind: CostKind) -> float:
+        """What predictions of `kind` are multiplied by now; 1.0 before the first observation."""
+        return self._state(kind).factor
+
+    def report(self) -> dict[CostKind, KindReport]:
+        """Errors with and without the correction, and the drift, of each kind."""
+        return {
+            kind: KindReport(
+                count=state.count,
+                num_ignored=state.num_ignored,
+                error_before=state.sum_before / state.count if state.count else 0.0,
+                error_after=state.sum_after / state.count if state.count else 0.0,
+                factor=state.factor,
+            )
+            for kind, state in self._states.items()
+        }
+
+    def _state(self, kind: CostKind) -> _State:
+        if kind not in self._states:
+            raise ConfigError(f"unknown kind of cost {kind!r}; use one of {', '.join(COST_KINDS)}")
+        return self._states[kind]

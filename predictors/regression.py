@@ -1,0 +1,395 @@
+"""Costs learned from measurements: eight regressors x polynomial degrees, chosen by held-out error.
+
+As AdaptiveLLM fits its recompute predictor (Section 4.5 has its errors), with these choices of ours:
+
+- squared relative errors are minimised, for the choice is by relative errors: the four linear regressors
+  fit seconds weighted by 1 / seconds**2, the others fit the logarithm of seconds to that of the features;
+- features that never change in the samples are left out (one model has one hidden size);
+- measurements of the same work stay on the same side of a split;
+- the winner is chosen on one held-out part, fitted again with it, and its error reported on a third part
+  that neither the fits nor the choice saw: the least of 80 errors would flatter it.
+
+scikit-learn is imported when something is fitted: it takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostKind, ModelShape, check_integer, check_number
+from jaxllm.predictors.fit_report import Candidate, ErrorStats, FitReport
+
+Array = NDArray[np.float64]
+
+_SHAPE_FEATURES = ("num_layers", "hidden_size")
+_SWAP_FEATURES = ("block_bytes", "num_blocks")
+FEATURE_NAMES: Mapping[CostKind, tuple[str, ...]] = {
+    "prefill": (*_SHAPE_FEATURES, "num_tokens", "num_seqs", "context_tokens"),
+    "decode": (*_SHAPE_FEATURES, "batch", "context_tokens"),
+    "swap_out": _SWAP_FEATURES,
+    "swap_in": _SWAP_FEATURES,
+}
+"""What each kind of cost is predicted from. The first names describe the model, the rest the work."""
+
+REGRESSORS = (
+    "linear",
+    "ridge",
+    "lasso",
+    "elastic net",
+    "decision tree",
+    "random forest",
+    "gradient boosting",
+    "k-nearest neighbours",
+)
+"""Names of the paper's eight regressors."""
+
+_LINEAR = frozenset(REGRESSORS[:4])  # these fit seconds, the others logarithms
+_MODEL_FEATURES = frozenset({*_SHAPE_FEATURES, "block_bytes"})
+_MIN_DISTINCT = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement: `features` in the order of `FEATURE_NAMES[kind]`, and its seconds.
+
+    Raises:
+        ConfigError: the number of features is wrong, one is negative or not finite, or seconds are not
+            positive and finite.
+    """
+
+    kind: CostKind
+    features: tuple[float, ...]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        names = FEATURE_NAMES[self.kind]
+        if len(self.features) != len(names):
+            raise ConfigError(f"a {self.kind} sample has features {names}, got {self.features}")
+        if not all(0 <= value < math.inf for value in self.features):
+            raise ConfigError(f"a {self.kind} sample's features must be finite and >= 0, got {self.features}")
+        if not 0 < self.seconds < math.inf:
+            raise ConfigError(
+                f"a {self.kind} sample took {self.seconds} seconds; it must be above 0 and finite"
+            )
+
+    @classmethod
+    def prefill(
+        cls, model: ModelShape, num_tokens: int, num_seqs: int, context_tokens: int, seconds: float
+    ) -> Sample:
+        """One prefill step; the counts are those of `CostModel.prefill_seconds`."""
+        work = (num_tokens, num_seqs, context_tokens)
+        return cls("prefill", (model.num_layers, model.hidden_size, *work), seconds)
+
+    @classmethod
+    def decode(cls, model: ModelShape, batch: int, context_tokens: int, seconds: float) -> Sample:
+        """One decode step; the counts are those of `CostModel.decode_seconds`."""
+        return cls("decode", (model.num_layers, model.hidden_size, batch, context_tokens), seconds)
+
+    @classmethod
+    def swap_out(cls, model: ModelShape, block_size: int, num_blocks: int, seconds: float) -> Sample:
+        """One copy of `num_blocks` blocks of `block_size` tokens to the host."""
+        return cls("swap_out", (model.block_bytes(block_size), num_blocks), seconds)
+
+    @classmethod
+    def swap_in(cls, model: ModelShape, block_size: int, num_blocks: int, seconds: float) -> Sample:
+        """One copy of `num_blocks` blocks of `block_size` tokens to the device."""
+        return cls("swap_in", (model.block_bytes(block_size), num_blocks), seconds)
+
+
+class FittedRegressor:
+    """One fitted candidate: features to seconds.
+
+    Work beyond the samples is predicted at their edge and scaled in proportion, work below them at their
+    edge: a polynomial would go anywhere. Another model than the samples' range of models is refused.
+    """
+
+    def __init__(self, space: _FeatureSpace, features: Array, seconds: Array, estimator: Any) -> None:
+        """Fit `estimator`, an unfitted scikit-learn regressor, to `features` `[n, f]` and `seconds` `[n]`."""
+        self._space = space
+        self._estimator = estimator
+        # Predictions stay within a factor of 2 of what was fitted: polynomials swing between samples.
+        self._low, self._high = seconds.min() / 2, seconds.max() * 2
+        # Weights average 1, so that a penalty weighs the same whatever the unit of time.
+        self._unit = 1.0 if space.is_logarithmic else float(np.mean(seconds**-2.0) ** -0.5)
+        inputs = space.transform(features)
+        if space.is_logarithmic:
+            estimator.fit(inputs, np.log(seconds))
+        else:
+            estimator.fit(inputs, seconds / self._unit, sample_weight=(seconds / self._unit) ** -2.0)
+
+    def predict(self, features: Array) -> Array:
+        """Seconds `[n]` for `features` `[n, f]`, columns in the order of `FEATURE_NAMES`.
+
+        Raises:
+            ConfigError: a feature of the model is outside what was measured, or one of the work differs
+                from the only value that was measured.
+        """
+        inside, scale = self._space.clamp(np.asarray(features, dtype=np.float64))
+        output = np.asarray(self._estimator.predict(self._space.transform(inside)), dtype=np.float64)
+        seconds = np.exp(output) if self._space.is_logarithmic else output * self._unit
+        return scale * np.clip(seconds, self._low, self._high)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """The chosen regressor of one kind of cost, and how it was chosen."""
+
+    regressor: FittedRegressor
+    report: FitReport
+
+
+def fit(
+    samples: Sequence[Sample],
+    *,
+    seed: int = 0,
+    names: Sequence[str] = REGRESSORS,
+    degrees: Sequence[int] = range(1, 11),
+    max_features: int = 300,
+    tolerance: float = 0.02,
+) -> Fit:
+    """Fit every regressor at every degree, and keep the one of least held-out MAPE.
+
+    Distinct work is split 64 : 16 : 20 into a part to fit on, one to choose by, and one to report on.
+    With a few hundred samples that takes seconds to a minute, most of it in forests and boosting.
+
+    Args:
+        samples: measurements of one kind.
+        seed: of the split and of the regressors that draw numbers.
+        names: which of `REGRESSORS` to try.
+        degrees: polynomial degrees, each in [1, 10].
+        max_features: candidates with more polynomial features than this are skipped, which is reported.
+        tolerance: candidates whose MAPE is at most this fraction above the least are as good as it, and the
+            one of the lowest degree is kept: it strays least where nothing was measured.
+
+    Raises:
+        ConfigError: the samples are of several kinds or of fewer than 10 distinct amounts of work, an
+            argument is out of range, or `max_features` leaves no candidate.
+    """
+    kinds = sorted({sample.kind for sample in samples})
+    if len(kinds) != 1:
+        raise ConfigError(f"fit needs samples of one kind of cost, got {kinds or 'none'}")
+    unknown = [name for name in names if name not in REGRESSORS]
+    if unknown or not names or not degrees:
+        raise ConfigError(
+            f"fit needs at least one degree and one of the regressors {', '.join(REGRESSORS)}; got "
+            f"degrees={list(degrees)}, names={list(names)}"
+        )
+    for degree in degrees:
+        check_integer("degree", degree, 1, 10)
+    check_integer("max_features", max_features, 1, 100_000)
+    check_number("tolerance", tolerance, 0.0, 1.0)
+    kind = samples[0].kind
+    start = time.perf_counter()
+    features = np.array([sample.features for sample in samples], dtype=np.float64)
+    seconds = np.array([sample.seconds for sample in samples], dtype=np.float64)
+    train, held_out, test = _split(kind, features, seed)
+    num_varying = int((features.min(axis=0) < features.max(axis=0)).sum())
+    candidates: list[Candidate] = []
+    makers = {name: make for name, make in _makers(seed).items() if name in names}
+    for degree in sorted(set(degrees)):
+        num_features = math.comb(num_varying + degree, degree) - 1
+        if num_features > max_features:
+            reason = f"degree {degree} makes {num_features} features, more than {max_features}"
+            candidates += [Candidate(name, degree, num_features, skipped=reason) for name in makers]
+            continue
+        for name, make in makers.items():
+            fit_start = time.perf_counter()
+            space = _FeatureSpace(kind, features, degree, name not in _LINEAR)
+            regressor, converged = _fit_one(space, features[train], seconds[train], make)
+            fit_seconds = time.perf_counter() - fit_start
+            errors = _errors(regressor, features[held_out], seconds[held_out])
+            candidates.append(Candidate(name, degree, num_features, errors, fit_seconds, converged))
+    chosen = _choose(candidates, tolerance)
+    known = np.concatenate([train, held_out])
+    space = _FeatureSpace(kind, features, chosen.degree, chosen.regressor not in _LINEAR)
+    winner, _ = _fit_one(space, features[known], seconds[known], makers[chosen.regressor])
+    report = FitReport(
+        kind=kind,
+        seed=seed,
+        num_train=len(train),
+        num_held_out=len(held_out),
+        num_test=len(test),
+        candidates=tuple(candidates),
+        chosen=chosen,
+        test=_errors(winner, features[test], seconds[test]),
+        fit_seconds=time.perf_counter() - start,
+    )
+    return Fit(winner, report)
+
+
+class RegressionCostModel:
+    """A `CostModel` of fitted regressors, for one model. A call takes up to milliseconds: distil it.
+
+    `TableCostModel.distil(RegressionCostModel(...), axes)` asks it once per kind.
+
+    Args:
+        fitted: a regressor for each kind of cost.
+        model: the model whose steps are predicted.
+        block_size: tokens per KV block.
+
+    Raises:
+        ConfigError: a kind has no regressor.
+    """
+
+    def __init__(
+        self, fitted: Mapping[CostKind, FittedRegressor], model: ModelShape, block_size: int
+    ) -> None:
+        check_integer("block_size", block_size, 1, 1024)
+        missing = [kind for kind in FEATURE_NAMES if kind not in fitted]
+        if missing:
+            raise ConfigError(f"no regressor was fitted for {', '.join(missing)}")
+        self._fitted = dict(fitted)
+        shape = (float(model.num_layers), float(model.hidden_size))
+        swap = (float(model.block_bytes(block_size)),)
+        self._prefix: dict[CostKind, tuple[float, ...]] = {
+            "prefill": shape,
+            "decode": shape,
+            "swap_out": swap,
+            "swap_in": swap,
+        }
+
+    def seconds_many(self, kind: CostKind, work: Array) -> Array:
+        """Seconds `[n]` for `work` `[n, k]`; see `table.BatchCostModel`.
+
+        Raises:
+            ConfigError: the samples do not cover this model or this work.
+        """
+        prefix = np.broadcast_to(np.array(self._prefix[kind]), (len(work), len(self._prefix[kind])))
+        return self._fitted[kind].predict(np.concatenate([prefix, work], axis=1))
+
+    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
+        """Seconds of a prefill step; see `CostModel.prefill_seconds`."""
+        if num_tokens <= 0 or num_seqs <= 0:
+            return 0.0
+        return self._one("prefill", num_tokens, num_seqs, max(context_tokens, 0))
+
+    def decode_seconds(self, batch: int, context_tokens: int) -> float:
+        """Seconds of a decode step; see `CostModel.decode_seconds`."""
+        return self._one("decode", batch, max(context_tokens, 0)) if batch > 0 else 0.0
+
+    def swap_out_seconds(self, num_blocks: int) -> float:
+        """Seconds to copy blocks to the host; see `CostModel.swap_out_seconds`."""
+        return self._one("swap_out", num_blocks) if num_blocks > 0 else 0.0
+
+    def swap_in_seconds(self, num_blocks: int) -> float:
+        """Seconds to copy blocks to the device; see `CostModel.swap_in_seconds`."""
+        return self._one("swap_in", num_blocks) if num_blocks > 0 else 0.0
+
+    def _one(self, kind: CostKind, *work: int) -> float:
+        return float(self.seconds_many(kind, np.array([work], dtype=np.float64))[0])
+
+
+class _FeatureSpace:
+    """Features scaled to [-1, 1], on a linear or logarithmic scale, as standardised polynomials."""
+
+    def __init__(self, kind: CostKind, measured: Array, degree: int, is_logarithmic: bool) -> None:
+        """`measured` `[n, f]` holds all work that was measured, whether it is fitted on or held out."""
+        from sklearn.preprocessing import PolynomialFeatures, StandardScaler
+
+        self.is_logarithmic = is_logarithmic
+        self._kind = kind
+        self._low, self._high = measured.min(axis=0), measured.max(axis=0)
+        self._varies = self._low < self._high
+        self._polynomial = PolynomialFeatures(degree, include_bias=False)
+        self._scaler = StandardScaler()
+        self._is_fitted = False
+
+    def transform(self, features: Array) -> Array:
+        """Polynomials `[n, num_features]` of `features` `[n, f]`; the first call also fits the scales."""
+        low, high, unit = (values[..., self._varies] for values in (self._low, self._high, features))
+        if self.is_logarithmic:
+            low, high, unit = np.log1p(low), np.log1p(high), np.log1p(unit)
+        unit = 2 * (unit - low) / (high - low) - 1
+        if not self._is_fitted:
+            self._is_fitted = True
+            return np.asarray(self._scaler.fit_transform(self._polynomial.fit_transform(unit)))
+        return np.asarray(self._scaler.transform(self._polynomial.transform(unit)))
+
+    def clamp(self, features: Array) -> tuple[Array, Array]:
+        """`features` moved into what was measured, and how many times too large each row was."""
+        for column, name in enumerate(FEATURE_NAMES[self._kind]):
+            low, high, asked = self._low[column], self._high[column], features[:, column]
+            if name in _MODEL_FEATURES:
+                wrong = asked[(asked < low) | (asked > high)]
+            else:
+                wrong = asked[(asked != low) & (low == high)]
+            if len(wrong):
+                measured = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+                raise ConfigError(
+                    f"{self._kind} was measured with {name} {measured} only, and is asked for {wrong[0]:g}; "
+                    f"measure it there too"
+                )
+        ratios = features[:, self._varies] / self._high[self._varies]
+        return np.clip(features, self._low, self._high), ratios.max(axis=1, initial=1.0)
+
+
+def _choose(candidates: Sequence[Candidate], tolerance: float) -> Candidate:
+    """The simplest of those whose MAPE is at most `tolerance` above the least; the better of two equals."""
+    fitted = [(c.held_out.mape, c) for c in candidates if c.held_out is not None]
+    if not fitted:
+        raise ConfigError(f"no candidate was fitted: {candidates[0].skipped}; raise max_features")
+    limit = (1 + tolerance) * min(mape for mape, _ in fitted)
+    return min((entry for entry in fitted if entry[0] <= limit), key=lambda e: (e[1].degree, e[0]))[1]
+
+
+def _makers(seed: int) -> dict[str, Callable[[int], Any]]:
+    """The eight regressors by name; each makes one, unfitted, for a number of training samples."""
+    from sklearn.ensemble import GradientBoostingRegressor, RandomForestRegressor
+    from sklearn.linear_model import ElasticNet, Lasso, LinearRegression, Ridge
+    from sklearn.neighbors import KNeighborsRegressor
+    from sklearn.tree import DecisionTreeRegressor
+
+    # Features are standardised and errors relative, which is what an alpha is weighed against.
+    return {
+        "linear": lambda n: LinearRegression(),
+        "ridge": lambda n: Ridge(alpha=1e-4),
+        "lasso": lambda n: Lasso(alpha=1e-4, max_iter=1000),
+        "elastic net": lambda n: ElasticNet(alpha=1e-4, max_iter=1000),
+        "decision tree": lambda n: DecisionTreeRegressor(random_state=seed),
+        "random forest": lambda n: RandomForestRegressor(n_estimators=50, random_state=seed),
+        "gradient boosting": lambda n: GradientBoostingRegressor(random_state=seed),
+        "k-nearest neighbours": lambda n: KNeighborsRegressor(n_neighbors=min(5, n), weights="distance"),
+    }
+
+
+def _fit_one(
+    space: _FeatureSpace, features: Array, seconds: Array, make: Callable[[int], Any]
+) -> tuple[FittedRegressor, bool]:
+    """Fit one candidate; also whether its solver converged."""
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConvergenceWarning)
+        regressor = FittedRegressor(space, features, seconds, make(len(seconds)))
+    return regressor, not any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
+
+
+def _split(kind: CostKind, features: Array, seed: int) -> tuple[NDArray[np.intp], ...]:
+    """Indices of the samples to fit on, to choose by and to report on; equal work goes together."""
+    distinct, group = np.unique(features, axis=0, return_inverse=True)
+    count = len(distinct)
+    if count < _MIN_DISTINCT:
+        raise ConfigError(
+            f"{kind} was measured at {count} distinct amounts of work; measure at least {_MIN_DISTINCT}"
+        )
+    num_test = round(0.2 * count)
+    num_held_out = round(0.2 * (count - num_test))
+    part = np.zeros(count, dtype=np.int64)
+    order = np.random.default_rng(seed).permutation(count)
+    part[order[:num_test]] = 2
+    part[order[num_test : num_test + num_held_out]] = 1
+    return tuple(np.flatnonzero(part[group.ravel()] == index) for index in range(3))
+
+
+def _errors(regressor: FittedRegressor, features: Array, seconds: Array) -> ErrorStats:
+    errors = np.abs(regressor.predict(features) - seconds) / seconds
+    return ErrorStats(float(errors.mean()), float(np.median(errors)), float(errors.max()))

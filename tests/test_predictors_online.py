@@ -1,0 +1,132 @@
+"""Online correction: convergence, outliers, limits and the report."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import COST_KINDS, model_shape
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.roofline import RooflineCostModel
+
+MODEL = RooflineCostModel(model_shape("opt-13b"), device_spec("A800-80GB-PCIe"))
+WORK = {"prefill": (100, 4, 7), "decode": (8, 900), "swap_out": (5,), "swap_in": (9,)}
+seconds = st.floats(0.0, 1e300)
+
+
+def predict(model, kind):
+    return getattr(model, f"{kind}_seconds")(*WORK[kind])
+
+
+def test_before_the_first_observation_nothing_is_changed():
+    calibration = OnlineCalibration(MODEL)
+    for kind in COST_KINDS:
+        assert predict(calibration, kind) == predict(MODEL, kind)
+        assert calibration.factor(kind) == 1.0
+    assert calibration.prefill_seconds(0, 0) == calibration.decode_seconds(0, 0) == 0.0
+    assert calibration.swap_out_seconds(0) == calibration.swap_in_seconds(0) == 0.0
+    assert {report.count for report in calibration.report().values()} == {0}
+
+
+def test_the_first_update_by_hand():
+    calibration = OnlineCalibration(MODEL)
+    calibration.observe("decode", 1.0, 1.21)
+    assert calibration.factor("decode") == pytest.approx(1.1)  # half of the way, on a logarithmic scale
+    assert calibration.factor("prefill") == 1.0
+    assert predict(calibration, "decode") == pytest.approx(1.1 * predict(MODEL, "decode"))
+    report = calibration.report()["decode"]
+    assert (report.count, report.num_ignored) == (1, 0)
+    assert report.error_before == report.error_after == pytest.approx(0.21 / 1.21)
+
+
+@pytest.mark.parametrize("kind", COST_KINDS)
+@pytest.mark.parametrize("truth", [0.3, 0.9, 1.0, 1.7, 5.0])
+def test_the_factor_finds_a_device_that_is_slower_or_faster_throughout(kind, truth):
+    calibration = OnlineCalibration(MODEL)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        noise = math.exp(rng.normal(0, 0.05)) * (10.0 if rng.random() < 0.02 else 1.0)
+        calibration.observe(kind, predict(calibration, kind), truth * noise * predict(MODEL, kind))
+    assert calibration.factor(kind) == pytest.approx(truth, rel=0.1)
+    report = calibration.report()[kind]
+    if truth != 1.0 and truth != 0.9:
+        assert report.error_after < report.error_before
+
+
+def test_the_factor_follows_a_device_that_changes():
+    calibration = OnlineCalibration(MODEL)
+    for truth in (1.0, 2.0, 0.5):
+        for _ in range(100):
+            calibration.observe("decode", predict(calibration, "decode"), truth * predict(MODEL, "decode"))
+        assert calibration.factor("decode") == pytest.approx(truth, rel=0.02)
+
+
+def test_predictions_that_are_a_few_observations_old_do_not_make_it_swing():
+    calibration = OnlineCalibration(MODEL)
+    in_flight = []
+    factors = []
+    for _ in range(300):
+        in_flight.append(predict(calibration, "decode"))
+        if len(in_flight) > 3:
+            calibration.observe("decode", in_flight.pop(0), 2.0 * predict(MODEL, "decode"))
+        factors.append(calibration.factor("decode"))
+    assert max(factors) < 3.0
+    assert factors[-50:] == pytest.approx([2.0] * 50, rel=0.01)
+
+
+@given(st.lists(st.floats(1e-300, 1e300), min_size=1, max_size=30))
+def test_one_observation_moves_the_factor_by_a_bounded_step(measured):
+    calibration = OnlineCalibration(MODEL, rate=0.1, outlier_limit=0.5, max_factor=4.0)
+    for count, value in enumerate(measured, start=1):
+        before = math.log(calibration.factor("decode"))
+        calibration.observe("decode", 1.0, value)
+        after = math.log(calibration.factor("decode"))
+        assert abs(after - before) <= max(0.1, 1 / (count + 1)) * 0.5 + 1e-12
+        assert 1 / 4 - 1e-12 <= calibration.factor("decode") <= 4 + 1e-12
+
+
+@given(st.lists(st.tuples(st.sampled_from(COST_KINDS), seconds, seconds), max_size=30))
+def test_any_observations_leave_finite_factors_and_errors(observations):
+    calibration = OnlineCalibration(MODEL)
+    for kind, predicted, measured in observations:
+        calibration.observe(kind, predicted, measured)
+    reports = calibration.report()
+    for kind, report in reports.items():
+        assert 1 / 8 - 1e-12 <= report.factor <= 8 + 1e-12
+        assert report.error_before >= 0
+        assert report.error_after >= 0
+        assert 0 < predict(calibration, kind) < math.inf
+    assert sum(r.count + r.num_ignored for r in reports.values()) == len(observations)
+
+
+def test_nothing_to_compare_is_ignored_and_counted():
+    calibration = OnlineCalibration(MODEL)
+    calibration.observe("swap_in", 0.0, 1.0)
+    calibration.observe("swap_in", 1.0, 0.0)
+    report = calibration.report()["swap_in"]
+    assert (report.count, report.num_ignored, report.factor) == (0, 2, 1.0)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+def test_bad_seconds_are_refused(bad):
+    calibration = OnlineCalibration(MODEL)
+    with pytest.raises(ConfigError, match="decode: measured seconds must be finite and at least 0, got"):
+        calibration.observe("decode", 1.0, bad)
+    with pytest.raises(ConfigError, match="decode: predicted seconds must be finite"):
+        calibration.observe("decode", bad, 1.0)
+    with pytest.raises(
+        ConfigError, match="unknown kind of cost 'swap'; use one of prefill, decode, swap_out"
+    ):
+        calibration.observe("swap", 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "option", [{"rate": 0.0}, {"rate": 1.5}, {"outlier_limit": 0.0}, {"max_factor": 0.5}]
+)
+def test_bad_options_are_refused(option):
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} must lie in"):
+        OnlineCalibration(MODEL, **option)
