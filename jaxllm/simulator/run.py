@@ -1,0 +1,172 @@
+"""Plays a trace through a scheduler and a simulated device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostModel
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.ledger import Ledger
+from jaxllm.sched.policies import SchedulerPolicy
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.simulator.executor import SimulatedExecutor, TimeSpent
+from jaxllm.types import Request
+from jaxllm.workloads import Trace
+
+_SAMPLING_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulationResult:
+    """What became of a trace. Times are seconds of the virtual clock, arrays are by request."""
+
+    seconds: float
+    num_output_tokens: int
+    num_steps: int
+    num_prefill_steps: int
+    num_prefill_tokens: int
+    num_preemptions: int
+    num_swaps: int
+    mean_decode_batch: float
+    spent: TimeSpent
+    arrival_times: npt.NDArray[np.float64]
+    first_scheduled_times: npt.NDArray[np.float64]
+    finish_times: npt.NDArray[np.float64]
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Throughput."""
+        return self.num_output_tokens / self.seconds
+
+    @property
+    def weighted_turnaround(self) -> npt.NDArray[np.float64]:
+        """(finish - arrival) / (finish - first scheduled) of each request (AdaptiveLLM, Fig. 4)."""
+        return (self.finish_times - self.arrival_times) / (self.finish_times - self.first_scheduled_times)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures that reports quote, as JSON values."""
+        turnaround = self.weighted_turnaround
+        latency = self.finish_times - self.arrival_times
+        return {
+            "seconds": self.seconds,
+            "output_tokens_per_second": self.output_tokens_per_second,
+            "requests_per_second": len(self.finish_times) / self.seconds,
+            "mean_weighted_turnaround": float(turnaround.mean()),
+            "mean_latency_seconds": float(latency.mean()),
+            "p99_latency_seconds": float(np.quantile(latency, 0.99)),
+            "num_steps": self.num_steps,
+            "num_prefill_steps": self.num_prefill_steps,
+            "num_prefill_tokens": self.num_prefill_tokens,
+            "num_preemptions": self.num_preemptions,
+            "num_swaps": self.num_swaps,
+            "mean_decode_batch": self.mean_decode_batch,
+            "seconds_spent": dataclasses.asdict(self.spent),
+        }
+
+
+def simulate(
+    trace: Trace,
+    config: SchedulerConfig,
+    policy: SchedulerPolicy,
+    costs: CostModel,
+    *,
+    overlap_swaps: bool,
+    ledger: Ledger | None = None,
+) -> SimulationResult:
+    """Run every request of `trace` to its full output length.
+
+    The scheduler is the engine's. Each iteration's tokens are known when it ends, as with
+    `async_scheduling=False`, and scheduling itself takes no time.
+
+    Args:
+        trace: arrivals, prompt and output lengths; lengths are capped by nothing.
+        config: limits of the scheduler.
+        policy: its decisions.
+        costs: the truth, which `policy` should know only through predictors of its own.
+        overlap_swaps: see `SimulatedExecutor`.
+        ledger: collects the decisions.
+
+    Raises:
+        RequestTooLargeError: a request of the trace can never fit.
+        ConfigError: the trace is empty.
+    """
+    if not len(trace):
+        raise ConfigError("the trace holds no requests")
+    scheduler = Scheduler(config, policy, ledger=ledger)
+    executor = SimulatedExecutor(
+        costs,
+        num_gpu_blocks=config.num_gpu_blocks,
+        block_size=config.block_size,
+        overlap_swaps=overlap_swaps,
+        ledger=ledger,
+    )
+    arrivals = trace.arrival_times.tolist()
+    prompt_lens, output_lens = trace.prompt_lens.tolist(), trace.output_lens.tolist()
+    count = len(arrivals)
+    first_scheduled, finished = np.zeros(count), np.zeros(count)
+    added = num_steps = num_prefill_steps = num_prefill_tokens = 0
+    num_decode_steps = num_decoded = num_preemptions = num_swaps = 0
+    while added < count or scheduler.has_unfinished:
+        while added < count and arrivals[added] <= executor.now:
+            scheduler.add(_request(added, arrivals[added], prompt_lens[added], output_lens[added]))
+            added += 1
+        scheduled = scheduler.schedule(executor.now)
+        if scheduled.is_empty:
+            executor.wait_until(arrivals[added])  # an idle scheduler has nothing left to run
+            continue
+        executor.execute(scheduled)
+        num_steps += 1
+        num_preemptions += len(scheduled.preempted)
+        num_swaps += len(scheduled.swap_out)
+        if scheduled.prefill:
+            num_prefill_steps += 1
+            num_prefill_tokens += scheduled.num_prefill_tokens
+            for chunk in scheduled.prefill:
+                if chunk.is_last:
+                    chunk.request.output_token_ids.append(0)
+        else:
+            num_decode_steps += 1
+            num_decoded += len(scheduled.decode)
+            for request in scheduled.decode:
+                request.output_token_ids.append(0)
+        if scheduled.swap_in:
+            scheduler.complete(scheduled.step_id)
+        for request in scheduled.ending:
+            scheduler.finish(request, "length")
+            first = request.metrics.first_scheduled_time
+            assert first is not None  # it ran
+            first_scheduled[request.arrival_index] = first
+            finished[request.arrival_index] = executor.now
+            if ledger is not None:
+                ledger.finished(request.request_id)
+    return SimulationResult(
+        seconds=executor.now - arrivals[0],
+        num_output_tokens=int(trace.output_lens.sum()),
+        num_steps=num_steps,
+        num_prefill_steps=num_prefill_steps,
+        num_prefill_tokens=num_prefill_tokens,
+        num_preemptions=num_preemptions,
+        num_swaps=num_swaps,
+        mean_decode_batch=num_decoded / max(1, num_decode_steps),
+        spent=executor.spent,
+        arrival_times=np.asarray(arrivals),
+        first_scheduled_times=first_scheduled,
+        finish_times=finished,
+    )
+
+
+def _request(index: int, arrival: float, prompt_len: int, output_len: int) -> Request:
+    return Request(
+        str(index),
+        range(prompt_len),
+        _SAMPLING_PARAMS,
+        arrival_time=arrival,
+        arrival_index=index,
+        max_total_tokens=prompt_len + output_len,
+    )

@@ -1,0 +1,95 @@
+"""Named combinations of policies: published systems, and the engine's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostModel
+from jaxllm.sched.policies import (
+    AdaptiveAction,
+    AlwaysRecompute,
+    FairPriority,
+    FCFSPriority,
+    HostBoundAdmission,
+    LatestArrivalVictim,
+    LeastUrgentVictim,
+    MoreUrgentFirst,
+    PaddedBatching,
+    PrefillFirst,
+    SchedulerPolicy,
+    SwapIfItFits,
+    WatermarkAdmission,
+)
+
+
+def vllm(costs: CostModel | None = None) -> SchedulerPolicy:
+    """vLLM 0.2.5, single-sequence requests: FCFS, the latest arrival is dropped and prefilled again.
+
+    Decides as vLLM's own scheduler does, padded prompt budget and spare-block rule included.
+    """
+    return SchedulerPolicy(
+        priority=FCFSPriority(),
+        admission=WatermarkAdmission(),
+        batching=PaddedBatching(),
+        victim=LatestArrivalVictim(),
+        action=AlwaysRecompute(),
+        restore=PrefillFirst(),
+        decode_needs_free_block=True,
+    )
+
+
+def vllm_swap(costs: CostModel | None = None) -> SchedulerPolicy:
+    """vLLM 0.2.5 that always swaps (AdaptiveLLM's vLLM_s), with batches that fit the host pool."""
+    return SchedulerPolicy(
+        priority=FCFSPriority(),
+        admission=HostBoundAdmission(),
+        batching=PaddedBatching(),
+        victim=LatestArrivalVictim(),
+        action=SwapIfItFits(),
+        restore=PrefillFirst(),
+        decode_needs_free_block=True,
+    )
+
+
+def paper(costs: CostModel | None = None) -> SchedulerPolicy:
+    """AdaptiveLLM: Algorithm 1 (preempt the least urgent, cheaper action) and Algorithm 2 (start).
+
+    Raises:
+        ConfigError: `costs` is missing.
+    """
+    return SchedulerPolicy(
+        priority=FairPriority(),
+        admission=WatermarkAdmission(0.0),
+        victim=LeastUrgentVictim(FairPriority()),
+        action=AdaptiveAction(_required("paper", costs)),
+        restore=MoreUrgentFirst(FairPriority()),
+    )
+
+
+PRESETS: Mapping[str, Callable[[CostModel | None], SchedulerPolicy]] = {
+    "paper": paper,
+    "vllm": vllm,
+    "vllm_swap": vllm_swap,
+}
+
+
+def make_preset(name: str, costs: CostModel | None = None) -> SchedulerPolicy:
+    """The policies of a preset.
+
+    Args:
+        name: one of `PRESETS`.
+        costs: predicted seconds, for presets that weigh actions.
+
+    Raises:
+        ConfigError: there is no such preset, or it needs `costs`.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"there is no preset {name!r}; presets: {', '.join(sorted(PRESETS))}")
+    return PRESETS[name](costs)
+
+
+def _required(name: str, costs: CostModel | None) -> CostModel:
+    if costs is None:
+        raise ConfigError(f"preset {name!r} weighs swapping against recomputing: pass costs=...")
+    return costs
