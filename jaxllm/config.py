@@ -33,6 +33,8 @@ class EngineConfig:
         block_size: tokens per KV block.
         num_gpu_blocks_override: size of the KV pool in blocks.
         kv_cache_memory: size of the KV pool in bytes.
+        num_host_blocks: blocks of pinned host memory for requests that the scheduling policy swaps out; 0
+            turns swapping off.
         gpu_memory_utilization: fraction of device memory for weights, temporaries and pool.
         attention_implementation: "xla", "triton", or None for the best on the device.
         async_scheduling: let the host run one step ahead of the device.
@@ -57,6 +59,7 @@ class EngineConfig:
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory: int | None = None
+    num_host_blocks: int = 0
     gpu_memory_utilization: float | None = None
     attention_implementation: str | None = None
     async_scheduling: bool = True
@@ -86,6 +89,7 @@ class EngineConfig:
         _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _integer("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, 2**31 - 1)
         _integer("kv_cache_memory", self.kv_cache_memory, 1, 2**50)
+        _integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
         for name in ("skip_tokenizer_init", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")

@@ -21,6 +21,7 @@ from jaxllm.errors import ConfigError, RequestError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.model_executor import ExecutorConfig, ModelExecutor
+from jaxllm.executor.swapper import MAX_STAGED_BLOCKS
 from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
 from jaxllm.outputs import RequestOutput
@@ -115,15 +116,19 @@ class LLM:
             decode_sizes=config.decode_buckets,
             prefill_sizes=config.prefill_buckets,
         )
+        bytes_per_block = memory.block_bytes(model_config, config.block_size, _ITEMSIZE[dtype])
+        temporaries = memory.temporary_bytes(
+            model_config,
+            max_num_batched_tokens,
+            max(max_num_seqs, buckets.max_prefill_seqs),
+            _ITEMSIZE[dtype],
+        )
+        if config.num_host_blocks:
+            temporaries += 2 * MAX_STAGED_BLOCKS * bytes_per_block
         num_blocks = memory.num_blocks_that_fit(
             device=device,
-            bytes_per_block=memory.block_bytes(model_config, config.block_size, _ITEMSIZE[dtype]),
-            temporaries=memory.temporary_bytes(
-                model_config,
-                max_num_batched_tokens,
-                max(max_num_seqs, buckets.max_prefill_seqs),
-                _ITEMSIZE[dtype],
-            ),
+            bytes_per_block=bytes_per_block,
+            temporaries=temporaries,
             needed_blocks=max_num_seqs * -(-max_model_len // config.block_size),
             num_gpu_blocks_override=config.num_gpu_blocks_override,
             kv_cache_memory=config.kv_cache_memory,
@@ -144,6 +149,7 @@ class LLM:
                 dtype=dtype,
                 seed=config.seed,
                 implementation=config.attention_implementation,
+                num_host_blocks=config.num_host_blocks,
             ),
             device,
         )
@@ -157,6 +163,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_seqs=buckets.max_prefill_seqs,
+            num_host_blocks=config.num_host_blocks,
         )
         self.engine = Engine(
             self.executor,

@@ -3,6 +3,7 @@
 from jaxllm.engine.engine import Engine
 from jaxllm.llm import LLM
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 
 SMALL = {
@@ -26,11 +27,19 @@ class RestlessScheduler(Scheduler):
 
     def schedule(self, now):
         if self._step_id % 3 == 2 and len(self._running) > 1:
-            self._preempt(self._running[-1], now)
+            self._preempt(self._running[-1], self._step_id, now)
         return super().schedule(now)
 
 
-def make_engine(llm, *, num_gpu_blocks=None, scheduler_class=Scheduler, async_scheduling=True):
+def make_engine(
+    llm,
+    *,
+    num_gpu_blocks=None,
+    num_host_blocks=0,
+    policy=None,
+    scheduler_class=Scheduler,
+    async_scheduling=True,
+):
     """A fresh engine on `llm`'s executor; fewer blocks than the pool has force preemptions."""
     config = llm.engine.scheduler.config
     scheduler = scheduler_class(
@@ -41,7 +50,9 @@ def make_engine(llm, *, num_gpu_blocks=None, scheduler_class=Scheduler, async_sc
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_seqs=config.max_prefill_seqs,
-        )
+            num_host_blocks=num_host_blocks,
+        ),
+        policy or SchedulerPolicy(),
     )
     return Engine(
         llm.executor,

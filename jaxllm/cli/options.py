@@ -55,6 +55,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "block_size": (int, "N", "tokens per KV block (default: 16)"),
     "num_gpu_blocks_override": (int, "N", "size of the KV pool in blocks, on any device"),
     "kv_cache_memory": (_bytes, "BYTES", "size of the KV pool; takes KiB, MiB and GiB"),
+    "num_host_blocks": (int, "N", "pinned host memory for swapped requests, in blocks (default: 0)"),
     "gpu_memory_utilization": (float, "F", "fraction of device memory to use (default: 0.9)"),
     "decode_buckets": (_sizes, "N,N,...", "batch sizes to compile decode programs for"),
     "prefill_buckets": (_sizes, "N,N,...", "token counts to compile prefill programs for"),

@@ -175,6 +175,7 @@ class Engine:
             return reports
         scheduled, result = step
         sampled = result.fetch()
+        self.scheduler.complete(scheduled.step_id)
         self._commit_prompt_logprobs(scheduled, sampled)
         now = self._clock()
         requests = [*scheduled.decode, *(chunk.request for chunk in scheduled.prefill if chunk.is_last)]

@@ -25,6 +25,7 @@ from jaxllm.executor.step import (
     StepOutputs,
     run_step,
 )
+from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params, abstract_params
 from jaxllm.types import PrefillChunk, Request, SampledTokens, SchedulerOutput, TokenLogprobs
 
@@ -52,6 +53,7 @@ class ExecutorConfig:
     dtype: str
     seed: int = 0
     implementation: str | None = None
+    num_host_blocks: int = 0
 
 
 class ModelExecutor:
@@ -92,6 +94,8 @@ class ModelExecutor:
         self._params_changed = False
         self._tables = np.zeros((config.max_num_seqs, self._max_blocks), np.int32)
         self._table_sizes = np.zeros(config.max_num_seqs, np.int64).tolist()
+        self._swapper = BlockSwapper(self._device, self._max_blocks) if config.num_host_blocks else None
+        self._set_history = jax.jit(_set_history, donate_argnums=0)
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
         self.compile_seconds = 0.0
 
@@ -129,13 +133,20 @@ class ModelExecutor:
         for key in keys:
             outputs = self._run(key, *self._padding_inputs(key))
             np.asarray(outputs.sampled.tokens)
+        if self._swapper is not None:
+            self._state = self._state._replace(pool=self._swapper.warm_up(self._state.pool))
+            self._restore_history(self.config.max_num_seqs, [])
         self._slot_params = self._upload_params()
         self.compile_seconds = time.perf_counter() - started
 
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
         """Dispatch one step and return without waiting for the device."""
+        if scheduled.swap_out or scheduled.swap_in or scheduled.discarded:
+            self._swap(scheduled)
         for chunk in scheduled.prefill:
-            self._open_slot(chunk)
+            self._set_table(_slot(chunk.request), chunk.request.block_ids)
+            if chunk.start == 0:
+                self._open_slot(chunk.request)
         if self._params_changed:
             self._slot_params = self._upload_params()
             self._params_changed = False
@@ -178,23 +189,39 @@ class ModelExecutor:
         prefill = self._pack_prefill((), key.prefill_tokens, key.prefill_seqs) if key.prefill_tokens else None
         return decode, prefill
 
-    def _open_slot(self, chunk: PrefillChunk) -> None:
-        """Note the block table and, at a request's first chunk, the sampling parameters of its slot."""
-        request = chunk.request
-        slot = _slot(request)
-        self._set_table(slot, request.block_ids)
-        if chunk.start == 0:
-            seed = request.sampling_params.seed
-            if seed is None:
-                seed = (self.config.seed + 1) * _SEED_MULTIPLIER + request.arrival_index
-            self._host_params.host_set(
-                slot,
-                request.sampling_params,
-                seed=seed & 0xFFFFFFFFFFFFFFFF,
-                prompt_length=request.num_prompt_tokens,
-                eos_token_ids=request.eos_token_ids,
-            )
-            self._params_changed = True
+    def _open_slot(self, request: Request) -> None:
+        """Note the sampling parameters of a request that has just got its slot."""
+        seed = request.sampling_params.seed
+        if seed is None:
+            seed = (self.config.seed + 1) * _SEED_MULTIPLIER + request.arrival_index
+        self._host_params.host_set(
+            _slot(request),
+            request.sampling_params,
+            seed=seed & 0xFFFFFFFFFFFFFFFF,
+            prompt_length=request.num_prompt_tokens,
+            eos_token_ids=request.eos_token_ids,
+        )
+        self._params_changed = True
+
+    def _swap(self, scheduled: SchedulerOutput) -> None:
+        """Start the copies of one iteration; the device does them in order with its steps."""
+        swapper = self._swapper
+        assert swapper is not None, "swaps need num_host_blocks"
+        for handle in scheduled.discarded:
+            swapper.discard(handle)
+        for swap in scheduled.swap_out:
+            swapper.swap_out(self._state.pool, swap)
+        for swap in scheduled.swap_in:
+            request = swap.request
+            self._state = self._state._replace(pool=swapper.swap_in(self._state.pool, swap))
+            self._restore_history(_slot(request), request.token_ids(0, request.num_tokens))
+            self._set_table(_slot(request), request.block_ids)
+            self._open_slot(request)
+
+    def _restore_history(self, slot: int, token_ids: Sequence[int]) -> None:
+        row = np.zeros(self.config.max_model_len + 1, np.int32)
+        row[: len(token_ids)] = token_ids
+        self._state = self._state._replace(history=self._set_history(self._state.history, slot, row))
 
     def _set_table(self, slot: int, block_ids: Sequence[int]) -> None:
         self._tables[slot, : len(block_ids)] = block_ids
@@ -329,6 +356,10 @@ def _packed_step(
     if packed_prefill is not None:
         prefill = _unpack_prefill(packed_prefill, key.prefill_tokens, key.prefill_seqs, max_blocks)
     return run_step(model_config, params, state, slot_params, decode, prefill, implementation=implementation)
+
+
+def _set_history(history: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+    return history.at[slot].set(row)
 
 
 class PendingStep:

@@ -1,0 +1,115 @@
+"""Copies KV blocks between the device's pool and pinned host memory."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+from jaxllm.types import Swap
+
+_LARGEST_PIECE = 16  # blocks
+MAX_STAGED_BLOCKS = 32
+"""Blocks of device memory beside the pool that copies under way may take, in each direction."""
+
+
+class BlockSwapper:
+    """Moves the blocks of a request out of the pool and back, in pieces of 1, 2, 4, ... blocks.
+
+    A request's blocks are cut into such pieces without padding, so that few programs are compiled and no
+    byte is moved for nothing. Going out, a piece is read into an array of its own by a device program, in
+    order with the steps, so that the pool's blocks may be written right after; the copy to the host then
+    runs beside the next steps. Coming back, the copy to the device runs ahead of the program that writes
+    the piece into the pool. Each piece is a pinned-host array of its own; arrays never change, so a piece
+    that is dropped while it is being copied disturbs nobody.
+
+    Args:
+        device: where the pool is.
+        max_blocks: most blocks of one request.
+    """
+
+    def __init__(self, device: jax.Device, max_blocks: int) -> None:
+        self._on_device = SingleDeviceSharding(device)
+        self._on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
+        sizes = [1]
+        while 2 * sizes[-1] <= min(max_blocks, _LARGEST_PIECE):
+            sizes.append(2 * sizes[-1])
+        self.sizes = tuple(reversed(sizes))
+        self._gather = jax.jit(_gather)
+        self._scatter = jax.jit(_scatter, donate_argnums=0)
+        self._pieces: dict[int, list[jax.Array]] = {}
+        self._staged: collections.deque[jax.Array] = collections.deque()
+
+    @property
+    def handles(self) -> frozenset[int]:
+        """What is in host memory or on its way there."""
+        return frozenset(self._pieces)
+
+    def warm_up(self, pool: jax.Array) -> jax.Array:
+        """Compile every program; returns the pool with the contents it had."""
+        for size in self.sizes:
+            ids = np.arange(size, dtype=np.int32) % pool.shape[0]
+            piece = jax.device_put(self._gather(pool, ids), self._on_host)
+            pool = self._scatter(pool, ids, jax.device_put(piece, self._on_device))
+        return pool
+
+    def swap_out(self, pool: jax.Array, swap: Swap) -> None:
+        """Read blocks out of `pool` and start their copy to the host.
+
+        Waits for the oldest copies while more than `MAX_STAGED_BLOCKS` are under way.
+        """
+        pieces = []
+        for ids in self._cut(swap.block_ids):
+            piece = jax.device_put(self._gather(pool, ids), self._on_host)
+            pieces.append(piece)
+            self._staged.append(piece)
+        self._pieces[swap.handle] = pieces
+        while self._staged and (
+            self._staged[0].is_ready() or sum(piece.shape[0] for piece in self._staged) > MAX_STAGED_BLOCKS
+        ):
+            self._staged.popleft().block_until_ready()
+
+    def swap_in(self, pool: jax.Array, swap: Swap) -> jax.Array:
+        """Write a request's blocks, which may have other ids than before, into the donated `pool`.
+
+        Waits for the device after every `MAX_STAGED_BLOCKS`.
+        """
+        pieces = self._pieces.pop(swap.handle)
+        num_staged = 0
+        for ids, piece in zip(self._cut(swap.block_ids), pieces, strict=True):
+            if num_staged + len(ids) > MAX_STAGED_BLOCKS:
+                pool, num_staged = jax.block_until_ready(pool), 0
+            pool = self._scatter(pool, ids, jax.device_put(piece, self._on_device))
+            num_staged += len(ids)
+        return pool
+
+    def discard(self, handle: int) -> None:
+        """Forget a copy that nobody will read."""
+        del self._pieces[handle]
+
+    def _cut(self, block_ids: Sequence[int]) -> list[np.ndarray]:
+        ids, pieces = np.asarray(block_ids, np.int32), []
+        for size in self.sizes:
+            while len(ids) >= size:
+                pieces.append(ids[:size])
+                ids = ids[size:]
+        return pieces
+
+
+def _gather(pool: jax.Array, ids: jax.Array) -> jax.Array:
+    """Blocks `ids` [n] of the pool, one after another."""
+    return jnp.concatenate([lax.dynamic_slice_in_dim(pool, ids[i], 1) for i in range(ids.shape[0])])
+
+
+def _scatter(pool: jax.Array, ids: jax.Array, blocks: jax.Array) -> jax.Array:
+    """The pool with `blocks` at `ids` [n], in place if it is donated."""
+
+    def write(i: jax.Array, pool: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(pool, lax.dynamic_slice_in_dim(blocks, i, 1), ids[i], 0)
+
+    return lax.fori_loop(0, ids.shape[0], write, pool)

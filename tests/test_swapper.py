@@ -1,0 +1,147 @@
+"""Swapping: blocks come back bit for bit, and tokens do not notice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_helpers import make_engine, make_llm, run
+from variants import golden_checkpoint, golden_data
+
+from jaxllm import SamplingParams
+from jaxllm.executor import compile_stats
+from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
+from jaxllm.sched.policies import (
+    FairPriority,
+    LeastUrgentVictim,
+    MoreUrgentFirst,
+    SchedulerPolicy,
+    SwapIfItFits,
+    WatermarkAdmission,
+)
+from jaxllm.types import Swap
+
+NAME = "llama_gqa"
+SHAPE = (2, 2, 2, 4, 8)  # of a block: layers, K and V, heads, tokens, head_dim
+SWAPPING = {
+    "fcfs": SchedulerPolicy(admission=WatermarkAdmission(0.0), action=SwapIfItFits()),
+    "fair": SchedulerPolicy(
+        priority=FairPriority(),
+        admission=WatermarkAdmission(0.0),
+        victim=LeastUrgentVictim(),
+        action=SwapIfItFits(),
+        restore=MoreUrgentFirst(),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def swapper():
+    return BlockSwapper(jax.devices()[0], max_blocks=48)
+
+
+def random_pool(num_blocks, dtype):
+    bits = np.random.default_rng(0).integers(0, 2**16, (num_blocks, *SHAPE), np.uint16)
+    if dtype == "float32":
+        return jnp.asarray(bits.astype(np.float32) / 7)
+    return jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.dtype(dtype))  # NaNs and all
+
+
+def bits_of(array):
+    array = np.asarray(array)
+    return array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_come_back_bit_for_bit(swapper, dtype):
+    pool = random_pool(MAX_STAGED_BLOCKS + 16, dtype)
+    before = bits_of(pool)
+    rng = np.random.default_rng(1)
+    for handle, count in enumerate((1, 2, 3, 7, 16, 21, MAX_STAGED_BLOCKS + 5)):
+        old = tuple(rng.permutation(len(pool))[:count].tolist())
+        new = tuple(rng.permutation(len(pool))[:count].tolist())
+        swapper.swap_out(pool, Swap(None, handle, old))
+        expected = before.copy()
+        expected[list(new)] = before[list(old)]
+        pool = swapper.swap_in(pool, Swap(None, handle, new))
+        before = bits_of(pool)
+        np.testing.assert_array_equal(before, expected)
+    assert not swapper.handles
+
+
+def test_copies_are_pinned_and_survive_later_writes(swapper):
+    pool = random_pool(4, "float32")
+    kept = bits_of(pool)[1]
+    swapper.swap_out(pool, Swap(None, 7, (1,)))
+    assert {piece.sharding.memory_kind for piece in swapper._pieces[7]} == {"pinned_host"}
+    pool = jax.jit(jnp.zeros_like, donate_argnums=0)(pool)
+    pool = swapper.swap_in(pool, Swap(None, 7, (3,)))
+    np.testing.assert_array_equal(bits_of(pool)[3], kept)
+    swapper.swap_out(pool, Swap(None, 8, (0, 1, 2)))
+    swapper.discard(8)
+    assert not swapper.handles
+
+
+def test_warm_up_keeps_the_pool(swapper):
+    pool = random_pool(5, "float32")
+    before = bits_of(pool)
+    np.testing.assert_array_equal(bits_of(swapper.warm_up(pool)), before)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(golden_checkpoint(NAME), num_host_blocks=64)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("policy", sorted(SWAPPING))
+def test_swapped_requests_get_the_same_tokens(llm, policy, async_scheduling):
+    prompts = golden_data(NAME)["prompts"]
+    expected = golden_data(NAME)["greedy"]
+    params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)] * len(prompts)
+    sampled = [
+        SamplingParams(
+            temperature=0.9, top_p=0.95, seed=i, max_tokens=40, ignore_eos=True, repetition_penalty=1.1
+        )
+        for i in range(len(prompts))
+    ]
+    calm = run(make_engine(llm), [*prompts, *prompts], [*params, *sampled])
+    compiled, _ = compile_stats.total()
+    engine = make_engine(
+        llm,
+        num_gpu_blocks=30,
+        num_host_blocks=64,
+        policy=SWAPPING[policy],
+        async_scheduling=async_scheduling,
+    )
+    outputs = run(engine, [*prompts, *prompts], [*params, *sampled])
+    assert compile_stats.total()[0] == compiled
+    assert sum(output.metrics.num_swaps for output in outputs) >= 5
+    for output, other in zip(outputs, calm, strict=True):
+        assert output.token_ids == other.token_ids
+    for output, other, tokens in zip(outputs, calm, expected, strict=False):
+        assert output.token_ids == tokens[:40]
+        for scores, reference in zip(output.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+            assert all(scores[i].logprob == pytest.approx(reference[i].logprob, abs=1e-4) for i in scores)
+    assert not llm.executor._swapper.handles
+
+
+def test_an_abort_drops_the_copy(llm):
+    prompts = golden_data(NAME)["prompts"]
+    engine = make_engine(llm, num_gpu_blocks=30, num_host_blocks=64, policy=SWAPPING["fcfs"])
+    for place, prompt in enumerate([*prompts, *prompts]):
+        engine.add_request(str(place), prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    while not engine.scheduler.num_swapped:
+        engine.step()
+    for place in range(2 * len(prompts)):
+        if engine.is_live(str(place)) and place % 2:
+            engine.abort(str(place))
+            engine.scheduler.check()
+    while engine.has_unfinished_requests:
+        engine.step()
+    engine.scheduler.check()
+    assert engine.scheduler.num_free_host_blocks == 64
+    # A copy whose last mention was in an abort is dropped with the next step that runs.
+    engine.add_request("last", prompts[0], SamplingParams(max_tokens=1))
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert not llm.executor._swapper.handles
