@@ -3,7 +3,7 @@
 Who is most urgent?
     `PriorityPolicy`: `FCFSPriority`, `FairPriority`.
 May this waiting request start now?
-    `AdmissionPolicy`: `WatermarkAdmission`, `HostBoundAdmission`.
+    `AdmissionPolicy`: `WatermarkAdmission`, `GrowthReserve`, `HostBoundAdmission`.
 How large may a prompt batch be?
     `BatchingPolicy`: `RaggedBatching`, `PaddedBatching`.
 Whom to preempt when blocks run out?
@@ -11,7 +11,7 @@ Whom to preempt when blocks run out?
 What becomes of the victim's KV?
     `ActionPolicy`: `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`.
 In which order do requests start, resume and go on?
-    `RestorePolicy`: `PrefillFirst`, `MoreUrgentFirst`.
+    `RestorePolicy`: `PrefillFirst`, `MoreUrgentFirst`, `ResumeFirst`.
 
 Policies only read requests and never change them. `now` is seconds of the engine's clock.
 """
@@ -70,9 +70,10 @@ class PriorityPolicy(Protocol):
         ...
 
     def group(self, request: Request) -> Hashable:
-        """A value such that, of requests with the same one and the same length, the earlier is more urgent.
+        """A value such that of requests with the same one the earlier is always the more urgent.
 
-        Return a constant if that holds for all requests, and `request.arrival_index` if for none.
+        A constant if arrival alone decides, `request.arrival_index` if nothing of the kind holds. It must
+        not change while a request is queued.
         """
         ...
 
@@ -163,8 +164,8 @@ class FairPriority:
         return (now - request.arrival_time) / request.num_tokens
 
     def group(self, request: Request) -> Hashable:
-        """One for all: at equal length the earlier arrival is more urgent."""
-        return None
+        """The length: at equal length the earlier arrival is more urgent."""
+        return request.num_tokens
 
 
 # Admission
@@ -216,6 +217,28 @@ class HostBoundAdmission:
         if self.count_device_pool:
             limit += state.num_blocks - max(worst)
         return sum(worst) <= limit and WatermarkAdmission(self.watermark).admits(request, num_needed, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowthReserve:
+    """Keeps `blocks_per_request` free for each request that started, so that they can grow for a while.
+
+    Every started request fills a block in at most `block_size` iterations. Without a reserve a new request
+    takes the blocks that running ones need next, and somebody is preempted soon after.
+
+    Raises:
+        ConfigError: `blocks_per_request` is negative or not a number.
+    """
+
+    blocks_per_request: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.blocks_per_request < float("inf"):
+            raise ConfigError(f"blocks_per_request must be at least 0, got {self.blocks_per_request}")
+
+    def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
+        """Whether the reserve is left."""
+        return state.num_free - num_needed >= self.blocks_per_request * len(state.started)
 
 
 # Prompt batches
@@ -344,6 +367,18 @@ class MoreUrgentFirst:
         if not requests:
             return float("-inf")
         return sum(self.priority.score(request, now) for request in requests) / len(requests)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeFirst:
+    """Swapped requests before new ones: they are under way, and the host memory they hold is wanted."""
+
+    prefill_first: bool = False
+    skips: bool = True
+
+    def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
+        """Whether any swapped request can resume."""
+        return bool(swapped)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

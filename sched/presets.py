@@ -11,12 +11,14 @@ from jaxllm.sched.policies import (
     AlwaysRecompute,
     FairPriority,
     FCFSPriority,
+    GrowthReserve,
     HostBoundAdmission,
     LatestArrivalVictim,
     LeastUrgentVictim,
     MoreUrgentFirst,
     PaddedBatching,
     PrefillFirst,
+    ResumeFirst,
     SchedulerPolicy,
     SwapIfItFits,
     WatermarkAdmission,
@@ -67,7 +69,27 @@ def paper(costs: CostModel | None = None) -> SchedulerPolicy:
     )
 
 
+def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
+    """Ours: the paper's fairness and choice of action, with an order that keeps the host pool in use.
+
+    Against `paper` it resumes swapped requests before it starts new ones, where Algorithm 2 lets urgent new
+    requests keep the host pool full of old ones, and it leaves started requests room to grow. Both were
+    chosen by simulation (docs/policies.md).
+
+    Raises:
+        ConfigError: `costs` is missing.
+    """
+    return SchedulerPolicy(
+        priority=FairPriority(),
+        admission=GrowthReserve(),
+        victim=LeastUrgentVictim(FairPriority()),
+        action=AdaptiveAction(_required("adaptive", costs)),
+        restore=ResumeFirst(),
+    )
+
+
 PRESETS: Mapping[str, Callable[[CostModel | None], SchedulerPolicy]] = {
+    "adaptive": adaptive,
     "paper": paper,
     "vllm": vllm,
     "vllm_swap": vllm_swap,

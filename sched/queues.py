@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import enum
 import heapq
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from jaxllm.errors import KVCacheError
 from jaxllm.sched.policies import PriorityPolicy
@@ -21,7 +22,7 @@ class Verdict(enum.Enum):
     TAKE = "take"
     """It starts; the next one is visited."""
     SKIP = "skip"
-    """It stays, and so do all as long as it."""
+    """It stays, and so do all that are at least as long."""
     SKIP_ONE = "skip one"
     """It stays; others of its length are visited."""
     STOP = "stop"
@@ -29,7 +30,7 @@ class Verdict(enum.Enum):
 
 
 class RequestQueue:
-    """Requests that hold no device blocks, grouped by what their priority can depend on.
+    """Requests that hold no device blocks, in the groups of a priority policy.
 
     Members of a group stay in order of arrival, so that only the first of each is ever compared: with
     lengths as groups, finding the most urgent of 100,000 requests looks at some hundred. Lengths of queued
@@ -39,7 +40,8 @@ class RequestQueue:
     def __init__(self, priority: PriorityPolicy) -> None:
         """An empty queue, read by `priority`."""
         self._priority = priority
-        self._groups: dict[tuple[object, int], list[Request]] = {}
+        self._groups: dict[Hashable, list[Request]] = {}
+        self._lengths: collections.Counter[int] = collections.Counter()
         self._size = 0
 
     def __len__(self) -> int:
@@ -53,15 +55,16 @@ class RequestQueue:
     @property
     def min_num_tokens(self) -> int:
         """Length of the shortest request in it; 0 if it is empty."""
-        return min((length for _, length in self._groups), default=0)
+        return min(self._lengths, default=0)
 
     def add(self, request: Request) -> None:
         """Put a request in its place by arrival."""
-        group = self._groups.setdefault(self._key(request), [])
+        group = self._groups.setdefault(self._priority.group(request), [])
         if group and group[-1].arrival_index > request.arrival_index:
             bisect.insort(group, request, key=_arrival_index)
         else:
             group.append(request)
+        self._lengths[request.num_tokens] += 1
         self._size += 1
 
     def remove(self, request: Request) -> None:
@@ -70,15 +73,18 @@ class RequestQueue:
         Raises:
             KVCacheError: it is not queued.
         """
-        key = self._key(request)
+        key = self._priority.group(request)
         group = self._groups.get(key, [])
         place = bisect.bisect_left(group, request.arrival_index, key=_arrival_index)
         if place == len(group) or group[place] is not request:
             raise KVCacheError(f"{request!r} is not in the queue")
         del group[place]
-        self._size -= 1
         if not group:
             del self._groups[key]
+        self._lengths[request.num_tokens] -= 1
+        if not self._lengths[request.num_tokens]:
+            del self._lengths[request.num_tokens]
+        self._size -= 1
 
     def visit(self, now: float, judge: Callable[[Request], Verdict]) -> list[Request]:
         """Ask `judge` about each request, the most urgent first; returns those to take, still queued."""
@@ -86,24 +92,25 @@ class RequestQueue:
         heads = [(-score(group[0], now), group[0].arrival_index, 0, group) for group in self._groups.values()]
         heapq.heapify(heads)
         taken: list[Request] = []
-        skipped_lengths: set[int] = set()
+        shortest, too_long = 0, float("inf")
         while heads:
             _, _, place, group = heads[0]
             request = group[place]
-            verdict = Verdict.SKIP if request.num_tokens in skipped_lengths else judge(request)
-            if verdict is Verdict.STOP:
-                break
-            if verdict is Verdict.TAKE:
-                taken.append(request)
-            elif verdict is Verdict.SKIP:
-                skipped_lengths.add(request.num_tokens)
+            if request.num_tokens < too_long:
+                verdict = judge(request)
+                if verdict is Verdict.STOP:
+                    break
+                if verdict is Verdict.TAKE:
+                    taken.append(request)
+                elif verdict is Verdict.SKIP:
+                    too_long = request.num_tokens
+                    shortest = shortest or self.min_num_tokens
+                    if too_long <= shortest:
+                        break
             place += 1
-            if verdict is Verdict.SKIP or place == len(group):
+            if place == len(group):
                 heapq.heappop(heads)
             else:
                 follower = group[place]
                 heapq.heapreplace(heads, (-score(follower, now), follower.arrival_index, place, group))
         return taken
-
-    def _key(self, request: Request) -> tuple[object, int]:
-        return self._priority.group(request), request.num_tokens
