@@ -38,6 +38,7 @@ class EngineConfig:
         gpu_memory_utilization: fraction of device memory for weights, temporaries and pool.
         attention_implementation: "xla", "triton", or None for the best on the device.
         async_scheduling: let the host run one step ahead of the device.
+        ledger: file to write the scheduler's decisions to, as JSON lines (`jaxllm.sched.ledger`).
         decode_buckets: batch sizes to compile decode programs for; a ladder up to max_num_seqs by default.
         prefill_buckets: token counts to compile prefill programs for, likewise.
         compilation_cache_dir: folder of JAX's persistent compilation cache; None leaves JAX's settings alone.
@@ -63,12 +64,13 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     attention_implementation: str | None = None
     async_scheduling: bool = True
+    ledger: str | None = None
     decode_buckets: Sequence[int] | None = None
     prefill_buckets: Sequence[int] | None = None
     compilation_cache_dir: str | None = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "compilation_cache_dir", "attention_implementation"):
+        for name in ("model", "tokenizer", "compilation_cache_dir", "attention_implementation", "ledger"):
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike) and (value is not None or name == "model"):
                 raise ConfigError(f"{name}={value!r} must be a string")

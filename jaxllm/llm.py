@@ -27,6 +27,7 @@ from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 
@@ -58,7 +59,8 @@ class LLM:
 
     Args:
         model: folder of a checkpoint; the embedded demo model if None.
-        scheduler_policy: which request is next, whom to preempt, when to admit.
+        scheduler_policy: which request is next, whom to preempt and how, when to admit; a `SchedulerPolicy`,
+            such as `jaxllm.sched.presets.make_preset` makes.
         **settings: the fields of `EngineConfig`.
 
     Raises:
@@ -167,7 +169,9 @@ class LLM:
         )
         self.engine = Engine(
             self.executor,
-            Scheduler(scheduler_config, scheduler_policy or SchedulerPolicy()),
+            Scheduler(
+                scheduler_config, scheduler_policy or SchedulerPolicy(), ledger=_open_ledger(config.ledger)
+            ),
             vocab_size=model_config.vocab_size,
             tokenizer=self.tokenizer,
             eos_token_ids=eos_token_ids,
@@ -375,6 +379,15 @@ def _fit_length(max_model_len: int, pool_tokens: int, asked: int | None) -> int:
         max_model_len,
     )
     return pool_tokens
+
+
+def _open_ledger(path: str | None) -> Ledger | None:
+    if path is None:
+        return None
+    try:
+        return Ledger(open(path, "w", encoding="utf-8", buffering=1))
+    except OSError as error:
+        raise ConfigError(f"cannot write the ledger {path!r}: {error.strerror}") from error
 
 
 def _set_compilation_cache(folder: str | None) -> None:

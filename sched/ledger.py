@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from typing import IO
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
 
+from jaxllm.errors import ConfigError
 from jaxllm.sched.policies import Decision
 from jaxllm.types import Request
 
@@ -15,7 +17,7 @@ from jaxllm.types import Request
 class PreemptionRecord:
     """One preemption and, once the request is back, its restore.
 
-    Times are seconds of the engine's clock, costs seconds. `scores` holds `(request id, urgency)` of the
+    Times are seconds of the engine's clock, costs seconds. `scores` holds `[request id, urgency]` of the
     running requests. `swap_seconds` and `recompute_seconds` are what the action policy predicted, or None.
     `measured_seconds` is what the chosen action took: the copies out and back, or the request's share of
     the prefill that brought it back; None if the run ended before, or nobody measured.
@@ -35,6 +37,11 @@ class PreemptionRecord:
     measured_seconds: float | None = None
 
     @property
+    def predicted_seconds(self) -> float | None:
+        """What the chosen action was predicted to take."""
+        return self.swap_seconds if self.action == "swap" else self.recompute_seconds
+
+    @property
     def regret_seconds(self) -> float | None:
         """What was lost against the estimate of the action not taken; None where either is unknown."""
         other = self.recompute_seconds if self.action == "swap" else self.swap_seconds
@@ -43,15 +50,37 @@ class PreemptionRecord:
         return max(0.0, self.measured_seconds - other)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The state in which one iteration starts to run, and what it does."""
+
+    step_id: int
+    time: float
+    num_waiting: int
+    num_running: int
+    num_swapped: int
+    num_used_blocks: int
+    num_used_host_blocks: int
+    num_prefill_tokens: int
+    num_decoded: int
+    num_dropped: int
+    num_swapped_out: int
+    num_swapped_in: int
+
+
 class Ledger:
-    """Collects records; each is written to `file` as a line of JSON when its request is back, or by `close`.
+    """Collects records in memory, or writes them to a file as lines of JSON.
+
+    A preemption is written when its request is back and preempted again, ends, or the ledger is closed; a
+    step at once. Each line has a `record` field, "preemption" or "step".
 
     Args:
-        file: where to write; None keeps the records in `records`.
+        file: where to write; None keeps `preemptions` and `steps` in memory.
     """
 
     def __init__(self, file: IO[str] | None = None) -> None:
-        self.records: list[PreemptionRecord] = []
+        self.preemptions: list[PreemptionRecord] = []
+        self.steps: list[StepRecord] = []
         self._file = file
         self._open: dict[str, PreemptionRecord] = {}
 
@@ -64,7 +93,7 @@ class Ledger:
         decision: Decision,
     ) -> None:
         """Open a record; `victim` still holds its blocks."""
-        self._end(victim.request_id)
+        self.finished(victim.request_id)
         self._open[victim.request_id] = PreemptionRecord(
             step_id,
             now,
@@ -80,7 +109,7 @@ class Ledger:
     def resumed(self, request: Request, step_id: int, now: float) -> None:
         """Note that the request's KV is being restored in step `step_id`."""
         record = self._open.get(request.request_id)
-        if record is not None:
+        if record is not None and record.resumed_step_id is None:
             record.resumed_step_id, record.resumed_time = step_id, now
 
     def measured(self, request_id: str, seconds: float) -> None:
@@ -90,20 +119,61 @@ class Ledger:
             record.measured_seconds = (record.measured_seconds or 0.0) + seconds
 
     def finished(self, request_id: str) -> None:
-        """Write the record of a request that ended."""
-        self._end(request_id)
+        """Write the record of a request that ended, or was preempted again."""
+        record = self._open.pop(request_id, None)
+        if record is not None and self._file is None:
+            self.preemptions.append(record)
+        elif record is not None:
+            self._write("preemption", record, regret_seconds=record.regret_seconds)
+
+    def step(self, record: StepRecord) -> None:
+        """Take the record of an iteration."""
+        if self._file is None:
+            self.steps.append(record)
+        else:
+            self._write("step", record)
 
     def close(self) -> None:
-        """Write what is still open."""
+        """Write what is still open; the file stays the caller's."""
         for request_id in list(self._open):
-            self._end(request_id)
+            self.finished(request_id)
 
-    def _end(self, request_id: str) -> None:
-        record = self._open.pop(request_id, None)
-        if record is None:
-            return
-        if self._file is None:
-            self.records.append(record)
-        else:
-            line = {**dataclasses.asdict(record), "regret_seconds": record.regret_seconds}
-            self._file.write(json.dumps(line) + "\n")
+    def _write(self, kind: str, record: PreemptionRecord | StepRecord, **more: Any) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps({"record": kind, **dataclasses.asdict(record), **more}) + "\n")
+
+
+def read_ledger(path: str | Path) -> Ledger:
+    """The ledger that a run wrote to `path`.
+
+    Raises:
+        ConfigError: a line is not one of a ledger's; the last one may be cut off, as a killed run leaves it.
+    """
+    ledger = Ledger()
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    for number, values in _objects(lines, str(path)):
+        kind = values.pop("record", None)
+        values.pop("regret_seconds", None)
+        try:
+            if kind == "preemption":
+                ledger.preemptions.append(PreemptionRecord(**values))
+            elif kind == "step":
+                ledger.steps.append(StepRecord(**values))
+            else:
+                raise TypeError(f"record={kind!r} is neither 'preemption' nor 'step'")
+        except TypeError as error:
+            raise ConfigError(f"{path}, line {number} is not a ledger's: {error}") from None
+    return ledger
+
+
+def _objects(lines: Sequence[str], path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                return
+            raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}, line {number} must be a JSON object")
+        yield number, values

@@ -12,7 +12,7 @@ from typing import Any
 from jaxllm.errors import ConfigError, KVCacheError, RequestError
 from jaxllm.sched.block_manager import BlockPool, HostBudget
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import Ledger
+from jaxllm.sched.ledger import Ledger, StepRecord
 from jaxllm.sched.policies import PoolState, PreemptionAction, SchedulerPolicy
 from jaxllm.sched.queues import RequestQueue, Verdict
 from jaxllm.types import FinishReason, PrefillChunk, Request, RequestStatus, SchedulerOutput, Swap
@@ -144,13 +144,13 @@ class Scheduler:
         ):
             chunks = self._prefill_all(self._startable(now, self._pool.num_free), now)
             if chunks:
-                return self._output(step_id, prefill=tuple(chunks))
+                return self._output(step_id, now, prefill=tuple(chunks))
         swap_out = self._make_room(step_id, now)
         preempted = self._preempted
         if not preempted and (self._waiting or self._swapped):
             starting, resuming = self._choose_source(now)
             if starting:
-                return self._output(step_id, prefill=tuple(self._prefill_all(starting, now)))
+                return self._output(step_id, now, prefill=tuple(self._prefill_all(starting, now)))
             swap_in = tuple(self._swap_in(request, step_id, now) for request in resuming)
             if swap_in:
                 self._swapping_in.append((step_id, swap_in))
@@ -161,7 +161,7 @@ class Scheduler:
         self._grow_block_tables()
         decode = self._advance_running()
         return self._output(
-            step_id, decode=decode, preempted=tuple(preempted), swap_out=swap_out, swap_in=swap_in
+            step_id, now, decode=decode, preempted=tuple(preempted), swap_out=swap_out, swap_in=swap_in
         )
 
     def complete(self, step_id: int) -> None:
@@ -198,13 +198,36 @@ class Scheduler:
                 self._leave_running(request)
             self._release(request)
         del self._live[request.request_id]
+        if self.ledger is not None:
+            self.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
-    def _output(self, step_id: int, **parts: Any) -> SchedulerOutput:
+    def _output(self, step_id: int, now: float, **parts: Any) -> SchedulerOutput:
         discarded, self._discarded = tuple(self._discarded), []
-        return SchedulerOutput(step_id, discarded=discarded, ending=tuple(self._ending), **parts)
+        output = SchedulerOutput(step_id, discarded=discarded, ending=tuple(self._ending), **parts)
+        if self.ledger is not None:
+            self._record(output, now)
+        return output
+
+    def _record(self, output: SchedulerOutput, now: float) -> None:
+        assert self.ledger is not None
+        record = StepRecord(
+            step_id=output.step_id,
+            time=now,
+            num_waiting=self.num_waiting,
+            num_running=self.num_running,
+            num_swapped=self.num_swapped,
+            num_used_blocks=self._pool.num_used,
+            num_used_host_blocks=self._host.num_blocks - self._host.num_free,
+            num_prefill_tokens=output.num_prefill_tokens,
+            num_decoded=len(output.decode),
+            num_dropped=len(output.preempted) - len(output.swap_out),
+            num_swapped_out=len(output.swap_out),
+            num_swapped_in=len(output.swap_in),
+        )
+        self.ledger.step(record)
 
     # Who starts and who resumes
 

@@ -143,8 +143,6 @@ def simulate(
             assert first is not None  # it ran
             first_scheduled[request.arrival_index] = first
             finished[request.arrival_index] = executor.now
-            if ledger is not None:
-                ledger.finished(request.request_id)
     return SimulationResult(
         seconds=executor.now - arrivals[0],
         num_output_tokens=int(trace.output_lens.sum()),
