@@ -16,7 +16,9 @@ import jax
 
 from jaxllm import tokenizer as tokenization
 from jaxllm.config import EngineConfig
+from jaxllm.costs import load_costs, shape_of
 from jaxllm.engine.engine import Engine, Prompt
+from jaxllm.engine.observer import StepObserver
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
@@ -25,10 +27,12 @@ from jaxllm.executor.swapper import MAX_STAGED_BLOCKS
 from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
 from jaxllm.outputs import RequestOutput
+from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
+from jaxllm.sched.presets import make_preset
 from jaxllm.sched.scheduler import Scheduler
 
 _logger = logging.getLogger(__name__)
@@ -59,8 +63,10 @@ class LLM:
 
     Args:
         model: folder of a checkpoint; the embedded demo model if None.
-        scheduler_policy: which request is next, whom to preempt and how, when to admit; a `SchedulerPolicy`,
-            such as `jaxllm.sched.presets.make_preset` makes.
+        scheduler_policy: which request is next, whom to preempt and how, when to admit: a preset's name
+            ("adaptive", "paper", "vllm", "vllm_swap"; its predicted costs are those of `jaxllm profile`, or a
+            roofline), the import path "module:attribute" of your own, or a `SchedulerPolicy`. By default first
+            come, first served, without swapping.
         **settings: the fields of `EngineConfig`.
 
     Raises:
@@ -73,7 +79,7 @@ class LLM:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        scheduler_policy: SchedulerPolicy | None = None,
+        scheduler_policy: SchedulerPolicy | str | None = None,
         **settings: Any,
     ) -> None:
         known = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
@@ -86,10 +92,11 @@ class LLM:
         self._ids = itertools.count()
         self._mailboxes: dict[str, collections.deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
-        if scheduler_policy is not None and not isinstance(scheduler_policy, SchedulerPolicy):
+        self.costs_source: str | None = None
+        if not isinstance(scheduler_policy, SchedulerPolicy | str | None):
             raise ConfigError(
-                f"scheduler_policy must be a SchedulerPolicy, not {type(scheduler_policy).__name__}; "
-                "pass SchedulerPolicy(victim=..., ...) with your classes in it"
+                "scheduler_policy must be the name of a preset or a SchedulerPolicy, not "
+                f"{type(scheduler_policy).__name__}; pass SchedulerPolicy(victim=..., ...) with your classes"
             )
 
         started = time.perf_counter()
@@ -167,11 +174,18 @@ class LLM:
             max_prefill_seqs=buckets.max_prefill_seqs,
             num_host_blocks=config.num_host_blocks,
         )
+        ledger = _open_ledger(config.ledger)
+        costs: OnlineCalibration | None = None
+        if isinstance(scheduler_policy, str):
+            shape = shape_of(self.model_config, folder.resolve().name, dtype)
+            predicted, self.costs_source = load_costs(shape, device.device_kind, config.block_size)
+            costs = OnlineCalibration(predicted)
+            scheduler_policy = make_preset(scheduler_policy, costs)
+        self.costs = costs
         self.engine = Engine(
             self.executor,
-            Scheduler(
-                scheduler_config, scheduler_policy or SchedulerPolicy(), ledger=_open_ledger(config.ledger)
-            ),
+            Scheduler(scheduler_config, scheduler_policy or SchedulerPolicy(), ledger=ledger),
+            observer=StepObserver(costs, ledger) if costs is not None or ledger is not None else None,
             vocab_size=model_config.vocab_size,
             tokenizer=self.tokenizer,
             eos_token_ids=eos_token_ids,

@@ -84,6 +84,7 @@ class AdmissionPolicy(Protocol):
     def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
         """Whether `request` may take `num_needed` device blocks.
 
+        Where the restore policy skips, a refusal also skips all waiting requests that are at least as long.
         The scheduler asks only while other requests hold blocks and `num_needed <= state.num_free`: a
         request that has the pool to itself always starts.
         """
@@ -94,7 +95,10 @@ class BatchingPolicy(Protocol):
     """How prompts fill the token budget of a prefill iteration."""
 
     def fits(self, lengths: Sequence[int], budget: int) -> bool:
-        """Whether prompts of these lengths may share an iteration of `budget` tokens."""
+        """Whether prompts of these lengths may share an iteration of `budget` tokens.
+
+        The scheduler asks only where their sum is within the budget.
+        """
         ...
 
 
@@ -135,7 +139,10 @@ class RestorePolicy(Protocol):
         ...
 
     def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
-        """Whether the swapped requests that could resume go before the waiting ones that could start."""
+        """Whether the swapped requests that could resume go before the waiting ones that could start.
+
+        The scheduler asks only where there are some of both.
+        """
         ...
 
 

@@ -142,7 +142,10 @@ class Scheduler:
         if self._prefilling is not None or (
             self._waiting and not self._swapped and self.policy.restore.prefill_first
         ):
-            chunks = self._prefill_all(self._startable(now, self._pool.num_free), now)
+            num_free = self._pool.num_free
+            if not self.policy.restore.prefill_first:
+                num_free -= self._num_growing()
+            chunks = self._prefill_all(self._startable(now, num_free), now)
             if chunks:
                 return self._output(step_id, now, prefill=tuple(chunks))
         swap_out = self._make_room(step_id, now)
@@ -241,7 +244,8 @@ class Scheduler:
         swapped = self._resumable(now, num_free)
         # With `prefill_first` they were tried before, or must wait until nothing is swapped.
         waiting = [] if restore.prefill_first else self._startable(now, num_free)
-        if swapped and restore.swaps_in(waiting, swapped, now):
+        # The policy chooses between two sets; it cannot leave the only one alone.
+        if swapped and (not waiting or restore.swaps_in(waiting, swapped, now)):
             return [], swapped
         return waiting, []
 
@@ -253,26 +257,29 @@ class Scheduler:
         if pool.blocks_for(self._waiting.min_num_tokens) > num_free:
             return []
         too_large = Verdict.SKIP if policy.restore.skips else Verdict.STOP
-        in_flight = Verdict.SKIP_ONE if policy.restore.skips else Verdict.STOP
+        unsuited = Verdict.SKIP_ONE if policy.restore.skips else Verdict.STOP
         budget = config.max_num_batched_tokens
         lengths: list[int] = []
         if self._prefilling is not None:
             lengths.append(min(self._prefilling.num_tokens - self._prefilling.num_computed_tokens, budget))
+        num_left = budget - sum(lengths)
         num_slots = min(len(self._free_slots), self._max_prefill_seqs - len(lengths))
         taken: list[Request] = []
 
         def judge(request: Request) -> Verdict:
-            nonlocal num_free
+            nonlocal num_free, num_left
             if len(taken) == num_slots:
                 return Verdict.STOP
-            # Only an iteration's first prompt is split.
-            if lengths and not policy.batching.fits([*lengths, request.num_tokens], budget):
-                return too_large
+            if lengths:  # only an iteration's first prompt is split
+                if request.num_tokens > num_left:
+                    return too_large
+                if not policy.batching.fits([*lengths, request.num_tokens], budget):
+                    return unsuited
             num_needed = pool.blocks_for(request.num_tokens)
             if num_needed > num_free:
                 return too_large
             if request.num_in_flight:
-                return in_flight  # just preempted: its newest token is not known yet
+                return unsuited  # just preempted: its newest token is not known yet
             # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
             is_alone = num_free == pool.num_blocks and not self._swapped
             if not is_alone and not policy.admission.admits(
@@ -281,6 +288,7 @@ class Scheduler:
                 return too_large
             num_free -= num_needed
             lengths.append(min(request.num_tokens, budget))
+            num_left -= lengths[-1]
             taken.append(request)
             return Verdict.TAKE
 
@@ -312,7 +320,8 @@ class Scheduler:
 
     def _state(self, num_free: int, starting: Sequence[Request] = ()) -> PoolState:
         pool, host = self._pool, self._host
-        started = [*self._running, *self._swapped, *starting]
+        partial = () if self._prefilling is None else (self._prefilling,)
+        started = [*self._running, *partial, *self._swapped, *starting]
         return PoolState(num_free, pool.num_blocks, pool.block_size, host.num_free, host.num_blocks, started)
 
     def _swap_in(self, request: Request, step_id: int, now: float) -> Swap:

@@ -18,7 +18,6 @@ from jaxllm.sched.policies import (
     SwapIfItFits,
     WatermarkAdmission,
 )
-from jaxllm.types import Swap
 
 NAME = "llama_gqa"
 SHAPE = (2, 2, 2, 4, 8)  # of a block: layers, K and V, heads, tokens, head_dim
@@ -59,10 +58,10 @@ def test_blocks_come_back_bit_for_bit(swapper, dtype):
     for handle, count in enumerate((1, 2, 3, 7, 16, 21, MAX_STAGED_BLOCKS + 5)):
         old = tuple(rng.permutation(len(pool))[:count].tolist())
         new = tuple(rng.permutation(len(pool))[:count].tolist())
-        swapper.swap_out(pool, Swap(None, handle, old))
+        swapper.swap_out(pool, handle, old)
         expected = before.copy()
         expected[list(new)] = before[list(old)]
-        pool = swapper.swap_in(pool, Swap(None, handle, new))
+        pool = swapper.swap_in(pool, handle, new)
         before = bits_of(pool)
         np.testing.assert_array_equal(before, expected)
     assert not swapper.handles
@@ -71,12 +70,12 @@ def test_blocks_come_back_bit_for_bit(swapper, dtype):
 def test_copies_are_pinned_and_survive_later_writes(swapper):
     pool = random_pool(4, "float32")
     kept = bits_of(pool)[1]
-    swapper.swap_out(pool, Swap(None, 7, (1,)))
+    swapper.swap_out(pool, 7, (1,))
     assert {piece.sharding.memory_kind for piece in swapper._pieces[7]} == {"pinned_host"}
     pool = jax.jit(jnp.zeros_like, donate_argnums=0)(pool)
-    pool = swapper.swap_in(pool, Swap(None, 7, (3,)))
+    pool = swapper.swap_in(pool, 7, (3,))
     np.testing.assert_array_equal(bits_of(pool)[3], kept)
-    swapper.swap_out(pool, Swap(None, 8, (0, 1, 2)))
+    swapper.swap_out(pool, 8, (0, 1, 2))
     swapper.discard(8)
     assert not swapper.handles
 

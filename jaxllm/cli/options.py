@@ -57,6 +57,11 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "kv_cache_memory": (_bytes, "BYTES", "size of the KV pool; takes KiB, MiB and GiB"),
     "num_host_blocks": (int, "N", "pinned host memory for swapped requests, in blocks (default: 0)"),
     "gpu_memory_utilization": (float, "F", "fraction of device memory to use (default: 0.9)"),
+    "scheduler_policy": (
+        str,
+        "NAME",
+        "adaptive, paper, vllm, vllm_swap, or module:attribute (default: FCFS, no swapping)",
+    ),
     "ledger": (str, "FILE", "write the scheduler's decisions there; see `jaxllm explain`"),
     "decode_buckets": (_sizes, "N,N,...", "batch sizes to compile decode programs for"),
     "prefill_buckets": (_sizes, "N,N,...", "token counts to compile prefill programs for"),

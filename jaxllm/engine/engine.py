@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import tokenizer as tokenization
+from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.output_processor import RequestState
 from jaxllm.errors import RequestError, SamplingParamsError
 from jaxllm.outputs import RequestOutput
@@ -36,6 +37,7 @@ class Engine:
         eos_token_ids: tokens that end a sequence.
         async_scheduling: schedule and dispatch a step before reading the tokens of the one before it.
         clock: time in seconds, for arrival times and metrics.
+        observer: told how long each step took.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         async_scheduling: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        observer: StepObserver | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -59,9 +62,11 @@ class Engine:
         )
         self._depth = 1 if async_scheduling else 0
         self._clock = clock
+        self._observer = observer
+        self._last_fetched = 0.0
         self._arrivals = itertools.count()
         self._states: dict[str, RequestState] = {}
-        self._in_flight: collections.deque[tuple[SchedulerOutput, StepResult]] = collections.deque()
+        self._in_flight: collections.deque[tuple[SchedulerOutput, StepResult, float]] = collections.deque()
         self._unreported: list[RequestOutput] = []
 
     @property
@@ -162,22 +167,27 @@ class Engine:
 
     def _dispatch(self, scheduled: SchedulerOutput) -> None:
         if not scheduled.is_empty:
-            self._in_flight.append((scheduled, self._executor.execute(scheduled)))
+            dispatched = self._clock()
+            self._in_flight.append((scheduled, self._executor.execute(scheduled), dispatched))
 
-    def _oldest_due(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, StepResult] | None:
+    def _oldest_due(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, StepResult, float] | None:
         """The step to read back now: the newest, or with run-ahead the one before it."""
         due = len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight)
         return self._in_flight.popleft() if due else None
 
-    def _commit(self, step: tuple[SchedulerOutput, StepResult] | None) -> list[RequestOutput]:
+    def _commit(self, step: tuple[SchedulerOutput, StepResult, float] | None) -> list[RequestOutput]:
         reports, self._unreported = self._unreported, []
         if step is None:
             return reports
-        scheduled, result = step
+        scheduled, result, dispatched = step
         sampled = result.fetch()
+        now = self._clock()
+        if self._observer is not None:
+            # The device runs steps one after another: this one began when it was sent or the last one ended.
+            self._observer.observe(scheduled, now - max(dispatched, self._last_fetched))
+        self._last_fetched = now
         self.scheduler.complete(scheduled.step_id)
         self._commit_prompt_logprobs(scheduled, sampled)
-        now = self._clock()
         requests = [*scheduled.decode, *(chunk.request for chunk in scheduled.prefill if chunk.is_last)]
         logprobs = sampled.logprobs or [None] * len(requests)
         states = self._states

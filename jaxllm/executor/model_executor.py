@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import CapacityError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.sampler import SampledRows, SlotParams
@@ -163,6 +163,24 @@ class ModelExecutor:
         outputs = self._run(key, packed_decode, packed_prefill)
         return PendingStep(scheduled, outputs, decode_rows)
 
+    def time_swap(self, num_blocks: int) -> tuple[float, float]:
+        """Seconds to copy the pool's first `num_blocks` blocks to the host, and to copy them back.
+
+        Raises:
+            ConfigError: the executor has no host blocks.
+        """
+        if self._swapper is None:
+            raise ConfigError("swaps cannot be timed: num_host_blocks=0 turns them off")
+        handle, block_ids = -1, range(num_blocks)
+        jax.block_until_ready(self._state.pool)
+        started = time.perf_counter()
+        self._swapper.swap_out(self._state.pool, handle, block_ids)
+        self._swapper.wait(handle)
+        copied_out = time.perf_counter()
+        pool = jax.block_until_ready(self._swapper.swap_in(self._state.pool, handle, block_ids))
+        self._state = self._state._replace(pool=pool)
+        return copied_out - started, time.perf_counter() - copied_out
+
     # Programs
 
     def _run(self, key: ProgramKey, decode: np.ndarray | None, prefill: np.ndarray | None) -> StepOutputs:
@@ -210,10 +228,12 @@ class ModelExecutor:
         for handle in scheduled.discarded:
             swapper.discard(handle)
         for swap in scheduled.swap_out:
-            swapper.swap_out(self._state.pool, swap)
+            swapper.swap_out(self._state.pool, swap.handle, swap.block_ids)
         for swap in scheduled.swap_in:
             request = swap.request
-            self._state = self._state._replace(pool=swapper.swap_in(self._state.pool, swap))
+            self._state = self._state._replace(
+                pool=swapper.swap_in(self._state.pool, swap.handle, swap.block_ids)
+            )
             self._restore_history(_slot(request), request.token_ids(0, request.num_tokens))
             self._set_table(_slot(request), request.block_ids)
             self._open_slot(request)

@@ -11,8 +11,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from jaxllm.types import Swap
-
 _LARGEST_PIECE = 16  # blocks
 MAX_STAGED_BLOCKS = 32
 """Blocks of device memory beside the pool that copies under way may take, in each direction."""
@@ -58,35 +56,40 @@ class BlockSwapper:
             pool = self._scatter(pool, ids, jax.device_put(piece, self._on_device))
         return pool
 
-    def swap_out(self, pool: jax.Array, swap: Swap) -> None:
+    def swap_out(self, pool: jax.Array, handle: int, block_ids: Sequence[int]) -> None:
         """Read blocks out of `pool` and start their copy to the host.
 
         Waits for the oldest copies while more than `MAX_STAGED_BLOCKS` are under way.
         """
         pieces = []
-        for ids in self._cut(swap.block_ids):
+        for ids in self._cut(block_ids):
             piece = jax.device_put(self._gather(pool, ids), self._on_host)
             pieces.append(piece)
             self._staged.append(piece)
-        self._pieces[swap.handle] = pieces
+        self._pieces[handle] = pieces
         while self._staged and (
-            self._staged[0].is_ready() or sum(piece.shape[0] for piece in self._staged) > MAX_STAGED_BLOCKS
+            self._staged[0].is_ready()  # type: ignore[attr-defined]
+            or sum(piece.shape[0] for piece in self._staged) > MAX_STAGED_BLOCKS
         ):
             self._staged.popleft().block_until_ready()
 
-    def swap_in(self, pool: jax.Array, swap: Swap) -> jax.Array:
+    def swap_in(self, pool: jax.Array, handle: int, block_ids: Sequence[int]) -> jax.Array:
         """Write a request's blocks, which may have other ids than before, into the donated `pool`.
 
         Waits for the device after every `MAX_STAGED_BLOCKS`.
         """
-        pieces = self._pieces.pop(swap.handle)
+        pieces = self._pieces.pop(handle)
         num_staged = 0
-        for ids, piece in zip(self._cut(swap.block_ids), pieces, strict=True):
+        for ids, piece in zip(self._cut(block_ids), pieces, strict=True):
             if num_staged + len(ids) > MAX_STAGED_BLOCKS:
                 pool, num_staged = jax.block_until_ready(pool), 0
             pool = self._scatter(pool, ids, jax.device_put(piece, self._on_device))
             num_staged += len(ids)
         return pool
+
+    def wait(self, handle: int) -> None:
+        """Wait until a copy has reached the host."""
+        jax.block_until_ready(self._pieces[handle])
 
     def discard(self, handle: int) -> None:
         """Forget a copy that nobody will read."""

@@ -107,6 +107,7 @@ def simulate(
         ledger=ledger,
     )
     arrivals = trace.arrival_times.tolist()
+    executor.now = arrivals[0]  # the clock starts with the first request
     prompt_lens, output_lens = trace.prompt_lens.tolist(), trace.output_lens.tolist()
     count = len(arrivals)
     first_scheduled, finished = np.zeros(count), np.zeros(count)

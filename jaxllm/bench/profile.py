@@ -1,0 +1,188 @@
+"""Measures what steps and swaps cost on this device, and fits predictors to it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxllm.bench import hardware
+from jaxllm.costs import shape_of
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import COST_KINDS, CostKind
+from jaxllm.predictors.regression import Fit, RegressionCostModel, Sample, fit
+from jaxllm.predictors.store import Profile
+from jaxllm.predictors.table import TableAxes, TableCostModel
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.types import PrefillChunk, Request, SchedulerOutput
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+_GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+_MIN_SAMPLES = 20
+
+
+class Profiler:
+    """Runs made-up steps on an idle engine's executor and times them.
+
+    Sizes are drawn at random, as often at and just above the sizes that programs are compiled for as
+    anywhere between, since padding makes costs jump there. Kinds of work take turns, so that a noisy
+    stretch of time does not fall on one of them.
+
+    Args:
+        llm: loaded and warm; its pool's contents are overwritten.
+        name: of the model, in the profile.
+        seed: of the sizes.
+
+    Raises:
+        ConfigError: requests are running.
+    """
+
+    def __init__(self, llm: LLM, name: str, *, seed: int = 0) -> None:
+        if llm.engine.has_unfinished_requests:
+            raise ConfigError("cannot profile while requests are running; finish or abort them first")
+        self._llm = llm
+        self._executor = llm.executor
+        self._config = llm.executor.config
+        self._random = random.Random(seed)
+        self.model = shape_of(llm.model_config, name, llm.dtype)
+        self._draws: dict[CostKind, Callable[[], Sample | None]] = {
+            "prefill": self._prefill,
+            "decode": self._decode,
+        }
+
+    def samples(self, seconds: float) -> dict[CostKind, list[Sample]]:
+        """Measure for about so long, at least 20 samples of each kind.
+
+        Swaps are measured only if the engine has host blocks.
+        """
+        found: dict[CostKind, list[Sample]] = {kind: [] for kind in COST_KINDS}
+        for _ in range(2):  # first uses: pages, caches
+            for draw in self._draws.values():
+                draw()
+        started = time.perf_counter()
+        while time.perf_counter() - started < seconds or len(found["decode"]) < _MIN_SAMPLES:
+            for kind, draw in self._draws.items():
+                sample = draw()
+                if sample is not None:
+                    found[kind].append(sample)
+            if self._config.num_host_blocks:
+                for sample in self._swap():
+                    found[sample.kind].append(sample)
+        return {kind: samples for kind, samples in found.items() if samples}
+
+    def fit(self, samples: dict[CostKind, list[Sample]]) -> dict[CostKind, Fit]:
+        """The best predictor of each kind."""
+        return {kind: fit(of_kind) for kind, of_kind in samples.items()}
+
+    def profile(self, samples: dict[CostKind, list[Sample]], fits: dict[CostKind, Fit]) -> Profile:
+        """What to store.
+
+        Raises:
+            ConfigError: swaps were not measured.
+        """
+        missing = sorted(set(COST_KINDS) - fits.keys())
+        if missing:
+            raise ConfigError(
+                f"a profile needs {', '.join(missing)} too: set num_host_blocks to measure swaps"
+            )
+        config = self._config
+        regressors = {kind: found.regressor for kind, found in fits.items()}
+        axes = TableAxes.geometric(
+            max_num_batched_tokens=config.buckets.prefill[-1][0],
+            max_num_seqs=config.max_num_seqs,
+            max_context_tokens=min(config.num_gpu_blocks * config.block_size,
+                                   config.max_num_seqs * config.max_model_len),
+            max_num_blocks=-(-config.max_model_len // config.block_size),
+        )  # fmt: skip
+        table = TableCostModel.distil(RegressionCostModel(regressors, self.model, config.block_size), axes)
+        return Profile(
+            device=jax.devices()[0].device_kind,
+            model=self.model,
+            block_size=config.block_size,
+            versions=hardware.versions(),
+            num_samples={kind: len(of_kind) for kind, of_kind in samples.items()},
+            errors={kind: found.report.to_dict() for kind, found in fits.items()},
+            table=table,
+        )
+
+    # One measurement each
+
+    def _prefill(self) -> Sample | None:
+        config = self._config
+        num_tokens = self._draw_size([size for size, _ in config.buckets.prefill])
+        most = min(config.buckets.max_prefill_seqs, num_tokens)
+        num_seqs = self._random.randint(max(1, -(-num_tokens // (config.max_model_len - 1))), most)
+        lengths = self._split(num_tokens, num_seqs)
+        requests = self._requests([length + 1 for length in lengths])
+        if requests is None:
+            return None
+        chunks = [PrefillChunk(r, 0, length, True) for r, length in zip(requests, lengths, strict=True)]
+        seconds = self._time(SchedulerOutput(0, prefill=tuple(chunks)))
+        return Sample.prefill(self.model, num_tokens, num_seqs, 0, seconds)
+
+    def _decode(self) -> Sample | None:
+        config = self._config
+        batch = self._draw_size(config.buckets.decode)
+        longest = config.max_model_len - 1
+        most = min(longest, config.num_gpu_blocks // batch * config.block_size)
+        if most < 1:
+            return None
+        mean = max(1, round(most ** self._random.random()))
+        lengths = [min(most, max(1, round(mean * self._random.uniform(0.5, 1.5)))) for _ in range(batch)]
+        requests = self._requests([length + 1 for length in lengths])
+        if requests is None:
+            return None
+        seconds = self._time(SchedulerOutput(0, decode=tuple(requests)))
+        return Sample.decode(self.model, batch, sum(lengths), seconds)
+
+    def _swap(self) -> Iterator[Sample]:
+        config = self._config
+        most = min(-(-config.max_model_len // config.block_size), config.num_gpu_blocks)
+        num_blocks = self._random.randint(1, most)
+        out_seconds, in_seconds = self._executor.time_swap(num_blocks)
+        yield Sample.swap_out(self.model, config.block_size, num_blocks, out_seconds)
+        yield Sample.swap_in(self.model, config.block_size, num_blocks, in_seconds)
+
+    def _time(self, scheduled: SchedulerOutput) -> float:
+        started = time.perf_counter()
+        self._executor.execute(scheduled).fetch()
+        return time.perf_counter() - started
+
+    def _draw_size(self, compiled: Sequence[int]) -> int:
+        most = compiled[-1]
+        if self._random.random() < 0.5:
+            return min(most, self._random.choice(compiled) + self._random.choice((0, 0, 1)))
+        return max(1, round(most ** self._random.random()))
+
+    def _split(self, total: int, parts: int) -> list[int]:
+        """`parts` positive lengths of sum `total`, none longer than a sequence may be."""
+        longest = self._config.max_model_len - 1
+        lengths = [1] * parts
+        left = total - parts
+        while left:
+            place = self._random.randrange(parts)
+            more = min(left, longest - lengths[place], max(1, total // parts))
+            lengths[place] += more
+            left -= more
+        return lengths
+
+    def _requests(self, totals: Sequence[int]) -> list[Request] | None:
+        """Requests of these lengths, newest token included, in blocks of their own; None if too large."""
+        size = self._config.block_size
+        requests, next_block = [], 0
+        for slot, total in enumerate(totals):
+            num_blocks = -(-(total - 1) // size)
+            tokens = [1 + (slot + i) % (self.model.vocab_size - 1) for i in range(total - 1)]
+            request = Request(
+                str(slot), tokens, _GREEDY, arrival_time=0.0, arrival_index=slot, max_total_tokens=total + 1
+            )
+            request.block_ids = list(range(next_block, next_block + num_blocks))
+            request.slot, request.num_tokens = slot, total
+            next_block += num_blocks
+            requests.append(request)
+        return requests if next_block <= self._config.num_gpu_blocks else None

@@ -1,0 +1,60 @@
+"""`jaxllm profile`: measure this device and model, and fit the cost predictors that policies use."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, model_folder, note
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_DEFAULT_HOST_BLOCKS = 64
+
+
+def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "profile",
+        help="measure step and swap costs, and fit predictors",
+        description=(
+            "Measure what prefill steps, decode steps and swaps cost on this device with this model, fit "
+            "eight regressors of degrees 1 to 10 to each, print their held-out errors, and store the best "
+            "for engines to load."
+        ),
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="time to measure (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sizes measured (default: %(default)s)")
+    parser.add_argument(
+        "--output-dir", type=Path, metavar="DIR", help="of profiles (default: a user cache folder)"
+    )
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, fit, print, store; returns the exit code."""
+    from jaxllm.bench.profile import Profiler
+    from jaxllm.costs import profile_folder
+
+    if not 0 < args.seconds <= 86400:
+        raise ConfigError(f"--seconds {args.seconds} must be above 0 and at most 86400")
+    settings: dict[str, Any] = {"seed": args.seed, "skip_tokenizer_init": True, **engine_settings(args)}
+    if not settings.get("num_host_blocks"):
+        settings["num_host_blocks"] = _DEFAULT_HOST_BLOCKS
+    llm = load_llm(settings)
+    profiler = Profiler(llm, model_folder(settings).resolve().name, seed=args.seed)
+    note(f"measuring for {args.seconds:g} s")
+    samples = profiler.samples(args.seconds)
+    note("fitting " + ", ".join(f"{len(found)} {kind}" for kind, found in samples.items()) + " samples")
+    fits = profiler.fit(samples)
+    for kind, found in fits.items():
+        print(f"## {kind}\n\n{found.report.to_markdown()}\n")
+    path = profiler.profile(samples, fits).save(args.output_dir or profile_folder())
+    note(f"stored {path.name} and its .npz")
+    return 0

@@ -1,0 +1,82 @@
+"""Where an engine's predicted costs come from: its profile on disk, or a roofline of its device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxllm.errors import ConfigError
+from jaxllm.models.config import LlamaConfig, OPTConfig
+from jaxllm.predictors.base import CostModel, ModelShape
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.predictors.store import Profile, profile_path
+
+_logger = logging.getLogger(__name__)
+
+DATA_SHEETS: Mapping[str, str] = {
+    "cpu": "cpu-2core",
+    "NVIDIA A100-SXM4-80GB": "A100-80GB",
+    "NVIDIA A800 80GB PCIe": "A800-80GB-PCIe",
+    "NVIDIA H100 80GB HBM3": "H100-SXM",
+    "NVIDIA H200": "H200",
+    "NVIDIA L40S": "L40S",
+}
+"""Names of `jaxllm.predictors.devices` by what JAX calls a device."""
+
+
+def profile_folder() -> Path:
+    """Where profiles are kept unless told otherwise: `jaxllm/profiles` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxllm" / "profiles"
+
+
+def shape_of(config: LlamaConfig | OPTConfig, name: str, dtype: str) -> ModelShape:
+    """The sizes of a model that decide its costs."""
+    return ModelShape(
+        name=name,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        gated_mlp=isinstance(config, LlamaConfig),
+        tie_word_embeddings=config.tie_word_embeddings,
+        dtype=dtype,
+    )
+
+
+def load_costs(
+    model: ModelShape, device_kind: str, block_size: int, folder: Path | None = None
+) -> tuple[CostModel, str]:
+    """Predicted costs of a model on a device, and where they come from.
+
+    Args:
+        model: the model's sizes.
+        device_kind: what JAX calls the device.
+        block_size: tokens per KV block.
+        folder: of profiles; `profile_folder()` if None.
+
+    Raises:
+        ConfigError: there is neither a profile nor a data sheet of the device.
+        ProfileError: the profile is damaged, or of another model of the same name.
+    """
+    path = profile_path(folder or profile_folder(), device_kind, model.name, model.dtype)
+    if path.exists():
+        profile = Profile.load(path)
+        profile.check_matches(device=device_kind, model=model, block_size=block_size)
+        return profile.table, f"profile {path.name}"
+    if device_kind not in DATA_SHEETS:
+        raise ConfigError(
+            f"there is no profile of {model.name} on {device_kind!r}, nor a data sheet of that device "
+            f"({', '.join(DATA_SHEETS)}); measure one with `jaxllm profile`"
+        )
+    name = DATA_SHEETS[device_kind]
+    _logger.warning(
+        "predicted costs are a roofline estimate of %s, not measured; `jaxllm profile` measures them", name
+    )
+    return RooflineCostModel(model, device_spec(name), block_size=block_size), f"roofline of {name}"

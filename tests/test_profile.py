@@ -1,0 +1,136 @@
+"""`jaxllm profile`, and engines that choose policies by name."""
+
+import logging
+
+import pytest
+from engine_helpers import make_llm, run
+from variants import golden_checkpoint, golden_data
+
+from jaxllm import SamplingParams
+from jaxllm.bench.profile import Profiler
+from jaxllm.cli.main import main
+from jaxllm.costs import load_costs, profile_folder, shape_of
+from jaxllm.errors import ConfigError
+from jaxllm.executor import compile_stats
+from jaxllm.predictors.base import COST_KINDS
+from jaxllm.predictors.regression import fit
+from jaxllm.predictors.store import Profile, ProfileError
+from jaxllm.sched.ledger import read_ledger
+
+NAME = "llama_gqa"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(golden_checkpoint(NAME), num_host_blocks=16)
+
+
+@pytest.fixture(scope="module")
+def profiler(llm):
+    return Profiler(llm, "tiny", seed=1)
+
+
+@pytest.fixture(scope="module")
+def samples(profiler):
+    compiled, _ = compile_stats.total()
+    found = profiler.samples(0.1)
+    assert compile_stats.total()[0] == compiled
+    return found
+
+
+def test_every_kind_is_measured(llm, samples):
+    assert samples.keys() == set(COST_KINDS)
+    config = llm.executor.config
+    for kind, of_kind in samples.items():
+        assert len(of_kind) >= 20
+        assert {sample.kind for sample in of_kind} == {kind}
+    tokens = [sample.features[2] for sample in samples["prefill"]]
+    assert max(tokens) == config.buckets.prefill[-1][0]
+    batches = [sample.features[2] for sample in samples["decode"]]
+    assert set(config.buckets.decode) <= set(batches)
+
+
+def test_tokens_are_right_after_profiling(llm, samples):
+    data = golden_data(NAME)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(data["prompts"], greedy, use_tqdm=False)
+    assert [output.token_ids for output in outputs] == [tokens[:12] for tokens in data["greedy"]]
+
+
+def test_a_profile_is_stored_and_found(llm, profiler, samples, tmp_path):
+    fits = {kind: fit(of_kind, names=["ridge"], degrees=[1, 2]) for kind, of_kind in samples.items()}
+    profiler.profile(samples, fits).save(tmp_path)
+    shape = shape_of(llm.model_config, "tiny", "float32")
+    costs, source = load_costs(shape, "cpu", llm.executor.config.block_size, tmp_path)
+    assert source.startswith("profile ")
+    assert 0 < costs.decode_seconds(2, 40) < 10
+    assert 0 < costs.swap_out_seconds(3) < 10
+    with pytest.raises(ProfileError, match="block_size"):
+        load_costs(shape, "cpu", 99, tmp_path)
+    with pytest.raises(ConfigError, match="swap"):
+        profiler.profile(samples, {"prefill": fits["prefill"], "decode": fits["decode"]})
+
+
+def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog):
+    shape = shape_of(llm.model_config, "tiny", "float32")
+    with caplog.at_level(logging.WARNING):
+        costs, source = load_costs(shape, "cpu", 4, tmp_path)
+    assert source == "roofline of cpu-2core"
+    assert "jaxllm profile" in caplog.text
+    assert costs.prefill_seconds(100, 1) > 0
+    with pytest.raises(ConfigError, match="'Some GPU'.*jaxllm profile"):
+        load_costs(shape, "Some GPU", 4, tmp_path)
+
+
+def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxllm.predictors.regression.REGRESSORS", ("linear", "ridge"))
+    model = str(golden_checkpoint(NAME))
+    sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--decode-buckets", "2"]
+    command = ["profile", "--model", model, "--seconds", "0.1", "--output-dir", str(tmp_path), *sizes]
+    assert main([*command, "--num-gpu-blocks-override", "40", "--block-size", "4"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    profile = Profile.load(path)
+    assert profile.device == "cpu"
+    assert set(profile.num_samples) == set(COST_KINDS)
+    assert "## swap_in" in capsys.readouterr().out
+    assert main([*command, "--seconds", "0"]) == 2
+
+
+@pytest.mark.parametrize("preset", ["adaptive", "paper", "vllm", "vllm_swap"])
+def test_presets_by_name_give_the_same_tokens(preset, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile_folder().is_relative_to(tmp_path)
+    ledger = tmp_path / "ledger.jsonl"
+    data = golden_data(NAME)
+    llm = make_llm(
+        golden_checkpoint(NAME),
+        scheduler_policy=preset,
+        num_host_blocks=64,
+        num_gpu_blocks_override=30,
+        ledger=str(ledger),
+        compilation_cache_dir=None,
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    outputs = run(llm.engine, [*data["prompts"]] * 2, greedy)
+    assert [output.token_ids for output in outputs] == [tokens[:40] for tokens in data["greedy"]] * 2
+    records = read_ledger(ledger)
+    assert len(records.steps) > 40
+    actions = {record.action for record in records.preemptions}
+    if preset == "vllm":
+        assert actions == {"recompute"}
+        assert any(record.measured_seconds for record in records.preemptions)
+    report = llm.costs.report()
+    assert report["decode"].count > 10
+    assert llm.costs_source == "roofline of cpu-2core"
+
+
+def test_unknown_policies_are_refused(tmp_path):
+    for name, message in (
+        ("fair", "no preset 'fair'"),
+        ("nowhere:policy", "cannot import the policy 'nowhere:policy'"),
+        ("jaxllm.sched.presets:absent", "absent"),
+        ("jaxllm.errors:ConfigError", "must be a SchedulerPolicy"),
+        (5, "name of a preset or a SchedulerPolicy"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_llm(golden_checkpoint(NAME), scheduler_policy=name)
