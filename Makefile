@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 TEST_JOBS ?= 2
 
-.PHONY: help demo test test-parity lint check bench clean
+.PHONY: help demo test test-parity lint check bench reproduce clean
 
 help:
 	@echo "make demo         answer a batch of prompts with the embedded model"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-parity  tests against live transformers on torch"
 	@echo "make lint         ruff and mypy"
 	@echo "make check        lint, test, test-parity: what CI runs"
+	@echo "make reproduce    the AdaptiveLLM paper's evaluation, simulated"
 	@echo "make bench        throughput and scheduler benchmarks of this machine"
 
 $(VENV)/.installed: pyproject.toml
@@ -49,6 +50,9 @@ bench: $(VENV)/.installed-dev
 	mkdir -p out
 	$(BIN)/python scripts/bench_scheduler.py --out out/scheduler.json
 	$(BIN)/jaxllm bench throughput --num-prompts 64 --input-len 8:64 --output-len 16:64 --output out/throughput.json
+
+reproduce: $(VENV)/.installed-dev
+	$(BIN)/python scripts/reproduce_paper.py --out-dir out/paper
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

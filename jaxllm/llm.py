@@ -64,9 +64,9 @@ class LLM:
     Args:
         model: folder of a checkpoint; the embedded demo model if None.
         scheduler_policy: which request is next, whom to preempt and how, when to admit: a preset's name
-            ("adaptive", "paper", "vllm", "vllm_swap"; its predicted costs are those of `jaxllm profile`, or a
-            roofline), the import path "module:attribute" of your own, or a `SchedulerPolicy`. By default first
-            come, first served, without swapping.
+            ("adaptive", "paper", "vllm", "vllm_swap"; its predicted costs are those of `jaxllm profile`,
+            or a roofline), the import path "module:attribute" of your own, or a `SchedulerPolicy`. By default
+            first come, first served, without swapping.
         **settings: the fields of `EngineConfig`.
 
     Raises:

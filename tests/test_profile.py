@@ -78,7 +78,7 @@ def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog):
     assert source == "roofline of cpu-2core"
     assert "jaxllm profile" in caplog.text
     assert costs.prefill_seconds(100, 1) > 0
-    with pytest.raises(ConfigError, match="'Some GPU'.*jaxllm profile"):
+    with pytest.raises(ConfigError, match=r"'Some GPU'.*jaxllm profile"):
         load_costs(shape, "Some GPU", 4, tmp_path)
 
 
