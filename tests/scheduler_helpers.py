@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy, WatermarkAdmission
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import PrefillChunk, Request, SchedulerOutput
@@ -26,7 +28,9 @@ def make_request(index: int, num_prompt_tokens: int, max_new_tokens: int = 8, **
     return Request(**(arguments | changes))
 
 
-def make_scheduler(policy: SchedulerPolicy = NO_WATERMARK, **changes: Any) -> Scheduler:
+def make_scheduler(
+    policy: SchedulerPolicy = NO_WATERMARK, ledger: Ledger | None = None, **changes: Any
+) -> Scheduler:
     """A scheduler with blocks of 4 tokens and generous limits, but for `changes`."""
     limits: dict[str, Any] = {
         "num_gpu_blocks": 64,
@@ -35,7 +39,45 @@ def make_scheduler(policy: SchedulerPolicy = NO_WATERMARK, **changes: Any) -> Sc
         "max_num_seqs": 8,
         "max_num_batched_tokens": 128,
     }
-    return Scheduler(SchedulerConfig(**(limits | changes)), policy)
+    return Scheduler(SchedulerConfig(**(limits | changes)), policy, ledger=ledger)
+
+
+def step(scheduler: Scheduler, now: float = 0.0) -> str:
+    """One iteration, checked, whose tokens are known at once; ends requests that reach their length."""
+    output = scheduler.schedule(now)
+    scheduler.check()
+    for request in sampled_requests(output):
+        request.output_token_ids.append(0)
+    scheduler.complete(output.step_id)
+    for request in output.ending:
+        scheduler.finish(request, "length")
+        scheduler.check()
+    return describe(output)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCosts:
+    """Seconds by formula: `prefill` and `decode` per token, `swap` per block and direction."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+    swap: float = 1.0
+
+    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
+        """Of the new tokens."""
+        return self.prefill * num_tokens
+
+    def decode_seconds(self, batch: int, context_tokens: int) -> float:
+        """Of the batch."""
+        return self.decode * batch
+
+    def swap_out_seconds(self, num_blocks: int) -> float:
+        """Of the blocks."""
+        return self.swap * num_blocks
+
+    def swap_in_seconds(self, num_blocks: int) -> float:
+        """Of the blocks."""
+        return self.swap * num_blocks
 
 
 def sampled_requests(output: SchedulerOutput) -> list[Request]:
@@ -44,13 +86,24 @@ def sampled_requests(output: SchedulerOutput) -> list[Request]:
 
 
 def describe(output: SchedulerOutput) -> str:
-    """`D r0 r1 -r2` for a decode that preempted r2; `P r0[0:4] r1[0:3]!` where `!` samples; `-` if empty."""
+    """An iteration in short.
+
+    `D r0 r1 -r2 <r3 >r1`: a decode that dropped r2, swapped r3 out and swapped r1 in;
+    `P r0[0:4] r1[0:3]!` where `!` samples; `-` if empty.
+    """
     if output.is_empty:
         return "-"
     if output.prefill:
         return "P " + " ".join(_describe_chunk(chunk) for chunk in output.prefill)
-    parts = [request.request_id for request in output.decode]
-    return " ".join(["D", *parts, *(f"-{request.request_id}" for request in output.preempted)])
+    swapped = [swap.request for swap in output.swap_out]
+    return " ".join(
+        [
+            "D",
+            *(request.request_id for request in output.decode),
+            *(("<" if one in swapped else "-") + one.request_id for one in output.preempted),
+            *(">" + swap.request.request_id for swap in output.swap_in),
+        ]
+    )
 
 
 def _describe_chunk(chunk: PrefillChunk) -> str:

@@ -1,4 +1,4 @@
-"""BlockPool: single cases, and a state machine against a naive model."""
+"""BlockPool and HostBudget: single cases, and a state machine against a naive model."""
 
 import pytest
 from hypothesis import settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxllm.errors import ConfigError, KVCacheError
-from jaxllm.sched.block_manager import BlockPool
+from jaxllm.sched.block_manager import BlockPool, HostBudget
 
 
 def test_allocation_hands_out_low_ids_first_and_counts():
@@ -84,6 +84,52 @@ def test_check_finds_corruption():
     pool._ref_counts[0] = 0
     with pytest.raises(KVCacheError, match="block 0 has 0 references and is not in the free list"):
         pool.check()
+
+
+def test_a_host_loan_is_used_then_in_flight_then_free():
+    host = HostBudget(5)
+    first, second = host.lend(2), host.lend(3)
+    assert first != second
+    assert (host.num_free, host.num_used, host.num_in_flight) == (0, 5, 0)
+    host.start_return(first)
+    assert (host.num_free, host.num_used, host.num_in_flight) == (0, 3, 2)
+    host.check()
+    host.finish_return(first)
+    host.cancel(second)
+    assert (host.num_free, host.num_used, host.num_in_flight) == (5, 0, 0)
+    assert host.lend(1) not in (first, second)
+    host.check()
+
+
+def test_a_refused_host_loan_or_return_changes_nothing():
+    host = HostBudget(3)
+    handle = host.lend(2)
+    for count in (2, 0, -1):
+        with pytest.raises(KVCacheError, match=f"cannot take {count} host blocks: 1 of 3 are free"):
+            host.lend(count)
+    with pytest.raises(KVCacheError, match="no host loan"):
+        host.finish_return(handle)  # it was not started
+    host.start_return(handle)
+    for refused in (host.start_return, host.cancel):
+        with pytest.raises(KVCacheError, match="no host loan"):
+            refused(handle)
+    assert (host.num_free, host.num_in_flight) == (1, 2)
+    host.check()
+
+
+def test_a_host_pool_may_be_empty_but_not_negative():
+    with pytest.raises(KVCacheError, match="0 of 0"):
+        HostBudget(0).lend(1)
+    with pytest.raises(ConfigError, match="at least 0, got -1"):
+        HostBudget(-1)
+
+
+def test_check_finds_a_corrupt_host_budget():
+    host = HostBudget(3)
+    host.lend(1)
+    host.num_free += 1
+    with pytest.raises(KVCacheError, match="3 free, 1 used and 0 in-flight"):
+        host.check()
 
 
 class BlockPoolMachine(RuleBasedStateMachine):

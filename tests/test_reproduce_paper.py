@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-import reproduce_paper  # noqa: E402
+import reproduce_paper
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,22 @@
 """Scheduler: hand-computed traces, limits, and the life of a request."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
-from scheduler_helpers import NO_WATERMARK, describe, make_request, make_scheduler, sampled_requests
+from scheduler_helpers import NO_WATERMARK, describe, make_request, make_scheduler, step
 
 from jaxllm.errors import KVCacheError, RequestError
-from jaxllm.sched.policies import SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.policies import (
+    HostBoundAdmission,
+    MoreUrgentFirst,
+    PrefillFirst,
+    SchedulerPolicy,
+    SwapIfItFits,
+    WatermarkAdmission,
+)
 from jaxllm.types import RequestStatus
-
-
-def step(scheduler, now=0.0):
-    """One iteration whose tokens are known at once; ends requests that reach their length."""
-    output = scheduler.schedule(now)
-    scheduler.check()
-    for request in sampled_requests(output):
-        request.output_token_ids.append(0)
-        if request.num_tokens == request.max_total_tokens:
-            scheduler.finish(request, "length")
-            scheduler.check()
-    return describe(output)
 
 
 def steps(scheduler, count):
@@ -207,6 +203,110 @@ def test_the_first_scheduled_time_survives_a_preemption():
     assert [request.metrics.first_scheduled_time for request in requests] == [10.0, 10.0]
 
 
+# Swapping
+
+SWAP = dataclasses.replace(NO_WATERMARK, action=SwapIfItFits())
+
+
+def test_a_swapped_request_goes_on_where_it_was():
+    scheduler = make_scheduler(SWAP, num_gpu_blocks=3, num_host_blocks=2)
+    first, second = make_request(0, 4, max_new_tokens=4), make_request(1, 3, max_new_tokens=4)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert steps(scheduler, 2) == ["P r0[0:4]! r1[0:3]!", "D r0 r1"]
+    output = scheduler.schedule(0.0)  # r1 needs a second block
+    assert describe(output) == "D r0 <r1"
+    (swap,) = output.swap_out
+    assert (swap.request, swap.handle, swap.block_ids) == (second, second.host_handle, (1,))
+    assert (second.status, second.slot, second.block_ids) == (RequestStatus.SWAPPED, None, [])
+    assert (second.num_computed_tokens, second.num_tokens) == (4, 5)
+    assert (scheduler.num_swapped, scheduler.num_free_host_blocks) == (1, 1)
+    assert (second.metrics.num_preemptions, second.metrics.num_swaps) == (1, 1)
+    first.output_token_ids.append(0)
+    assert step(scheduler) == "D r0"  # r1 needs two blocks, one is free
+    output = scheduler.schedule(0.0)
+    assert describe(output) == "D r1 >r1"
+    assert [(swap.handle, len(swap.block_ids)) for swap in output.swap_in] == [(swap.handle, 1)]
+    assert output.swap_in[0].block_ids == tuple(second.block_ids[:1])
+    assert (second.host_handle, second.num_computed_tokens, second.num_tokens) == (None, 5, 6)
+    assert (scheduler.num_swapped, scheduler.num_free_host_blocks) == (0, 1)  # its copy is under way
+    scheduler.check()
+    scheduler.complete(output.step_id)
+    assert scheduler.num_free_host_blocks == 2
+
+
+def test_what_does_not_fit_the_host_pool_is_dropped():
+    scheduler = make_scheduler(SWAP, num_gpu_blocks=4, num_host_blocks=1)
+    for index in range(4):
+        scheduler.add(make_request(index, 4, max_new_tokens=3))
+    assert steps(scheduler, 2)[1] == "D r0 r1 <r3 -r2"
+
+
+def test_nothing_starts_before_what_is_swapped_is_back():
+    scheduler = make_scheduler(SWAP, num_gpu_blocks=3, num_host_blocks=2)
+    for index, length in enumerate([4, 4, 1]):
+        scheduler.add(make_request(index, length, max_new_tokens=3))
+    # r2 would fit beside r0.
+    assert steps(scheduler, 4) == ["P r0[0:4]! r1[0:4]! r2[0:1]!", "D r0 <r2 <r1", "D r0", "D r1 r2 >r1 >r2"]
+
+
+def test_an_in_flight_token_delays_a_swap_in():
+    scheduler = make_scheduler(SWAP, num_gpu_blocks=2, num_host_blocks=2)
+    first, second = make_request(0, 4, max_new_tokens=2), make_request(1, 4, max_new_tokens=2)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.schedule(0.0)
+    assert describe(scheduler.schedule(0.0)) == "D r0 <r1"
+    assert scheduler.schedule(0.0).is_empty
+    second.output_token_ids.append(5)
+    assert describe(scheduler.schedule(0.0)) == "D r1 >r1"
+
+
+def test_an_aborted_swapped_request_is_discarded_with_the_next_step():
+    scheduler = make_scheduler(SWAP, num_gpu_blocks=2, num_host_blocks=2)
+    first, second = make_request(0, 4, max_new_tokens=5), make_request(1, 4, max_new_tokens=2)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert steps(scheduler, 2)[1] == "D r0 <r1"
+    handle = second.host_handle
+    scheduler.finish(second, "abort")
+    scheduler.check()
+    assert (second.host_handle, scheduler.num_free_host_blocks) == (None, 2)
+    assert scheduler.schedule(0.0).discarded == (handle,)
+    assert scheduler.schedule(0.0).discarded == ()
+
+
+class NeverSwapIn(PrefillFirst):
+    def swaps_in(self, waiting, swapped, now):
+        return False
+
+
+def test_no_policy_leaves_the_only_set_of_requests_alone():
+    policy = dataclasses.replace(SWAP, restore=NeverSwapIn())
+    scheduler = make_scheduler(policy, num_gpu_blocks=2, num_host_blocks=2)
+    scheduler.add(make_request(0, 4, max_new_tokens=2))
+    scheduler.add(make_request(1, 4, max_new_tokens=2))
+    assert steps(scheduler, 3) == ["P r0[0:4]! r1[0:4]!", "D r0 <r1", "D r1 >r1"]
+
+
+def test_the_host_bound_counts_a_prompt_that_is_partly_prefilled():
+    policy = dataclasses.replace(SWAP, admission=HostBoundAdmission(0.0))
+    scheduler = make_scheduler(policy, num_gpu_blocks=20, num_host_blocks=10, max_num_batched_tokens=8)
+    scheduler.add(make_request(0, 12, max_new_tokens=21))  # 8 blocks at its end
+    scheduler.add(make_request(1, 4, max_new_tokens=21))  # 6
+    assert steps(scheduler, 3) == ["P r0[0:8]", "P r0[8:12]!", "D r0"]
+
+
+def test_who_joins_a_split_prompt_leaves_the_next_blocks_of_the_running_ones():
+    policy = dataclasses.replace(NO_WATERMARK, restore=MoreUrgentFirst())
+    scheduler = make_scheduler(policy, num_gpu_blocks=4, max_num_batched_tokens=4)
+    scheduler.add(make_request(0, 4))  # needs a second block to decode
+    assert step(scheduler) == "P r0[0:4]!"
+    scheduler.add(make_request(1, 6))
+    scheduler.add(make_request(2, 2))
+    assert steps(scheduler, 3) == ["P r1[0:4]", "P r1[4:6]!", "D r0 r1"]
+
+
 # The end of a request
 
 
@@ -302,7 +402,7 @@ def _share_a_slot(scheduler, request):
 
 
 def _queue_twice(scheduler, request):
-    scheduler._waiting.append(request)
+    scheduler._waiting.add(request)
 
 
 def _forget_growth(scheduler, request):

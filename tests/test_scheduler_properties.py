@@ -7,9 +7,17 @@ import itertools
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_helpers import make_request, make_scheduler, sampled_requests
+from scheduler_helpers import LinearCosts, make_request, make_scheduler, sampled_requests
 
-from jaxllm.sched.policies import SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.policies import (
+    Decision,
+    HostBoundAdmission,
+    PreemptionAction,
+    SchedulerPolicy,
+    SwapIfItFits,
+    WatermarkAdmission,
+)
+from jaxllm.sched.presets import make_preset
 from jaxllm.types import RequestStatus
 
 VOCAB_SIZE = 31
@@ -35,15 +43,31 @@ def reference_output(request):
 
 
 class FakeDevice:
-    """A KV pool whose cells know what was written to them, and one newest token per slot."""
+    """A KV pool whose cells know what was written to them, copies on the host, a newest token per slot."""
 
     def __init__(self, block_size):
         self.block_size = block_size
         self.cells = {}
         self.newest_token = {}
+        self.host = {}
+        self.handles = set()
 
     def execute(self, scheduled):
         """The sampled token of each sampled request."""
+        for handle in scheduled.discarded:
+            del self.host[handle]
+        for swap in scheduled.swap_out:
+            assert swap.handle not in self.handles, "a handle is used twice"
+            self.handles.add(swap.handle)
+            self.host[swap.handle] = [self._take_block(block_id) for block_id in swap.block_ids]
+        for swap in scheduled.swap_in:
+            copies = self.host.pop(swap.handle)
+            assert len(copies) == len(swap.block_ids)
+            for block_id, cells in zip(swap.block_ids, copies, strict=True):
+                self.cells.update({(block_id, row): cell for row, cell in enumerate(cells) if cell})
+            request = swap.request
+            (token_id,) = request.token_ids(request.num_tokens - 2, request.num_tokens - 1)  # must be known
+            self.newest_token[request.slot] = token_id
         for request in scheduled.decode:
             # It feeds its newest token, which the host may not know yet.
             self._write(request, request.num_tokens - 2, [self.newest_token[request.slot]])
@@ -53,6 +77,10 @@ class FakeDevice:
             assert len(token_ids) == chunk.length, "prefills a token that is not known"
             self._write(chunk.request, chunk.start, token_ids)
         return [self._sample(request) for request in sampled_requests(scheduled)]
+
+    def _take_block(self, block_id):
+        """What a block holds; it is gone from the device, so that only a copy can bring it back."""
+        return [self.cells.pop((block_id, row), None) for row in range(self.block_size)]
 
     def _cell(self, request, position):
         return request.block_ids[position // self.block_size], position % self.block_size
@@ -73,29 +101,97 @@ class FakeDevice:
 
 
 class ShortestFirst:
-    def order(self, waiting, now):
-        return sorted(waiting, key=lambda request: request.num_tokens)
+    def score(self, request, now):
+        return -request.num_tokens
+
+    def group(self, request):
+        return request.num_tokens
+
+
+def draw(now, number, count):
+    """A number below `count` that looks random and is the same each time."""
+    return (int(now) * 7919 + number * 104729) // 13 % count
+
+
+class ArbitraryPriority:
+    def score(self, request, now):
+        return draw(now, request.arrival_index, 5)
+
+    def group(self, request):
+        return request.arrival_index
 
 
 class ArbitraryVictim:
     def choose(self, candidates, now):
-        return candidates[int(now) * 7919 % len(candidates)]
+        return candidates[draw(now, 1, len(candidates))]
+
+
+class ArbitraryAction:
+    def choose(self, victim, state, now):
+        assert 0 <= state.num_host_free <= state.num_host_blocks
+        assert victim in state.started
+        fits = len(victim.block_ids) <= state.num_host_free
+        swaps = fits and draw(now, victim.arrival_index, 2)
+        return Decision(PreemptionAction.SWAP if swaps else PreemptionAction.RECOMPUTE)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArbitraryRestore:
+    prefill_first: bool
+    skips: bool
+
+    def swaps_in(self, waiting, swapped, now):
+        assert waiting and swapped
+        return bool(draw(now, len(waiting) + len(swapped), 2))
 
 
 class NeverAdmit:
-    def admits(self, request, num_needed, num_free, num_blocks):
+    def admits(self, request, num_needed, state):
+        assert num_needed <= state.num_free <= state.num_blocks
         return False
 
 
-POLICIES = {
-    "vllm": SchedulerPolicy(),
-    "no watermark": SchedulerPolicy(admission=WatermarkAdmission(0.0)),
-    "high watermark": SchedulerPolicy(admission=WatermarkAdmission(0.3)),
-    "one at a time": SchedulerPolicy(admission=NeverAdmit()),
-    "unfair": SchedulerPolicy(
-        admission=WatermarkAdmission(0.0), priority=ShortestFirst(), victim=ArbitraryVictim()
+NO_WATERMARK = WatermarkAdmission(0.0)
+COSTS = LinearCosts()
+ALWAYS_SWAP = {
+    "vllm_swap": make_preset("vllm_swap"),
+    "both pools": SchedulerPolicy(
+        admission=HostBoundAdmission(0.0, count_device_pool=True), action=SwapIfItFits()
     ),
 }
+POLICIES = {
+    "adaptive": make_preset("adaptive", COSTS),
+    "paper": make_preset("paper", COSTS),
+    "vllm": make_preset("vllm"),
+    "no watermark": SchedulerPolicy(admission=NO_WATERMARK),
+    "high watermark": SchedulerPolicy(admission=WatermarkAdmission(0.3)),
+    "one at a time": SchedulerPolicy(admission=NeverAdmit()),
+    "one at a time, paper": dataclasses.replace(make_preset("paper", COSTS), admission=NeverAdmit()),
+    "swap if it fits": SchedulerPolicy(admission=NO_WATERMARK, action=SwapIfItFits()),
+    "swap, short first": SchedulerPolicy(
+        admission=NO_WATERMARK,
+        priority=ShortestFirst(),
+        victim=ArbitraryVictim(),
+        action=SwapIfItFits(),
+        restore=ArbitraryRestore(prefill_first=False, skips=False),
+    ),
+    "short first": SchedulerPolicy(
+        admission=NO_WATERMARK, priority=ShortestFirst(), victim=ArbitraryVictim()
+    ),
+    **ALWAYS_SWAP,
+    **{
+        f"arbitrary {prefill_first} {skips} {spare}": SchedulerPolicy(
+            admission=NO_WATERMARK,
+            priority=ArbitraryPriority(),
+            victim=ArbitraryVictim(),
+            action=ArbitraryAction(),
+            restore=ArbitraryRestore(prefill_first, skips),
+            decode_needs_free_block=spare,
+        )
+        for prefill_first, skips, spare in itertools.product([False, True], repeat=3)
+    },
+}
+FCFS = {"vllm", "no watermark", "high watermark", "one at a time", "swap if it fits", *ALWAYS_SWAP}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -104,20 +200,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
         num_blocks=st.integers(2, 14),
+        num_host_blocks=st.integers(0, 10),
         block_size=st.integers(1, 5),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 24),
         data=st.data(),
         run_ahead=st.integers(0, 2),  # the engine's is 0 or 1; 2 exercises the guard on tokens in flight
     )
-    def start(self, policy, num_blocks, block_size, max_num_seqs, budget, data, run_ahead):
-        self.is_fcfs = policy != "unfair"
-        self.num_blocks = num_blocks
+    def start(self, policy, num_blocks, num_host_blocks, block_size, max_num_seqs, budget, data, run_ahead):
+        self.is_fcfs = policy in FCFS
+        # Blocks of copies still under way may be missing, but then they are few and soon free.
+        self.must_swap = policy in ALWAYS_SWAP and run_ahead == 0
+        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
         self.kv_tokens = num_blocks * block_size
         self.run_ahead = run_ahead
         self.scheduler = make_scheduler(
-            dataclasses.replace(POLICIES[policy]),
+            POLICIES[policy],
             num_gpu_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
             block_size=block_size,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
@@ -177,6 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._commit(*self.pending.popleft())
 
     def _commit(self, output, token_ids):
+        self.scheduler.complete(output.step_id)
         for request, token_id in zip(sampled_requests(output), token_ids, strict=True):
             if request.is_finished:
                 continue  # it ended while this token was in flight
@@ -205,12 +306,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(batch)) == len(batch) == len({request.slot for request in batch})
         assert all(request in before for request in batch), "schedules a finished request"
         assert not set(batch) & set(output.preempted)
+        self._check_swaps(output, before)
         assert output.num_prefill_tokens <= config.max_num_batched_tokens
         assert len(output.prefill) <= (config.max_prefill_seqs or config.max_num_seqs)
 
+        resumed = {swap.request for swap in output.swap_in}
         for request in output.decode:
             num_tokens, num_computed, status = before[request]
-            assert (num_computed, status) == (num_tokens - 1, RequestStatus.RUNNING)
+            expected = RequestStatus.SWAPPED if request in resumed else RequestStatus.RUNNING
+            assert (num_computed, status) == (num_tokens - 1, expected)
             assert (request.num_tokens, request.num_computed_tokens) == (num_tokens + 1, num_tokens)
         for chunk in output.prefill:
             request = chunk.request
@@ -221,9 +325,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.num_tokens == num_tokens + chunk.is_last
             assert request.metrics.first_scheduled_time is not None
         for request in output.preempted:
-            assert (request.status, request.num_tokens) == (RequestStatus.WAITING, before[request][0])
+            assert request.num_tokens == before[request][0]
+            assert before[request][2] is RequestStatus.RUNNING
         untouched = before.keys() - set(batch) - set(output.preempted)
         assert all((r.num_tokens, r.num_computed_tokens, r.status) == before[r] for r in untouched)
+
+        if output.prefill and not self.scheduler.policy.restore.prefill_first:
+            going_on = [r for r in untouched if r.slot is not None and r.num_tokens < r.max_total_tokens]
+            growth = sum(-(-r.num_tokens // config.block_size) - len(r.block_ids) for r in going_on)
+            assert self.scheduler.num_free_blocks >= growth, "takes what running requests need next"
 
         # Only an iteration's first prompt may be cut by the budget.
         assert all(chunk.is_last for chunk in output.prefill[1:])
@@ -239,9 +349,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         if output.is_empty:
             assert not before or any(r.num_in_flight for r in before), "idles with nothing to wait for"
 
+    def _check_swaps(self, output, before):
+        swapped = {swap.request for swap in output.swap_out}
+        assert swapped <= set(output.preempted)
+        assert not (output.preempted and output.swap_in), "swaps in where it preempted"
+        assert {swap.request for swap in output.swap_in} <= set(output.decode)
+        for request in output.preempted:
+            status = RequestStatus.SWAPPED if request in swapped else RequestStatus.WAITING
+            assert (request.status, request.host_handle is not None) == (status, request in swapped)
+            assert request.num_computed_tokens == (before[request][1] if request in swapped else 0)
+        if self.must_swap:
+            assert swapped == set(output.preempted), "the host pool is full"
+        if output.is_empty:  # nobody executes it
+            assert not (output.preempted or output.swap_out or output.swap_in or output.discarded)
+
     @invariant()
     def invariants_hold(self):
         self.scheduler.check()
+        swapped = {r.host_handle for r in self.live.values() if r.status is RequestStatus.SWAPPED}
+        assert self.scheduler.num_swapped == len(swapped)
+        assert set(self.device.host) == swapped | set(self.scheduler._discarded), "a copy is lost or kept"
+        host = self.scheduler._host
+        assert host.num_used == sum(len(self.device.host[handle]) for handle in swapped)
+        assert host.num_free + host.num_used + host.num_in_flight == self.num_host_blocks
         tables = [r.block_ids for r in self.live.values()]
         assert self.scheduler.num_free_blocks + sum(map(len, tables)) == self.num_blocks
         waiting = [r for r in self.live.values() if r.status is RequestStatus.WAITING]
@@ -266,7 +396,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.schedule(self.now).is_empty
         self.scheduler.check()
         assert self.scheduler.num_free_blocks == self.num_blocks
-        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.num_free_host_blocks == self.num_host_blocks
+        assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_swapped == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

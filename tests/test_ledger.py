@@ -1,0 +1,178 @@
+"""Ledger: records, lines of JSON, regret, and what the scheduler writes into it."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request, make_scheduler, step
+
+from jaxllm.errors import ConfigError
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, read_ledger
+from jaxllm.sched.policies import AdaptiveAction, Decision, PreemptionAction, SwapIfItFits
+
+SWAP = Decision(PreemptionAction.SWAP, swap_seconds=2.0, recompute_seconds=3.0)
+RECOMPUTE = Decision(PreemptionAction.RECOMPUTE, swap_seconds=4.0, recompute_seconds=3.0)
+
+
+def victim(index=0):
+    request = make_request(index, 7)
+    request.block_ids = [4, 2]
+    return request
+
+
+def test_a_record_is_closed_by_the_end_of_its_request():
+    ledger, request = Ledger(), victim()
+    ledger.preempted(request, 5, 1.5, [("r0", 0.25)], SWAP)
+    ledger.resumed(request, 8, 2.5)
+    ledger.resumed(request, 9, 3.5)  # a further chunk of the same restore
+    ledger.measured("r0", 0.5)
+    ledger.measured("r0", 0.25)
+    assert ledger.preemptions == []
+    ledger.finished("r0")
+    assert ledger.preemptions == [
+        PreemptionRecord(5, 1.5, "r0", 7, 2, [("r0", 0.25)], "swap", 2.0, 3.0, 8, 2.5, 0.75)
+    ]
+    ledger.finished("r0")
+    ledger.close()
+    assert len(ledger.preemptions) == 1
+
+
+def test_a_second_preemption_closes_the_first():
+    ledger, request = Ledger(), victim()
+    for step_id in (5, 9):
+        ledger.preempted(request, step_id, 0.0, [], SWAP)
+    assert [record.step_id for record in ledger.preemptions] == [5]
+    ledger.close()
+    assert [record.step_id for record in ledger.preemptions] == [5, 9]
+
+
+def test_requests_that_were_not_preempted_leave_no_record():
+    ledger = Ledger()
+    ledger.resumed(victim(), 3, 0.0)
+    ledger.measured("r0", 1.0)
+    ledger.finished("r0")
+    ledger.close()
+    assert ledger.preemptions == []
+
+
+@pytest.mark.parametrize(
+    ("decision", "measured", "predicted", "regret"),
+    [
+        (SWAP, 2.5, 2.0, 0.0),
+        (SWAP, 3.5, 2.0, 0.5),  # recomputing would have taken 3 s
+        (RECOMPUTE, 4.5, 3.0, 0.5),
+        (SWAP, None, 2.0, None),
+        (Decision(PreemptionAction.SWAP), 3.5, None, None),
+    ],
+)
+def test_regret(decision, measured, predicted, regret):
+    ledger = Ledger()
+    ledger.preempted(victim(), 0, 0.0, [], decision)
+    if measured is not None:
+        ledger.measured("r0", measured)
+    ledger.close()
+    (record,) = ledger.preemptions
+    assert (record.predicted_seconds, record.regret_seconds) == (predicted, regret)
+
+
+def test_lines_of_json():
+    file = io.StringIO()
+    ledger = Ledger(file)
+    for index in (0, 1):
+        ledger.preempted(victim(index), 5 + index, 1.5, [("r0", 0.25)], SWAP)
+    ledger.measured("r1", 4.0)
+    ledger.finished("r1")
+    assert file.getvalue().count("\n") == 1  # r0 is not back
+    ledger.close()
+    assert ledger.preemptions == []
+    first, second = map(json.loads, file.getvalue().splitlines())
+    assert (first["request_id"], first["measured_seconds"], first["regret_seconds"]) == ("r1", 4.0, 1.0)
+    assert second == {
+        "record": "preemption",
+        "step_id": 5,
+        "time": 1.5,
+        "request_id": "r0",
+        "num_tokens": 7,
+        "num_blocks": 2,
+        "scores": [["r0", 0.25]],
+        "action": "swap",
+        "swap_seconds": 2.0,
+        "recompute_seconds": 3.0,
+        "resumed_step_id": None,
+        "resumed_time": None,
+        "measured_seconds": None,
+        "regret_seconds": None,
+    }
+
+
+def run(ledger):
+    """r1 is swapped out in step 1 at 1.0 and is back in step 2 at 2.0."""
+    policy = dataclasses.replace(NO_WATERMARK, action=AdaptiveAction(LinearCosts(prefill=1.0, swap=0.5)))
+    scheduler = make_scheduler(policy, ledger, num_gpu_blocks=2, num_host_blocks=2)
+    scheduler.add(make_request(0, 4, max_new_tokens=2))
+    scheduler.add(make_request(1, 4, max_new_tokens=2))
+    trace = [step(scheduler, float(now)) for now in range(4)]
+    assert trace == ["P r0[0:4]! r1[0:4]!", "D r0 <r1", "D r1 >r1", "-"]
+
+
+def test_the_scheduler_tells_the_ledger_what_it_decides():
+    ledger = Ledger()
+    run(ledger)
+    assert ledger.preemptions == [
+        PreemptionRecord(1, 1.0, "r1", 5, 1, [("r0", 0.0), ("r1", 0.0)], "swap", 1.0, 5.0, 2, 2.0)
+    ]
+    steps = [
+        (s.step_id, s.num_running, s.num_swapped, s.num_used_blocks, s.num_used_host_blocks)
+        for s in ledger.steps
+    ]
+    assert steps == [(0, 2, 0, 2, 0), (1, 1, 1, 2, 1), (2, 1, 0, 2, 1)]
+    work = [
+        (s.num_prefill_tokens, s.num_decoded, s.num_dropped, s.num_swapped_out, s.num_swapped_in)
+        for s in ledger.steps
+    ]
+    assert work == [(8, 0, 0, 0, 0), (0, 1, 0, 1, 0), (0, 1, 0, 0, 1)]
+
+
+def test_an_aborted_request_closes_its_record():
+    ledger = Ledger()
+    policy = dataclasses.replace(NO_WATERMARK, action=SwapIfItFits())
+    scheduler = make_scheduler(policy, ledger, num_gpu_blocks=2, num_host_blocks=2)
+    swapped = make_request(1, 4, max_new_tokens=2)
+    scheduler.add(make_request(0, 4))
+    scheduler.add(swapped)
+    assert [step(scheduler), step(scheduler)][1] == "D r0 <r1"
+    assert ledger.preemptions == []
+    scheduler.finish(swapped, "abort")
+    assert [record.resumed_step_id for record in ledger.preemptions] == [None]
+
+
+def test_a_ledger_is_read_back(tmp_path):
+    in_memory = Ledger()
+    run(in_memory)
+    path = tmp_path / "ledger.jsonl"
+    with path.open("w") as file:
+        run(Ledger(file))
+    for text in (path.read_text(), path.read_text() + '{"record": "st'):  # the second as a killed run left it
+        path.write_text(text)
+        ledger = read_ledger(path)
+        assert ledger.steps == in_memory.steps
+        (mine,), (theirs,) = ledger.preemptions, in_memory.preemptions
+        assert dataclasses.replace(mine, scores=theirs.scores) == theirs
+        assert list(map(tuple, mine.scores)) == theirs.scores
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense\n{}\n", "line 1 is not JSON"),
+        ("[]\n", "line 1 must be a JSON object"),
+        ("{}\n", "record=None is neither"),
+        ('{"record": "step", "step_id": 1}\n', "line 1 is not a ledger's"),
+    ],
+)
+def test_what_is_no_ledger_is_refused(tmp_path, text, message):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_ledger(path)

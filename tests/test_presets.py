@@ -1,0 +1,189 @@
+"""Presets: names and errors, and AdaptiveLLM's two algorithms on cases computed by hand.
+
+Blocks hold 4 tokens; the urgency of a request is (now - arrival) / tokens.
+"""
+
+import pytest
+from scheduler_helpers import LinearCosts, make_request, make_scheduler, step
+
+from jaxllm.errors import ConfigError
+from jaxllm.sched.policies import (
+    AlwaysRecompute,
+    HostBoundAdmission,
+    PrefillFirst,
+    SchedulerPolicy,
+    SwapIfItFits,
+)
+from jaxllm.sched.presets import PRESETS, make_preset
+
+SWAP_IS_CHEAP = LinearCosts(prefill=1.0, swap=0.1)
+SWAP_IS_DEAR = LinearCosts(prefill=1.0, swap=10.0)
+
+
+def paper(costs=SWAP_IS_CHEAP, **limits):
+    return make_scheduler(make_preset("paper", costs), **({"num_host_blocks": 8} | limits))
+
+
+def add(scheduler, index, length, new=8, arrival=None):
+    scheduler.add(make_request(index, length, new, arrival_time=float(index if arrival is None else arrival)))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_a_policy(name):
+    assert isinstance(make_preset(name, LinearCosts()), SchedulerPolicy)
+
+
+@pytest.mark.parametrize("name", ["paper", "adaptive"])
+def test_presets_that_weigh_costs_need_them(name):
+    with pytest.raises(ConfigError, match=rf"preset '{name}' .* pass costs="):
+        make_preset(name)
+
+
+def test_an_unknown_preset_is_an_error_that_lists_them():
+    with pytest.raises(ConfigError, match="no preset 'vllm_s'; presets: .*paper, vllm, vllm_swap"):
+        make_preset("vllm_s", LinearCosts())
+
+
+def test_the_baselines_differ_in_admission_and_action():
+    vllm, swap = make_preset("vllm"), make_preset("vllm_swap")
+    assert (vllm.action, vllm.restore) == (AlwaysRecompute(), PrefillFirst())
+    assert (swap.action, swap.admission) == (SwapIfItFits(), HostBoundAdmission())
+    assert (swap.priority, swap.victim, swap.batching) == (vllm.priority, vllm.victim, vllm.batching)
+
+
+# Algorithm 1: whom to preempt, and how
+
+
+def two_running(costs, **limits):
+    """r0 with 8 tokens and r1 with 4, arrived at 0; the next step needs 2 blocks and 1 is free."""
+    scheduler = paper(costs, num_gpu_blocks=4, **limits)
+    add(scheduler, 0, 8, arrival=0)
+    add(scheduler, 1, 4, arrival=0)
+    assert step(scheduler, 9.0) == "P r1[0:4]! r0[0:8]!"  # 9 / 4 against 9 / 8
+    return scheduler
+
+
+def test_the_least_urgent_is_swapped_out_where_that_is_cheaper():
+    assert step(two_running(SWAP_IS_CHEAP), 10.0) == "D r1 <r0"  # 10 / 9 against 10 / 5
+
+
+def test_the_least_urgent_is_dropped_where_that_is_cheaper():
+    assert step(two_running(SWAP_IS_DEAR), 10.0) == "D r1 -r0"
+
+
+def test_the_least_urgent_is_dropped_where_the_host_pool_is_too_small():
+    assert step(two_running(SWAP_IS_CHEAP, num_host_blocks=1), 10.0) == "D r1 -r0"
+
+
+def test_urgency_follows_the_arrival_too():
+    scheduler = paper(num_gpu_blocks=4)
+    add(scheduler, 0, 8, arrival=0)
+    add(scheduler, 1, 4, arrival=8)
+    assert step(scheduler, 9.0) == "P r0[0:8]! r1[0:4]!"  # 9 / 8 against 1 / 4
+    assert step(scheduler, 10.0) == "D r0 <r1"  # 10 / 9 against 2 / 5
+
+
+# Algorithm 2: who starts
+
+
+def test_the_waiting_start_by_urgency_and_what_does_not_fit_is_passed_over():
+    scheduler = paper(num_gpu_blocks=3)
+    add(scheduler, 0, 2, arrival=0)  # 10 / 2
+    add(scheduler, 1, 9, arrival=0)  # 10 / 9, 3 blocks
+    add(scheduler, 2, 10, arrival=0)  # 10 / 10, 3 blocks
+    add(scheduler, 3, 4, arrival=8)  # 2 / 4
+    assert step(scheduler, 10.0) == "P r0[0:2]! r3[0:4]!"
+
+
+def test_the_token_budget_passes_over_what_is_too_long():
+    scheduler = paper(max_num_batched_tokens=8)
+    for index, length in enumerate([4, 5, 4]):
+        add(scheduler, index, length, arrival=0)
+    assert step(scheduler, 10.0) == "P r0[0:4]! r2[0:4]!"
+
+
+def test_the_blocks_of_the_next_step_stay_free():
+    scheduler = paper(num_gpu_blocks=3)
+    add(scheduler, 0, 4, arrival=0)
+    assert step(scheduler, 1.0) == "P r0[0:4]!"
+    add(scheduler, 1, 5, arrival=0)  # two blocks are free, r0 needs one of them
+    assert step(scheduler, 2.0) == "D r0"
+
+
+def test_an_iteration_that_preempts_starts_and_resumes_nobody():
+    scheduler = two_running(SWAP_IS_CHEAP)
+    add(scheduler, 2, 1, arrival=0)  # the most urgent, and a block is free after r0 left
+    assert step(scheduler, 10.0) == "D r1 <r0"
+    assert step(scheduler, 11.0) == "P r2[0:1]!"
+
+
+def swapped_and_waiting(new_length, new_arrival):
+    """r0, 9 tokens from 0.0, is swapped out; r1 ran alone and has ended; r2 waits beside r0."""
+    scheduler = paper(num_gpu_blocks=4)
+    add(scheduler, 0, 8, arrival=0)
+    add(scheduler, 1, 4, new=2, arrival=0)
+    assert [step(scheduler, 9.0), step(scheduler, 10.0)] == ["P r1[0:4]! r0[0:8]!", "D r1 <r0"]
+    add(scheduler, 2, new_length, arrival=new_arrival)
+    return scheduler
+
+
+def test_the_more_urgent_waiting_set_is_prefilled():
+    scheduler = swapped_and_waiting(4, 0.0)  # 11 / 4 against 11 / 9
+    assert step(scheduler, 11.0) == "P r2[0:4]!"
+
+
+def test_the_more_urgent_swapped_set_is_resumed_and_nothing_is_prefilled():
+    scheduler = swapped_and_waiting(4, 10.0)  # 1 / 4 against 11 / 9
+    assert step(scheduler, 11.0) == "D r0 >r0"
+
+
+def test_of_equally_urgent_sets_the_swapped_one_is_resumed():
+    scheduler = swapped_and_waiting(9, 0.0)
+    assert step(scheduler, 11.0) == "D r0 >r0"
+
+
+def test_an_empty_set_is_never_the_more_urgent():
+    scheduler = paper(num_gpu_blocks=4)
+    add(scheduler, 0, 8, arrival=0)
+    add(scheduler, 1, 4, new=2, arrival=0)
+    # At 0.0 the swapped request's urgency is 0; nobody waits.
+    assert [step(scheduler) for _ in range(3)] == ["P r0[0:8]! r1[0:4]!", "D r0 <r1", "D r0"]
+
+
+def test_a_set_is_compared_by_its_mean():
+    scheduler = swapped_and_waiting(1, 2.0)  # 9 / 1: with r3 the mean is 4.55, against 11 / 9
+    add(scheduler, 3, 10, arrival=10)  # 1 / 10
+    assert step(scheduler, 11.0) == "P r2[0:1]! r3[0:10]!"
+    scheduler = swapped_and_waiting(4, 3.0)  # 8 / 4: with r3 the mean is 1.05
+    add(scheduler, 3, 10, arrival=10)
+    assert step(scheduler, 11.0) == "D r0 >r0"
+
+
+def test_a_swapped_request_needs_room_for_its_next_token():
+    scheduler = paper(num_gpu_blocks=3)
+    add(scheduler, 0, 8, new=4, arrival=0)
+    add(scheduler, 1, 3, new=7, arrival=0)
+    assert step(scheduler, 9.0) == "P r1[0:3]! r0[0:8]!"
+    # r0 holds 2 blocks and needs a third: while r1 has one, two are free, and that is too few.
+    assert [step(scheduler, 10.0), step(scheduler, 11.0)] == ["D r1 <r0", "D r1"]
+
+
+# adaptive
+
+
+def test_adaptive_resumes_before_it_starts():
+    scheduler = make_scheduler(make_preset("adaptive", SWAP_IS_CHEAP), num_gpu_blocks=4, num_host_blocks=8)
+    add(scheduler, 0, 8, arrival=0)
+    add(scheduler, 1, 4, new=2, arrival=0)
+    trace = [step(scheduler, 9.0), step(scheduler, 10.0)]
+    add(scheduler, 2, 4, arrival=0)  # more urgent than r0
+    trace.append(step(scheduler, 11.0))
+    assert trace == ["P r1[0:4]! r0[0:8]!", "D r1 <r0", "D r0 >r0"]
+
+
+def test_adaptive_leaves_room_to_grow():
+    # After four requests are in, the fifth would leave no block for them: 0 < 0.25 x 4.
+    scheduler = make_scheduler(make_preset("adaptive", SWAP_IS_CHEAP), num_gpu_blocks=5)
+    for index in range(5):
+        add(scheduler, index, 2, arrival=0)
+    assert step(scheduler, 1.0) == "P r0[0:2]! r1[0:2]! r2[0:2]! r3[0:2]!"

@@ -1,0 +1,205 @@
+"""The simulator: times computed by hand, sums, seeds, and every preset to its end."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from scheduler_helpers import NO_WATERMARK, LinearCosts
+
+from jaxllm.errors import ConfigError, RequestTooLargeError
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.ledger import Ledger
+from jaxllm.sched.policies import AlwaysRecompute, SwapIfItFits
+from jaxllm.sched.presets import PRESETS, make_preset
+from jaxllm.simulator.executor import TimeSpent
+from jaxllm.simulator.run import simulate
+from jaxllm.simulator.truth import ResampledCosts
+from jaxllm.workloads.trace import Trace
+
+
+class ConstantCosts:
+    """Whatever the size of the work."""
+
+    def prefill_seconds(self, num_tokens, num_seqs, context_tokens=0):
+        return 10.0
+
+    def decode_seconds(self, batch, context_tokens):
+        return 1.0
+
+    def swap_out_seconds(self, num_blocks):
+        return 4.0
+
+    def swap_in_seconds(self, num_blocks):
+        return 3.0
+
+
+def config(**changes):
+    limits = {
+        "num_gpu_blocks": 2,
+        "block_size": 4,
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "num_host_blocks": 2,
+    }
+    return SchedulerConfig(**(limits | changes))
+
+
+def trace(prompt_lens, output_lens, arrival_times=None):
+    arrivals = np.zeros(len(prompt_lens)) if arrival_times is None else arrival_times
+    return Trace(
+        name="test", seed=0, arrival_times=arrivals, prompt_lens=prompt_lens, output_lens=output_lens
+    )
+
+
+SWAP = dataclasses.replace(NO_WATERMARK, action=SwapIfItFits())
+TWO = trace([4, 4], [2, 2])  # P r0 r1, D r0 and r1 preempted, D r1 after a swap-in or a prefill
+
+
+def test_serial_swaps_stop_the_device():
+    result = simulate(TWO, config(), SWAP, ConstantCosts(), overlap_swaps=False)
+    # 10 prefill, 4 out, 1 decode, 3 in, 1 decode
+    assert result.finish_times.tolist() == [15.0, 19.0]
+    assert result.seconds == 19.0
+    assert result.spent == TimeSpent(prefill=10.0, decode=2.0, swap_stall=7.0)
+
+
+def test_overlapped_swaps_wait_only_for_their_own_copies():
+    result = simulate(TWO, config(), SWAP, ConstantCosts(), overlap_swaps=True)
+    # 10 prefill; the copy out runs to 14 beside a decode to 11; r1 is back at 17; 1 decode
+    assert result.finish_times.tolist() == [11.0, 18.0]
+    assert result.spent == TimeSpent(prefill=10.0, decode=2.0, swap_stall=6.0)
+
+
+def test_a_copy_in_hides_behind_the_step_before():
+    # r1 is out from 10 to 14; r0 decodes six times, to 16; a copy in of 3 s then is ready at 18.
+    result = simulate(
+        trace([4, 4], [7, 2]), config(num_gpu_blocks=3), SWAP, ConstantCosts(), overlap_swaps=True
+    )
+    assert result.spent.swap_stall == pytest.approx(result.seconds - 10.0 - result.spent.decode)
+    serial = simulate(
+        trace([4, 4], [7, 2]), config(num_gpu_blocks=3), SWAP, ConstantCosts(), overlap_swaps=False
+    )
+    assert result.num_swaps == serial.num_swaps > 0
+    assert result.spent.decode == serial.spent.decode
+    assert result.spent.swap_stall < serial.spent.swap_stall
+
+
+def test_recomputed_tokens_are_accounted_apart():
+    result = simulate(TWO, config(), NO_WATERMARK, ConstantCosts(), overlap_swaps=False)
+    # 10 prefill, 1 decode, 10 for 5 tokens again, of which the last one ends r1
+    assert result.finish_times.tolist() == [11.0, 21.0]
+    assert result.spent == TimeSpent(prefill=10.0, recompute=10.0, decode=1.0)
+    assert (result.num_steps, result.num_prefill_steps, result.num_prefill_tokens) == (3, 2, 13)
+    assert (result.num_preemptions, result.num_swaps, result.mean_decode_batch) == (1, 0, 1.0)
+
+
+def test_a_mixed_prefill_is_shared_by_tokens():
+    # r1 (5 tokens, again) and r2 (5 tokens, new) share the second prefill.
+    result = simulate(
+        trace([4, 4, 5], [2, 2, 1], [0.0, 0.0, 10.5]),
+        config(num_gpu_blocks=4, max_num_seqs=2),
+        dataclasses.replace(NO_WATERMARK, action=AlwaysRecompute()),
+        LinearCosts(),
+        overlap_swaps=False,
+    )
+    spent = result.spent
+    assert spent.prefill + spent.recompute == result.num_prefill_tokens
+
+
+def test_the_clock_waits_for_arrivals_and_starts_with_the_first():
+    result = simulate(
+        trace([4, 4], [1, 1], [100.0, 130.0]), config(), SWAP, ConstantCosts(), overlap_swaps=True
+    )
+    assert result.first_scheduled_times.tolist() == [100.0, 130.0]
+    assert result.finish_times.tolist() == [110.0, 140.0]
+    assert (result.seconds, result.spent) == (40.0, TimeSpent(prefill=20.0, idle=20.0))
+
+
+def test_figures_by_hand():
+    result = simulate(
+        trace([4, 4], [1, 1], [0.0, 5.0]), config(), SWAP, ConstantCosts(), overlap_swaps=False
+    )  # r1 waits from 5 to 10
+    assert result.weighted_turnaround.tolist() == [1.0, 1.5]
+    summary = result.summary()
+    assert summary["seconds"] == 20.0
+    assert summary["output_tokens_per_second"] == summary["requests_per_second"] == 0.1
+    assert summary["mean_weighted_turnaround"] == 1.25
+    assert summary["mean_latency_seconds"] == 12.5
+    assert summary["seconds_spent"]["prefill"] == 20.0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("policy", "measured"), [(SWAP, 7.0), (NO_WATERMARK, 10.0)])
+def test_the_ledger_learns_what_a_restore_took(policy, measured, overlap):
+    ledger = Ledger()
+    simulate(TWO, config(), policy, ConstantCosts(), overlap_swaps=overlap, ledger=ledger)
+    (record,) = ledger.preemptions
+    assert (record.request_id, record.measured_seconds) == ("1", measured)
+    assert record.resumed_step_id == 2
+
+
+def random_trace(seed):
+    rng = np.random.default_rng(seed)
+    arrivals = np.sort(rng.uniform(5.0, 60.0, 40))
+    return trace(rng.integers(1, 30, 40), rng.integers(1, 20, 40), arrivals)
+
+
+def noisy(seed):
+    ratios = {kind: [0.5, 0.9, 1.2, 2.0] for kind in ("prefill", "decode", "swap_out", "swap_in")}
+    return ResampledCosts(LinearCosts(0.01, 0.1, 0.02), ratios, seed=seed)
+
+
+def play(preset, costs, seed=0, overlap=False):
+    policy = make_preset(preset, LinearCosts(0.01, 0.1, 0.02))
+    limits = config(num_gpu_blocks=16, num_host_blocks=20)
+    return simulate(random_trace(seed), limits, policy, costs, overlap_swaps=overlap)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_preset_finishes_every_request_and_accounts_for_every_second(preset, overlap):
+    requests = random_trace(0)
+    result = play(preset, noisy(0), overlap=overlap)
+    assert result.num_output_tokens == requests.output_lens.sum()
+    assert np.all(result.arrival_times <= result.first_scheduled_times)
+    assert np.all(result.first_scheduled_times < result.finish_times)
+    assert result.finish_times.max() == pytest.approx(result.arrival_times[0] + result.seconds)
+    assert sum(dataclasses.astuple(result.spent)) == pytest.approx(result.seconds)
+    assert result.num_preemptions > 0
+    if preset == "vllm":
+        assert result.num_swaps == 0
+    if preset == "vllm_swap":
+        assert result.num_swaps == result.num_preemptions
+
+
+def test_the_same_seed_gives_the_same_run():
+    first, again, other = (play("paper", noisy(seed)).summary() for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_an_empty_ratio_leaves_costs_as_they_are():
+    costs = ResampledCosts(LinearCosts(prefill=2.0), {"decode": [3.0]})
+    assert (costs.prefill_seconds(5, 1), costs.decode_seconds(5, 9)) == (10.0, 15.0)
+    assert (costs.swap_out_seconds(2), costs.swap_in_seconds(2)) == (2.0, 2.0)
+
+
+def test_resampled_costs_draw_from_the_ratios():
+    costs = ResampledCosts(LinearCosts(), {"swap_in": [0.5, 2.0]}, seed=1)
+    drawn = [costs.swap_in_seconds(1) for _ in range(5000)]
+    assert set(drawn) == {0.5, 2.0}
+    assert 0.45 < drawn.count(0.5) / 5000 < 0.55
+    again = ResampledCosts(LinearCosts(), {"swap_in": [0.5, 2.0]}, seed=1)
+    assert [again.swap_in_seconds(1) for _ in range(5000)] == drawn
+
+
+@pytest.mark.parametrize("ratios", [[], [0.0], [-1.0], [float("nan")], [float("inf")], [[1.0]]])
+def test_ratios_are_checked(ratios):
+    with pytest.raises(ConfigError, match="ratios of 'decode' must be positive"):
+        ResampledCosts(LinearCosts(), {"decode": ratios})
+
+
+def test_a_request_that_never_fits_is_refused():
+    with pytest.raises(RequestTooLargeError):
+        simulate(trace([9], [9]), config(), SWAP, ConstantCosts(), overlap_swaps=False)
