@@ -125,7 +125,9 @@ class RestorePolicy(Protocol):
     """The order of prefills, swap-ins and decodes.
 
     `prefill_first` tries a prefill iteration before anything else, as long as nothing is swapped;
-    `skips` goes past a request that does not fit to those after it.
+    `skips` goes past a request that does not fit to those after it. A swapped request resumes once it fits
+    with its next token; a `resume_watermark` other than None asks for its old blocks, one more, and that
+    share of the pool.
     """
 
     @property
@@ -135,6 +137,11 @@ class RestorePolicy(Protocol):
 
     @property
     def skips(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def resume_watermark(self) -> float | None:
         """See the class."""
         ...
 
@@ -352,6 +359,7 @@ class PrefillFirst:
 
     prefill_first: bool = True
     skips: bool = False
+    resume_watermark: float | None = 0.01
 
     def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
         """Always: prefills were tried before."""
@@ -365,6 +373,7 @@ class MoreUrgentFirst:
     priority: PriorityPolicy = FairPriority()
     prefill_first: bool = False
     skips: bool = True
+    resume_watermark: float | None = None
 
     def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
         """Whether the waiting set is not the more urgent one; an empty set never is."""
@@ -382,6 +391,7 @@ class ResumeFirst:
 
     prefill_first: bool = False
     skips: bool = True
+    resume_watermark: float | None = None
 
     def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
         """Whether any swapped request can resume."""

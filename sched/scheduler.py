@@ -148,8 +148,8 @@ class Scheduler:
             chunks = self._prefill_all(self._startable(now, num_free), now)
             if chunks:
                 return self._output(step_id, now, prefill=tuple(chunks))
-        swap_out = self._make_room(step_id, now)
-        preempted = self._preempted
+        preempted, swap_out = self._make_room(step_id, now)
+        swap_in: tuple[Swap, ...] = ()
         if not preempted and (self._waiting or self._swapped):
             starting, resuming = self._choose_source(now)
             if starting:
@@ -157,14 +157,16 @@ class Scheduler:
             swap_in = tuple(self._swap_in(request, step_id, now) for request in resuming)
             if swap_in:
                 self._swapping_in.append((step_id, swap_in))
-        else:
-            swap_in = ()
         if not self._running:
-            return SchedulerOutput(step_id, preempted=tuple(preempted))
+            return SchedulerOutput(step_id)
         self._grow_block_tables()
-        decode = self._advance_running()
         return self._output(
-            step_id, now, decode=decode, preempted=tuple(preempted), swap_out=swap_out, swap_in=swap_in
+            step_id,
+            now,
+            decode=self._advance_running(),
+            preempted=tuple(preempted),
+            swap_out=tuple(swap_out),
+            swap_in=swap_in,
         )
 
     def complete(self, step_id: int) -> None:
@@ -302,6 +304,7 @@ class Scheduler:
         too_large = Verdict.SKIP if policy.restore.skips else Verdict.STOP
         in_flight = Verdict.SKIP_ONE if policy.restore.skips else Verdict.STOP
         num_slots = len(self._free_slots)
+        watermark = policy.restore.resume_watermark
 
         def judge(request: Request) -> Verdict:
             nonlocal num_free, num_slots
@@ -310,6 +313,10 @@ class Scheduler:
             num_needed = pool.blocks_for(request.num_tokens)
             if num_needed > num_free:
                 return too_large
+            if watermark is not None and num_free < pool.num_blocks:
+                num_spare = 1 + int(watermark * pool.num_blocks)
+                if pool.blocks_for(request.num_computed_tokens) + num_spare > num_free:
+                    return too_large
             if request.num_in_flight:
                 return in_flight
             num_free -= num_needed
@@ -385,20 +392,20 @@ class Scheduler:
         needs_spare = self.policy.decode_needs_free_block and len(running) > 1 and running[-1] not in growing
         return len(growing) + needs_spare
 
-    def _make_room(self, step_id: int, now: float) -> tuple[Swap, ...]:
-        """Preempt running requests until the next tokens of the others fit; sets `_preempted`.
+    def _make_room(self, step_id: int, now: float) -> tuple[list[Request], list[Swap]]:
+        """Preempt running requests until the next tokens of the others fit; returns them, and the swaps.
 
         At least one request stays: `add` made sure that one alone fits.
         """
+        preempted: list[Request] = []
         swaps: list[Swap] = []
-        self._preempted: list[Request] = []
         while self._num_growing() > self._pool.num_free:
             victim = self.policy.victim.choose(self._running, now)
             swap = self._preempt(victim, step_id, now)
             if swap is not None:
                 swaps.append(swap)
-            self._preempted.append(victim)
-        return tuple(swaps)
+            preempted.append(victim)
+        return preempted, swaps
 
     def _grow_block_tables(self) -> None:
         """Give each running request the block its next token needs."""

@@ -139,9 +139,11 @@ class ArbitraryAction:
 class ArbitraryRestore:
     prefill_first: bool
     skips: bool
+    resume_watermark: float | None = None
 
     def swaps_in(self, waiting, swapped, now):
-        assert waiting and swapped
+        assert waiting
+        assert swapped
         return bool(draw(now, len(waiting) + len(swapped), 2))
 
 
@@ -361,7 +363,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.must_swap:
             assert swapped == set(output.preempted), "the host pool is full"
         if output.is_empty:  # nobody executes it
-            assert not (output.preempted or output.swap_out or output.swap_in or output.discarded)
+            assert not (output.preempted)
+            assert not (output.swap_out)
+            assert not (output.swap_in)
+            assert not (output.discarded)
 
     @invariant()
     def invariants_hold(self):
