@@ -8,9 +8,10 @@ import itertools
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
@@ -174,7 +175,10 @@ class LLM:
             max_prefill_seqs=buckets.max_prefill_seqs,
             num_host_blocks=config.num_host_blocks,
         )
-        ledger = _open_ledger(config.ledger)
+        ledger = None
+        if config.ledger is not None:
+            ledger, file = _open_ledger(config.ledger)
+            weakref.finalize(self, _close_ledger, ledger, file)
         costs: OnlineCalibration | None = None
         if isinstance(scheduler_policy, str):
             shape = shape_of(self.model_config, folder.resolve().name, dtype)
@@ -395,13 +399,17 @@ def _fit_length(max_model_len: int, pool_tokens: int, asked: int | None) -> int:
     return pool_tokens
 
 
-def _open_ledger(path: str | None) -> Ledger | None:
-    if path is None:
-        return None
+def _open_ledger(path: str) -> tuple[Ledger, IO[str]]:
     try:
-        return Ledger(open(path, "w", encoding="utf-8", buffering=1))
+        file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115, closed when the LLM goes
     except OSError as error:
         raise ConfigError(f"cannot write the ledger {path!r}: {error.strerror}") from error
+    return Ledger(file), file
+
+
+def _close_ledger(ledger: Ledger, file: IO[str]) -> None:
+    ledger.close()
+    file.close()
 
 
 def _set_compilation_cache(folder: str | None) -> None:

@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import pathlib
 import statistics
 import sys
@@ -275,8 +276,12 @@ def main(argv: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     cells = make_cells(args.parts, args.requests, args.seeds)
-    with concurrent.futures.ProcessPoolExecutor(args.jobs) as pool:
-        rows = list(pool.map(run_cell, cells))
+    if args.jobs == 1:
+        rows = list(map(run_cell, cells))
+    else:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+            rows = list(pool.map(run_cell, cells))
     values = {
         "command": args.command,
         "device": DEVICE,

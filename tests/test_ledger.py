@@ -139,7 +139,7 @@ def test_an_aborted_request_closes_its_record():
     policy = dataclasses.replace(NO_WATERMARK, action=SwapIfItFits())
     scheduler = make_scheduler(policy, ledger, num_gpu_blocks=2, num_host_blocks=2)
     swapped = make_request(1, 4, max_new_tokens=2)
-    scheduler.add(make_request(0, 4))
+    scheduler.add(make_request(0, 4, max_new_tokens=5))
     scheduler.add(swapped)
     assert [step(scheduler), step(scheduler)][1] == "D r0 <r1"
     assert ledger.preemptions == []

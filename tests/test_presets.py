@@ -89,8 +89,8 @@ def test_urgency_follows_the_arrival_too():
 def test_the_waiting_start_by_urgency_and_what_does_not_fit_is_passed_over():
     scheduler = paper(num_gpu_blocks=3)
     add(scheduler, 0, 2, arrival=0)  # 10 / 2
-    add(scheduler, 1, 9, arrival=0)  # 10 / 9, 3 blocks
-    add(scheduler, 2, 10, arrival=0)  # 10 / 10, 3 blocks
+    add(scheduler, 1, 9, new=3, arrival=0)  # 10 / 9, 3 blocks
+    add(scheduler, 2, 10, new=3, arrival=0)  # 10 / 10, 3 blocks
     add(scheduler, 3, 4, arrival=8)  # 2 / 4
     assert step(scheduler, 10.0) == "P r0[0:2]! r3[0:4]!"
 
@@ -152,10 +152,10 @@ def test_an_empty_set_is_never_the_more_urgent():
 
 def test_a_set_is_compared_by_its_mean():
     scheduler = swapped_and_waiting(1, 2.0)  # 9 / 1: with r3 the mean is 4.55, against 11 / 9
-    add(scheduler, 3, 10, arrival=10)  # 1 / 10
+    add(scheduler, 3, 10, new=3, arrival=10)  # 1 / 10
     assert step(scheduler, 11.0) == "P r2[0:1]! r3[0:10]!"
     scheduler = swapped_and_waiting(4, 3.0)  # 8 / 4: with r3 the mean is 1.05
-    add(scheduler, 3, 10, arrival=10)
+    add(scheduler, 3, 10, new=3, arrival=10)
     assert step(scheduler, 11.0) == "D r0 >r0"
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-_MIN_SAMPLES = 20
+_MIN_SAMPLES = 60
 
 
 class Profiler:
@@ -56,7 +56,7 @@ class Profiler:
         }
 
     def samples(self, seconds: float) -> dict[CostKind, list[Sample]]:
-        """Measure for about so long, at least 20 samples of each kind.
+        """Measure for about so long, at least 60 samples of each kind.
 
         Swaps are measured only if the engine has host blocks.
         """

@@ -24,7 +24,8 @@ class BlockSwapper:
     order with the steps, so that the pool's blocks may be written right after; the copy to the host then
     runs beside the next steps. Coming back, the copy to the device runs ahead of the program that writes
     the piece into the pool. Each piece is a pinned-host array of its own; arrays never change, so a piece
-    that is dropped while it is being copied disturbs nobody.
+    that is dropped while it is being copied disturbs nobody. Every number comes back with the bits it had;
+    only on CPUs, where XLA emulates 16-bit floats, a signalling NaN comes back as a quiet one.
 
     Args:
         device: where the pool is.
