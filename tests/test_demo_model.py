@@ -34,6 +34,7 @@ SOURCES = [
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
+    sys.path.insert(0, str(SCRIPT.parent))  # its other half is imported from there
     spec = importlib.util.spec_from_file_location("train_demo_model", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -182,7 +183,8 @@ def test_training_script(script: ModuleType, tmp_path: Path, capsys: pytest.Capt
 
 def test_training_windows_start_at_lines(script: ModuleType) -> None:
     documents = [(f"{i}.py", "".join(f"line {j}\n\tand more {i}\n" for j in range(50))) for i in range(3)]
-    tokenizer = script.train_tokenizer(script.Corpus(documents, []), 280)
+    corpus = importlib.import_module("demo_model_data").Corpus(documents, [])
+    tokenizer = script.train_tokenizer(corpus, 280)
     windows = script.Windows(tokenizer, documents, seed=0)
     batch = windows.batch(40, 16)
     assert batch.shape == (40, 17)
