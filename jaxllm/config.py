@@ -34,7 +34,12 @@ class EngineConfig:
         num_gpu_blocks_override: size of the KV pool in blocks.
         kv_cache_memory: size of the KV pool in bytes.
         num_host_blocks: blocks of pinned host memory for requests that the scheduling policy swaps out; 0
-            turns swapping off.
+            turns swapping off. By default what 4 GiB hold, at most as many as the pool has, and none if the
+            policy never swaps or the pool cannot run out.
+        host_bandwidth_limit: for experiments only: bytes per second that the link to the host is slowed down
+            to, in each direction.
+        profile_seconds: measure costs for so long at start if no profile of this model and device is stored.
+            By default 10 s on devices nothing is known of, else the roofline of their data sheet is used.
         gpu_memory_utilization: fraction of device memory for weights, temporaries and pool.
         attention_implementation: "xla", "triton", or None for the best on the device.
         async_scheduling: let the host run one step ahead of the device.
@@ -60,14 +65,16 @@ class EngineConfig:
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory: int | None = None
-    num_host_blocks: int = 0
+    num_host_blocks: int | None = None
+    host_bandwidth_limit: float | None = None
+    profile_seconds: float | None = None
     gpu_memory_utilization: float | None = None
     attention_implementation: str | None = None
     async_scheduling: bool = True
     ledger: str | None = None
     decode_buckets: Sequence[int] | None = None
     prefill_buckets: Sequence[int] | None = None
-    compilation_cache_dir: str | None = "auto"
+    compilation_cache_dir: str | os.PathLike[str] | None = "auto"
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "compilation_cache_dir", "attention_implementation", "ledger"):
@@ -92,6 +99,8 @@ class EngineConfig:
         _integer("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, 2**31 - 1)
         _integer("kv_cache_memory", self.kv_cache_memory, 1, 2**50)
         _integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
+        _number("host_bandwidth_limit", self.host_bandwidth_limit, 1.0, 1e15)
+        _number("profile_seconds", self.profile_seconds, 0.0, 3600.0)
         for name in ("skip_tokenizer_init", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -107,3 +116,10 @@ def _integer(name: str, value: int | None, low: int, high: int) -> None:
         isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
     ):
         raise ConfigError(f"{name}={value!r} must be an integer from {low} to {high}")
+
+
+def _number(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high
+    ):
+        raise ConfigError(f"{name}={value!r} must be a number from {low:g} to {high:g}")

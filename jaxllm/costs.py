@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxllm.errors import ConfigError
 from jaxllm.models.config import LlamaConfig, OPTConfig
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.store import Profile, profile_path
-
-_logger = logging.getLogger(__name__)
 
 DATA_SHEETS: Mapping[str, str] = {
     "cpu": "cpu-2core",
@@ -50,10 +46,12 @@ def shape_of(config: LlamaConfig | OPTConfig, name: str, dtype: str) -> ModelSha
     )
 
 
-def load_costs(
+def find_costs(
     model: ModelShape, device_kind: str, block_size: int, folder: Path | None = None
-) -> tuple[CostModel, str]:
-    """Predicted costs of a model on a device, and where they come from.
+) -> tuple[CostModel, str] | None:
+    """Predicted costs of a model on a device, and where they come from: a profile, or a roofline.
+
+    None if there is neither a profile nor a data sheet of the device.
 
     Args:
         model: the model's sizes.
@@ -62,7 +60,6 @@ def load_costs(
         folder: of profiles; `profile_folder()` if None.
 
     Raises:
-        ConfigError: there is neither a profile nor a data sheet of the device.
         ProfileError: the profile is damaged, or of another model of the same name.
     """
     path = profile_path(folder or profile_folder(), device_kind, model.name, model.dtype)
@@ -71,12 +68,6 @@ def load_costs(
         profile.check_matches(device=device_kind, model=model, block_size=block_size)
         return profile.table, f"profile {path.name}"
     if device_kind not in DATA_SHEETS:
-        raise ConfigError(
-            f"there is no profile of {model.name} on {device_kind!r}, nor a data sheet of that device "
-            f"({', '.join(DATA_SHEETS)}); measure one with `jaxllm profile`"
-        )
+        return None
     name = DATA_SHEETS[device_kind]
-    _logger.warning(
-        "predicted costs are a roofline estimate of %s, not measured; `jaxllm profile` measures them", name
-    )
     return RooflineCostModel(model, device_spec(name), block_size=block_size), f"roofline of {name}"

@@ -35,3 +35,7 @@ class CapacityError(JaxllmError, RuntimeError):
 
 class KVCacheError(JaxllmError, RuntimeError):
     """A broken invariant of the KV block pool (double free, unknown block, leak)."""
+
+
+class ProfileError(JaxllmError, ValueError):
+    """A stored profile is missing, damaged, or of another device, model or block size."""

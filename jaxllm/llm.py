@@ -17,7 +17,7 @@ import jax
 
 from jaxllm import tokenizer as tokenization
 from jaxllm.config import EngineConfig
-from jaxllm.costs import load_costs, shape_of
+from jaxllm.costs import shape_of
 from jaxllm.engine.engine import Engine, Prompt
 from jaxllm.engine.observer import StepObserver
 from jaxllm.errors import ConfigError, RequestError
@@ -28,18 +28,19 @@ from jaxllm.executor.swapper import MAX_STAGED_BLOCKS
 from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
 from jaxllm.outputs import RequestOutput
-from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.base import ModelShape
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
-from jaxllm.sched.presets import make_preset
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.scheduling import make_scheduling
 
 _logger = logging.getLogger(__name__)
 _DEFAULT_LIMITS = {"cpu": (64, 512)}  # max_num_seqs, max_num_batched_tokens by platform
 _OTHER_LIMITS = (256, 2048)
 _ID_PREFIX = "llm-"  # of requests made here, so that ids queued on the engine itself stay the user's
+_BRIEF_PROFILE_SECONDS = 10.0
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Prompts = str | Mapping[str, Any] | Sequence[Prompt] | Sequence[int]
@@ -65,9 +66,8 @@ class LLM:
     Args:
         model: folder of a checkpoint; the embedded demo model if None.
         scheduler_policy: which request is next, whom to preempt and how, when to admit: a preset's name
-            ("adaptive", "paper", "vllm", "vllm_swap"; its predicted costs are those of `jaxllm profile`,
-            or a roofline), the import path "module:attribute" of your own, or a `SchedulerPolicy`. By default
-            first come, first served, without swapping.
+            ("adaptive", the default, "paper", "vllm", "vllm_swap"; its predicted costs are those of `jaxllm
+            profile`, or a roofline), the import path "module:attribute" of your own, or a `SchedulerPolicy`.
         **settings: the fields of `EngineConfig`.
 
     Raises:
@@ -93,12 +93,6 @@ class LLM:
         self._ids = itertools.count()
         self._mailboxes: dict[str, collections.deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
-        self.costs_source: str | None = None
-        if not isinstance(scheduler_policy, SchedulerPolicy | str | None):
-            raise ConfigError(
-                "scheduler_policy must be the name of a preset or a SchedulerPolicy, not "
-                f"{type(scheduler_policy).__name__}; pass SchedulerPolicy(victim=..., ...) with your classes"
-            )
 
         started = time.perf_counter()
         device = jax.devices()[0]
@@ -117,6 +111,8 @@ class LLM:
 
         max_model_len = config.max_model_len or model_config.default_max_model_len
         model_config.with_max_model_len(max_model_len)
+        shape = shape_of(model_config, folder.resolve().name, dtype)
+        scheduling = make_scheduling(scheduler_policy, shape, device.device_kind, config.block_size)
         params = load_params(
             folder, model_config, dtype, load_format=config.load_format, seed=config.seed, device=device
         )
@@ -133,18 +129,23 @@ class LLM:
             max(max_num_seqs, buckets.max_prefill_seqs),
             _ITEMSIZE[dtype],
         )
-        if config.num_host_blocks:
+        if scheduling.may_swap and config.num_host_blocks != 0:
             temporaries += 2 * MAX_STAGED_BLOCKS * bytes_per_block
+        needed_blocks = max_num_seqs * -(-max_model_len // config.block_size)
         num_blocks = memory.num_blocks_that_fit(
             device=device,
             bytes_per_block=bytes_per_block,
             temporaries=temporaries,
-            needed_blocks=max_num_seqs * -(-max_model_len // config.block_size),
+            needed_blocks=needed_blocks,
             num_gpu_blocks_override=config.num_gpu_blocks_override,
             kv_cache_memory=config.kv_cache_memory,
             gpu_memory_utilization=config.gpu_memory_utilization,
         )
         max_model_len = _fit_length(max_model_len, num_blocks * config.block_size, config.max_model_len)
+        num_host_blocks = scheduling.num_host_blocks(
+            config.num_host_blocks, num_blocks, needed_blocks, bytes_per_block
+        )
+        scheduling.say_source(num_host_blocks)
         self.model_config: LlamaConfig | OPTConfig = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]
         self.dtype = dtype
         self.executor = ModelExecutor(
@@ -159,7 +160,8 @@ class LLM:
                 dtype=dtype,
                 seed=config.seed,
                 implementation=config.attention_implementation,
-                num_host_blocks=config.num_host_blocks,
+                num_host_blocks=num_host_blocks,
+                host_bandwidth_limit=config.host_bandwidth_limit,
             ),
             device,
         )
@@ -173,28 +175,41 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_seqs=buckets.max_prefill_seqs,
-            num_host_blocks=config.num_host_blocks,
+            num_host_blocks=num_host_blocks,
         )
         ledger = None
         if config.ledger is not None:
             ledger, file = _open_ledger(config.ledger)
             weakref.finalize(self, _close_ledger, ledger, file)
-        costs: OnlineCalibration | None = None
-        if isinstance(scheduler_policy, str):
-            shape = shape_of(self.model_config, folder.resolve().name, dtype)
-            predicted, self.costs_source = load_costs(shape, device.device_kind, config.block_size)
-            costs = OnlineCalibration(predicted)
-            scheduler_policy = make_preset(scheduler_policy, costs)
-        self.costs = costs
+        self.costs, self.costs_source = scheduling.costs, scheduling.source
+        if num_host_blocks and self.costs is not None:
+            self._measure_costs(shape, scheduling.needs_measuring)
+        observer = StepObserver(self.costs, ledger) if self.costs is not None or ledger is not None else None
         self.engine = Engine(
             self.executor,
-            Scheduler(scheduler_config, scheduler_policy or SchedulerPolicy(), ledger=ledger),
-            observer=StepObserver(costs, ledger) if costs is not None or ledger is not None else None,
+            Scheduler(scheduler_config, scheduling.policy, ledger=ledger),
+            observer=observer,
             vocab_size=model_config.vocab_size,
             tokenizer=self.tokenizer,
             eos_token_ids=eos_token_ids,
             async_scheduling=config.async_scheduling,
         )
+
+    def _measure_costs(self, shape: ModelShape, is_needed: bool) -> None:
+        """Replace estimated costs by a brief profile, if asked to or if there is no estimate."""
+        seconds = self.config.profile_seconds
+        if seconds is None:
+            seconds = _BRIEF_PROFILE_SECONDS if is_needed else 0.0
+        if not seconds or (self.costs_source or "").startswith("profile"):
+            return
+        from jaxllm.bench.profile import Profiler
+
+        assert self.costs is not None
+        _logger.info("measuring costs for %g s; `jaxllm profile` does it once and for all", seconds)
+        profiler = Profiler(self.executor, shape)
+        samples = profiler.samples(seconds)
+        self.costs.model = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
+        self.costs_source = f"profile of {seconds:g} s at start"
 
     @property
     def max_model_len(self) -> int:
@@ -412,12 +427,12 @@ def _close_ledger(ledger: Ledger, file: IO[str]) -> None:
     file.close()
 
 
-def _set_compilation_cache(folder: str | None) -> None:
+def _set_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
     """Turn on JAX's persistent compilation cache, unless the user has set one up already."""
     if folder is None or (folder == "auto" and jax.config.values["jax_compilation_cache_dir"]):
         return
     if folder == "auto":
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = str(Path(base) / "jaxllm" / f"xla-{jax.__version__}")
-    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -140,12 +140,15 @@ class PrefillChunk:
     """Tokens `[start, start + length)` of a request, to be computed in one step.
 
     `is_last` marks the chunk that ends at the request's current length: its last row is sampled.
+    `is_first` marks the one with which the request takes its slot; the KV of tokens before it, if there are
+    any, is in the request's blocks.
     """
 
     request: Request
     start: int
     length: int
     is_last: bool
+    is_first: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,12 +156,14 @@ class Swap:
     """A copy of a request's KV between device blocks and host memory.
 
     `handle` names the copy in host memory and is never used twice. Token `i` of the request is in block
-    `block_ids[i // block_size]`, on the way out as on the way in.
+    `block_ids[i // block_size]`, on the way out as on the way in. On the way in the first `num_intact` blocks
+    hold their contents already.
     """
 
     request: Request
     handle: int
     block_ids: tuple[int, ...]
+    num_intact: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.predictors.base import ModelShape, check_integer
 from jaxllm.predictors.table import TableCostModel
 
@@ -31,10 +31,6 @@ FORMAT_VERSION = 1
 
 _MAX_FILE_BYTES = 64 * 2**20
 _REMEDY = "measure again with `jaxllm profile`"
-
-
-class ProfileError(JaxllmError, ValueError):
-    """A stored profile is missing, damaged, or of another device, model or block size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError, KVCacheError
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvictedBlocks:
+    """Free blocks whose contents are wanted back, in the order of a request's tokens.
+
+    `ages` holds how often each had been handed out when it was evicted: once it was handed out again its
+    contents are gone.
+    """
+
+    block_ids: tuple[int, ...]
+    ages: tuple[int, ...]
+
+
 class BlockPool:
     """Hands out block ids `0 .. num_blocks - 1`; a block is free while nobody references it.
+
+    Evicted blocks are free ones whose contents somebody may want back. They are handed out last, the
+    earliest eviction first and each from its tail, so that what is left of one is the head of a sequence.
 
     Every method either succeeds or raises and leaves the pool as it was.
     """
 
-    __slots__ = ("_free", "_ref_counts", "block_size", "num_blocks")
+    __slots__ = ("_ages", "_evicted", "_free", "_ref_counts", "block_size", "num_blocks")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """A pool of `num_blocks` free blocks of `block_size` tokens each."""
@@ -24,17 +41,19 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids leave first
+        self._evicted: collections.OrderedDict[int, None] = collections.OrderedDict()  # the first leave first
         self._ref_counts = [0] * num_blocks
+        self._ages = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
         """Blocks nobody references."""
-        return len(self._free)
+        return len(self._free) + len(self._evicted)
 
     @property
     def num_used(self) -> int:
         """Blocks with at least one reference."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the KV of `num_tokens` tokens."""
@@ -47,18 +66,21 @@ class BlockPool:
             KVCacheError: fewer blocks are free.
         """
         free = self._free
-        if not 0 <= num_blocks <= len(free):
+        if not 0 <= num_blocks <= self.num_free:
             raise KVCacheError(
-                f"cannot allocate {num_blocks} blocks: {len(free)} of {self.num_blocks} are free; "
+                f"cannot allocate {num_blocks} blocks: {self.num_free} of {self.num_blocks} are free; "
                 "preempt or finish a request first"
             )
-        split = len(free) - num_blocks
+        split = max(0, len(free) - num_blocks)
         block_ids = free[split:]
         block_ids.reverse()
         del free[split:]
-        ref_counts = self._ref_counts
+        while len(block_ids) < num_blocks:
+            block_ids.append(self._evicted.popitem(last=False)[0])
+        ref_counts, ages = self._ref_counts, self._ages
         for block_id in block_ids:
             ref_counts[block_id] = 1
+            ages[block_id] += 1
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -91,15 +113,57 @@ class BlockPool:
                 freed.append(block_id)
         self._free.extend(freed)
 
+    def evict(self, block_ids: Sequence[int]) -> EvictedBlocks:
+        """Free blocks that one request alone references, in a way that `reclaim` may undo.
+
+        Raises:
+            KVCacheError: a block is free, unknown or shared.
+        """
+        for block_id in block_ids:
+            if not self._is_used(block_id) or self._ref_counts[block_id] != 1:
+                raise KVCacheError(f"cannot evict block {block_id}: {self._describe(block_id)}")
+        for block_id in reversed(block_ids):
+            self._ref_counts[block_id] = 0
+            self._evicted[block_id] = None
+        return EvictedBlocks(tuple(block_ids), tuple(self._ages[block_id] for block_id in block_ids))
+
+    def num_intact(self, evicted: EvictedBlocks) -> int:
+        """How many of the first blocks still hold what they held."""
+        ages = self._ages
+        count = 0
+        for block_id, age in zip(evicted.block_ids, evicted.ages, strict=True):
+            if ages[block_id] != age:
+                break
+            count += 1
+        return count
+
+    def reclaim(self, evicted: EvictedBlocks) -> list[int]:
+        """Take the intact head of what was evicted, with one reference each; the rest becomes plain free."""
+        count = self.num_intact(evicted)
+        self.forget(EvictedBlocks(evicted.block_ids[count:], evicted.ages[count:]))
+        block_ids = list(evicted.block_ids[:count])
+        for block_id in block_ids:
+            del self._evicted[block_id]
+            self._ref_counts[block_id] = 1
+            self._ages[block_id] += 1
+        return block_ids
+
+    def forget(self, evicted: EvictedBlocks) -> None:
+        """Say that nobody wants these contents back."""
+        for block_id, age in zip(evicted.block_ids, evicted.ages, strict=True):
+            if self._ages[block_id] == age:
+                del self._evicted[block_id]
+                self._free.append(block_id)
+
     def check(self) -> None:
         """Verify that each block is either free, once, or referenced.
 
         Raises:
             KVCacheError: the pool is corrupt.
         """
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise KVCacheError(f"the free list of {len(self._free)} blocks holds {len(free)} distinct ones")
+        free = {*self._free, *self._evicted}
+        if len(free) != self.num_free:
+            raise KVCacheError(f"the free lists of {self.num_free} blocks hold {len(free)} distinct ones")
         for block_id, count in enumerate(self._ref_counts):
             if count < 0 or (count == 0) != (block_id in free):
                 where = "in" if block_id in free else "not in"
@@ -110,7 +174,8 @@ class BlockPool:
 
     def _describe(self, block_id: int) -> str:
         if 0 <= block_id < self.num_blocks:
-            return "it is free"
+            count = self._ref_counts[block_id]
+            return f"it has {count} references" if count else "it is free"
         return f"the pool holds blocks 0 to {self.num_blocks - 1}"
 
 

@@ -9,7 +9,7 @@ How large may a prompt batch be?
 Whom to preempt when blocks run out?
     `VictimPolicy`: `LatestArrivalVictim`, `LeastUrgentVictim`.
 What becomes of the victim's KV?
-    `ActionPolicy`: `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`.
+    `ActionPolicy`: `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`, `OverlapAwareAction`.
 In which order do requests start, resume and go on?
     `RestorePolicy`: `PrefillFirst`, `MoreUrgentFirst`, `ResumeFirst`.
 
@@ -25,6 +25,7 @@ from typing import Protocol
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
+from jaxllm.sched.pressure import RecentPressure
 from jaxllm.types import Request
 
 
@@ -43,6 +44,9 @@ class PoolState:
 
     `num_free` and `num_blocks` count device blocks, `num_host_free` and `num_host_blocks` host blocks;
     `started` are the requests that hold blocks of either kind.
+
+    The rest is filled in for `ActionPolicy` only: the running requests, their tokens together, and what the
+    recent preemptions have led to.
     """
 
     num_free: int
@@ -51,6 +55,9 @@ class PoolState:
     num_host_free: int
     num_host_blocks: int
     started: Sequence[Request]
+    num_running: int = 0
+    num_context_tokens: int = 0
+    recent: RecentPressure = dataclasses.field(default_factory=RecentPressure)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -332,7 +339,8 @@ class SwapIfItFits:
 class AdaptiveAction:
     """AdaptiveLLM: predicts both costs and takes the cheaper action (Algorithm 1, lines on swap and drop).
 
-    Recomputing costs one prefill of the victim's tokens, swapping a copy of its blocks out and back.
+    As in the paper, recomputing costs one prefill of the victim's tokens, swapping a copy of its blocks out
+    and back.
 
     Args:
         costs: predicts seconds.
@@ -344,10 +352,49 @@ class AdaptiveAction:
         """`SWAP` if it is predicted to be faster and fits the host pool."""
         num_blocks = len(victim.block_ids)
         swap = self.costs.swap_out_seconds(num_blocks) + self.costs.swap_in_seconds(num_blocks)
-        recompute = self.costs.prefill_seconds(victim.num_tokens, 1)
-        is_swap = swap < recompute and num_blocks <= state.num_host_free
-        action = PreemptionAction.SWAP if is_swap else PreemptionAction.RECOMPUTE
-        return Decision(action, swap, recompute)
+        return cheaper(victim, state, swap, self.costs.prefill_seconds(victim.num_tokens, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapAwareAction:
+    """Takes the action that delays the engine less: copies run beside steps, prefills share an iteration.
+
+    With means over the recent preemptions (`RecentPressure`):
+
+    - Copying out costs what is left of it when the request is wanted back.
+    - Copying in costs what is left of it after its share of the decode step it runs beside, which requests
+      that resume together divide.
+    - Recomputing costs an equal share of the prefill iteration it becomes part of, or what its tokens add to
+      that iteration if they are many: every return takes a place that another start would have had.
+    - Either is about the blocks that are lost by then, which with `lazy_eviction` may not be all.
+
+    Args:
+        costs: predicts seconds.
+    """
+
+    costs: CostModel
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """`SWAP` if it is predicted to delay less and fits the host pool."""
+        costs, recent, num_blocks = self.costs, state.recent, len(victim.block_ids)
+        step = costs.decode_seconds(state.num_running, state.num_context_tokens)
+        lost_blocks = max(1, round(num_blocks * recent.lost_share))
+        swap = max(0.0, costs.swap_out_seconds(num_blocks) - max(step, recent.away_seconds))
+        swap += max(0.0, costs.swap_in_seconds(lost_blocks) - step / max(1.0, recent.swap_in_seqs))
+        lost_tokens = max(1, round(victim.num_tokens * recent.lost_share))
+        num_others = max(0, round(recent.prefill_seqs - 1))
+        other_tokens = round(recent.prefill_tokens * num_others / max(1.0, recent.prefill_seqs))
+        kept_tokens = victim.num_tokens - lost_tokens
+        shared = costs.prefill_seconds(lost_tokens + other_tokens, 1 + num_others, kept_tokens)
+        added = shared - costs.prefill_seconds(other_tokens, num_others)
+        return cheaper(victim, state, swap, max(added, shared / (1 + num_others)))
+
+
+def cheaper(victim: Request, state: PoolState, swap_seconds: float, recompute_seconds: float) -> Decision:
+    """The action of lower cost; dropping if the costs are equal or the host pool has no room."""
+    is_swap = swap_seconds < recompute_seconds and len(victim.block_ids) <= state.num_host_free
+    action = PreemptionAction.SWAP if is_swap else PreemptionAction.RECOMPUTE
+    return Decision(action, swap_seconds, recompute_seconds)
 
 
 # Order of prefills, swap-ins and decodes
@@ -403,7 +450,8 @@ class SchedulerPolicy:
     """One policy per question; the defaults are vLLM's for single-sequence requests.
 
     `decode_needs_free_block` is a quirk of vLLM 0.2.5: a request may decode only while a device block is
-    free, even if its last block has room.
+    free, even if its last block has room. `lazy_eviction` preempts in part: a victim's blocks are free, but
+    whatever nobody has taken by the time it comes back is neither copied nor computed again.
     """
 
     priority: PriorityPolicy = FCFSPriority()
@@ -413,3 +461,4 @@ class SchedulerPolicy:
     action: ActionPolicy = AlwaysRecompute()
     restore: RestorePolicy = PrefillFirst()
     decode_needs_free_block: bool = False
+    lazy_eviction: bool = False

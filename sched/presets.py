@@ -17,6 +17,7 @@ from jaxllm.sched.policies import (
     LatestArrivalVictim,
     LeastUrgentVictim,
     MoreUrgentFirst,
+    OverlapAwareAction,
     PaddedBatching,
     PrefillFirst,
     ResumeFirst,
@@ -74,8 +75,9 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     """Ours: the paper's fairness and choice of action, with an order that keeps the host pool in use.
 
     Against `paper` it resumes swapped requests before it starts new ones, where Algorithm 2 lets urgent new
-    requests keep the host pool full of old ones, and it leaves started requests room to grow. Both were
-    chosen by simulation (docs/policies.md).
+    requests keep the host pool full of old ones; it leaves started requests room to grow; it weighs delays
+    instead of durations; and it evicts a victim's blocks only as they are needed. docs/policies.md says what
+    each is worth.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -84,8 +86,9 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
         priority=FairPriority(),
         admission=GrowthReserve(),
         victim=LeastUrgentVictim(FairPriority()),
-        action=AdaptiveAction(_required("adaptive", costs)),
+        action=OverlapAwareAction(_required("adaptive", costs)),
         restore=ResumeFirst(),
+        lazy_eviction=True,
     )
 
 
@@ -95,6 +98,9 @@ PRESETS: Mapping[str, Callable[[CostModel | None], SchedulerPolicy]] = {
     "vllm": vllm,
     "vllm_swap": vllm_swap,
 }
+DEFAULT_PRESET = "adaptive"
+NEEDS_COSTS = frozenset({"adaptive", "paper"})
+"""Presets that compare predicted costs; the others take any, and never ask."""
 
 
 def make_preset(name: str, costs: CostModel | None = None) -> SchedulerPolicy:

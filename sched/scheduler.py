@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
-import itertools
-import operator
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError, KVCacheError, RequestError
-from jaxllm.sched.block_manager import BlockPool, HostBudget
+from jaxllm.sched.block_manager import BlockPool, EvictedBlocks, HostBudget
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger, StepRecord
 from jaxllm.sched.policies import PoolState, PreemptionAction, SchedulerPolicy
+from jaxllm.sched.pressure import RecentPressure
 from jaxllm.sched.queues import RequestQueue, Verdict
+from jaxllm.sched.running import RunningRequests
 from jaxllm.types import FinishReason, PrefillChunk, Request, RequestStatus, SchedulerOutput, Swap
 
-_arrival_index = operator.attrgetter("arrival_index")
 _DEFAULT_POLICY = SchedulerPolicy()
 
 
@@ -41,6 +40,9 @@ class Scheduler:
     device's programs, before whoever gets them next writes. Host blocks it was swapped in from stay in
     flight until `complete` says that the step after the copy has ended.
 
+    With `policy.lazy_eviction` what a preempted request held is free, but handed out last and tail first: of
+    the blocks that nobody took until the request is back nothing is copied or computed again.
+
     Executors must read `block_ids` and `slot` before the next call of any method.
     """
 
@@ -62,14 +64,12 @@ class Scheduler:
         self._live: dict[str, Request] = {}
         self._waiting = RequestQueue(policy.priority)
         self._swapped = RequestQueue(policy.priority)
-        self._running: list[Request] = []  # in arrival order
+        self._running = RunningRequests(config.block_size)
         self._prefilling: Request | None = None
         self._ending: list[Request] = []
-        # Calendars of the running requests. Each gains one token per decode iteration, so the iterations in
-        # which it needs a block (known modulo block_size) and decodes last do not change while it is running.
-        self._growing: list[list[Request]] = [[] for _ in range(config.block_size)]
-        self._last_decodes: dict[int, list[Request]] = {}
-        self._num_decodes = 0
+        self._evicted: dict[str, EvictedBlocks] = {}
+        self._preempted_at: dict[str, float] = {}
+        self._recent = RecentPressure()
         self._step_id = 0
         self._swapping_in: collections.deque[tuple[int, tuple[Swap, ...]]] = collections.deque()
         self._discarded: list[int] = []
@@ -154,7 +154,7 @@ class Scheduler:
             starting, resuming = self._choose_source(now)
             if starting:
                 return self._output(step_id, now, prefill=tuple(self._prefill_all(starting, now)))
-            swap_in = tuple(self._swap_in(request, step_id, now) for request in resuming)
+            swap_in = self._swap_in_all(resuming, step_id, now)
             if swap_in:
                 self._swapping_in.append((step_id, swap_in))
         if not self._running:
@@ -187,6 +187,10 @@ class Scheduler:
         if self._live.get(request.request_id) is not request:
             state = "has already finished" if request.is_finished else "was never added"
             raise RequestError(f"cannot finish request {request.request_id!r}: it {state}")
+        self._preempted_at.pop(request.request_id, None)
+        evicted = self._evicted.pop(request.request_id, None)
+        if evicted is not None:
+            self._pool.forget(evicted)
         if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
         elif request.host_handle is not None:
@@ -200,7 +204,7 @@ class Scheduler:
             elif request in self._ending:
                 self._ending.remove(request)
             else:
-                self._leave_running(request)
+                self._running.leave(request)
             self._release(request)
         del self._live[request.request_id]
         if self.ledger is not None:
@@ -272,10 +276,11 @@ class Scheduler:
             nonlocal num_free, num_left
             if len(taken) == num_slots:
                 return Verdict.STOP
+            length = request.num_tokens - self._num_intact_tokens(request)
             if lengths:  # only an iteration's first prompt is split
-                if request.num_tokens > num_left:
-                    return too_large
-                if not policy.batching.fits([*lengths, request.num_tokens], budget):
+                if length > num_left:
+                    return too_large if length == request.num_tokens else unsuited
+                if not policy.batching.fits([*lengths, length], budget):
                     return unsuited
             num_needed = pool.blocks_for(request.num_tokens)
             if num_needed > num_free:
@@ -289,7 +294,7 @@ class Scheduler:
             ):
                 return too_large
             num_free -= num_needed
-            lengths.append(min(request.num_tokens, budget))
+            lengths.append(min(length, budget))
             num_left -= lengths[-1]
             taken.append(request)
             return Verdict.TAKE
@@ -331,23 +336,50 @@ class Scheduler:
         started = [*self._running, *partial, *self._swapped, *starting]
         return PoolState(num_free, pool.num_blocks, pool.block_size, host.num_free, host.num_blocks, started)
 
+    def _swap_in_all(self, resuming: Sequence[Request], step_id: int, now: float) -> tuple[Swap, ...]:
+        for request in resuming:
+            self._swapped.remove(request)
+            self._take_back(request, now)
+        if resuming:
+            self._recent.swapped_in(len(resuming))
+        return tuple(self._swap_in(request, step_id, now) for request in resuming)
+
     def _swap_in(self, request: Request, step_id: int, now: float) -> Swap:
         handle = request.host_handle
         assert handle is not None  # whatever is swapped has one
-        self._swapped.remove(request)
         self._host.start_return(handle)
         request.host_handle = None
+        num_intact = len(request.block_ids)
         self._hold(request, self._pool.blocks_for(request.num_computed_tokens))
-        self._join_running(request)
+        self._running.join(request)
         if self.ledger is not None:
             self.ledger.resumed(request, step_id, now)
-        return Swap(request, handle, tuple(request.block_ids))
+        return Swap(request, handle, tuple(request.block_ids), num_intact)
 
     def _hold(self, request: Request, num_blocks: int) -> None:
-        """Give a request its blocks and a slot."""
-        request.block_ids = self._pool.allocate(num_blocks)
+        """Give a request the blocks it lacks and a slot."""
+        request.block_ids += self._pool.allocate(num_blocks - len(request.block_ids))
         request.slot = self._free_slots.pop()
         request.status = RequestStatus.RUNNING
+
+    def _take_back(self, request: Request, now: float) -> None:
+        """Give a request what is intact of the blocks it held; before anybody else takes blocks."""
+        preempted_at = self._preempted_at.pop(request.request_id, None)
+        if preempted_at is None:
+            return
+        lost_share = 1.0
+        evicted = self._evicted.pop(request.request_id, None)
+        if evicted is not None:
+            request.block_ids = self._pool.reclaim(evicted)
+            lost_share -= len(request.block_ids) / len(evicted.block_ids)
+        self._recent.returned(now - preempted_at, lost_share)
+
+    def _num_intact_tokens(self, request: Request) -> int:
+        """Tokens of a waiting request whose KV nobody has overwritten."""
+        evicted = self._evicted.get(request.request_id)
+        if evicted is None:
+            return 0
+        return min(self._pool.num_intact(evicted) * self._pool.block_size, request.num_tokens - 1)
 
     # Prefill iterations
 
@@ -356,18 +388,23 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         chunks: list[PrefillChunk] = []
         if self._prefilling is not None:
-            chunks.append(self._prefill(self._prefilling, budget))
+            chunks.append(self._prefill(self._prefilling, budget, is_first=False))
         for request in starting:
+            request.num_computed_tokens = self._num_intact_tokens(request)
             self._waiting.remove(request)
+            self._take_back(request, now)
+        for request in starting:
             self._hold(request, self._pool.blocks_for(request.num_tokens))
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
             elif self.ledger is not None:
                 self.ledger.resumed(request, self._step_id - 1, now)
-            chunks.append(self._prefill(request, budget))
+            chunks.append(self._prefill(request, budget, is_first=True))
+        if chunks:
+            self._recent.prefilled(sum([chunk.length for chunk in chunks]), len(chunks))
         return chunks
 
-    def _prefill(self, request: Request, budget: int) -> PrefillChunk:
+    def _prefill(self, request: Request, budget: int, *, is_first: bool) -> PrefillChunk:
         """Schedule up to `budget` tokens of an admitted request, and a sample if none remain."""
         start = request.num_computed_tokens
         length = min(request.num_tokens - start, budget)
@@ -379,29 +416,36 @@ class Scheduler:
             if request.num_tokens == request.max_total_tokens:
                 self._ending.append(request)
             else:
-                self._join_running(request)
-        return PrefillChunk(request, start, length, is_last)
+                self._running.join(request)
+        return PrefillChunk(request, start, length, is_last, is_first)
 
     # Decode iterations
 
     def _num_growing(self) -> int:
         """Blocks that must be free for the running requests' next tokens."""
-        growing = self._growing[self._num_decodes % self._pool.block_size]
-        running = self._running
+        running, growing = self._running, self._running.growing
         # vLLM 0.2.5 asks for a free block on behalf of each request in turn, also of one that needs none.
-        needs_spare = self.policy.decode_needs_free_block and len(running) > 1 and running[-1] not in growing
+        needs_spare = (
+            self.policy.decode_needs_free_block and len(running) > 1 and running.requests[-1] not in growing
+        )
         return len(growing) + needs_spare
 
     def _make_room(self, step_id: int, now: float) -> tuple[list[Request], list[Swap]]:
         """Preempt running requests until the next tokens of the others fit; returns them, and the swaps.
 
-        At least one request stays: `add` made sure that one alone fits.
+        At least one request stays: `add` made sure that one alone fits. If a policy fails, the swaps decided
+        so far become drops, for nobody will copy them.
         """
         preempted: list[Request] = []
         swaps: list[Swap] = []
         while self._num_growing() > self._pool.num_free:
-            victim = self.policy.victim.choose(self._running, now)
-            swap = self._preempt(victim, step_id, now)
+            try:
+                victim = self.policy.victim.choose(self._running.requests, now)
+                swap = self._preempt(victim, step_id, now)
+            except BaseException:
+                for swap in swaps:
+                    self._drop_swapped(swap.request)
+                raise
             if swap is not None:
                 swaps.append(swap)
             preempted.append(victim)
@@ -409,52 +453,20 @@ class Scheduler:
 
     def _grow_block_tables(self) -> None:
         """Give each running request the block its next token needs."""
-        growing = self._growing[self._num_decodes % self._pool.block_size]
+        growing = self._running.growing
         for request, block_id in zip(growing, self._pool.allocate(len(growing)), strict=True):
             request.block_ids.append(block_id)
 
     def _advance_running(self) -> tuple[Request, ...]:
         """Schedule one token of each running request; returns them in arrival order."""
-        batch = tuple(self._running)
-        for request in batch:  # the hot loop
-            num_tokens = request.num_tokens
-            request.num_computed_tokens = num_tokens
-            request.num_tokens = num_tokens + 1
-        ending = self._last_decodes.get(self._num_decodes)
-        self._num_decodes += 1
-        if ending:
-            self._ending = list(ending)
-            for request in self._ending:
-                self._leave_running(request)
+        batch, self._ending = self._running.advance()
         return batch
-
-    def _join_running(self, request: Request) -> None:
-        bisect.insort(self._running, request, key=_arrival_index)
-        self._growing[self._growth_phase(request)].append(request)
-        self._last_decodes.setdefault(self._last_decode(request), []).append(request)
-
-    def _leave_running(self, request: Request) -> None:
-        _remove(self._running, request)
-        self._growing[self._growth_phase(request)].remove(request)
-        last_decode = self._last_decode(request)
-        self._last_decodes[last_decode].remove(request)
-        if not self._last_decodes[last_decode]:
-            del self._last_decodes[last_decode]
-
-    def _growth_phase(self, request: Request) -> int:
-        """The decode iteration, modulo `block_size`, in which a running request needs a new block."""
-        return (self._num_decodes + 1 - request.num_tokens) % self._pool.block_size
-
-    def _last_decode(self, request: Request) -> int:
-        """The decode iteration that samples a running request's last token by length."""
-        return self._num_decodes - 1 + request.max_total_tokens - request.num_tokens
 
     def _preempt(self, victim: Request, step_id: int, now: float) -> Swap | None:
         """Take a running request's blocks and slot, and queue it to be prefilled again or swapped in."""
         if victim not in self._running:
             raise ConfigError(f"{self.policy.victim} chose {victim!r}, which is not one of the candidates")
-        state = self._state(self._pool.num_free)
-        decision = self.policy.action.choose(victim, state, now)
+        decision = self.policy.action.choose(victim, self._pressure(), now)
         num_blocks = len(victim.block_ids)
         if not isinstance(getattr(decision, "action", None), PreemptionAction):
             raise ConfigError(f"{self.policy.action} answered {decision!r}, which is not a Decision")
@@ -467,9 +479,10 @@ class Scheduler:
         if self.ledger is not None:
             scores = [(one.request_id, self.policy.priority.score(one, now)) for one in self._running]
             self.ledger.preempted(victim, step_id, now, scores, decision)
-        self._leave_running(victim)
+        self._running.leave(victim)
         block_ids = tuple(victim.block_ids)
-        self._release(victim)
+        self._release(victim, keep=self.policy.lazy_eviction)
+        self._preempted_at[victim.request_id] = now
         victim.metrics.num_preemptions += 1
         if is_swap:
             victim.metrics.num_swaps += 1
@@ -477,16 +490,43 @@ class Scheduler:
             victim.host_handle = self._host.lend(num_blocks)
             self._swapped.add(victim)
             return Swap(victim, victim.host_handle, block_ids)
+        self._queue_again(victim)
+        return None
+
+    def _queue_again(self, victim: Request) -> None:
         victim.num_computed_tokens = 0
         victim.status = RequestStatus.WAITING
         self._waiting.add(victim)
-        return None
 
-    def _release(self, request: Request) -> None:
-        """Free a request's blocks and slot. Its old block table is left as it is for those who read it."""
+    def _drop_swapped(self, victim: Request) -> None:
+        """Give up a copy that was decided but never started."""
+        assert victim.host_handle is not None
+        self._swapped.remove(victim)
+        self._host.cancel(victim.host_handle)
+        victim.host_handle = None
+        victim.metrics.num_swaps -= 1
+        self._queue_again(victim)
+
+    def _pressure(self) -> PoolState:
+        """The pools, with what the costs of an action depend on."""
+        return dataclasses.replace(
+            self._state(self._pool.num_free),
+            num_running=len(self._running),
+            num_context_tokens=sum([request.num_tokens for request in self._running]),
+            recent=self._recent,
+        )
+
+    def _release(self, request: Request, *, keep: bool = False) -> None:
+        """Free a request's blocks and slot. Its old block table is left as it is for those who read it.
+
+        With `keep` it gets back what nobody has taken in the meantime.
+        """
         if request.slot is None:
             raise KVCacheError(f"cannot release request {request.request_id!r}: it holds no slot")
-        self._pool.release(request.block_ids)
+        if keep:
+            self._evicted[request.request_id] = self._pool.evict(request.block_ids)
+        else:
+            self._pool.release(request.block_ids)
         request.block_ids = []
         self._free_slots.append(request.slot)
         request.slot = None
@@ -499,11 +539,11 @@ class Scheduler:
         """
         self._pool.check()
         self._host.check()
-        running, ending = self._running, self._ending
+        self._running.check()
+        running, ending = self._running.requests, self._ending
         waiting, swapped = list(self._waiting), list(self._swapped)
         holders = running + ending + ([] if self._prefilling is None else [self._prefilling])
         released = [r for r in self._live.values() if r.status is RequestStatus.RUNNING and r.slot is None]
-        _require(_is_sorted(running), "the running requests are not in arrival order")
         placed = [r.request_id for r in waiting + swapped + holders + released]
         _require(
             len(placed) == len(set(placed)) and set(placed) == self._live.keys(),
@@ -536,19 +576,8 @@ class Scheduler:
             num_tokens = request.num_tokens if request is self._prefilling else request.num_computed_tokens
             _require(request.status is RequestStatus.RUNNING, f"{request} holds blocks")
             _require(len(request.block_ids) == self._pool.blocks_for(num_tokens), f"{request} table size")
-        for request in running:
-            _require(
-                request.num_computed_tokens + 1 == request.num_tokens < request.max_total_tokens,
-                f"running {request} has computed {request.num_computed_tokens} tokens",
-            )
-            _require(request in self._growing[self._growth_phase(request)], f"{request} would not grow")
-            _require(
-                request in self._last_decodes.get(self._last_decode(request), ()), f"{request} would not end"
-            )
-        for calendar in (self._growing, self._last_decodes.values()):
-            _require(
-                sum(map(len, calendar)) == len(running), "a calendar holds a request that is not running"
-            )
+        away = {request.request_id for request in waiting + swapped}
+        _require(self._evicted.keys() <= away, f"blocks are kept for {sorted(self._evicted.keys() - away)}")
         held = [block_id for request in holders for block_id in request.block_ids]
         _require(
             len(held) == len(set(held)) == self._pool.num_used,
@@ -558,15 +587,6 @@ class Scheduler:
         _require(
             sorted(slots) == list(range(self.config.max_num_seqs)), f"slots free or held: {sorted(slots)}"
         )
-
-
-def _remove(queue: list[Request], request: Request) -> None:
-    """Remove `request` from a queue in arrival order."""
-    del queue[queue.index(request, bisect.bisect_left(queue, request.arrival_index, key=_arrival_index))]
-
-
-def _is_sorted(queue: list[Request]) -> bool:
-    return all(a.arrival_index <= b.arrival_index for a, b in itertools.pairwise(queue))
 
 
 def _require(condition: bool, problem: str) -> None:

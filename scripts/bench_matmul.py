@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from jaxllm.bench import hardware
+from jaxllm.bench.command import command_line
 
 _CONTRACTIONS = {"rows_first": (1, 1), "weight_first": (1, 1), "transposed_weight": (1, 0)}
 Chain = Callable[[], object]
@@ -132,7 +133,7 @@ def main() -> None:
         print(f"{rows:4d} rows: " + " | ".join(cells), flush=True)
     if args.out is not None:
         result = {
-            "command": hardware.command_line(["python", "scripts/bench_matmul.py", *sys.argv[1:]]),
+            "command": command_line(["python", "scripts/bench_matmul.py", *sys.argv[1:]]),
             "in_features": args.in_features,
             "out_features": args.out_features,
             "num_weights": args.num_weights,

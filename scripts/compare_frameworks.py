@@ -4,7 +4,8 @@
     python scripts/compare_frameworks.py --from-json compare.json --plot compare.png
 
 MODEL is a checkpoint folder, the workload one of short, long and mixed, or a JSON file
-`{"prompts": [[ids]], "max_tokens": [counts]}`. docs/compare.md says how to set the back-ends up.
+`{"prompts": [[ids]], "max_tokens": [counts]}`. docs/compare.md says how to set the back-ends up. `--out` is
+written anew after each repetition.
 
 Exit status: 0; 1 if jaxllm and transformers differ in more than `--max-disagreement` of the requests, or if
 no back-end gave a result; 2 for wrong arguments.
@@ -14,11 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import shlex
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from compare import report
 from compare.backends import BACKENDS, get_backends, interpreters
 from compare.runner import Comparison
 from compare.workloads import BLOCK_SIZE, PROMPT_LENGTHS, Workload, get_workload, save_workload
+
+from jaxllm.bench.command import command_line
 
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 64
@@ -82,8 +84,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Run the comparison; the results are JSON values.
+def measure(args: argparse.Namespace, command: str) -> Iterator[dict[str, Any]]:
+    """Run the comparison; yields the results so far, as JSON values, after each repetition.
 
     Raises:
         ValueError: an argument does not fit the others or the model.
@@ -106,25 +108,24 @@ def measure(args: argparse.Namespace, command: str) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="compare-frameworks-") as folder,
         Comparison(backends, pythons, job, variants, Path(folder), args.timeout) as comparison,
     ):
-        comparison.run(workload, args.repetitions, args.repeat_within)
-        rows = report.collect(comparison, workload)
-    names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    return {
-        "command": command,
-        "model": {"name": args.model.resolve().name, **{name: config.get(name) for name in names}},
-        "workload": workload.summary(),
-        "seed": args.seed,
-        "device": args.device,
-        "threads": args.threads,
-        "repetitions": args.repetitions,
-        "repeat_within": args.repeat_within,
-        "max_model_len": job["max_model_len"],
-        "max_num_seqs": MAX_NUM_SEQS,
-        "num_blocks": job["num_blocks"],
-        "jaxllm_settings": args.jaxllm_settings,
-        "hardware": machine,
-        "rows": rows,
-    }
+        names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        for repetitions in comparison.run(workload, args.repetitions, args.repeat_within):
+            yield {
+                "command": command,
+                "model": {"name": args.model.resolve().name, **{name: config.get(name) for name in names}},
+                "workload": workload.summary(),
+                "seed": args.seed,
+                "device": args.device,
+                "threads": args.threads,
+                "repetitions": repetitions,
+                "repeat_within": args.repeat_within,
+                "max_model_len": job["max_model_len"],
+                "max_num_seqs": MAX_NUM_SEQS,
+                "num_blocks": job["num_blocks"],
+                "jaxllm_settings": args.jaxllm_settings,
+                "hardware": machine,
+                "rows": report.collect(comparison, workload),
+            }
 
 
 def make_job(args: argparse.Namespace, config: dict[str, Any], workload: Workload) -> dict[str, Any]:
@@ -155,11 +156,6 @@ def make_job(args: argparse.Namespace, config: dict[str, Any], workload: Workloa
     }
 
 
-def command_line(argv: list[str]) -> str:
-    """The command as it was given, absolute paths shortened to their last part."""
-    return "python " + shlex.join(re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", word) for word in argv)
-
-
 def main() -> int:
     """Entry point."""
     args = parse_args()
@@ -167,12 +163,12 @@ def main() -> int:
         results = json.loads(args.from_json.read_text(encoding="utf-8"))
     else:
         try:
-            results = measure(args, command_line(sys.argv))
+            for results in measure(args, command_line(["python", *sys.argv])):
+                if args.out is not None:
+                    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         except (OSError, KeyError, ValueError) as error:
             print(f"compare_frameworks.py: {type(error).__name__}: {error}", file=sys.stderr)
             return 2
-        if args.out is not None:
-            args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(report.table(results))
     if args.plot is not None:
         report.plot(results, args.plot)

@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 from jaxllm.bench import hardware
+from jaxllm.bench.command import command_line
 from jaxllm.bench.step_times import StepTimer
 from jaxllm.bench.throughput import Repetition, Workload, num_params, overhead, run_once, spread
 from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, model_folder, note
@@ -87,7 +88,7 @@ def main() -> None:
     compiled_before, _ = compile_stats.total()
     runs = repeat(llm, workload, args.repetitions)
     result = {
-        "command": hardware.command_line(["python", "scripts/profile_overhead.py", *sys.argv[1:]]),
+        "command": command_line(["python", "scripts/profile_overhead.py", *sys.argv[1:]]),
         "model": model_folder(settings).name,
         "num_params": num_params(llm),
         "dtype": llm.dtype,

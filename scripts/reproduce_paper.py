@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from jaxllm.bench.command import command_line
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -271,7 +272,7 @@ def main(argv: list[str] | None = None) -> None:
     """Simulate, and write JSON, plots and the report."""
     args = parse_args(argv)
     words = sys.argv[1:] if argv is None else argv
-    args.command = " ".join(["python scripts/reproduce_paper.py", *words[: words.index("--out-dir")]])
+    args.command = command_line(["python", "scripts/reproduce_paper.py", *words])
     folder = args.out_dir
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()

@@ -27,7 +27,7 @@ class RestlessScheduler(Scheduler):
 
     def schedule(self, now):
         if self._step_id % 3 == 2 and len(self._running) > 1:
-            self._preempt(self._running[-1], self._step_id, now)
+            self._preempt(self._running.requests[-1], self._step_id, now)
         return super().schedule(now)
 
 

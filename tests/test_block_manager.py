@@ -75,7 +75,7 @@ def test_check_finds_corruption():
     pool = BlockPool(3, 16)
     pool.allocate(2)
     pool._free.append(2)
-    with pytest.raises(KVCacheError, match="free list of 2 blocks holds 1"):
+    with pytest.raises(KVCacheError, match="free lists of 2 blocks hold 1"):
         pool.check()
     pool._free[:] = [2, 0]
     with pytest.raises(KVCacheError, match="block 0 has 1 references and is in the free list"):

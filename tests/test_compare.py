@@ -287,7 +287,7 @@ def test_missing_python_is_reported(tmp_path):
     pythons = {"vllm": str(tmp_path / "nowhere")}
     with Comparison([backend], pythons, job(), {"vllm": [None]}, tmp_path, TIMEOUT) as comparison:
         workload = Workload("w", [[1]], [1])
-        comparison.run(workload, 1, 1.3)
+        assert list(comparison.run(workload, 1, 1.3)) == [1]
         (row,) = report.collect(comparison, workload)
     assert row["error"] == "cannot run its Python: No such file or directory"
 
@@ -320,7 +320,7 @@ def test_slow_batch_sizes_are_not_repeated(monkeypatch, tmp_path):
     with Comparison(
         [backend], {"transformers": "python"}, job(), {"transformers": [32, 16, 8, 4]}, tmp_path, TIMEOUT
     ) as comparison:
-        comparison.run(Workload("w", [[1]], [1]), 3, 1.3)
+        list(comparison.run(Workload("w", [[1]], [1]), 3, 1.3))
         assert [len(one.seconds) for one in comparison.measurements] == [3, 3, 1, 0]
         rows = report.collect(comparison, Workload("w", [[1]], [1]))
     assert worker.calls == [32, 16, 8, 4, 32, 16, 32, 16]
@@ -398,7 +398,7 @@ def test_from_json_draws_again(monkeypatch, tmp_path, capsys):
 
 
 def test_command_line_has_no_machine_paths():
-    words = ["scripts/compare_frameworks.py", "/a/b/model", "mixed", "--python", "vllm=/c/d/python"]
+    words = ["python", "scripts/compare_frameworks.py", "/a/b/model", "mixed", "--python", "vllm=/c/d/python"]
     shown = compare_frameworks.command_line(words)
     assert shown == "python scripts/compare_frameworks.py model mixed --python vllm=python"
 

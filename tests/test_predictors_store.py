@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.errors import ConfigError, JaxllmError, ProfileError
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
-from jaxllm.predictors.store import Profile, ProfileError, profile_path
+from jaxllm.predictors.store import Profile, profile_path
 from jaxllm.predictors.table import TableAxes, TableCostModel
 
 LLAMA = model_shape("llama-13b", "bfloat16")

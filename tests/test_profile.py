@@ -10,13 +10,16 @@ from variants import golden_checkpoint, golden_data
 from jaxllm import SamplingParams
 from jaxllm.bench.profile import Profiler
 from jaxllm.cli.main import main
-from jaxllm.costs import load_costs, profile_folder, shape_of
-from jaxllm.errors import ConfigError
+from jaxllm.costs import find_costs, profile_folder, shape_of
+from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.executor import compile_stats
 from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.regression import fit
-from jaxllm.predictors.store import Profile, ProfileError
+from jaxllm.predictors.store import Profile
+from jaxllm.predictors.table import TableCostModel
 from jaxllm.sched.ledger import read_ledger
+from jaxllm.sched.presets import PRESETS
+from jaxllm.scheduling import make_scheduling
 
 NAME = "llama_gqa"
 
@@ -28,7 +31,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def profiler(llm):
-    return Profiler(llm, "tiny", seed=1)
+    return Profiler(llm.executor, shape_of(llm.model_config, "tiny", llm.dtype), seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -62,25 +65,64 @@ def test_a_profile_is_stored_and_found(llm, profiler, samples, tmp_path):
     fits = {kind: fit(of_kind, names=["ridge"], degrees=[1, 2]) for kind, of_kind in samples.items()}
     profiler.profile(samples, fits).save(tmp_path)
     shape = shape_of(llm.model_config, "tiny", "float32")
-    costs, source = load_costs(shape, "cpu", llm.executor.config.block_size, tmp_path)
+    costs, source = find_costs(shape, "cpu", llm.executor.config.block_size, tmp_path)
     assert source.startswith("profile ")
     assert 0 < costs.decode_seconds(2, 40) < 10
     assert 0 < costs.swap_out_seconds(3) < 10
     with pytest.raises(ProfileError, match="block_size"):
-        load_costs(shape, "cpu", 99, tmp_path)
+        find_costs(shape, "cpu", 99, tmp_path)
     with pytest.raises(ConfigError, match="swap"):
         profiler.profile(samples, {"prefill": fits["prefill"], "decode": fits["decode"]})
 
 
 def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog):
     shape = shape_of(llm.model_config, "tiny", "float32")
-    with caplog.at_level(logging.WARNING):
-        costs, source = load_costs(shape, "cpu", 4, tmp_path)
+    costs, source = find_costs(shape, "cpu", 4, tmp_path)
     assert source == "roofline of cpu-2core"
-    assert "jaxllm profile" in caplog.text
     assert costs.prefill_seconds(100, 1) > 0
-    with pytest.raises(ConfigError, match=r"'Some GPU'.*jaxllm profile"):
-        load_costs(shape, "Some GPU", 4, tmp_path)
+    scheduling = make_scheduling(None, shape, "cpu", 4, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        scheduling.say_source(0)
+        assert not caplog.text
+        scheduling.say_source(5)
+        assert "jaxllm profile" in caplog.text
+
+
+def test_on_an_unknown_device_only_weighing_presets_need_a_measurement(llm, tmp_path):
+    shape = shape_of(llm.model_config, "tiny", "float32")
+    assert find_costs(shape, "Some GPU", 4, tmp_path) is None
+    assert {
+        name: make_scheduling(name, shape, "Some GPU", 4, tmp_path).needs_measuring for name in PRESETS
+    } == {"adaptive": True, "paper": True, "vllm": False, "vllm_swap": False}
+    assert make_scheduling(None, shape, "Some GPU", 4, tmp_path).needs_measuring
+
+
+def test_the_host_pool_is_sized_by_need(llm):
+    shape = shape_of(llm.model_config, "tiny", "float32")
+
+    def size(name, asked, num_gpu_blocks=100, needed=200, block_bytes=2**30):
+        scheduling = make_scheduling(name, shape, "cpu", 4)
+        return scheduling.num_host_blocks(asked, num_gpu_blocks, needed, block_bytes)
+
+    assert size("adaptive", None) == 4  # GiB
+    assert size("adaptive", None, block_bytes=2**20) == 100
+    assert size("adaptive", None, needed=100) == 0
+    assert size("vllm", None) == 0
+    assert (size("adaptive", 0), size("paper", 7)) == (0, 7)
+    with pytest.raises(ConfigError, match="num_host_blocks=0 contradicts"):
+        size("vllm_swap", 0)
+
+
+def test_costs_are_measured_at_start_on_demand(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = {"num_gpu_blocks_override": 30, "num_host_blocks": 16, "compilation_cache_dir": None}
+    llm = make_llm(golden_checkpoint(NAME), profile_seconds=0.1, **settings)
+    assert llm.costs_source == "profile of 0.1 s at start"
+    assert isinstance(llm.costs.model, TableCostModel)
+    data = golden_data(NAME)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(data["prompts"], greedy, use_tqdm=False)
+    assert [output.token_ids for output in outputs] == [tokens[:12] for tokens in data["greedy"]]
 
 
 def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
@@ -96,6 +138,7 @@ def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
     assert set(profile.num_samples) == set(COST_KINDS)
     assert "## swap_in" in capsys.readouterr().out
     assert main([*command, "--seconds", "0"]) == 2
+    assert main([*command, "--num-host-blocks", "0"]) == 2
 
 
 @pytest.mark.parametrize("preset", ["adaptive", "paper", "vllm", "vllm_swap"])

@@ -394,7 +394,7 @@ def _leak_a_block(scheduler, request):
 
 
 def _drop_a_request(scheduler, request):
-    scheduler._running.remove(request)
+    scheduler._running.requests.remove(request)
 
 
 def _share_a_slot(scheduler, request):
@@ -406,7 +406,7 @@ def _queue_twice(scheduler, request):
 
 
 def _forget_growth(scheduler, request):
-    for bucket in scheduler._growing:
+    for bucket in scheduler._running._growing:
         bucket.clear()
 
 

@@ -43,10 +43,14 @@ def reference_output(request):
 
 
 class FakeDevice:
-    """A KV pool whose cells know what was written to them, copies on the host, a newest token per slot."""
+    """A KV pool whose cells know what was written to them, copies on the host, a newest token per slot.
 
-    def __init__(self, block_size):
+    `forgets` wipes blocks as they are copied out, so that only the copy can bring them back.
+    """
+
+    def __init__(self, block_size, forgets):
         self.block_size = block_size
+        self.forgets = forgets
         self.cells = {}
         self.newest_token = {}
         self.host = {}
@@ -63,7 +67,8 @@ class FakeDevice:
         for swap in scheduled.swap_in:
             copies = self.host.pop(swap.handle)
             assert len(copies) == len(swap.block_ids)
-            for block_id, cells in zip(swap.block_ids, copies, strict=True):
+            missing = slice(swap.num_intact, None)
+            for block_id, cells in zip(swap.block_ids[missing], copies[missing], strict=True):
                 self.cells.update({(block_id, row): cell for row, cell in enumerate(cells) if cell})
             request = swap.request
             (token_id,) = request.token_ids(request.num_tokens - 2, request.num_tokens - 1)  # must be known
@@ -79,8 +84,8 @@ class FakeDevice:
         return [self._sample(request) for request in sampled_requests(scheduled)]
 
     def _take_block(self, block_id):
-        """What a block holds; it is gone from the device, so that only a copy can bring it back."""
-        return [self.cells.pop((block_id, row), None) for row in range(self.block_size)]
+        take = self.cells.pop if self.forgets else self.cells.get
+        return [take((block_id, row), None) for row in range(self.block_size)]
 
     def _cell(self, request, position):
         return request.block_ids[position // self.block_size], position % self.block_size
@@ -182,15 +187,16 @@ POLICIES = {
     ),
     **ALWAYS_SWAP,
     **{
-        f"arbitrary {prefill_first} {skips} {spare}": SchedulerPolicy(
+        f"arbitrary {prefill_first} {skips} {spare} {lazy}": SchedulerPolicy(
             admission=NO_WATERMARK,
             priority=ArbitraryPriority(),
             victim=ArbitraryVictim(),
             action=ArbitraryAction(),
             restore=ArbitraryRestore(prefill_first, skips),
             decode_needs_free_block=spare,
+            lazy_eviction=lazy,
         )
-        for prefill_first, skips, spare in itertools.product([False, True], repeat=3)
+        for prefill_first, skips, spare, lazy in itertools.product([False, True], repeat=4)
     },
 }
 FCFS = {"vllm", "no watermark", "high watermark", "one at a time", "swap if it fits", *ALWAYS_SWAP}
@@ -226,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_prefill_seqs=data.draw(st.none() | st.integers(1, max_num_seqs)),
         )
-        self.device = FakeDevice(block_size)
+        self.device = FakeDevice(block_size, forgets=not POLICIES[policy].lazy_eviction)
         self.live = {}
         self.aborted = set()
         self.num_added = 0
@@ -323,7 +329,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_tokens, num_computed, _ = before[request]
             assert chunk.length > 0
             assert chunk.is_last == (chunk.start + chunk.length == num_tokens)
-            assert (chunk.start, request.num_computed_tokens) == (num_computed, num_computed + chunk.length)
+            assert request.num_computed_tokens == chunk.start + chunk.length
+            if chunk.is_first and self.scheduler.policy.lazy_eviction:
+                assert chunk.start % config.block_size == 0 or chunk.start == num_tokens - 1
+            else:
+                assert chunk.start == num_computed
+            assert chunk.is_first == (before[request][2] is RequestStatus.WAITING)
             assert request.num_tokens == num_tokens + chunk.is_last
             assert request.metrics.first_scheduled_time is not None
         for request in output.preempted:
@@ -406,4 +417,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)

@@ -9,11 +9,11 @@ from scheduler_helpers import NO_WATERMARK, LinearCosts
 from jaxllm.errors import ConfigError, RequestTooLargeError
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import AlwaysRecompute, SwapIfItFits
+from jaxllm.sched.policies import AdaptiveAction, AlwaysRecompute, SwapIfItFits
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.simulator.executor import TimeSpent
 from jaxllm.simulator.run import simulate
-from jaxllm.simulator.truth import ResampledCosts
+from jaxllm.simulator.truth import HindsightAction, RegretMeter, Residuals, key_of
 from jaxllm.workloads.trace import Trace
 
 
@@ -147,13 +147,16 @@ def random_trace(seed):
 
 def noisy(seed):
     ratios = {kind: [0.5, 0.9, 1.2, 2.0] for kind in ("prefill", "decode", "swap_out", "swap_in")}
-    return ResampledCosts(LinearCosts(0.01, 0.1, 0.02), ratios, seed=seed)
+    return Residuals(ratios, seed=seed)
 
 
-def play(preset, costs, seed=0, overlap=False):
-    policy = make_preset(preset, LinearCosts(0.01, 0.1, 0.02))
+COSTS = LinearCosts(0.01, 0.1, 0.02)
+
+
+def play(preset, residuals, seed=0, overlap=False):
+    policy = make_preset(preset, COSTS) if isinstance(preset, str) else preset
     limits = config(num_gpu_blocks=16, num_host_blocks=20)
-    return simulate(random_trace(seed), limits, policy, costs, overlap_swaps=overlap)
+    return simulate(random_trace(seed), limits, policy, COSTS, overlap_swaps=overlap, residuals=residuals)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -179,25 +182,62 @@ def test_the_same_seed_gives_the_same_run():
     assert first != other
 
 
-def test_an_empty_ratio_leaves_costs_as_they_are():
-    costs = ResampledCosts(LinearCosts(prefill=2.0), {"decode": [3.0]})
-    assert (costs.prefill_seconds(5, 1), costs.decode_seconds(5, 9)) == (10.0, 15.0)
-    assert (costs.swap_out_seconds(2), costs.swap_in_seconds(2)) == (2.0, 2.0)
-
-
-def test_resampled_costs_draw_from_the_ratios():
-    costs = ResampledCosts(LinearCosts(), {"swap_in": [0.5, 2.0]}, seed=1)
-    drawn = [costs.swap_in_seconds(1) for _ in range(5000)]
+def test_residuals_are_drawn_from_the_ratios_and_stay_with_their_work():
+    residuals = Residuals({"swap_in": [0.5, 2.0]}, seed=1)
+    drawn = [residuals.ratio("swap_in", key) for key in range(5000)]
     assert set(drawn) == {0.5, 2.0}
     assert 0.45 < drawn.count(0.5) / 5000 < 0.55
-    again = ResampledCosts(LinearCosts(), {"swap_in": [0.5, 2.0]}, seed=1)
-    assert [again.swap_in_seconds(1) for _ in range(5000)] == drawn
+    assert [residuals.ratio("swap_in", key) for key in range(5000)] == drawn
+    assert [Residuals({"swap_in": [0.5, 2.0]}, seed=2).ratio("swap_in", k) for k in range(5000)] != drawn
+    assert residuals.ratio("decode", 3) == 1.0  # no noise
+
+
+def test_hindsight_knows_the_noise_and_has_no_regret():
+    residuals = noisy(5)
+    blind = make_preset("paper", COSTS)
+    oracle = HindsightAction(AdaptiveAction, COSTS, residuals)
+
+    def regret(action):
+        meter = RegretMeter(action, oracle)
+        play(dataclasses.replace(blind, action=meter), residuals)
+        assert meter.num_decisions > 5
+        return meter
+
+    perfect, fallible = regret(oracle), regret(blind.action)
+    assert (perfect.num_wrong, perfect.regret_seconds) == (0, 0.0)
+    assert perfect.best_seconds > 0
+    assert fallible.num_wrong > 0
+    assert fallible.regret_seconds > 0
+
+
+def test_hindsight_names_the_residuals_that_are_charged():
+    """A swapped victim's copies take what the oracle said they would."""
+    residuals = noisy(7)
+    ledger, seen = Ledger(), {}
+
+    class Spy:
+        def choose(self, victim, state, now):
+            decision = SWAP.action.choose(victim, state, now)
+            hindsight = HindsightAction(AdaptiveAction, ConstantCosts(), residuals)
+            seen[key_of(victim, 1)] = hindsight.choose(victim, state, now).swap_seconds
+            return decision
+
+    simulate(
+        TWO,
+        config(),
+        dataclasses.replace(SWAP, action=Spy()),
+        ConstantCosts(),
+        overlap_swaps=False,
+        residuals=residuals,
+        ledger=ledger,
+    )
+    assert [record.measured_seconds for record in ledger.preemptions] == list(seen.values())
 
 
 @pytest.mark.parametrize("ratios", [[], [0.0], [-1.0], [float("nan")], [float("inf")], [[1.0]]])
 def test_ratios_are_checked(ratios):
     with pytest.raises(ConfigError, match="ratios of 'decode' must be positive"):
-        ResampledCosts(LinearCosts(), {"decode": ratios})
+        Residuals({"decode": ratios})
 
 
 def test_a_request_that_never_fits_is_refused():

@@ -5,22 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import resource
-import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 _PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "numpy")
-
-
-def command_line(words: Sequence[str]) -> str:
-    """The command as it was given, absolute paths shortened to their last part."""
-    return shlex.join(re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", word) for word in words)
 
 
 def describe_hardware() -> dict[str, Any]:

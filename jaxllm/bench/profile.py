@@ -5,22 +5,19 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 
 from jaxllm.bench import hardware
-from jaxllm.costs import shape_of
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS, CostKind
+from jaxllm.executor.model_executor import ModelExecutor
+from jaxllm.predictors.base import COST_KINDS, CostKind, ModelShape
 from jaxllm.predictors.regression import Fit, RegressionCostModel, Sample, fit
 from jaxllm.predictors.store import Profile
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.types import PrefillChunk, Request, SchedulerOutput
-
-if TYPE_CHECKING:
-    from jaxllm.llm import LLM
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 _MIN_SAMPLES = 60
@@ -34,22 +31,16 @@ class Profiler:
     stretch of time does not fall on one of them.
 
     Args:
-        llm: loaded and warm; its pool's contents are overwritten.
-        name: of the model, in the profile.
-        seed: of the sizes.
-
-    Raises:
-        ConfigError: requests are running.
+        executor: warm, and without requests: its pool's contents are overwritten.
+        model: the sizes of its model.
+        seed: of the sizes drawn.
     """
 
-    def __init__(self, llm: LLM, name: str, *, seed: int = 0) -> None:
-        if llm.engine.has_unfinished_requests:
-            raise ConfigError("cannot profile while requests are running; finish or abort them first")
-        self._llm = llm
-        self._executor = llm.executor
-        self._config = llm.executor.config
+    def __init__(self, executor: ModelExecutor, model: ModelShape, *, seed: int = 0) -> None:
+        self._executor = executor
+        self._config = executor.config
         self._random = random.Random(seed)
-        self.model = shape_of(llm.model_config, name, llm.dtype)
+        self.model = model
         self._draws: dict[CostKind, Callable[[], Sample | None]] = {
             "prefill": self._prefill,
             "decode": self._decode,
@@ -75,9 +66,10 @@ class Profiler:
                     found[sample.kind].append(sample)
         return {kind: samples for kind, samples in found.items() if samples}
 
-    def fit(self, samples: dict[CostKind, list[Sample]]) -> dict[CostKind, Fit]:
-        """The best predictor of each kind."""
-        return {kind: fit(of_kind) for kind, of_kind in samples.items()}
+    def fit(self, samples: dict[CostKind, list[Sample]], *, is_brief: bool = False) -> dict[CostKind, Fit]:
+        """The best predictor of each kind; `is_brief` tries only those that are fitted within a second."""
+        tried: dict[str, Any] = {"names": ["linear", "ridge"], "degrees": [1, 2, 3]} if is_brief else {}
+        return {kind: fit(of_kind, **tried) for kind, of_kind in samples.items()}
 
     def profile(self, samples: dict[CostKind, list[Sample]], fits: dict[CostKind, Fit]) -> Profile:
         """What to store.

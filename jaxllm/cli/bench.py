@@ -65,7 +65,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run_throughput(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit code."""
-    from jaxllm.bench import hardware
+    from jaxllm.bench.command import command_line
     from jaxllm.bench.throughput import Workload, measure_throughput
 
     workload = Workload(
@@ -77,7 +77,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     settings |= engine_settings(args)
     llm = load_llm(settings)
     result = {
-        "command": hardware.command_line(["jaxllm", *args.command_line]),
+        "command": command_line(["jaxllm", *args.command_line]),
         "model": model_folder(settings).name,
         **measure_throughput(
             llm,

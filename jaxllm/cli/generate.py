@@ -201,7 +201,10 @@ def _context(settings: Mapping[str, Any], chat: bool) -> str:
     chosen: dict[str, Any] = {name: settings.get(name) for name in _CONTEXT_SETTINGS}
     if settings.get("load_format") == "dummy":
         chosen["seed"] = settings.get("seed")
-    folders = [folder_digest(folder), folder_digest(Path(settings.get("tokenizer", folder)))]
+    tokenizer = Path(settings.get("tokenizer", folder))
+    folders = [folder_digest(folder)]
+    if tokenizer != folder:
+        folders.append(folder_digest(tokenizer))
     return json.dumps([folders, chosen, chat], sort_keys=True, default=str)
 
 

@@ -40,15 +40,17 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, print, store; returns the exit code."""
     from jaxllm.bench.profile import Profiler
-    from jaxllm.costs import profile_folder
+    from jaxllm.costs import profile_folder, shape_of
 
     if not 0 < args.seconds <= 86400:
         raise ConfigError(f"--seconds {args.seconds} must be above 0 and at most 86400")
     settings: dict[str, Any] = {"seed": args.seed, "skip_tokenizer_init": True, **engine_settings(args)}
-    if not settings.get("num_host_blocks"):
-        settings["num_host_blocks"] = _DEFAULT_HOST_BLOCKS
+    if settings.setdefault("num_host_blocks", _DEFAULT_HOST_BLOCKS) == 0:
+        raise ConfigError("--num-host-blocks 0 leaves no swaps to measure; give at least 1")
+    settings["profile_seconds"] = 0.0
     llm = load_llm(settings)
-    profiler = Profiler(llm, model_folder(settings).resolve().name, seed=args.seed)
+    name = model_folder(settings).resolve().name
+    profiler = Profiler(llm.executor, shape_of(llm.model_config, name, llm.dtype), seed=args.seed)
     note(f"measuring for {args.seconds:g} s")
     samples = profiler.samples(args.seconds)
     note("fitting " + ", ".join(f"{len(found)} {kind}" for kind, found in samples.items()) + " samples")

@@ -54,6 +54,7 @@ class ExecutorConfig:
     seed: int = 0
     implementation: str | None = None
     num_host_blocks: int = 0
+    host_bandwidth_limit: float | None = None
 
 
 class ModelExecutor:
@@ -94,7 +95,11 @@ class ModelExecutor:
         self._params_changed = False
         self._tables = np.zeros((config.max_num_seqs, self._max_blocks), np.int32)
         self._table_sizes = np.zeros(config.max_num_seqs, np.int64).tolist()
-        self._swapper = BlockSwapper(self._device, self._max_blocks) if config.num_host_blocks else None
+        self._swapper = None
+        if config.num_host_blocks:
+            self._swapper = BlockSwapper(
+                self._device, self._max_blocks, bandwidth_limit=config.host_bandwidth_limit
+            )
         self._set_history = jax.jit(_set_history, donate_argnums=0)
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
         self.compile_seconds = 0.0
@@ -135,7 +140,7 @@ class ModelExecutor:
             np.asarray(outputs.sampled.tokens)
         if self._swapper is not None:
             self._state = self._state._replace(pool=self._swapper.warm_up(self._state.pool))
-            self._restore_history(self.config.max_num_seqs, [])
+        self._restore_history(self.config.max_num_seqs, [])
         self._slot_params = self._upload_params()
         self.compile_seconds = time.perf_counter() - started
 
@@ -145,8 +150,10 @@ class ModelExecutor:
             self._swap(scheduled)
         for chunk in scheduled.prefill:
             self._set_table(_slot(chunk.request), chunk.request.block_ids)
-            if chunk.start == 0:
+            if chunk.is_first:
                 self._open_slot(chunk.request)
+                if chunk.start:
+                    self._restore_history(_slot(chunk.request), chunk.request.token_ids(0, chunk.start))
         if self._params_changed:
             self._slot_params = self._upload_params()
             self._params_changed = False
@@ -232,7 +239,7 @@ class ModelExecutor:
         for swap in scheduled.swap_in:
             request = swap.request
             self._state = self._state._replace(
-                pool=swapper.swap_in(self._state.pool, swap.handle, swap.block_ids)
+                pool=swapper.swap_in(self._state.pool, swap.handle, swap.block_ids, swap.num_intact)
             )
             self._restore_history(_slot(request), request.token_ids(0, request.num_tokens))
             self._set_table(_slot(request), request.block_ids)

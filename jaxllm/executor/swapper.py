@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Sequence
 
 import jax
@@ -30,9 +31,12 @@ class BlockSwapper:
     Args:
         device: where the pool is.
         max_blocks: most blocks of one request.
+        bandwidth_limit: for experiments, bytes per second that the link seems to carry in each direction: a
+            copy back waits until such a link would have done it, and the copy out before it. It can only slow
+            the real one down.
     """
 
-    def __init__(self, device: jax.Device, max_blocks: int) -> None:
+    def __init__(self, device: jax.Device, max_blocks: int, *, bandwidth_limit: float | None = None) -> None:
         self._on_device = SingleDeviceSharding(device)
         self._on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
         sizes = [1]
@@ -43,6 +47,10 @@ class BlockSwapper:
         self._scatter = jax.jit(_scatter, donate_argnums=0)
         self._pieces: dict[int, list[jax.Array]] = {}
         self._staged: collections.deque[jax.Array] = collections.deque()
+        self._num_staged = 0
+        self._bandwidth_limit = bandwidth_limit
+        self._out_done_at: dict[int, float] = {}
+        self._out_free_at = self._in_free_at = 0.0
 
     @property
     def handles(self) -> frozenset[int]:
@@ -62,26 +70,36 @@ class BlockSwapper:
 
         Waits for the oldest copies while more than `MAX_STAGED_BLOCKS` are under way.
         """
-        pieces = []
+        self._pieces[handle] = pieces = []
         for ids in self._cut(block_ids):
+            self._trim_staged(MAX_STAGED_BLOCKS - len(ids))
             piece = jax.device_put(self._gather(pool, ids), self._on_host)
             pieces.append(piece)
             self._staged.append(piece)
-        self._pieces[handle] = pieces
-        while self._staged and (
-            self._staged[0].is_ready()  # type: ignore[attr-defined]
-            or sum(piece.shape[0] for piece in self._staged) > MAX_STAGED_BLOCKS
-        ):
-            self._staged.popleft().block_until_ready()
+            self._num_staged += len(ids)
+        if self._bandwidth_limit is not None:
+            seconds = sum(piece.nbytes for piece in pieces) / self._bandwidth_limit
+            self._out_free_at = max(time.perf_counter(), self._out_free_at) + seconds
+            self._out_done_at[handle] = self._out_free_at
 
-    def swap_in(self, pool: jax.Array, handle: int, block_ids: Sequence[int]) -> jax.Array:
+    def swap_in(
+        self, pool: jax.Array, handle: int, block_ids: Sequence[int], num_intact: int = 0
+    ) -> jax.Array:
         """Write a request's blocks, which may have other ids than before, into the donated `pool`.
 
-        Waits for the device after every `MAX_STAGED_BLOCKS`.
+        Of the first `num_intact`, which hold their contents, only those that share a piece with a later one
+        are written. Waits for the device after every `MAX_STAGED_BLOCKS`.
         """
+        self._trim_staged(MAX_STAGED_BLOCKS)
         pieces = self._pieces.pop(handle)
-        num_staged = 0
+        missing, end = [], 0
         for ids, piece in zip(self._cut(block_ids), pieces, strict=True):
+            end += len(ids)
+            if end > num_intact:
+                missing.append((ids, piece))
+        self._wait_for_limit(handle, sum(piece.nbytes for _, piece in missing))
+        num_staged = 0
+        for ids, piece in missing:
             if num_staged + len(ids) > MAX_STAGED_BLOCKS:
                 pool, num_staged = jax.block_until_ready(pool), 0
             pool = self._scatter(pool, ids, jax.device_put(piece, self._on_device))
@@ -91,10 +109,32 @@ class BlockSwapper:
     def wait(self, handle: int) -> None:
         """Wait until a copy has reached the host."""
         jax.block_until_ready(self._pieces[handle])
+        if self._bandwidth_limit is not None:
+            time.sleep(max(0.0, self._out_done_at[handle] - time.perf_counter()))
 
     def discard(self, handle: int) -> None:
         """Forget a copy that nobody will read."""
         del self._pieces[handle]
+        self._out_done_at.pop(handle, None)
+        self._trim_staged(MAX_STAGED_BLOCKS)
+
+    def _trim_staged(self, limit: int) -> None:
+        """Let go of copies that have left, and wait for the oldest until at most `limit` blocks have not."""
+        staged = self._staged
+        while staged and (self._num_staged > limit or staged[0].is_ready()):  # type: ignore[attr-defined]
+            piece = staged.popleft()
+            self._num_staged -= piece.shape[0]
+            piece.block_until_ready()
+
+    def _wait_for_limit(self, handle: int, num_bytes: int) -> None:
+        """Wait until a link of the speed of `bandwidth_limit` would have brought `num_bytes` back."""
+        if self._bandwidth_limit is None:
+            return
+        copied_out = self._out_done_at.pop(handle)
+        if num_bytes:
+            start = max(time.perf_counter(), copied_out, self._in_free_at)
+            self._in_free_at = start + num_bytes / self._bandwidth_limit
+            time.sleep(max(0.0, self._in_free_at - time.perf_counter()))
 
     def _cut(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         ids, pieces = np.asarray(block_ids, np.int32), []

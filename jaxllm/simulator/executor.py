@@ -6,6 +6,7 @@ import dataclasses
 
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.ledger import Ledger
+from jaxllm.simulator.truth import Residuals, key_of
 from jaxllm.types import SampledTokens, SchedulerOutput
 
 
@@ -33,6 +34,7 @@ class SimulatedExecutor:
 
     Args:
         costs: seconds each piece of work takes; asked once for each.
+        residuals: what they are multiplied by; None is a device without noise.
         num_gpu_blocks: blocks in the device's pool.
         block_size: tokens per block.
         overlap_swaps: whether copies run beside computation.
@@ -46,6 +48,7 @@ class SimulatedExecutor:
         num_gpu_blocks: int,
         block_size: int,
         overlap_swaps: bool,
+        residuals: Residuals | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         self.num_gpu_blocks = num_gpu_blocks
@@ -53,6 +56,7 @@ class SimulatedExecutor:
         self.now = 0.0
         self.spent = TimeSpent()
         self._costs = costs
+        self._residuals = residuals
         self._overlap_swaps = overlap_swaps
         self._ledger = ledger
         self._copied_out: dict[int, tuple[float, float]] = {}  # handle -> (ready at, seconds)
@@ -84,6 +88,8 @@ class SimulatedExecutor:
                 if request.metrics.num_preemptions > request.metrics.num_swaps:
                     repeated += chunk.length
             seconds = costs.prefill_seconds(num_tokens, len(prefill), context)
+            if self._residuals is not None:
+                seconds *= self._residuals.ratio("prefill", key_of(prefill[0].request))
             recompute = seconds * repeated / num_tokens
             spent.recompute += recompute
             spent.prefill += seconds - recompute
@@ -94,6 +100,8 @@ class SimulatedExecutor:
         decode = scheduled.decode
         if decode:
             seconds = costs.decode_seconds(len(decode), sum([request.num_tokens for request in decode]))
+            if self._residuals is not None:
+                seconds *= self._residuals.ratio("decode", scheduled.step_id)
             spent.decode += seconds
             self.now += seconds
         self._hidden = self.now - started
@@ -102,6 +110,8 @@ class SimulatedExecutor:
     def _copy(self, scheduled: SchedulerOutput) -> None:
         for swap in scheduled.swap_out:
             seconds = self._costs.swap_out_seconds(len(swap.block_ids))
+            if self._residuals is not None:
+                seconds *= self._residuals.ratio("swap_out", key_of(swap.request))
             start = max(self.now, self._link_free_at) if self._overlap_swaps else self.now
             ready = start + seconds
             if not self._overlap_swaps:
@@ -114,8 +124,11 @@ class SimulatedExecutor:
         done = self.now - (self._hidden if self._overlap_swaps else 0.0)
         for swap in scheduled.swap_in:
             ready, out_seconds = self._copied_out.pop(swap.handle)
-            seconds = self._costs.swap_in_seconds(len(swap.block_ids))
-            done = max(done, ready) + seconds
+            seconds = self._costs.swap_in_seconds(len(swap.block_ids) - swap.num_intact)
+            if self._residuals is not None:
+                seconds *= self._residuals.ratio("swap_in", key_of(swap.request))
+            if seconds:
+                done = max(done, ready) + seconds
             if self._ledger is not None:
                 self._ledger.measured(swap.request.request_id, out_seconds + seconds)
         stall = max(0.0, done - self.now)

@@ -16,6 +16,7 @@ from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.simulator.executor import SimulatedExecutor, TimeSpent
+from jaxllm.simulator.truth import Residuals
 from jaxllm.types import Request
 from jaxllm.workloads import Trace
 
@@ -77,6 +78,7 @@ def simulate(
     costs: CostModel,
     *,
     overlap_swaps: bool,
+    residuals: Residuals | None = None,
     ledger: Ledger | None = None,
 ) -> SimulationResult:
     """Run every request of `trace` to its full output length.
@@ -90,6 +92,7 @@ def simulate(
         policy: its decisions.
         costs: the truth, which `policy` should know only through predictors of its own.
         overlap_swaps: see `SimulatedExecutor`.
+        residuals: the noise of the truth; None for none.
         ledger: collects the decisions.
 
     Raises:
@@ -104,6 +107,7 @@ def simulate(
         num_gpu_blocks=config.num_gpu_blocks,
         block_size=config.block_size,
         overlap_swaps=overlap_swaps,
+        residuals=residuals,
         ledger=ledger,
     )
     arrivals = trace.arrival_times.tolist()

@@ -1,63 +1,143 @@
-"""What work costs in a simulation: a cost model times residuals seen in a real profile."""
+"""What really happens in a simulation: residuals of a real profile, and what hindsight would decide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import CostKind, CostModel
+from jaxllm.predictors.base import COST_KINDS, CostKind, CostModel
+from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, PreemptionAction
+from jaxllm.types import Request
 
-_DRAWN_AT_ONCE = 4096
+_MASK = (1 << 64) - 1
 
 
-class ResampledCosts:
-    """A cost model whose every cost is multiplied by a ratio measured / predicted, drawn at random.
+class Residuals:
+    """Ratios measured / predicted, drawn at random and the same for the same piece of work.
 
     The ratios come from a part of a profile that no predictor was fitted on, so that predictors meet the
     errors they would meet on the device and never see the truth.
 
     Args:
-        costs: predicted seconds.
-        ratios: by kind of cost, ratios measured / predicted; a kind without any has no noise.
+        ratios: by kind of cost; a kind without any has no noise.
         seed: the same one draws the same ratios.
 
     Raises:
-        ConfigError: a ratio is not a positive number.
+        ConfigError: a kind is unknown, or a ratio is not a positive number.
     """
 
-    def __init__(
-        self, costs: CostModel, ratios: Mapping[CostKind, Sequence[float]], *, seed: int = 0
-    ) -> None:
-        self._costs = costs
-        self._ratios = {kind: np.asarray(values, np.float64) for kind, values in ratios.items()}
-        for kind, values in self._ratios.items():
-            if values.ndim != 1 or not values.size or not np.all((values > 0) & np.isfinite(values)):
+    def __init__(self, ratios: Mapping[CostKind, Sequence[float]], *, seed: int = 0) -> None:
+        unknown = sorted(ratios.keys() - set(COST_KINDS))
+        if unknown:
+            raise ConfigError(f"unknown kinds of cost {unknown}; use {', '.join(COST_KINDS)}")
+        self._ratios: dict[CostKind, list[float]] = {}
+        for kind, values in ratios.items():
+            array = np.asarray(values, np.float64)
+            if array.ndim != 1 or not array.size or not np.all((array > 0) & np.isfinite(array)):
                 raise ConfigError(f"ratios of {kind!r} must be positive numbers, at least one: {values}")
-        self._rng = np.random.default_rng(seed)
-        self._drawn: dict[CostKind, list[float]] = {kind: [] for kind in self._ratios}
+            self._ratios[kind] = array.tolist()
+        self._salts = {kind: _mix(seed * len(COST_KINDS) + i) for i, kind in enumerate(COST_KINDS)}
+
+    def ratio(self, kind: CostKind, key: int) -> float:
+        """What the predicted seconds of the piece of work `key` are multiplied by."""
+        ratios = self._ratios.get(kind)
+        return 1.0 if ratios is None else ratios[_mix(self._salts[kind] + key) % len(ratios)]
+
+
+def key_of(request: Request, more_preemptions: int = 0) -> int:
+    """Names what the last preemption of a request leads to: its copies, and the prefill it starts."""
+    return (request.arrival_index << 20) + request.metrics.num_preemptions + more_preemptions
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser: neighbours become unrelated."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclasses.dataclass(frozen=True)
+class RealisedCosts:
+    """What the work for one victim will take: a `CostModel` that knows its residuals."""
+
+    costs: CostModel
+    residuals: Residuals
+    key: int
 
     def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
-        """One realisation."""
-        return self._costs.prefill_seconds(num_tokens, num_seqs, context_tokens) * self._ratio("prefill")
+        """Of a prefill step that this victim's return leads."""
+        seconds = self.costs.prefill_seconds(num_tokens, num_seqs, context_tokens)
+        return seconds * self.residuals.ratio("prefill", self.key)
 
     def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """One realisation."""
-        return self._costs.decode_seconds(batch, context_tokens) * self._ratio("decode")
+        """As predicted: the steps that copies run beside are not known."""
+        return self.costs.decode_seconds(batch, context_tokens)
 
     def swap_out_seconds(self, num_blocks: int) -> float:
-        """One realisation."""
-        return self._costs.swap_out_seconds(num_blocks) * self._ratio("swap_out")
+        """Of this victim's blocks."""
+        return self.costs.swap_out_seconds(num_blocks) * self.residuals.ratio("swap_out", self.key)
 
     def swap_in_seconds(self, num_blocks: int) -> float:
-        """One realisation."""
-        return self._costs.swap_in_seconds(num_blocks) * self._ratio("swap_in")
+        """Of this victim's blocks."""
+        return self.costs.swap_in_seconds(num_blocks) * self.residuals.ratio("swap_in", self.key)
 
-    def _ratio(self, kind: CostKind) -> float:
-        if kind not in self._ratios:
-            return 1.0
-        drawn = self._drawn[kind]
-        if not drawn:
-            drawn.extend(self._rng.choice(self._ratios[kind], _DRAWN_AT_ONCE).tolist())
-        return drawn.pop()
+
+@dataclasses.dataclass(frozen=True)
+class HindsightAction:
+    """The oracle: weighs both actions as `rule` does, but by what they will really take.
+
+    Exists in simulations only. A drop's residual is that of the prefill step it leads; where another request
+    leads the step it takes part in, hindsight errs too.
+
+    Args:
+        rule: makes the action policy for a cost model, such as `OverlapAwareAction`.
+        costs: the simulation's costs.
+        residuals: the simulation's.
+    """
+
+    rule: Callable[[CostModel], ActionPolicy]
+    costs: CostModel
+    residuals: Residuals
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """The action that will cost less."""
+        realised = RealisedCosts(self.costs, self.residuals, key_of(victim, 1))
+        return self.rule(realised).choose(victim, state, now)
+
+
+@dataclasses.dataclass
+class RegretMeter:
+    """Decides as `action` does, and adds up what hindsight would have saved.
+
+    Attributes:
+        best_seconds: of all decisions, the realised cost of the cheaper action that was possible.
+        regret_seconds: what the chosen actions cost above it.
+        num_decisions, num_wrong: decisions, and those that were not the cheaper one.
+    """
+
+    action: ActionPolicy
+    hindsight: HindsightAction
+    best_seconds: float = 0.0
+    regret_seconds: float = 0.0
+    num_decisions: int = 0
+    num_wrong: int = 0
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """The decision of `action`."""
+        decision = self.action.choose(victim, state, now)
+        best = self.hindsight.choose(victim, state, now)
+        assert best.swap_seconds is not None
+        assert best.recompute_seconds is not None  # the rule weighs
+        costs = {
+            PreemptionAction.SWAP: best.swap_seconds,
+            PreemptionAction.RECOMPUTE: best.recompute_seconds,
+        }
+        self.num_decisions += 1
+        self.best_seconds += costs[best.action]
+        self.num_wrong += costs[decision.action] > costs[best.action]
+        self.regret_seconds += costs[decision.action] - costs[best.action]
+        return decision

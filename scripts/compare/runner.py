@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,10 @@ class Comparison:
             worker.close()
         self._workers.clear()
 
-    def run(self, workload: Workload, repetitions: int, repeat_within: float) -> None:
+    def run(self, workload: Workload, repetitions: int, repeat_within: float) -> Iterator[int]:
         """Load and warm up each back-end, then measure them in turn, `repetitions` times.
 
+        Yields the number of repetitions done, after each, so that a long run can be kept as it grows.
         A batch size that takes more than `repeat_within` times as long as its back-end's best one in the
         first repetition is stopped there, if the back-end can, and not measured again.
         """
@@ -124,6 +125,7 @@ class Comparison:
                 if measurement.peak_rss_bytes is None:
                     measurement.peak_rss_bytes = reply["peak_rss_bytes"]
                 _say(f"{turn}, {_label(measurement)}: {reply['seconds']:.2f} s")
+            yield repetition + 1
 
     def _best_first_time(self, backend: str) -> float | None:
         return min((one.seconds[0] for one in self._of(backend) if one.seconds), default=None)
