@@ -5,14 +5,15 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 TEST_JOBS ?= 2
 
-.PHONY: help demo test test-parity lint check bench reproduce clean
+.PHONY: help demo test test-parity test-gpu-compile lint check bench reproduce clean
 
 help:
 	@echo "make demo         answer a batch of prompts with the embedded model"
 	@echo "make test         tests against committed golden files (no torch)"
 	@echo "make test-parity  tests against live transformers on torch"
+	@echo "make test-gpu-compile  compiles kernels and whole steps for GPUs that are not there"
 	@echo "make lint         ruff and mypy"
-	@echo "make check        lint, test, test-parity: what CI runs"
+	@echo "make check        lint, test, test-parity, test-gpu-compile: what CI runs"
 	@echo "make reproduce    the AdaptiveLLM paper's evaluation, simulated"
 	@echo "make bench        throughput and scheduler benchmarks of this machine"
 
@@ -30,21 +31,31 @@ $(VENV)/.installed-parity: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable ".[parity]"
 	touch $@
 
+# The CUDA compiler alone: without its dependencies, which only a GPU needs.
+$(VENV)/.installed-gpu-compile: $(VENV)/.installed-dev
+	version=$$($(BIN)/python -c "import jax; print(jax.__version__)") && \
+	$(BIN)/python -m pip install --quiet --no-deps jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
+	touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --input scripts/demo_prompts.txt --text --max-tokens 48 --temperature 0.5 --seed 0
+	$(BIN)/python scripts/demo_pressure.py
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) tests --ignore=tests/parity -n $(TEST_JOBS)
+	$(PYTEST) tests --ignore=tests/parity --ignore=tests/gpu_compile -n $(TEST_JOBS)
 
 test-parity: $(VENV)/.installed-parity
 	$(PYTEST) tests/parity
+
+test-gpu-compile: $(VENV)/.installed-gpu-compile
+	JAX_PLATFORMS=cpu $(PYTEST) tests/gpu_compile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test test-parity
+check: lint test test-parity test-gpu-compile
 
 bench: $(VENV)/.installed-dev
 	mkdir -p out

@@ -47,27 +47,33 @@ def shape_of(config: LlamaConfig | OPTConfig, name: str, dtype: str) -> ModelSha
 
 
 def find_costs(
-    model: ModelShape, device_kind: str, block_size: int, folder: Path | None = None
+    model: ModelShape,
+    device_kind: str,
+    block_size: int,
+    folder: Path | None = None,
+    *,
+    use_profile: bool = True,
 ) -> tuple[CostModel, str] | None:
     """Predicted costs of a model on a device, and where they come from: a profile, or a roofline.
 
-    None if there is neither a profile nor a data sheet of the device.
+    None if there is neither a profile nor a data sheet of the device that covers the model's dtype.
 
     Args:
         model: the model's sizes.
         device_kind: what JAX calls the device.
         block_size: tokens per KV block.
         folder: of profiles; `profile_folder()` if None.
+        use_profile: look for one.
 
     Raises:
         ProfileError: the profile is damaged, or of another model of the same name.
     """
     path = profile_path(folder or profile_folder(), device_kind, model.name, model.dtype)
-    if path.exists():
+    if path.exists() and use_profile:
         profile = Profile.load(path)
         profile.check_matches(device=device_kind, model=model, block_size=block_size)
         return profile.table, f"profile {path.name}"
-    if device_kind not in DATA_SHEETS:
+    device = device_spec(DATA_SHEETS[device_kind]) if device_kind in DATA_SHEETS else None
+    if device is None or model.dtype not in device.peak_flops:
         return None
-    name = DATA_SHEETS[device_kind]
-    return RooflineCostModel(model, device_spec(name), block_size=block_size), f"roofline of {name}"
+    return RooflineCostModel(model, device, block_size=block_size), f"roofline of {device.name}"

@@ -34,7 +34,7 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.scheduling import make_scheduling
+from jaxllm.scheduling import Scheduling, make_scheduling
 
 _logger = logging.getLogger(__name__)
 _DEFAULT_LIMITS = {"cpu": (64, 512)}  # max_num_seqs, max_num_batched_tokens by platform
@@ -145,7 +145,11 @@ class LLM:
         num_host_blocks = scheduling.num_host_blocks(
             config.num_host_blocks, num_blocks, needed_blocks, bytes_per_block
         )
-        scheduling.say_source(num_host_blocks)
+        if config.host_bandwidth_limit is not None and not num_host_blocks:
+            raise ConfigError(
+                f"host_bandwidth_limit={config.host_bandwidth_limit:g} slows swaps down, and there are none: "
+                "set num_host_blocks"
+            )
         self.model_config: LlamaConfig | OPTConfig = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]
         self.dtype = dtype
         self.executor = ModelExecutor(
@@ -182,8 +186,7 @@ class LLM:
             ledger, file = _open_ledger(config.ledger)
             weakref.finalize(self, _close_ledger, ledger, file)
         self.costs, self.costs_source = scheduling.costs, scheduling.source
-        if num_host_blocks and self.costs is not None:
-            self._measure_costs(shape, scheduling.needs_measuring)
+        self._settle_costs(shape, scheduling, has_swaps=num_host_blocks > 0)
         observer = StepObserver(self.costs, ledger) if self.costs is not None or ledger is not None else None
         self.engine = Engine(
             self.executor,
@@ -195,21 +198,33 @@ class LLM:
             async_scheduling=config.async_scheduling,
         )
 
-    def _measure_costs(self, shape: ModelShape, is_needed: bool) -> None:
-        """Replace estimated costs by a brief profile, if asked to or if there is no estimate."""
-        seconds = self.config.profile_seconds
-        if seconds is None:
-            seconds = _BRIEF_PROFILE_SECONDS if is_needed else 0.0
-        if not seconds or (self.costs_source or "").startswith("profile"):
-            return
-        from jaxllm.bench.profile import Profiler
+    def _settle_costs(self, shape: ModelShape, scheduling: Scheduling, *, has_swaps: bool) -> None:
+        """Replace estimated costs by a brief profile, if asked to or if there is no estimate.
 
-        assert self.costs is not None
-        _logger.info("measuring costs for %g s; `jaxllm profile` does it once and for all", seconds)
-        profiler = Profiler(self.executor, shape)
-        samples = profiler.samples(seconds)
-        self.costs.model = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
-        self.costs_source = f"profile of {seconds:g} s at start"
+        Raises:
+            ConfigError: `profile_seconds` is set, and nothing would use what it measures.
+        """
+        seconds = self.config.profile_seconds
+        if seconds and (scheduling.costs is None or not has_swaps):
+            raise ConfigError(
+                f"profile_seconds={seconds:g} would measure costs that nobody weighs: give a "
+                "scheduler_policy by name, and num_host_blocks"
+            )
+        if not has_swaps or scheduling.costs is None:
+            return
+        if seconds is None:
+            seconds = _BRIEF_PROFILE_SECONDS if scheduling.needs_measuring else 0.0
+        source = scheduling.source or ""
+        if seconds and not source.startswith("profile"):
+            from jaxllm.bench.profile import Profiler
+
+            _logger.info("measuring costs for %g s; `jaxllm profile` does it once and for all", seconds)
+            profiler = Profiler(self.executor, shape)
+            samples = profiler.samples(seconds)
+            scheduling.costs.model = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
+            self.costs_source = f"profile of {seconds:g} s at start"
+        elif scheduling.weighs_costs and source.startswith("roofline"):
+            _logger.warning("predicted costs are a %s, not measured; `jaxllm profile` measures them", source)
 
     @property
     def max_model_len(self) -> int:

@@ -7,29 +7,29 @@ import logging
 from pathlib import Path
 
 from jaxllm.costs import find_costs
-from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import ModelShape
+from jaxllm.errors import ConfigError, ProfileError
+from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.policies import AlwaysRecompute, HostBoundAdmission, SchedulerPolicy
 from jaxllm.sched.presets import DEFAULT_PRESET, NEEDS_COSTS, make_preset
 
 _logger = logging.getLogger(__name__)
 _HOST_BYTES = 4 * 2**30  # vLLM's default swap space
-_ROOFLINE = "predicted costs are a roofline estimate, not measured; `jaxllm profile` measures them"
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheduling:
     """What an engine schedules by.
 
-    `costs` are the predicted seconds its policy asks for, corrected as the engine runs; None if it was given
-    ready-made. `source` says where they come from; None if nothing is known of this device, so that they have
-    to be measured before the first request.
+    `costs` are the predicted seconds its policy may ask for, corrected as the engine runs; None if it was
+    given ready-made. `source` says where they come from; None if nothing is known of this device.
+    `weighs_costs` is whether the policy compares them.
     """
 
     policy: SchedulerPolicy
     costs: OnlineCalibration | None
     source: str | None
+    weighs_costs: bool
 
     @property
     def may_swap(self) -> bool:
@@ -39,14 +39,14 @@ class Scheduling:
     @property
     def needs_measuring(self) -> bool:
         """Whether the policy compares costs that nobody has predicted."""
-        return self.costs is not None and self.source is None and self.may_swap
+        return self.weighs_costs and self.source is None
 
     def num_host_blocks(self, asked: int | None, num_gpu_blocks: int, needed: int, block_bytes: int) -> int:
         """Blocks of host memory to set aside.
 
         Args:
-            asked: the user's number; None chooses: none if the policy never swaps or the pool cannot run
-                out, else what 4 GiB hold, at most `num_gpu_blocks`.
+            asked: the user's number; None chooses: none if the policy never swaps, or if the pool cannot run
+                out and nobody's admission depends on it, else what 4 GiB hold, at most `num_gpu_blocks`.
             num_gpu_blocks: blocks in the device's pool.
             needed: blocks that as many of the longest sequences as may run at once would take.
             block_bytes: size of a block.
@@ -54,21 +54,17 @@ class Scheduling:
         Raises:
             ConfigError: the policy cannot do without host memory.
         """
-        if asked is None:
-            can_run_out = num_gpu_blocks < needed
-            return min(num_gpu_blocks, max(1, _HOST_BYTES // block_bytes)) * (self.may_swap and can_run_out)
         admission = self.policy.admission
-        if asked == 0 and isinstance(admission, HostBoundAdmission) and not admission.count_device_pool:
+        is_bound = isinstance(admission, HostBoundAdmission) and not admission.count_device_pool
+        if asked is None:
+            is_needed = self.may_swap and (is_bound or num_gpu_blocks < needed)
+            return min(num_gpu_blocks, max(1, _HOST_BYTES // block_bytes)) if is_needed else 0
+        if asked == 0 and is_bound:
             raise ConfigError(
                 "num_host_blocks=0 contradicts a policy that starts only what fits host memory: set "
                 "num_host_blocks, or choose another scheduler_policy"
             )
         return asked
-
-    def say_source(self, num_host_blocks: int) -> None:
-        """Log a warning if swaps will be weighed by a mere estimate."""
-        if num_host_blocks and self.source is not None and self.source.startswith("roofline"):
-            _logger.warning(_ROOFLINE)
 
 
 def make_scheduling(
@@ -89,25 +85,31 @@ def make_scheduling(
 
     Raises:
         ConfigError: there is no such policy.
-        ProfileError: the stored profile is damaged.
+        ProfileError: a policy that weighs costs was asked for by name, and the stored profile is damaged or
+            of another model or block size. The default falls back on the roofline, with a warning.
     """
     if isinstance(choice, SchedulerPolicy):
-        return Scheduling(choice, None, None)
+        return Scheduling(choice, None, None, False)
     if not isinstance(choice, str | None):
         raise ConfigError(
             "scheduler_policy must be the name of a preset or a SchedulerPolicy, not "
             f"{type(choice).__name__}; pass SchedulerPolicy(victim=..., ...) with your classes"
         )
     name = DEFAULT_PRESET if choice is None else choice
-    found = find_costs(shape, device_kind, block_size, folder)
-    if found is None:
-        costs, source = OnlineCalibration(UnknownCosts()), None
-        if ":" not in name and name not in NEEDS_COSTS:
-            source = "none"
-    else:
+    weighs_costs = name in NEEDS_COSTS or ":" in name
+    try:
+        found = find_costs(shape, device_kind, block_size, folder)
+    except ProfileError as error:
+        if choice is not None and weighs_costs:
+            raise
+        _logger.warning("the stored profile is not used: %s", error)
+        found = find_costs(shape, device_kind, block_size, folder, use_profile=False)
+    predicted: CostModel = UnknownCosts()
+    source = None
+    if found is not None:
         predicted, source = found
-        costs = OnlineCalibration(predicted)
-    return Scheduling(make_preset(name, costs), costs, source)
+    costs = OnlineCalibration(predicted)
+    return Scheduling(make_preset(name, costs), costs, source, weighs_costs)
 
 
 class UnknownCosts:

@@ -141,7 +141,7 @@ class PrefillChunk:
 
     `is_last` marks the chunk that ends at the request's current length: its last row is sampled.
     `is_first` marks the one with which the request takes its slot; the KV of tokens before it, if there are
-    any, is in the request's blocks.
+    any, is in the request's blocks. `is_recompute` marks work that a preemption threw away.
     """
 
     request: Request
@@ -149,6 +149,7 @@ class PrefillChunk:
     length: int
     is_last: bool
     is_first: bool = True
+    is_recompute: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

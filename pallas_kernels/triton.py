@@ -96,9 +96,16 @@ def _call(kernel: Any, **options: Any) -> Any:
     return pl.pallas_call(
         kernel,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        interpret=jax.default_backend() == "cpu",
+        interpret=_is_interpreted(),
         **options,
     )
+
+
+def _is_interpreted() -> bool:
+    """Whether there is no GPU to run on, nor one that is being compiled for."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    return (jax.default_backend() if device is None else device.platform) == "cpu"
 
 
 def _num_splits(num_programs: int, max_tokens: int) -> int:

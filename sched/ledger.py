@@ -112,10 +112,13 @@ class Ledger:
         if record is not None and record.resumed_step_id is None:
             record.resumed_step_id, record.resumed_time = step_id, now
 
-    def measured(self, request_id: str, seconds: float) -> None:
-        """Add to what the open preemption of a request has cost."""
+    def measured(self, request_id: str, seconds: float, step_id: int) -> None:
+        """Add what step `step_id` spent on the open preemption of a request.
+
+        With run-ahead the request may have been preempted anew since then; the new record is not charged.
+        """
         record = self._open.get(request_id)
-        if record is not None:
+        if record is not None and record.step_id <= step_id:
             record.measured_seconds = (record.measured_seconds or 0.0) + seconds
 
     def finished(self, request_id: str) -> None:

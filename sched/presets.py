@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 
@@ -56,6 +57,11 @@ def vllm_swap(costs: CostModel | None = None) -> SchedulerPolicy:
     )
 
 
+def vllm_swap_both(costs: CostModel | None = None) -> SchedulerPolicy:
+    """vLLM_s by its second rule: batches that fit device and host pool together less the largest request."""
+    return dataclasses.replace(vllm_swap(), admission=HostBoundAdmission(count_device_pool=True))
+
+
 def paper(costs: CostModel | None = None) -> SchedulerPolicy:
     """AdaptiveLLM: Algorithm 1 (preempt the least urgent, cheaper action) and Algorithm 2 (start).
 
@@ -97,6 +103,7 @@ PRESETS: Mapping[str, Callable[[CostModel | None], SchedulerPolicy]] = {
     "paper": paper,
     "vllm": vllm,
     "vllm_swap": vllm_swap,
+    "vllm_swap_both": vllm_swap_both,
 }
 DEFAULT_PRESET = "adaptive"
 NEEDS_COSTS = frozenset({"adaptive", "paper"})

@@ -10,6 +10,7 @@ from typing import Any
 from jaxllm.errors import ConfigError, KVCacheError, RequestError
 from jaxllm.sched.block_manager import BlockPool, EvictedBlocks, HostBudget
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger, StepRecord
 from jaxllm.sched.policies import PoolState, PreemptionAction, SchedulerPolicy
 from jaxllm.sched.pressure import RecentPressure
@@ -417,7 +418,8 @@ class Scheduler:
                 self._ending.append(request)
             else:
                 self._running.join(request)
-        return PrefillChunk(request, start, length, is_last, is_first)
+        is_recompute = request.metrics.num_preemptions > request.metrics.num_swaps
+        return PrefillChunk(request, start, length, is_last, is_first, is_recompute)
 
     # Decode iterations
 
@@ -537,58 +539,16 @@ class Scheduler:
         Raises:
             KVCacheError: one is broken; the message says which.
         """
-        self._pool.check()
-        self._host.check()
-        self._running.check()
-        running, ending = self._running.requests, self._ending
-        waiting, swapped = list(self._waiting), list(self._swapped)
-        holders = running + ending + ([] if self._prefilling is None else [self._prefilling])
-        released = [r for r in self._live.values() if r.status is RequestStatus.RUNNING and r.slot is None]
-        placed = [r.request_id for r in waiting + swapped + holders + released]
-        _require(
-            len(placed) == len(set(placed)) and set(placed) == self._live.keys(),
-            f"live requests {sorted(self._live)} are queued as {sorted(placed)}",
+        check_invariants(
+            pool=self._pool,
+            host=self._host,
+            num_slots=self.config.max_num_seqs,
+            free_slots=self._free_slots,
+            live=self._live,
+            running=self._running,
+            prefilling=self._prefilling,
+            ending=self._ending,
+            waiting=list(self._waiting),
+            swapped=list(self._swapped),
+            evicted=self._evicted,
         )
-        for request in swapped:
-            _require(
-                request.status is RequestStatus.SWAPPED
-                and request.num_computed_tokens + 1 == request.num_tokens
-                and request.host_handle is not None,
-                f"swapped {request}",
-            )
-        handles = [r.host_handle for r in self._live.values() if r.host_handle is not None]
-        _require(len(handles) == len(set(handles)) == len(swapped), f"host handles {sorted(handles)}")
-        _require(
-            self._host.num_used == sum(self._pool.blocks_for(r.num_computed_tokens) for r in swapped),
-            f"{self._host.num_used} host blocks are used",
-        )
-        for request in waiting:
-            _require(
-                request.status is RequestStatus.WAITING and request.num_computed_tokens == 0,
-                f"waiting {request}",
-            )
-        for request in released:
-            _require(request.num_tokens == request.max_total_tokens, f"released early: {request}")
-        for request in waiting + swapped + released:
-            _require(not request.block_ids and request.slot is None, f"{request} must hold nothing")
-        for request in holders:
-            # A prompt gets all its blocks at once; past it, the newest token has none yet.
-            num_tokens = request.num_tokens if request is self._prefilling else request.num_computed_tokens
-            _require(request.status is RequestStatus.RUNNING, f"{request} holds blocks")
-            _require(len(request.block_ids) == self._pool.blocks_for(num_tokens), f"{request} table size")
-        away = {request.request_id for request in waiting + swapped}
-        _require(self._evicted.keys() <= away, f"blocks are kept for {sorted(self._evicted.keys() - away)}")
-        held = [block_id for request in holders for block_id in request.block_ids]
-        _require(
-            len(held) == len(set(held)) == self._pool.num_used,
-            f"{self._pool.num_used} blocks are used; tables hold {len(held)}, {len(set(held))} distinct",
-        )
-        slots = self._free_slots + [r.slot for r in holders if r.slot is not None]
-        _require(
-            sorted(slots) == list(range(self.config.max_num_seqs)), f"slots free or held: {sorted(slots)}"
-        )
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise KVCacheError(f"scheduler invariant broken: {problem}")

@@ -1,9 +1,12 @@
-"""Times one call of `Scheduler.schedule`: steady, preempting and admitting iterations.
+"""Times one call of `Scheduler.schedule`: steady, preempting and admitting iterations, and whole traces.
 
     python scripts/bench_scheduler.py --out scheduler.json
 
 Steady: every running request decodes, one in `block_size` needs a block, nobody is admitted or preempted.
-Preempting: the same with no free block left. Admitting: one request joins the others.
+Preempting: the same with no free block left. Admitting: one request joins the others. Trace: every
+iteration of 2,000 Chatbot requests of 64 output tokens under a preset, while about half of `--running` run in
+a pool that is too small. Decision: one call of the preset's action policy, both predictions and the choice,
+with distilled tables as `jaxllm profile` stores them, corrected online.
 """
 
 from __future__ import annotations
@@ -17,17 +20,32 @@ import pathlib
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
+from jaxllm.bench.command import command_line
+from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import Request, SchedulerOutput
+from jaxllm.workloads import make_trace
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2**20
+_TRACE_REQUESTS = 2000
+_BLOCKS_PER_RUNNING = 3.6  # Chatbot prompts half way through 64 tokens of output
+_ROOFLINE = RooflineCostModel(model_shape("opt-13b"), device_spec("A800-80GB-PCIe"))
+_AXES = TableAxes.geometric(
+    max_num_batched_tokens=2560, max_num_seqs=256, max_context_tokens=2**16, max_num_blocks=128
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +154,63 @@ def bench_admitting(num_running: int, repetitions: int, seed: int) -> Timing:
     return summarise("admitting prefill", num_running, samples)
 
 
+def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
+    """Iterations of a trace with about `num_running` requests running, and its decisions."""
+    trace = make_trace("chatbot", _TRACE_REQUESTS, 64, seed=seed)
+    costs = OnlineCalibration(TableCostModel.distil(_ROOFLINE, _AXES))
+    policy = make_preset(preset, costs)
+    action = TimedAction(policy.action)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_gpu_blocks=int(num_running * _BLOCKS_PER_RUNNING),
+            block_size=BLOCK_SIZE,
+            max_model_len=2048,
+            max_num_seqs=2 * num_running,
+            max_num_batched_tokens=2560,
+            num_host_blocks=2 * num_running,
+        ),
+        dataclasses.replace(policy, action=action),
+    )
+    for index, (prompt, output) in enumerate(zip(trace.prompt_lens, trace.output_lens, strict=True)):
+        request = make_request(index, int(prompt))
+        request.max_total_tokens = int(prompt + output)
+        scheduler.add(request)
+    samples, now, running = [], 0.0, []
+    while scheduler.has_unfinished:
+        start = time.perf_counter_ns()
+        output = scheduler.schedule(now)
+        microseconds = (time.perf_counter_ns() - start) / 1e3
+        if scheduler.num_waiting:  # the drain at the end is cheaper
+            samples.append((microseconds, len(output.preempted)))
+            running.append(scheduler.num_running)
+        now += 0.03
+        for request in (*output.decode, *(chunk.request for chunk in output.prefill if chunk.is_last)):
+            request.output_token_ids.append(0)
+        scheduler.complete(output.step_id)
+        for request in output.ending:
+            scheduler.finish(request, "length")
+    timings = [summarise(f"trace, {preset}", round(statistics.fmean(running)), samples)]
+    if action.samples:
+        decisions = [(microseconds, 1) for microseconds in action.samples]
+        timings.append(summarise(f"decision, {preset}", round(statistics.fmean(running)), decisions))
+    return timings
+
+
+class TimedAction:
+    """An action policy with its microseconds."""
+
+    def __init__(self, action: ActionPolicy) -> None:
+        self._action = action
+        self.samples: list[float] = []
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """The decision of the policy."""
+        start = time.perf_counter_ns()
+        decision = self._action.choose(victim, state, now)
+        self.samples.append((time.perf_counter_ns() - start) / 1e3)
+        return decision
+
+
 def cpu_model() -> str:
     """The processor's name as Linux gives it, or what Python knows of it."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
@@ -165,11 +240,13 @@ def main() -> None:
         bench_preempting(args.running, max(args.repetitions // 10, 10), args.seed),
         bench_admitting(args.running, args.repetitions, args.seed),
     ]
+    for preset in PRESETS:
+        timings += bench_trace(preset, args.running // 2, args.seed)
     print(f"{cpu_model()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, seed {args.seed}")
-    print(f"{'iteration':<18} {'running':>7} {'preempted':>9} {'median us':>9} {'p99 us':>9} {'calls':>6}")
+    print(f"{'iteration':<20} {'running':>7} {'preempted':>9} {'median us':>9} {'p99 us':>9} {'calls':>6}")
     for t in timings:
         print(
-            f"{t.iteration:<18} {t.running:>7} {t.preempted:>9.1f} {t.median_us:>9.1f} {t.p99_us:>9.1f} "
+            f"{t.iteration:<20} {t.running:>7} {t.preempted:>9.1f} {t.median_us:>9.1f} {t.p99_us:>9.1f} "
             f"{t.repetitions:>6}"
         )
     if args.out is not None:
@@ -180,6 +257,7 @@ def main() -> None:
             "python": platform.python_version(),
             "seed": args.seed,
             "block_size": BLOCK_SIZE,
+            "command": command_line(["python", *sys.argv]),
             "timings": [dataclasses.asdict(timing) for timing in timings],
         }
         args.out.write_text(json.dumps(report, indent=2) + "\n")

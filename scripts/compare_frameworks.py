@@ -54,6 +54,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FACTOR",
         help="stop static batch sizes that take longer than this times the best one's first time",
     )
+    parser.add_argument(
+        "--give-up-factor",
+        type=float,
+        default=5.0,
+        metavar="FACTOR",
+        help="stop static batch sizes that take longer than this times the fastest other back-end",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -77,8 +84,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.from_json is None and args.workload is None:
         parser.error("name a checkpoint folder and a workload, or --from-json")
-    if not args.repeat_within >= 1:
-        parser.error(f"--repeat-within {args.repeat_within} must be at least 1")
+    for name in ("repeat_within", "give_up_factor"):
+        if not getattr(args, name) >= 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.repetitions < 1 or args.threads < 1 or args.num_requests < 1:
         parser.error("--repetitions, --threads and --num-requests must be at least 1")
     return args
@@ -109,7 +117,9 @@ def measure(args: argparse.Namespace, command: str) -> Iterator[dict[str, Any]]:
         Comparison(backends, pythons, job, variants, Path(folder), args.timeout) as comparison,
     ):
         names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-        for repetitions in comparison.run(workload, args.repetitions, args.repeat_within):
+        for repetitions in comparison.run(
+            workload, args.repetitions, args.repeat_within, args.give_up_factor
+        ):
             yield {
                 "command": command,
                 "model": {"name": args.model.resolve().name, **{name: config.get(name) for name in names}},
@@ -119,6 +129,7 @@ def measure(args: argparse.Namespace, command: str) -> Iterator[dict[str, Any]]:
                 "threads": args.threads,
                 "repetitions": repetitions,
                 "repeat_within": args.repeat_within,
+                "give_up_factor": args.give_up_factor,
                 "max_model_len": job["max_model_len"],
                 "max_num_seqs": MAX_NUM_SEQS,
                 "num_blocks": job["num_blocks"],

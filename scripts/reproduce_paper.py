@@ -1,13 +1,21 @@
-"""Re-runs the evaluation of the AdaptiveLLM paper in simulation, and sets its numbers beside ours.
+"""Re-runs the evaluation of the AdaptiveLLM paper, and sets its numbers beside ours.
 
     python scripts/reproduce_paper.py --out-dir out/paper
     python scripts/reproduce_paper.py --parts table3 --requests 200 --out-dir out/quick
+    python scripts/reproduce_paper.py --executor jax --model DIR --requests 100 --out-dir out/real
+    python scripts/reproduce_paper.py --executor jax --model opt-13b --load-format dummy --out-dir out/gpu
 
-Parts: `table3` (speed-ups at 64 output tokens), `fig3` (throughput against the output length) and `fig4`
-(weighted turnaround against the batch limit). Each writes its cells to `results.json`, a plot, and a section
-of `report.md`. The simulator drives the engine's own scheduler; its device is a roofline of an A800-80GB-PCIe
-from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), nothing is fitted to the
-paper's figures.
+Parts: `table3` (speed-ups at 64 output tokens), `fig3` (throughput against the output length), `fig4`
+(weighted turnaround against the batch limit), `errors` (Section 4.5 and Fig. 5: prediction errors, on the
+measurements of --samples) and `overhead` (Section 4.6). They end in `results.json`, plots, and sections of
+`report.md`.
+
+`--executor sim` drives the engine's own scheduler with a virtual clock; its device is a roofline of an
+A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), nothing is
+fitted to the paper's figures. With --samples it is as noisy as the profile they are from, and predictors are
+fitted to other noisy samples; without, predictions are exact. `--executor jax` runs the engine, in pools of
+the same size, on every --model: checkpoint folders, or with `--load-format dummy` folders that hold only a
+config.json.
 """
 
 from __future__ import annotations
@@ -15,236 +23,114 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import itertools
+import functools
 import json
 import multiprocessing
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from paper import report as sections
+from paper.cells import (
+    DATASETS,
+    DEVICE,
+    MAX_NUM_SEQS,
+    MODELS,
+    Cell,
+    load_engine,
+    make_cells,
+    run_cell,
+    simulate_cell,
+    simulated_costs,
+)
+
 from jaxllm.bench.command import command_line
-from jaxllm.predictors.base import model_shape
-from jaxllm.predictors.devices import device_spec
-from jaxllm.predictors.roofline import RooflineCostModel
-from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.presets import make_preset
-from jaxllm.simulator.run import simulate
-from jaxllm.workloads import make_trace
+from jaxllm.predictors.fit_report import FitReport
+from jaxllm.predictors.regression import fit
+from jaxllm.predictors.samples import load_samples
 
-DEVICE = "A800-80GB-PCIe"
-MODELS = ("opt-13b", "opt-30b", "llama-13b", "llama-32.5b")
-DATASETS = ("chatbot", "alpaca", "summary")
-# What the published systems do with copies: they stop the device. Ours run beside it.
-OVERLAP = {"vllm": False, "vllm_swap": False, "paper": False, "adaptive": True}
-NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 128, 64, 16
-MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 256, 2560
-OUTPUT_LENGTHS = (8, 16, 32, 64, 128, 256)
-BATCH_LIMITS = (8, 16, 32, 64, 128)
-
-# Table 3 of the paper: speed-up of AdaptiveLLM over vLLM and over vLLM_s, by model and data set.
-PAPER_TABLE3 = {
-    "opt-13b": {"chatbot": (1.38, 2.46), "alpaca": (1.36, 2.55), "summary": (1.15, 2.50)},
-    "opt-30b": {"chatbot": (1.27, 1.98), "alpaca": (1.22, 1.99), "summary": (1.11, 1.64)},
-    "llama-13b": {"chatbot": (1.28, 2.28), "alpaca": (1.40, 2.37), "summary": (1.17, 2.12)},
-    "llama-32.5b": {"chatbot": (1.28, 1.95), "alpaca": (1.23, 2.13), "summary": (1.09, 2.18)},
-}
+PARTS = ("table3", "fig3", "fig4", "errors", "overhead")
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One simulation."""
-
-    part: str
-    model: str
-    dataset: str
-    preset: str
-    max_output_len: int
-    max_num_seqs: int
-    outputs: str
-    num_requests: int
-    seed: int
+def simulate_all(cells: Sequence[Cell], samples: str | None, jobs: int) -> list[dict[str, Any]]:
+    """Simulate every cell, on `jobs` processes."""
+    simulate = functools.partial(simulate_cell, samples=samples)
+    if jobs == 1:
+        return list(map(simulate, cells))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        return list(pool.map(simulate, cells))
 
 
-def run_cell(cell: Cell) -> dict[str, Any]:
-    """Simulate one cell; the result holds the cell's fields and the summary."""
-    costs = RooflineCostModel(model_shape(cell.model), device_spec(DEVICE), block_size=BLOCK_SIZE)
-    trace = make_trace(
-        cell.dataset, cell.num_requests, cell.max_output_len, outputs=cell.outputs, seed=cell.seed
+def run_all(args: argparse.Namespace, parts: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
+    """Run every cell on the engine; returns the rows, and what they ran on.
+
+    Rows are also appended to `cells.jsonl` as they come, so that an interrupted run loses none.
+    """
+    from jaxllm.bench import hardware
+
+    rows: list[dict[str, Any]] = []
+    sources = []
+    for place, model in enumerate(args.models):
+        llm = load_engine(
+            model, max_num_seqs=args.max_num_seqs, load_format=args.load_format, dtype=args.dtype
+        )
+        name = pathlib.Path(model).resolve().name
+        sources.append(f"{name} in {llm.dtype}, costs: {llm.costs_source}")
+        wanted = [part for part in parts if part == "table3" or place == 0]
+        cells = make_cells(
+            wanted,
+            [name],
+            args.datasets,
+            num_requests=args.requests,
+            seeds=args.seeds,
+            max_num_seqs=args.max_num_seqs,
+        )
+        if cells:
+            run_cell(dataclasses.replace(cells[0], num_requests=min(4, args.requests)), llm)  # warm-up
+        for number, cell in enumerate(cells, 1):
+            row = run_cell(cell, llm)
+            rows.append(row)
+            with (args.out_dir / "cells.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            what = f"{cell.part} {cell.dataset} {cell.preset}"
+            print(f"{name}, {number} of {len(cells)}: {what}, {row['seconds']:.1f} s", file=sys.stderr)
+        del llm
+    machine = hardware.describe_hardware()
+    facts = (
+        f"Device: {machine['device']} ({machine['cpu']}, {machine['cpu_count']} CPUs), the real engine; "
+        f"versions {hardware.versions()}. Models: {'; '.join(sources)}. Copies run beside computation under "
+        "every preset."
     )
-    config = SchedulerConfig(
-        num_gpu_blocks=NUM_GPU_BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=cell.max_num_seqs,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        num_host_blocks=NUM_HOST_BLOCKS,
+    return rows, facts
+
+
+def simulated_facts(samples: str | None) -> str:
+    """What a simulation ran on."""
+    noise = (
+        "Predictors know it exactly, so no loss here comes from wrong predictions."
+        if samples is None
+        else "Every cost is multiplied by a ratio measured / predicted drawn from the real profile "
+        f"`{pathlib.Path(samples).name}`; predictors are fitted to other noisy samples."
     )
-    result = simulate(
-        trace, config, make_preset(cell.preset, costs), costs, overlap_swaps=OVERLAP[cell.preset]
+    return (
+        f"Device: a roofline, not a measurement. `{simulated_costs(MODELS[0])!r}`. {noise} Prompt lengths "
+        "are lognormal with the paper's means (`jaxllm.workloads.lengths`); their spread is an assumption. "
+        "Copies stop the device, as in the published systems, except under `adaptive`, which runs them "
+        "beside computation."
     )
-    return {**dataclasses.asdict(cell), **result.summary()}
 
 
-def make_cells(parts: Sequence[str], num_requests: int, seeds: Sequence[int]) -> list[Cell]:
-    """Every simulation of the parts."""
-    cells = []
-    for seed, preset in itertools.product(seeds, OVERLAP):
-        if "table3" in parts:
-            for model, dataset, outputs in itertools.product(MODELS, DATASETS, ("max", "uniform")):
-                cells.append(
-                    Cell("table3", model, dataset, preset, 64, MAX_NUM_SEQS, outputs, num_requests, seed)
-                )
-        if "fig3" in parts:
-            for dataset, length in itertools.product(DATASETS, OUTPUT_LENGTHS):
-                cells.append(
-                    Cell("fig3", MODELS[0], dataset, preset, length, MAX_NUM_SEQS, "max", num_requests, seed)
-                )
-        if "fig4" in parts:
-            for dataset, limit in itertools.product(DATASETS, BATCH_LIMITS):
-                cells.append(Cell("fig4", MODELS[0], dataset, preset, 64, limit, "max", num_requests, seed))
-    return cells
-
-
-def median_of(rows: Sequence[dict[str, Any]], value: str, **where: Any) -> float:
-    """Median over seeds of the cells that match."""
-    found = [row[value] for row in rows if all(row[name] == wanted for name, wanted in where.items())]
-    if not found:
-        raise KeyError(f"no cell with {where}")
-    return statistics.median(found)
-
-
-def table3(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The 24 ratios of each output rule beside the paper's, with what the time went to."""
-    lines = ["## Speed-up at 64 output tokens (Table 3)", ""]
-    for outputs in ("max", "uniform"):
-        lines += [
-            f"Outputs: {'all of 64 tokens' if outputs == 'max' else 'uniform in 16 to 64 tokens'}.",
-            "",
-            "| model | data | vLLM: paper's | preset paper | preset adaptive | vLLM_s: paper's | "
-            "preset paper | preset adaptive |",
-            "|---|---|---:|---:|---:|---:|---:|---:|",
-        ]
-        for model, dataset in itertools.product(MODELS, DATASETS):
-            where = {"part": "table3", "model": model, "dataset": dataset, "outputs": outputs}
-            rate = {
-                preset: median_of(rows, "output_tokens_per_second", preset=preset, **where)
-                for preset in OVERLAP
-            }
-            theirs = PAPER_TABLE3[model][dataset]
-            cells = [
-                cell
-                for baseline, printed in zip(("vllm", "vllm_swap"), theirs, strict=True)
-                for cell in (
-                    f"{printed:.2f}",
-                    f"{rate['paper'] / rate[baseline]:.2f}",
-                    f"{rate['adaptive'] / rate[baseline]:.2f}",
-                )
-            ]
-            lines.append(f"| {model} | {dataset} | " + " | ".join(cells) + " |")
-        lines.append("")
-    lines += [
-        "Where the time goes, seconds (outputs of 64 tokens, first seed):",
-        "",
-        "| model | data | preset | prefill | recompute | decode | swap stall | decode batch | preemptions "
-        "(swapped) |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    first_seed = rows[0]["seed"]
-    for row in rows:
-        if row["part"] == "table3" and row["outputs"] == "max" and row["seed"] == first_seed:
-            spent = row["seconds_spent"]
-            lines.append(
-                f"| {row['model']} | {row['dataset']} | {row['preset']} | {spent['prefill']:.1f} | "
-                f"{spent['recompute']:.1f} | {spent['decode']:.1f} | {spent['swap_stall']:.1f} | "
-                f"{row['mean_decode_batch']:.1f} | {row['num_preemptions']} ({row['num_swaps']}) |"
-            )
-    return [*lines, ""]
-
-
-def series(part: str) -> tuple[str, str, str, tuple[int, ...]]:
-    """Title, the cell's field on the x axis, the value on the y axis, and the x values."""
-    if part == "fig3":
-        title, value = "Throughput against the output length (Fig. 3)", "output_tokens_per_second"
-        return title, "max_output_len", value, OUTPUT_LENGTHS
-    title, value = "Mean weighted turnaround against the batch limit (Fig. 4)", "mean_weighted_turnaround"
-    return title, "max_num_seqs", value, BATCH_LIMITS
-
-
-def figure(rows: Sequence[dict[str, Any]], part: str, path: pathlib.Path) -> list[str]:
-    """A table and a plot of one figure."""
-    title, x_name, y_name, values = series(part)
-    lines = [f"## {title}", "", f"{MODELS[0]}, outputs all of the maximum; `{path.name}`.", ""]
-    lines += ["| data | preset | " + " | ".join(map(str, values)) + " |", "|---|---|" + "---:|" * len(values)]
-    curves: dict[tuple[str, str], list[float]] = {}
-    for dataset, preset in itertools.product(DATASETS, OVERLAP):
-        curve = [
-            median_of(rows, y_name, part=part, dataset=dataset, preset=preset, **{x_name: value})
-            for value in values
-        ]
-        curves[dataset, preset] = curve
-        digits = 0 if part == "fig3" else 2
-        lines.append(f"| {dataset} | {preset} | " + " | ".join(f"{y:.{digits}f}" for y in curve) + " |")
-    draw(curves, values, x_name, y_name, path)
-    return [*lines, ""]
-
-
-def draw(
-    curves: dict[tuple[str, str], list[float]],
-    values: Sequence[int],
-    x_name: str,
-    y_name: str,
-    path: pathlib.Path,
-) -> None:
-    """One panel for each data set."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(DATASETS), figsize=(11, 3.4), layout="constrained")
-    for panel, dataset in zip(panels, DATASETS, strict=True):
-        for preset in OVERLAP:
-            panel.plot(values, curves[dataset, preset], marker="o", label=preset)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(values, map(str, values))
-        panel.set_title(dataset)
-        panel.set_xlabel(x_name)
-        panel.set_ylim(bottom=0)
-    panels[0].set_ylabel(y_name)
-    panels[-1].legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace, folder: pathlib.Path) -> str:
-    """The Markdown report; draws the plots."""
-    costs = RooflineCostModel(model_shape(MODELS[0]), device_spec(DEVICE), block_size=BLOCK_SIZE)
-    lines = [
-        "# AdaptiveLLM's evaluation, simulated",
-        "",
-        f"Command: `{args.command}`. {args.requests} requests, all present at time 0; seeds {args.seeds}, "
-        f"medians over them. {NUM_GPU_BLOCKS} device and {NUM_HOST_BLOCKS} host blocks of {BLOCK_SIZE} "
-        f"tokens, at most {MAX_NUM_SEQS} requests and {MAX_NUM_BATCHED_TOKENS} prompt tokens a step.",
-        "",
-        f"Device: a roofline, not a measurement. `{costs!r}`. Predictors know it exactly, so no loss here "
-        "comes from wrong predictions. Prompt lengths are lognormal with the paper's means "
-        "(`jaxllm.workloads.lengths`); their spread is an assumption.",
-        "",
-        "`vllm` decides as vLLM 0.2.5; `vllm_swap` is vLLM_s with batches whose worst case fits the host "
-        "pool; `paper` is Algorithms 1 and 2 with copies that stop the device; `adaptive` is this engine's "
-        "own, with copies beside computation.",
-        "",
-    ]
-    if "table3" in args.parts:
-        lines += table3(rows)
-    for part in ("fig3", "fig4"):
-        if part in args.parts:
-            lines += figure(rows, part, folder / f"{part}.png")
-    return "\n".join(lines)
+def fit_samples(path: str) -> tuple[dict[str, FitReport], str]:
+    """Reports of all regressors on real measurements, and what these are of."""
+    content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    fits = {kind: fit(samples).report for kind, samples in load_samples(path).items()}
+    machine = content["hardware"]
+    facts = f"{content['model']['name']} on {machine['device']} ({machine['cpu']}), `{content['command']}`"
+    return fits, facts
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -252,47 +138,90 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="table3,fig3,fig4", help="default: %(default)s")
+    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--executor", choices=("sim", "jax"), default="sim")
+    parser.add_argument(
+        "--model", dest="models", action="append", default=[], help="with jax; may be repeated"
+    )
+    parser.add_argument("--load-format", default="auto", help="with jax: dummy for random weights")
+    parser.add_argument("--dtype", default="auto", help="with jax")
+    parser.add_argument("--datasets", default=",".join(DATASETS), help="default: %(default)s")
+    parser.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seeds", default="0", help="comma-separated (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--samples", help="measurements of a real profile (`jaxllm profile --samples`)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, with sim")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    args.parts = args.parts.split(",")
-    unknown = sorted(set(args.parts) - {"table3", "fig3", "fig4"})
-    if unknown:
-        parser.error(f"--parts: there is no {', '.join(unknown)}; parts are table3, fig3 and fig4")
-    if args.requests < 1 or args.jobs < 1:
-        parser.error("--requests and --jobs must be at least 1")
+    for name, known in (("parts", PARTS), ("datasets", DATASETS)):
+        values = getattr(args, name).split(",")
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            parser.error(f"--{name}: there is no {', '.join(unknown)}; choose of {', '.join(known)}")
+        setattr(args, name, values)
+    if min(args.requests, args.jobs, args.max_num_seqs) < 1:
+        parser.error("--requests, --jobs and --max-num-seqs must be at least 1")
+    if (args.executor == "jax") != bool(args.models):
+        parser.error(
+            "--executor jax needs --model, and --executor sim takes none: its models are the paper's"
+        )
+    if args.executor == "sim" and (args.load_format, args.dtype) != ("auto", "auto"):
+        parser.error("--load-format and --dtype are for --executor jax")
+    if args.parts == ["errors"] and args.samples is None:
+        parser.error("--parts errors needs --samples: measurements that `jaxllm profile --samples` wrote")
+    if not set(args.parts) & {"table3", "fig3", "fig4"} and "overhead" in args.parts:
+        parser.error("--parts overhead is about the runs of table3, fig3 or fig4: name one of them too")
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Simulate, and write JSON, plots and the report."""
+    """Run or simulate, and write JSON, plots and the report."""
     args = parse_args(argv)
     words = sys.argv[1:] if argv is None else argv
-    args.command = command_line(["python", "scripts/reproduce_paper.py", *words])
+    command = command_line(["python", "scripts/reproduce_paper.py", *words])
     folder = args.out_dir
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    cells = make_cells(args.parts, args.requests, args.seeds)
-    if args.jobs == 1:
-        rows = list(map(run_cell, cells))
+    parts = [part for part in args.parts if part not in ("errors", "overhead")]
+    is_simulated = args.executor == "sim"
+    if is_simulated:
+        cells = make_cells(
+            parts,
+            MODELS,
+            args.datasets,
+            num_requests=args.requests,
+            seeds=args.seeds,
+            max_num_seqs=args.max_num_seqs,
+        )
+        rows, facts = simulate_all(cells, args.samples, args.jobs), simulated_facts(args.samples)
     else:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-            rows = list(pool.map(run_cell, cells))
+        rows, facts = run_all(args, parts)
+    lines = sections.introduction(command, facts, args.seeds, args.requests, args.max_num_seqs)
+    if "table3" in parts:
+        lines += sections.table3(rows)
+    for part in ("fig3", "fig4"):
+        if part in parts:
+            lines += sections.figure(rows, part, folder / f"{part}.png")
+    fits: dict[str, FitReport] = {}
+    if "errors" in args.parts and args.samples is not None:
+        fits, of_what = fit_samples(args.samples)
+        lines += sections.errors(fits, of_what)
+    elif "errors" in args.parts:
+        lines += ["Prediction errors (Section 4.5, Fig. 5) are left out: they need --samples.", ""]
+    if "overhead" in args.parts and rows:
+        lines += sections.overhead(rows, is_simulated)
     values = {
-        "command": args.command,
-        "device": DEVICE,
+        "command": command,
+        "device": DEVICE if is_simulated else facts,
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "cells": rows,
+        "prediction_errors": {kind: found.to_dict() for kind, found in fits.items()},
     }
     (folder / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(report(rows, args, folder), encoding="utf-8")
-    print(f"{len(rows)} simulations in {values['seconds']} s; see {folder / 'report.md'}")
+    (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    print(f"{len(rows)} runs in {values['seconds']} s; see {folder / 'report.md'}")
 
 
 if __name__ == "__main__":

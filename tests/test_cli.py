@@ -69,7 +69,7 @@ def llm(model, cache):
 def run(llm, model, monkeypatch):
     """Runs a command on the shared engine; returns its exit code."""
 
-    def load_llm(settings, *, quiet=False):
+    def load_llm(settings, *, quiet=False, compile_report=False):
         assert settings["model"] == model
         assert settings["seed"] == 0  # that of the shared engine's weights
         return llm

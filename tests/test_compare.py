@@ -287,7 +287,7 @@ def test_missing_python_is_reported(tmp_path):
     pythons = {"vllm": str(tmp_path / "nowhere")}
     with Comparison([backend], pythons, job(), {"vllm": [None]}, tmp_path, TIMEOUT) as comparison:
         workload = Workload("w", [[1]], [1])
-        assert list(comparison.run(workload, 1, 1.3)) == [1]
+        assert list(comparison.run(workload, 1, 1.3, 5.0)) == [1]
         (row,) = report.collect(comparison, workload)
     assert row["error"] == "cannot run its Python: No such file or directory"
 
@@ -306,7 +306,7 @@ class ScriptedWorker:
         self.calls.append(variant)
         self.limits.append(give_up_after)
         if variant == 4:
-            return {"seconds": 3.0, "num_completed": 2, "num_output_tokens": 6}
+            return {"seconds": 3.0, "gave_up_after_tokens": 6}
         return {"seconds": next(self.seconds[variant]), "token_ids": [[1]], "peak_rss_bytes": 1}
 
     def close(self):
@@ -320,12 +320,12 @@ def test_slow_batch_sizes_are_not_repeated(monkeypatch, tmp_path):
     with Comparison(
         [backend], {"transformers": "python"}, job(), {"transformers": [32, 16, 8, 4]}, tmp_path, TIMEOUT
     ) as comparison:
-        list(comparison.run(Workload("w", [[1]], [1]), 3, 1.3))
+        list(comparison.run(Workload("w", [[1]], [1]), 3, 1.3, 5.0))
         assert [len(one.seconds) for one in comparison.measurements] == [3, 3, 1, 0]
         rows = report.collect(comparison, Workload("w", [[1]], [1]))
     assert worker.calls == [32, 16, 8, 4, 32, 16, 32, 16]
     assert worker.limits == [None, 1.3, 1.3, 1.3, None, None, None, None]
-    assert rows[3]["partial"]["num_completed"] == 2
+    assert rows[3]["partial"]["gave_up_after_tokens"] == 6
     assert rows[3]["output_tokens_per_second"] is None
     assert report._cells(rows[3])[:2] == ["transformers, batch 4", "stopped at 2.0"]
 

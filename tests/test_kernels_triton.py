@@ -30,9 +30,8 @@ def test_splits_fill_the_device(programs, tokens, splits):
 @pytest.mark.parametrize(
     "shape", [Shape(32, 8, 128, dtype="bfloat16"), Shape(4, 4, 80, block_size=64)], ids=str
 )
-def test_lowers_for_cuda(shape, monkeypatch):
+def test_lowers_for_cuda(shape):
     """The kernels are accepted by Pallas' Triton lowering, which interpret mode does not exercise."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     heads, dim = shape.num_kv_heads, shape.head_dim
     pool = jax.ShapeDtypeStruct((64, 2, 2, heads, shape.block_size, dim), shape.dtype)
     q = jax.ShapeDtypeStruct((100, shape.num_q_heads, dim), shape.dtype)
@@ -40,7 +39,6 @@ def test_lowers_for_cuda(shape, monkeypatch):
     tables, hundred, starts, scalar = (
         jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((100, 8), (100,), (101,), ())
     )
-    # JAX 0.11 and later must be told which device to lower for where they see none.
     h100 = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=h100)
     options = {"layer": LAYER, "scale": shape.scale}

@@ -26,8 +26,8 @@ def test_a_record_is_closed_by_the_end_of_its_request():
     ledger.preempted(request, 5, 1.5, [("r0", 0.25)], SWAP)
     ledger.resumed(request, 8, 2.5)
     ledger.resumed(request, 9, 3.5)  # a further chunk of the same restore
-    ledger.measured("r0", 0.5)
-    ledger.measured("r0", 0.25)
+    ledger.measured("r0", 0.5, 99)
+    ledger.measured("r0", 0.25, 99)
     assert ledger.preemptions == []
     ledger.finished("r0")
     assert ledger.preemptions == [
@@ -50,7 +50,7 @@ def test_a_second_preemption_closes_the_first():
 def test_requests_that_were_not_preempted_leave_no_record():
     ledger = Ledger()
     ledger.resumed(victim(), 3, 0.0)
-    ledger.measured("r0", 1.0)
+    ledger.measured("r0", 1.0, 99)
     ledger.finished("r0")
     ledger.close()
     assert ledger.preemptions == []
@@ -70,7 +70,7 @@ def test_regret(decision, measured, predicted, regret):
     ledger = Ledger()
     ledger.preempted(victim(), 0, 0.0, [], decision)
     if measured is not None:
-        ledger.measured("r0", measured)
+        ledger.measured("r0", measured, 99)
     ledger.close()
     (record,) = ledger.preemptions
     assert (record.predicted_seconds, record.regret_seconds) == (predicted, regret)
@@ -81,7 +81,7 @@ def test_lines_of_json():
     ledger = Ledger(file)
     for index in (0, 1):
         ledger.preempted(victim(index), 5 + index, 1.5, [("r0", 0.25)], SWAP)
-    ledger.measured("r1", 4.0)
+    ledger.measured("r1", 4.0, 99)
     ledger.finished("r1")
     assert file.getvalue().count("\n") == 1  # r0 is not back
     ledger.close()

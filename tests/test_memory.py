@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import memory
-from jaxllm.executor.model_executor import ProgramKey, lower_step
+from jaxllm.executor.model_executor import ProgramKey, step_program
 from jaxllm.models.config import config_from_dict
 
 GIB = 2**30
@@ -25,7 +25,7 @@ CONFIG = config_from_dict(
 @pytest.mark.parametrize("key", [ProgramKey(64, 0, 0), ProgramKey(0, 512, 64)], ids=["decode", "prefill"])
 def test_a_one_gib_pool_is_aliased_and_temporaries_are_under_a_tenth(key):
     block_bytes = memory.block_bytes(CONFIG, 16, 4)
-    lowered = lower_step(
+    jitted, arguments = step_program(
         CONFIG,
         key,
         dtype="float32",
@@ -35,7 +35,7 @@ def test_a_one_gib_pool_is_aliased_and_temporaries_are_under_a_tenth(key):
         max_num_seqs=64,
         implementation="xla",
     )
-    analysis = lowered.compile().memory_analysis()
+    analysis = jitted.lower(*arguments).compile().memory_analysis()
     assert analysis.alias_size_in_bytes >= GIB
     assert analysis.temp_size_in_bytes < GIB // 10
 

@@ -17,6 +17,7 @@ from jaxllm.sched.policies import (
     LatestArrivalVictim,
     LeastUrgentVictim,
     MoreUrgentFirst,
+    OverlapAwareAction,
     PaddedBatching,
     PoolState,
     PreemptionAction,
@@ -27,6 +28,7 @@ from jaxllm.sched.policies import (
     SwapIfItFits,
     WatermarkAdmission,
 )
+from jaxllm.sched.pressure import RecentPressure
 
 RECOMPUTE, SWAP = PreemptionAction.RECOMPUTE, PreemptionAction.SWAP
 
@@ -52,6 +54,7 @@ def test_defaults_are_those_of_vllm():
         action=AlwaysRecompute(),
         restore=PrefillFirst(),
         decode_needs_free_block=False,
+        lazy_eviction=False,
     )
 
 
@@ -205,6 +208,59 @@ def test_the_growth_reserve_counts_who_started():
             GrowthReserve(bad)
 
 
+def pressured(**recent):
+    """Three requests of ten tokens run; host blocks are plenty."""
+    return dataclasses.replace(
+        state(num_host_free=99, num_host_blocks=99),
+        num_running=3,
+        num_context_tokens=30,
+        recent=RecentPressure(**recent),
+    )
+
+
+def weigh(costs, **recent):
+    decision = OverlapAwareAction(costs).choose(holder(0, 10, 3), pressured(**recent), 0.0)
+    return decision.swap_seconds, decision.recompute_seconds
+
+
+def test_copies_cost_what_steps_do_not_hide():
+    costs = LinearCosts(prefill=1.0, decode=1.0, swap=2.0)  # a step takes 3, a copy of the victim 6
+    assert weigh(costs)[0] == 3 + 3
+    assert weigh(costs, away_seconds=5.0)[0] == 1 + 3  # the copy out has 5 seconds
+    assert weigh(costs, away_seconds=9.0)[0] == 0 + 3
+    assert weigh(costs, away_seconds=9.0, swap_in_seqs=3.0)[0] == 0 + 5  # three share the step
+    assert weigh(costs, away_seconds=9.0, lost_share=1 / 3)[0] == 0  # one block comes back, in 2
+
+
+def test_recomputes_share_a_prefill_iteration():
+    costs = FloorCosts(floor=40.0, per_token=1.0)
+    assert weigh(costs)[1] == 40  # alone
+    assert weigh(costs, prefill_tokens=40.0, prefill_seqs=4.0)[1] == 10  # a quarter of 40
+    assert weigh(costs, prefill_tokens=400.0, prefill_seqs=4.0)[1] == 310 / 4
+    assert weigh(costs, prefill_tokens=800.0, prefill_seqs=80.0)[1] == 10  # what it adds
+    assert weigh(costs, prefill_tokens=800.0, prefill_seqs=80.0, lost_share=0.5)[1] == pytest.approx(
+        9.94, abs=0.1
+    )
+
+
+class FloorCosts(LinearCosts):
+    def __init__(self, floor, per_token):
+        super().__init__(prefill=per_token)
+        object.__setattr__(self, "floor", floor)
+
+    def prefill_seconds(self, num_tokens, num_seqs, context_tokens=0):
+        return max(self.floor, self.prefill * num_tokens) if num_tokens > 0 else 0.0
+
+
+def test_the_overlap_aware_action_takes_the_cheaper_that_fits():
+    assert OverlapAwareAction(LinearCosts(swap=0.1)).choose(holder(0, 10, 3), pressured(), 0.0).action is SWAP
+    dear = OverlapAwareAction(LinearCosts(swap=9.0))
+    assert dear.choose(holder(0, 10, 3), pressured(), 0.0).action is PreemptionAction.RECOMPUTE
+    full = dataclasses.replace(pressured(), num_host_free=2)
+    cheap = OverlapAwareAction(LinearCosts(swap=0.1))
+    assert cheap.choose(holder(0, 10, 3), full, 0.0).action is PreemptionAction.RECOMPUTE
+
+
 # Plugged into a scheduler
 
 
@@ -273,6 +329,29 @@ def test_a_swap_beyond_the_host_pool_is_refused():
     scheduler.schedule(0.0)
     with pytest.raises(ConfigError, match="swaps 2 blocks; 1 of 1 host blocks are free"):
         scheduler.schedule(0.0)
+
+
+class FailsSecond:
+    def __init__(self):
+        self.calls = 0
+
+    def choose(self, victim, state, now):
+        self.calls += 1
+        return Decision(SWAP) if self.calls == 1 else None
+
+
+def test_swaps_decided_before_a_policy_failed_become_drops():
+    policy = dataclasses.replace(NO_WATERMARK, action=FailsSecond())
+    scheduler = make_scheduler(policy, num_gpu_blocks=3, num_host_blocks=3)
+    requests = [make_request(index, 4) for index in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.schedule(0.0)
+    with pytest.raises(ConfigError, match="is not a Decision"):
+        scheduler.schedule(0.0)
+    scheduler.check()
+    assert (scheduler.num_swapped, scheduler.num_waiting, scheduler.num_free_host_blocks) == (0, 1, 3)
+    assert (requests[2].metrics.num_preemptions, requests[2].metrics.num_swaps) == (1, 0)
 
 
 class OneLength:

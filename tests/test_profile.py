@@ -1,5 +1,6 @@
 """`jaxllm profile`, and engines that choose policies by name."""
 
+import dataclasses
 import functools
 import logging
 
@@ -15,9 +16,11 @@ from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.executor import compile_stats
 from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.regression import fit
-from jaxllm.predictors.store import Profile
+from jaxllm.predictors.samples import load_samples
+from jaxllm.predictors.store import Profile, profile_path
 from jaxllm.predictors.table import TableCostModel
 from jaxllm.sched.ledger import read_ledger
+from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.presets import PRESETS
 from jaxllm.scheduling import make_scheduling
 
@@ -75,17 +78,46 @@ def test_a_profile_is_stored_and_found(llm, profiler, samples, tmp_path):
         profiler.profile(samples, {"prefill": fits["prefill"], "decode": fits["decode"]})
 
 
-def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog):
+def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog, monkeypatch):
     shape = shape_of(llm.model_config, "tiny", "float32")
     costs, source = find_costs(shape, "cpu", 4, tmp_path)
     assert source == "roofline of cpu-2core"
     assert costs.prefill_seconds(100, 1) > 0
-    scheduling = make_scheduling(None, shape, "cpu", 4, tmp_path)
+    assert find_costs(dataclasses.replace(shape, dtype="bfloat16"), "cpu", 4, tmp_path) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for settings, warns in (
+        ({"num_gpu_blocks_override": 30}, True),
+        ({"scheduler_policy": "vllm_swap"}, False),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            made = make_llm(golden_checkpoint(NAME), **settings)
+        assert ("jaxllm profile" in caplog.text) == warns
+        assert made.executor.config.num_host_blocks > 0
+
+
+def test_a_profile_of_another_block_size_does_not_stop_the_default(llm, tmp_path, caplog):
+    shape = shape_of(llm.model_config, "tiny", "float32")
+    path = profile_path(tmp_path, "cpu", "tiny", "float32")
+    path.write_text("{}")
     with caplog.at_level(logging.WARNING):
-        scheduling.say_source(0)
-        assert not caplog.text
-        scheduling.say_source(5)
-        assert "jaxllm profile" in caplog.text
+        scheduling = make_scheduling(None, shape, "cpu", 4, tmp_path)
+    assert scheduling.source == "roofline of cpu-2core"
+    assert "the stored profile is not used" in caplog.text
+    assert make_scheduling("vllm", shape, "cpu", 4, tmp_path).source == "roofline of cpu-2core"
+    with pytest.raises(ProfileError):
+        make_scheduling("adaptive", shape, "cpu", 4, tmp_path)
+
+
+def test_settings_nobody_would_use_are_refused():
+    for settings, message in (
+        ({"profile_seconds": 1.0, "num_host_blocks": 0}, "measure costs that nobody weighs"),
+        ({"profile_seconds": 1.0, "scheduler_policy": SchedulerPolicy()}, "measure costs that nobody weighs"),
+        ({"host_bandwidth_limit": 1e6, "num_host_blocks": 0}, "there are none: set num_host_blocks"),
+        ({"host_bandwidth_limit": 0.0}, "must be a number from 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_llm(golden_checkpoint(NAME), **settings)
 
 
 def test_on_an_unknown_device_only_weighing_presets_need_a_measurement(llm, tmp_path):
@@ -93,7 +125,7 @@ def test_on_an_unknown_device_only_weighing_presets_need_a_measurement(llm, tmp_
     assert find_costs(shape, "Some GPU", 4, tmp_path) is None
     assert {
         name: make_scheduling(name, shape, "Some GPU", 4, tmp_path).needs_measuring for name in PRESETS
-    } == {"adaptive": True, "paper": True, "vllm": False, "vllm_swap": False}
+    } == {"adaptive": True, "paper": True, "vllm": False, "vllm_swap": False, "vllm_swap_both": False}
     assert make_scheduling(None, shape, "Some GPU", 4, tmp_path).needs_measuring
 
 
@@ -108,6 +140,7 @@ def test_the_host_pool_is_sized_by_need(llm):
     assert size("adaptive", None, block_bytes=2**20) == 100
     assert size("adaptive", None, needed=100) == 0
     assert size("vllm", None) == 0
+    assert size("vllm_swap", None, needed=100) == 4  # it starts only what fits
     assert (size("adaptive", 0), size("paper", 7)) == (0, 7)
     with pytest.raises(ConfigError, match="num_host_blocks=0 contradicts"):
         size("vllm_swap", 0)
@@ -131,17 +164,24 @@ def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
     model = str(golden_checkpoint(NAME))
     sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--decode-buckets", "2"]
     command = ["profile", "--model", model, "--seconds", "0.1", "--output-dir", str(tmp_path), *sizes]
-    assert main([*command, "--num-gpu-blocks-override", "40", "--block-size", "4"]) == 0
+    command += ["--num-gpu-blocks-override", "40", "--block-size", "4"]
+    written = tmp_path / "samples"
+    assert main([*command, "--compile-report", "--samples", str(written)]) == 0
     (path,) = tmp_path.glob("*.json")
+    assert load_samples(written).keys() == set(COST_KINDS)
     profile = Profile.load(path)
     assert profile.device == "cpu"
     assert set(profile.num_samples) == set(COST_KINDS)
-    assert "## swap_in" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "## swap_in" in shown.out
+    assert "jaxllm: decode of 2: compiled in " in shown.err
+    assert "prefill of 32 tokens" in shown.err
     assert main([*command, "--seconds", "0"]) == 2
-    assert main([*command, "--num-host-blocks", "0"]) == 2
+    for refused in (["--num-host-blocks", "0"], ["--scheduler-policy", "vllm"], ["--profile-seconds", "3"]):
+        assert main([*command, *refused]) == 2
 
 
-@pytest.mark.parametrize("preset", ["adaptive", "paper", "vllm", "vllm_swap"])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_presets_by_name_give_the_same_tokens(preset, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profile_folder().is_relative_to(tmp_path)

@@ -5,10 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_samples import measured
+from variants import golden_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import reproduce_paper
+
+from jaxllm.predictors.samples import save_samples
+from jaxllm.sched.presets import PRESETS
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +26,8 @@ def reproduced(tmp_path_factory):
 def test_every_cell_is_simulated(reproduced):
     results = json.loads((reproduced / "results.json").read_text())
     cells = results["cells"]
-    assert len(cells) == 4 * (4 * 3 * 2 + 3 * 6 + 3 * 5)
-    assert {cell["preset"] for cell in cells} == {"adaptive", "paper", "vllm", "vllm_swap"}
+    assert len(cells) == 5 * (4 * 3 * 2 + 3 * 6 + 3 * 5)
+    assert {cell["preset"] for cell in cells} == set(PRESETS)
     for cell in cells:
         assert cell["output_tokens_per_second"] > 0
         assert cell["mean_weighted_turnaround"] >= 1
@@ -38,3 +43,55 @@ def test_the_report_sets_the_numbers_beside_the_papers(reproduced):
         assert name in report
         assert (reproduced / name).stat().st_size > 1000
     assert str(reproduced) not in report
+
+
+def test_noise_errors_and_overheads(tmp_path):
+    save_samples(
+        tmp_path / "samples.json",
+        measured(90, 1.1),
+        {"command": "jaxllm profile", "model": {"name": "tiny"}, "hardware": {"device": "cpu", "cpu": "x"}},
+    )
+    options = ["--requests", "8", "--jobs", "1", "--datasets", "chatbot", "--parts", "fig4,errors,overhead"]
+    reproduce_paper.main(
+        [*options, "--samples", str(tmp_path / "samples.json"), "--out-dir", str(tmp_path / "out")]
+    )
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| chatbot | adaptive against vllm |" in report
+    assert "Measured, not simulated: tiny on cpu (x), `jaxllm profile`" in report
+    assert "| swap_out |" in report
+    assert "Scheduling took" in report
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["prediction_errors"].keys() == {"prefill", "decode", "swap_out", "swap_in"}
+
+
+def test_the_engine_runs_the_same_cells(tmp_path):
+    model = tmp_path / "tiny"
+    model.mkdir()
+    config = json.loads((golden_checkpoint("llama_gqa") / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    options = ["--executor", "jax", "--model", str(model), "--load-format", "dummy", "--datasets", "chatbot"]
+    options += ["--max-num-seqs", "8", "--requests", "6", "--parts", "table3,fig4,overhead"]
+    reproduce_paper.main([*options, "--out-dir", str(tmp_path / "out")])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {cell["model"] for cell in results["cells"]} == {"tiny"}
+    assert len(results["cells"]) == 5 * (2 + 1)
+    for cell in results["cells"]:
+        assert cell["output_tokens_per_second"] > 0
+        assert cell["prediction_errors"]["decode"]["count"] > 0
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| tiny | chatbot | - |" in report
+    assert "the real engine" in report
+    assert "of the run time" in report
+
+
+def test_wrong_arguments(tmp_path, capsys):
+    for wrong in (
+        ["--parts", "table4"],
+        ["--executor", "jax"],
+        ["--model", "x"],
+        ["--dtype", "float16"],
+        ["--jobs", "0"],
+    ):
+        with pytest.raises(SystemExit):
+            reproduce_paper.main([*wrong, "--out-dir", str(tmp_path)])
+    assert "there is no table4" in capsys.readouterr().err

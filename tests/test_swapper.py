@@ -81,6 +81,62 @@ def test_copies_are_pinned_and_survive_later_writes(swapper):
     assert not swapper.handles
 
 
+def test_intact_blocks_are_not_copied(swapper):
+    pool = random_pool(20, "float32")
+    kept = bits_of(pool)
+    swapper.swap_out(pool, 30, tuple(range(19)))  # pieces of 16, 2 and 1
+    pool = pool.at[jnp.array([0, 17, 18])].set(0.0)
+    pool = swapper.swap_in(pool, 30, tuple(range(19)), num_intact=16)
+    assert not bits_of(pool)[0].any()  # nobody wrote it
+    np.testing.assert_array_equal(bits_of(pool)[1:], kept[1:])
+    swapper.swap_out(pool, 31, (0, 1, 2))
+    pool = swapper.swap_in(pool, 31, (3, 4, 5), num_intact=3)
+    np.testing.assert_array_equal(bits_of(pool)[1:], kept[1:])
+    assert not swapper.handles
+
+
+def test_copies_out_are_let_go_when_they_have_left(swapper):
+    pool = random_pool(40, "float32")
+    for handle in range(40, 44):
+        swapper.swap_out(pool, handle, tuple(range(MAX_STAGED_BLOCKS)))
+        assert swapper._num_staged <= MAX_STAGED_BLOCKS
+        assert swapper._num_staged == sum(piece.shape[0] for piece in swapper._staged)
+    for handle in range(40, 44):
+        swapper.wait(handle)
+        swapper.discard(handle)
+    assert not swapper._staged
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_a_limited_link_delays_the_copy_back_and_changes_no_bit(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("jaxllm.executor.swapper.time", clock)
+    pool = random_pool(8, "float32")
+    before = bits_of(pool)
+    limited = BlockSwapper(jax.devices()[0], max_blocks=8, bandwidth_limit=pool[0].nbytes)  # a block a second
+    limited.swap_out(pool, 0, (0, 1, 2, 3))
+    limited.swap_out(pool, 1, (4, 5, 6, 7))
+    pool = limited.swap_in(pool, 1, (0, 1, 2, 3))
+    assert clock.now == pytest.approx(112.0)  # 8 blocks out, one after another, and 4 back
+    np.testing.assert_array_equal(bits_of(pool)[:4], before[4:])
+    limited.discard(0)
+    limited.swap_out(pool, 2, (1,))
+    limited.wait(2)
+    assert clock.now == pytest.approx(113.0)
+    limited.discard(2)
+    assert not limited._out_done_at
+
+
 def test_warm_up_keeps_the_pool(swapper):
     pool = random_pool(5, "float32")
     before = bits_of(pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from jaxllm.types import PrefillChunk, Request, SchedulerOutput
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 _MIN_SAMPLES = 60
+_MIN_SWAP_SIZES = 24  # a fit needs ten different ones
+_CONTEXT_SHARE = 0.3  # of prefills that continue sequences
 
 
 class Profiler:
@@ -66,6 +69,46 @@ class Profiler:
                     found[sample.kind].append(sample)
         return {kind: samples for kind, samples in found.items() if samples}
 
+    def time_decode(self, batch: int, context: int, repetitions: int = 10) -> float:
+        """Median seconds of a decode step of `batch` sequences of `context` tokens.
+
+        Raises:
+            ConfigError: they do not fit the pool.
+        """
+        requests = self._requests([context + 1] * batch)
+        if requests is None:
+            raise ConfigError(f"{batch} sequences of {context} tokens do not fit the pool")
+        scheduled = SchedulerOutput(0, decode=tuple(requests))
+        return statistics.median(self._time(scheduled) for _ in range(repetitions + 1))
+
+    def time_prefill(self, num_tokens: int, num_seqs: int, repetitions: int = 10) -> float:
+        """Median seconds of a prefill step of `num_seqs` prompts of `num_tokens` together.
+
+        Raises:
+            ConfigError: they do not fit the pool.
+        """
+        if not num_seqs <= num_tokens <= num_seqs * (self._config.max_model_len - 1):
+            raise ConfigError(f"{num_tokens} tokens are no {num_seqs} prompts of 1 to max_model_len - 1")
+        lengths = self._split(num_tokens, num_seqs)
+        requests = self._requests([length + 1 for length in lengths])
+        if requests is None:
+            raise ConfigError(f"{num_tokens} tokens do not fit the pool")
+        chunks = [PrefillChunk(r, 0, length, True) for r, length in zip(requests, lengths, strict=True)]
+        scheduled = SchedulerOutput(0, prefill=tuple(chunks))
+        return statistics.median(self._time(scheduled) for _ in range(repetitions + 1))
+
+    def swap_samples(self, count: int) -> dict[CostKind, list[Sample]]:
+        """Measure `count` swaps out and back.
+
+        Raises:
+            ConfigError: the engine has no host blocks.
+        """
+        found: dict[CostKind, list[Sample]] = {"swap_out": [], "swap_in": []}
+        for _ in range(count):
+            for sample in self._swap():
+                found[sample.kind].append(sample)
+        return found
+
     def fit(self, samples: dict[CostKind, list[Sample]], *, is_brief: bool = False) -> dict[CostKind, Fit]:
         """The best predictor of each kind; `is_brief` tries only those that are fitted within a second."""
         tried: dict[str, Any] = {"names": ["linear", "ridge"], "degrees": [1, 2, 3]} if is_brief else {}
@@ -89,7 +132,9 @@ class Profiler:
             max_num_seqs=config.max_num_seqs,
             max_context_tokens=min(config.num_gpu_blocks * config.block_size,
                                    config.max_num_seqs * config.max_model_len),
-            max_num_blocks=-(-config.max_model_len // config.block_size),
+            max_num_blocks=max(-(-config.max_model_len // config.block_size), _MIN_SWAP_SIZES),
+            max_prefill_context_tokens=min(config.num_gpu_blocks * config.block_size,
+                                           config.buckets.max_prefill_seqs * config.max_model_len),
         )  # fmt: skip
         table = TableCostModel.distil(RegressionCostModel(regressors, self.model, config.block_size), axes)
         return Profile(
@@ -106,16 +151,26 @@ class Profiler:
 
     def _prefill(self) -> Sample | None:
         config = self._config
+        longest = config.max_model_len - 1
         num_tokens = self._draw_size([size for size, _ in config.buckets.prefill])
+        num_tokens = min(num_tokens, longest * config.buckets.max_prefill_seqs)
         most = min(config.buckets.max_prefill_seqs, num_tokens)
-        num_seqs = self._random.randint(max(1, -(-num_tokens // (config.max_model_len - 1))), most)
+        num_seqs = self._random.randint(-(-num_tokens // longest), most)
         lengths = self._split(num_tokens, num_seqs)
-        requests = self._requests([length + 1 for length in lengths])
+        starts = [0] * num_seqs
+        if self._random.random() < _CONTEXT_SHARE:
+            room = min(longest, config.num_gpu_blocks // num_seqs * config.block_size)
+            starts = [self._random.randint(0, max(0, room - length)) for length in lengths]
+        totals = [start + length for start, length in zip(starts, lengths, strict=True)]
+        requests = self._requests([total + 1 for total in totals])
         if requests is None:
             return None
-        chunks = [PrefillChunk(r, 0, length, True) for r, length in zip(requests, lengths, strict=True)]
-        seconds = self._time(SchedulerOutput(0, prefill=tuple(chunks)))
-        return Sample.prefill(self.model, num_tokens, num_seqs, 0, seconds)
+        chunks = tuple(
+            PrefillChunk(request, start, length, True)
+            for request, start, length in zip(requests, starts, lengths, strict=True)
+        )
+        seconds = self._time(SchedulerOutput(0, prefill=chunks))
+        return Sample.prefill(self.model, num_tokens, num_seqs, sum(starts), seconds)
 
     def _decode(self) -> Sample | None:
         config = self._config
@@ -134,8 +189,8 @@ class Profiler:
 
     def _swap(self) -> Iterator[Sample]:
         config = self._config
-        most = min(-(-config.max_model_len // config.block_size), config.num_gpu_blocks)
-        num_blocks = self._random.randint(1, most)
+        longest = -(-config.max_model_len // config.block_size)
+        num_blocks = self._random.randint(1, max(longest, _MIN_SWAP_SIZES))
         out_seconds, in_seconds = self._executor.time_swap(num_blocks)
         yield Sample.swap_out(self.model, config.block_size, num_blocks, out_seconds)
         yield Sample.swap_in(self.model, config.block_size, num_blocks, in_seconds)

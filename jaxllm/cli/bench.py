@@ -75,7 +75,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         Path(args.output).touch()  # now rather than after the measurement
     settings: dict[str, Any] = {"seed": args.seed, "skip_tokenizer_init": not args.detokenize}
     settings |= engine_settings(args)
-    llm = load_llm(settings)
+    llm = load_llm(settings, compile_report=args.compile_report)
     result = {
         "command": command_line(["jaxllm", *args.command_line]),
         "model": model_folder(settings).name,

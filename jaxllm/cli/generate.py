@@ -125,7 +125,11 @@ def run(args: argparse.Namespace) -> int:
         if not todo:
             return 0
         try:
-            llm = load_llm({**few_prompts_settings(settings, rows), **settings}, quiet=args.quiet)
+            llm = load_llm(
+                {**few_prompts_settings(settings, rows), **settings},
+                quiet=args.quiet,
+                compile_report=args.compile_report,
+            )
             _write_completions(llm, todo, sink, total=len(rows), chat=args.chat, quiet=args.quiet)
         except KeyboardInterrupt:
             way_out = "run again with --resume to continue" if args.output else "use --output to keep results"

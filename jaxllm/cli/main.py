@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import jaxllm
-from jaxllm.cli import bench, convert, explain, generate, profile
+from jaxllm.cli import bench, convert, explain, generate, plan, profile
 from jaxllm.errors import JaxllmError
 
 EXIT_OK = 0
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxllm {jaxllm.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
-    for command in (generate, convert, bench, profile, explain):
+    for command in (generate, convert, bench, profile, plan, explain):
         command.add_command(commands)
     return parser
 

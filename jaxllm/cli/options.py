@@ -90,6 +90,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     for name, (choices, text) in _CHOICES.items():
         group.add_argument(_flag(name), choices=choices, default=argparse.SUPPRESS, help=text)
     group.add_argument(
+        "--compile-report",
+        action="store_true",
+        help="list each program's shape, seconds and memory on stderr",
+    )
+    group.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
@@ -110,8 +115,8 @@ def model_folder(settings: Mapping[str, Any]) -> Path:
     return demo_model_path() if model is None else Path(model)
 
 
-def load_llm(settings: Mapping[str, Any], *, quiet: bool = False) -> LLM:
-    """Make the `LLM`, telling on stderr what takes the time."""
+def load_llm(settings: Mapping[str, Any], *, quiet: bool = False, compile_report: bool = False) -> LLM:
+    """Make the `LLM`, telling on stderr what takes the time, and with `compile_report` in detail."""
     import jax
 
     from jaxllm.llm import LLM
@@ -125,6 +130,18 @@ def load_llm(settings: Mapping[str, Any], *, quiet: bool = False) -> LLM:
             f"ready on {device} in {llm.dtype}: loaded in {times.load_seconds:.1f} s, "
             f"{len(llm.executor.programs)} programs compiled in {times.warm_up_seconds:.1f} s"
         )
+    if compile_report:
+        for program in llm.executor.compile_report():
+            sizes = ", ".join(
+                f"{kind} {'unknown' if size is None else f'{size / 2**20:.1f} MiB'}"
+                for kind, size in (
+                    ("arguments", program.argument_bytes),
+                    ("in place", program.aliased_bytes),
+                    ("temporaries", program.temporary_bytes),
+                    ("outputs", program.output_bytes),
+                )
+            )
+            note(f"{program.name}: compiled in {program.compile_seconds:.2f} s; {sizes}")
     return llm
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +34,49 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--output-dir", type=Path, metavar="DIR", help="of profiles (default: a user cache folder)"
     )
+    parser.add_argument(
+        "--samples", type=Path, metavar="FILE.json", help="also write every single measurement there"
+    )
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, print, store; returns the exit code."""
+    from jaxllm.bench import hardware
+    from jaxllm.bench.command import command_line
     from jaxllm.bench.profile import Profiler
     from jaxllm.costs import profile_folder, shape_of
+    from jaxllm.predictors.samples import save_samples
+    from jaxllm.sched.policies import SchedulerPolicy
 
     if not 0 < args.seconds <= 86400:
         raise ConfigError(f"--seconds {args.seconds} must be above 0 and at most 86400")
     settings: dict[str, Any] = {"seed": args.seed, "skip_tokenizer_init": True, **engine_settings(args)}
     if settings.setdefault("num_host_blocks", _DEFAULT_HOST_BLOCKS) == 0:
         raise ConfigError("--num-host-blocks 0 leaves no swaps to measure; give at least 1")
-    settings["profile_seconds"] = 0.0
-    llm = load_llm(settings)
+    for name in ("profile_seconds", "scheduler_policy", "ledger"):
+        if name in settings:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} means nothing here; --seconds is the time to measure"
+            )
+    settings["scheduler_policy"] = (
+        SchedulerPolicy()
+    )  # nothing it measures depends on it, and it needs no costs
+    llm = load_llm(settings, compile_report=args.compile_report)
     name = model_folder(settings).resolve().name
     profiler = Profiler(llm.executor, shape_of(llm.model_config, name, llm.dtype), seed=args.seed)
     note(f"measuring for {args.seconds:g} s")
     samples = profiler.samples(args.seconds)
+    if args.samples is not None:
+        facts = {
+            "command": command_line(["jaxllm", *args.command_line]),
+            "hardware": hardware.describe_hardware(),
+            "versions": hardware.versions(),
+            "model": dataclasses.asdict(profiler.model),
+            "block_size": llm.executor.block_size,
+        }
+        save_samples(args.samples, samples, facts)
     note("fitting " + ", ".join(f"{len(found)} {kind}" for kind, found in samples.items()) + " samples")
     fits = profiler.fit(samples)
     for kind, found in fits.items():

@@ -8,13 +8,16 @@ from jaxllm.types import SchedulerOutput
 
 
 class StepObserver:
-    """Compares each step's duration with its prediction, and charges re-prefills to their preemptions.
+    """Compares each step's duration with its prediction, and charges preemptions with what they cost.
 
-    Steps with swaps are left out of the comparison: their duration holds copies too.
+    A recompute is charged with its share of the prefill, by tokens. A swap is charged with what the steps in
+    which its copies start take longer than predicted, by blocks: copies run beside steps, so that their own
+    durations would say nothing; the charge holds the error of the prediction, too. Steps with copies are left
+    out of the comparison.
 
     Args:
-        costs: corrected as steps are observed; None compares nothing.
-        ledger: told what each recompute took; None records nothing.
+        costs: corrected as steps are observed; None compares nothing, and leaves swaps unmeasured.
+        ledger: told what each restore took; None records nothing.
     """
 
     def __init__(self, costs: OnlineCalibration | None, ledger: Ledger | None) -> None:
@@ -25,17 +28,41 @@ class StepObserver:
         """Take a step that ran for `seconds`. Call before its tokens are committed."""
         if seconds <= 0.0:
             return
-        costs, prefill, decode = self.costs, scheduled.prefill, scheduled.decode
-        if costs is not None and not scheduled.swap_in and not scheduled.swap_out:
-            if prefill and not decode:
-                context = sum(chunk.start for chunk in prefill)
-                predicted = costs.prefill_seconds(scheduled.num_prefill_tokens, len(prefill), context)
-                costs.observe("prefill", predicted, seconds)
-            elif decode and not prefill:
-                context = sum(len(r.prompt_token_ids) + len(r.output_token_ids) for r in decode)
-                costs.observe("decode", costs.decode_seconds(len(decode), context), seconds)
-        if self._ledger is not None and prefill:
+        has_copies = bool(scheduled.swap_in or scheduled.swap_out)
+        if self.costs is not None:
+            predicted = self._predicted(self.costs, scheduled)
+            if has_copies and predicted > 0.0:
+                self._charge_swaps(scheduled, max(0.0, seconds - predicted))
+            elif has_copies:
+                pass
+            elif scheduled.prefill and not scheduled.decode:
+                self.costs.observe("prefill", predicted, seconds)
+            elif scheduled.decode and not scheduled.prefill:
+                self.costs.observe("decode", predicted, seconds)
+        if self._ledger is not None and scheduled.prefill:
             per_token = seconds / scheduled.num_prefill_tokens
-            for chunk in prefill:
-                if chunk.request.metrics.num_preemptions > chunk.request.metrics.num_swaps:
-                    self._ledger.measured(chunk.request.request_id, per_token * chunk.length)
+            for chunk in scheduled.prefill:
+                if chunk.is_recompute:
+                    self._ledger.measured(
+                        chunk.request.request_id, per_token * chunk.length, scheduled.step_id
+                    )
+
+    def _predicted(self, costs: OnlineCalibration, scheduled: SchedulerOutput) -> float:
+        prefill, decode = scheduled.prefill, scheduled.decode
+        seconds = 0.0
+        if prefill:
+            context = sum(chunk.start for chunk in prefill)
+            seconds += costs.prefill_seconds(scheduled.num_prefill_tokens, len(prefill), context)
+        if decode:
+            context = sum(len(r.prompt_token_ids) + len(r.output_token_ids) for r in decode)
+            seconds += costs.decode_seconds(len(decode), context)
+        return seconds
+
+    def _charge_swaps(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        if self._ledger is None:
+            return
+        copies = [(swap, len(swap.block_ids)) for swap in scheduled.swap_out]
+        copies += [(swap, len(swap.block_ids) - swap.num_intact) for swap in scheduled.swap_in]
+        total = max(1, sum(num_blocks for _, num_blocks in copies))
+        for swap, num_blocks in copies:
+            self._ledger.measured(swap.request.request_id, seconds * num_blocks / total, scheduled.step_id)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,27 @@ class ExecutorConfig:
     host_bandwidth_limit: float | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """What a program took to compile and needs to run. Bytes; None where the device does not tell.
+
+    `aliased_bytes` of the arguments are updated in place; the others are only read.
+    """
+
+    key: ProgramKey
+    compile_seconds: float
+    argument_bytes: int | None
+    aliased_bytes: int | None
+    temporary_bytes: int | None
+    output_bytes: int | None
+
+    @property
+    def name(self) -> str:
+        """What it computes."""
+        rows, tokens, seqs = self.key
+        return f"decode of {rows}" if rows else f"prefill of {tokens} tokens, {seqs} prompts"
+
+
 class ModelExecutor:
     """Executes steps of one model on one device. One thread owns it: every step donates the pool."""
 
@@ -102,6 +123,7 @@ class ModelExecutor:
             )
         self._set_history = jax.jit(_set_history, donate_argnums=0)
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
+        self._program_seconds: dict[ProgramKey, float] = {}
         self.compile_seconds = 0.0
 
     @property
@@ -124,6 +146,18 @@ class ModelExecutor:
         """The compiled programs, by shape; `memory_analysis()` of each tells what it needs."""
         return self._programs
 
+    def compile_report(self) -> list[CompiledProgram]:
+        """Every step's program, with seconds and memory. Threads compile side by side, so seconds overlap."""
+        report = []
+        for key, program in self._programs.items():
+            analysis = program.memory_analysis()
+            sizes = [
+                None if analysis is None else int(getattr(analysis, f"{name}_size_in_bytes"))
+                for name in ("argument", "alias", "temp", "output")
+            ]
+            report.append(CompiledProgram(key, self._program_seconds.get(key, 0.0), *sizes))
+        return report
+
     def warm_up(self) -> None:
         """Compile every program and run each once, so that nothing compiles later.
 
@@ -134,7 +168,8 @@ class ModelExecutor:
         keys += [ProgramKey(rows, 0, 0) for rows in self.config.buckets.decode]
         lowered = [self._lower(key, *self._padding_inputs(key)) for key in keys]
         with concurrent.futures.ThreadPoolExecutor(_COMPILE_THREADS) as pool:
-            self._programs.update(zip(keys, pool.map(jax.stages.Lowered.compile, lowered), strict=True))
+            for key, (program, seconds) in zip(keys, pool.map(_timed_compile, lowered), strict=True):
+                self._programs[key], self._program_seconds[key] = program, seconds
         for key in keys:
             outputs = self._run(key, *self._padding_inputs(key))
             np.asarray(outputs.sampled.tokens)
@@ -170,15 +205,27 @@ class ModelExecutor:
         outputs = self._run(key, packed_decode, packed_prefill)
         return PendingStep(scheduled, outputs, decode_rows)
 
+    def limit_host_bandwidth(self, bytes_per_second: float | None) -> None:
+        """Slow the link to the host down in each direction, for experiments; None lifts the limit.
+
+        Raises:
+            ConfigError: the executor has no host blocks, or the number is not positive.
+        """
+        if self._swapper is None:
+            raise ConfigError("there is no link to limit: num_host_blocks=0 turns swaps off")
+        if bytes_per_second is not None and not 0 < bytes_per_second < float("inf"):
+            raise ConfigError(f"bytes_per_second={bytes_per_second!r} must be a positive number or None")
+        self._swapper.bandwidth_limit = bytes_per_second
+
     def time_swap(self, num_blocks: int) -> tuple[float, float]:
-        """Seconds to copy the pool's first `num_blocks` blocks to the host, and to copy them back.
+        """Seconds to copy `num_blocks` blocks of the pool (some twice if it has fewer) out and back.
 
         Raises:
             ConfigError: the executor has no host blocks.
         """
         if self._swapper is None:
             raise ConfigError("swaps cannot be timed: num_host_blocks=0 turns them off")
-        handle, block_ids = -1, range(num_blocks)
+        handle, block_ids = -1, [number % self.num_gpu_blocks for number in range(num_blocks)]
         jax.block_until_ready(self._state.pool)
         started = time.perf_counter()
         self._swapper.swap_out(self._state.pool, handle, block_ids)
@@ -293,7 +340,7 @@ class ModelExecutor:
         )
 
 
-def lower_step(
+def step_program(
     model_config: AnyConfig,
     key: ProgramKey,
     *,
@@ -303,8 +350,11 @@ def lower_step(
     max_model_len: int,
     max_num_seqs: int,
     implementation: str | None = None,
-) -> jax.stages.Lowered:
-    """A step's program from shapes alone. Its compiled form tells the memory it needs."""
+) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
+    """A step's program and its abstract arguments, from shapes alone.
+
+    Lowered with them and compiled it tells the memory it needs. The second argument is the `DeviceState`.
+    """
     max_blocks = -(-max_model_len // block_size)
     state = _state_shapes(
         model_config,
@@ -322,7 +372,7 @@ def lower_step(
         size = sum(_prefill_sizes(key.prefill_tokens, key.prefill_seqs, max_blocks))
         prefill = jax.ShapeDtypeStruct((size,), jnp.int32)
     jitted = _jitted_step(model_config, key, max_blocks, implementation)
-    return jitted.lower(abstract_params(model_config, dtype), state, slot_params, decode, prefill)
+    return jitted, (abstract_params(model_config, dtype), state, slot_params, decode, prefill)
 
 
 def _state_shapes(
@@ -347,6 +397,11 @@ def _jitted_step(
 ) -> jax.stages.Wrapped:
     step = functools.partial(_packed_step, model_config, key, max_blocks, implementation)
     return jax.jit(step, donate_argnums=(1,))
+
+
+def _timed_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
+    started = time.perf_counter()
+    return lowered.compile(), time.perf_counter() - started
 
 
 def _slot(request: Request) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,16 +40,12 @@ class BlockSwapper:
     def __init__(self, device: jax.Device, max_blocks: int, *, bandwidth_limit: float | None = None) -> None:
         self._on_device = SingleDeviceSharding(device)
         self._on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
-        sizes = [1]
-        while 2 * sizes[-1] <= min(max_blocks, _LARGEST_PIECE):
-            sizes.append(2 * sizes[-1])
-        self.sizes = tuple(reversed(sizes))
-        self._gather = jax.jit(_gather)
-        self._scatter = jax.jit(_scatter, donate_argnums=0)
+        self.sizes = _piece_sizes(max_blocks)
+        self._gather, self._scatter = _jitted()
         self._pieces: dict[int, list[jax.Array]] = {}
         self._staged: collections.deque[jax.Array] = collections.deque()
         self._num_staged = 0
-        self._bandwidth_limit = bandwidth_limit
+        self.bandwidth_limit = bandwidth_limit
         self._out_done_at: dict[int, float] = {}
         self._out_free_at = self._in_free_at = 0.0
 
@@ -56,6 +53,16 @@ class BlockSwapper:
     def handles(self) -> frozenset[int]:
         """What is in host memory or on its way there."""
         return frozenset(self._pieces)
+
+    @staticmethod
+    def programs(pool: Any, max_blocks: int) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
+        """Names, functions and abstract arguments of every program that swaps a `pool` of this shape."""
+        gather, scatter = _jitted()
+        for size in _piece_sizes(max_blocks):
+            ids = jax.ShapeDtypeStruct((size,), jnp.int32)
+            piece = jax.ShapeDtypeStruct((size, *pool.shape[1:]), pool.dtype)
+            yield f"swap out of {size}", gather, (pool, ids)
+            yield f"swap in of {size}", scatter, (pool, ids, piece)
 
     def warm_up(self, pool: jax.Array) -> jax.Array:
         """Compile every program; returns the pool with the contents it had."""
@@ -77,8 +84,8 @@ class BlockSwapper:
             pieces.append(piece)
             self._staged.append(piece)
             self._num_staged += len(ids)
-        if self._bandwidth_limit is not None:
-            seconds = sum(piece.nbytes for piece in pieces) / self._bandwidth_limit
+        if self.bandwidth_limit is not None:
+            seconds = sum(piece.nbytes for piece in pieces) / self.bandwidth_limit
             self._out_free_at = max(time.perf_counter(), self._out_free_at) + seconds
             self._out_done_at[handle] = self._out_free_at
 
@@ -109,7 +116,7 @@ class BlockSwapper:
     def wait(self, handle: int) -> None:
         """Wait until a copy has reached the host."""
         jax.block_until_ready(self._pieces[handle])
-        if self._bandwidth_limit is not None:
+        if handle in self._out_done_at:
             time.sleep(max(0.0, self._out_done_at[handle] - time.perf_counter()))
 
     def discard(self, handle: int) -> None:
@@ -128,12 +135,10 @@ class BlockSwapper:
 
     def _wait_for_limit(self, handle: int, num_bytes: int) -> None:
         """Wait until a link of the speed of `bandwidth_limit` would have brought `num_bytes` back."""
-        if self._bandwidth_limit is None:
-            return
-        copied_out = self._out_done_at.pop(handle)
-        if num_bytes:
+        copied_out = self._out_done_at.pop(handle, 0.0)
+        if num_bytes and self.bandwidth_limit is not None:
             start = max(time.perf_counter(), copied_out, self._in_free_at)
-            self._in_free_at = start + num_bytes / self._bandwidth_limit
+            self._in_free_at = start + num_bytes / self.bandwidth_limit
             time.sleep(max(0.0, self._in_free_at - time.perf_counter()))
 
     def _cut(self, block_ids: Sequence[int]) -> list[np.ndarray]:
@@ -143,6 +148,18 @@ class BlockSwapper:
                 pieces.append(ids[:size])
                 ids = ids[size:]
         return pieces
+
+
+def _piece_sizes(max_blocks: int) -> tuple[int, ...]:
+    """Powers of two, the largest first."""
+    sizes = [1]
+    while 2 * sizes[-1] <= min(max_blocks, _LARGEST_PIECE):
+        sizes.append(2 * sizes[-1])
+    return tuple(reversed(sizes))
+
+
+def _jitted() -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+    return jax.jit(_gather), jax.jit(_scatter, donate_argnums=0)
 
 
 def _gather(pool: jax.Array, ids: jax.Array) -> jax.Array:

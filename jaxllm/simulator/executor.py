@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.ledger import Ledger
 from jaxllm.simulator.truth import Residuals, key_of
 from jaxllm.types import SampledTokens, SchedulerOutput
-
-
-@dataclasses.dataclass(slots=True)
-class TimeSpent:
-    """Seconds of the virtual clock, by what they were spent on.
-
-    `recompute` is the part of the prefills that repeats work a preemption threw away, in proportion to
-    tokens; `swap_stall` is the part of the copies that nothing hid.
-    """
-
-    prefill: float = 0.0
-    recompute: float = 0.0
-    decode: float = 0.0
-    swap_stall: float = 0.0
-    idle: float = 0.0
+from jaxllm.workloads.result import TimeSpent
 
 
 class SimulatedExecutor:
@@ -82,12 +66,11 @@ class SimulatedExecutor:
         if prefill:
             num_tokens = repeated = context = 0
             for chunk in prefill:
-                request = chunk.request
                 num_tokens += chunk.length
                 context += chunk.start
-                if request.metrics.num_preemptions > request.metrics.num_swaps:
+                if chunk.is_recompute:
                     repeated += chunk.length
-            seconds = costs.prefill_seconds(num_tokens, len(prefill), context)
+            seconds = self._prefill_seconds(scheduled, num_tokens, context)
             if self._residuals is not None:
                 seconds *= self._residuals.ratio("prefill", key_of(prefill[0].request))
             recompute = seconds * repeated / num_tokens
@@ -96,7 +79,9 @@ class SimulatedExecutor:
             self.now += seconds
             if self._ledger is not None and repeated:
                 for chunk in prefill:
-                    self._ledger.measured(chunk.request.request_id, seconds * chunk.length / num_tokens)
+                    if chunk.is_recompute:
+                        share = seconds * chunk.length / num_tokens
+                        self._ledger.measured(chunk.request.request_id, share, scheduled.step_id)
         decode = scheduled.decode
         if decode:
             seconds = costs.decode_seconds(len(decode), sum([request.num_tokens for request in decode]))
@@ -106,6 +91,9 @@ class SimulatedExecutor:
             self.now += seconds
         self._hidden = self.now - started
         return SimulatedStep(len(decode) + sum([chunk.is_last for chunk in prefill]))
+
+    def _prefill_seconds(self, scheduled: SchedulerOutput, num_tokens: int, context_tokens: int) -> float:
+        return self._costs.prefill_seconds(num_tokens, len(scheduled.prefill), context_tokens)
 
     def _copy(self, scheduled: SchedulerOutput) -> None:
         for swap in scheduled.swap_out:
@@ -127,10 +115,12 @@ class SimulatedExecutor:
             seconds = self._costs.swap_in_seconds(len(swap.block_ids) - swap.num_intact)
             if self._residuals is not None:
                 seconds *= self._residuals.ratio("swap_in", key_of(swap.request))
+            before = max(done, self.now)
             if seconds:
                 done = max(done, ready) + seconds
             if self._ledger is not None:
-                self._ledger.measured(swap.request.request_id, out_seconds + seconds)
+                delay = max(0.0, done - before) if self._overlap_swaps else out_seconds + seconds
+                self._ledger.measured(swap.request.request_id, delay, scheduled.step_id)
         stall = max(0.0, done - self.now)
         self.spent.swap_stall += stall
         self.now += stall

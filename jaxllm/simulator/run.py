@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import time
 
 import numpy as np
-import numpy.typing as npt
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
@@ -15,60 +13,13 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.simulator.executor import SimulatedExecutor, TimeSpent
+from jaxllm.simulator.executor import SimulatedExecutor
 from jaxllm.simulator.truth import Residuals
 from jaxllm.types import Request
 from jaxllm.workloads import Trace
+from jaxllm.workloads.result import RunResult
 
 _SAMPLING_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class SimulationResult:
-    """What became of a trace. Times are seconds of the virtual clock, arrays are by request."""
-
-    seconds: float
-    num_output_tokens: int
-    num_steps: int
-    num_prefill_steps: int
-    num_prefill_tokens: int
-    num_preemptions: int
-    num_swaps: int
-    mean_decode_batch: float
-    spent: TimeSpent
-    arrival_times: npt.NDArray[np.float64]
-    first_scheduled_times: npt.NDArray[np.float64]
-    finish_times: npt.NDArray[np.float64]
-
-    @property
-    def output_tokens_per_second(self) -> float:
-        """Throughput."""
-        return self.num_output_tokens / self.seconds
-
-    @property
-    def weighted_turnaround(self) -> npt.NDArray[np.float64]:
-        """(finish - arrival) / (finish - first scheduled) of each request (AdaptiveLLM, Fig. 4)."""
-        return (self.finish_times - self.arrival_times) / (self.finish_times - self.first_scheduled_times)
-
-    def summary(self) -> dict[str, Any]:
-        """The figures that reports quote, as JSON values."""
-        turnaround = self.weighted_turnaround
-        latency = self.finish_times - self.arrival_times
-        return {
-            "seconds": self.seconds,
-            "output_tokens_per_second": self.output_tokens_per_second,
-            "requests_per_second": len(self.finish_times) / self.seconds,
-            "mean_weighted_turnaround": float(turnaround.mean()),
-            "mean_latency_seconds": float(latency.mean()),
-            "p99_latency_seconds": float(np.quantile(latency, 0.99)),
-            "num_steps": self.num_steps,
-            "num_prefill_steps": self.num_prefill_steps,
-            "num_prefill_tokens": self.num_prefill_tokens,
-            "num_preemptions": self.num_preemptions,
-            "num_swaps": self.num_swaps,
-            "mean_decode_batch": self.mean_decode_batch,
-            "seconds_spent": dataclasses.asdict(self.spent),
-        }
 
 
 def simulate(
@@ -80,7 +31,8 @@ def simulate(
     overlap_swaps: bool,
     residuals: Residuals | None = None,
     ledger: Ledger | None = None,
-) -> SimulationResult:
+    executor_class: type[SimulatedExecutor] = SimulatedExecutor,
+) -> RunResult:
     """Run every request of `trace` to its full output length.
 
     The scheduler is the engine's. Each iteration's tokens are known when it ends, as with
@@ -94,6 +46,7 @@ def simulate(
         overlap_swaps: see `SimulatedExecutor`.
         residuals: the noise of the truth; None for none.
         ledger: collects the decisions.
+        executor_class: what charges the clock.
 
     Raises:
         RequestTooLargeError: a request of the trace can never fit.
@@ -102,7 +55,7 @@ def simulate(
     if not len(trace):
         raise ConfigError("the trace holds no requests")
     scheduler = Scheduler(config, policy, ledger=ledger)
-    executor = SimulatedExecutor(
+    executor = executor_class(
         costs,
         num_gpu_blocks=config.num_gpu_blocks,
         block_size=config.block_size,
@@ -115,13 +68,16 @@ def simulate(
     prompt_lens, output_lens = trace.prompt_lens.tolist(), trace.output_lens.tolist()
     count = len(arrivals)
     first_scheduled, finished = np.zeros(count), np.zeros(count)
+    scheduling = 0.0
     added = num_steps = num_prefill_steps = num_prefill_tokens = 0
     num_decode_steps = num_decoded = num_preemptions = num_swaps = 0
     while added < count or scheduler.has_unfinished:
         while added < count and arrivals[added] <= executor.now:
             scheduler.add(_request(added, arrivals[added], prompt_lens[added], output_lens[added]))
             added += 1
+        entered = time.perf_counter()
         scheduled = scheduler.schedule(executor.now)
+        scheduling += time.perf_counter() - entered
         if scheduled.is_empty:
             executor.wait_until(arrivals[added])  # an idle scheduler has nothing left to run
             continue
@@ -148,7 +104,7 @@ def simulate(
             assert first is not None  # it ran
             first_scheduled[request.arrival_index] = first
             finished[request.arrival_index] = executor.now
-    return SimulationResult(
+    return RunResult(
         seconds=executor.now - arrivals[0],
         num_output_tokens=int(trace.output_lens.sum()),
         num_steps=num_steps,
@@ -161,6 +117,7 @@ def simulate(
         arrival_times=np.asarray(arrivals),
         first_scheduled_times=first_scheduled,
         finish_times=finished,
+        scheduling_seconds=scheduling,
     )
 
 

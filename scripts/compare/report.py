@@ -173,8 +173,9 @@ def table(results: dict[str, Any]) -> str:
         f"{_label(row)} differs: {_differences(row['agreement'])}" for row in results["rows"] if _differs(row)
     ]
     notes += [
-        f"{_label(row)} was stopped after {row['partial']['seconds']:.0f} s, far behind the best batch size: "
-        f"{row['partial']['num_completed']} requests at {_partial_rate(row):.1f} output tokens/s."
+        f"{_label(row)} was stopped after {row['partial']['seconds']:.0f} s, far behind: until then "
+        f"{row['partial']['gave_up_after_tokens']} output tokens, {_partial_rate(row):.1f} a second; the "
+        f"whole would have been below {_most(row, workload):.1f}."
         for row in results["rows"]
         if row.get("partial")
     ]
@@ -238,7 +239,12 @@ def _without_rate(row: dict[str, Any]) -> str:
 
 
 def _partial_rate(row: dict[str, Any]) -> float:
-    return float(row["partial"]["num_output_tokens"] / row["partial"]["seconds"])
+    return float(row["partial"]["gave_up_after_tokens"] / row["partial"]["seconds"])
+
+
+def _most(row: dict[str, Any], workload: dict[str, Any]) -> float:
+    """A bound of the rate of a row that was stopped: it had not finished by then."""
+    return float(workload["output_tokens"] / row["partial"]["seconds"])
 
 
 def _label(row: dict[str, Any]) -> str:

@@ -83,12 +83,15 @@ class Comparison:
             worker.close()
         self._workers.clear()
 
-    def run(self, workload: Workload, repetitions: int, repeat_within: float) -> Iterator[int]:
+    def run(
+        self, workload: Workload, repetitions: int, repeat_within: float, give_up_factor: float
+    ) -> Iterator[int]:
         """Load and warm up each back-end, then measure them in turn, `repetitions` times.
 
         Yields the number of repetitions done, after each, so that a long run can be kept as it grows.
-        A batch size that takes more than `repeat_within` times as long as its back-end's best one in the
-        first repetition is stopped there, if the back-end can, and not measured again.
+        A batch size that takes more than `repeat_within` times as long as its back-end's best one, or more
+        than `give_up_factor` times as long as the fastest other back-end, in the first repetition is stopped
+        there, if the back-end can, and not measured again.
         """
         path, beginning = self._folder / "workload.json", self._folder / "beginning.json"
         save_workload(workload, path)
@@ -102,21 +105,20 @@ class Comparison:
                 self._call(name, "run", workload=str(beginning), variant=measurement.variant)
         for repetition in range(repetitions):
             for measurement in self.measurements:
-                best = self._best_first_time(measurement.backend)
-                limit = None if best is None else repeat_within * best
-                if measurement.partial or (measurement.seconds and measurement.seconds[0] > (limit or 0.0)):
+                limit = self._limit(measurement.backend, repeat_within, give_up_factor)
+                if measurement.partial or (measurement.seconds and measurement.seconds[0] > limit):
                     continue
                 reply = self._call(
                     measurement.backend,
                     "run",
                     workload=str(path),
                     variant=measurement.variant,
-                    give_up_after=None if repetition else limit,
+                    give_up_after=None if repetition or limit == float("inf") else limit,
                 )
                 if reply is None:
                     continue
                 turn = f"repetition {repetition + 1}/{repetitions}"
-                if "num_completed" in reply:
+                if "gave_up_after_tokens" in reply:
                     measurement.partial = reply
                     _say(f"{turn}, {_label(measurement)}: stopped after {reply['seconds']:.2f} s")
                     continue
@@ -127,8 +129,14 @@ class Comparison:
                 _say(f"{turn}, {_label(measurement)}: {reply['seconds']:.2f} s")
             yield repetition + 1
 
-    def _best_first_time(self, backend: str) -> float | None:
-        return min((one.seconds[0] for one in self._of(backend) if one.seconds), default=None)
+    def _limit(self, backend: str, repeat_within: float, give_up_factor: float) -> float:
+        """Seconds that a variant may take: by the back-end's best one, and by the fastest other back-end."""
+        own = [one.seconds[0] for one in self._of(backend) if one.seconds]
+        others = [one.seconds[0] for one in self.measurements if one.backend != backend and one.seconds]
+        limits = [repeat_within * min(own)] if own else []
+        if others and len(self._of(backend)) > 1:
+            limits.append(give_up_factor * min(others))
+        return min(limits, default=float("inf"))
 
     def top2_gaps(self, backend: str, sequences: list[list[int]]) -> list[float] | None:
         """How far the best next logit leads the second best after each sequence; None if that failed."""

@@ -31,14 +31,16 @@ class StaticEngine(protocol.Engine):
     ) -> list[list[int]]:
         """`variant` is the batch size."""
         import torch
+        from transformers import MaxTimeCriteria, StoppingCriteriaList
 
         order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
         size = variant or len(prompts)
         outputs: list[list[int]] = [[] for _ in prompts]
         for start in range(0, len(order), size):
-            if start and self.give_up_at is not None and time.perf_counter() > self.give_up_at:
-                raise protocol.GaveUp(order[:start])
             members = order[start : start + size]
+            stops = StoppingCriteriaList()
+            if self.give_up_at is not None:
+                stops.append(MaxTimeCriteria(max_time=max(0.0, self.give_up_at - time.perf_counter())))
             width = max(len(prompts[place]) for place in members)
             ids = torch.zeros(len(members), width, dtype=torch.long)
             mask = torch.zeros(len(members), width, dtype=torch.long)
@@ -50,7 +52,12 @@ class StaticEngine(protocol.Engine):
                     input_ids=ids.to(self._device),
                     attention_mask=mask.to(self._device),
                     max_new_tokens=max(max_tokens[place] for place in members),
+                    stopping_criteria=stops,
                 )
+            if self.give_up_at is not None and time.perf_counter() > self.give_up_at:
+                done = sum(max_tokens[place] for place in order[:start])
+                done += sum(min(tokens.shape[1] - width, max_tokens[place]) for place in members)
+                raise protocol.GaveUp(done)
             for row, place in zip(tokens[:, width:].tolist(), members, strict=True):
                 outputs[place] = row[: max_tokens[place]]
         return outputs

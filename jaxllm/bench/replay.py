@@ -1,0 +1,183 @@
+"""Plays a trace through the real engine, to be set beside a simulation of the same trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.observer import StepObserver
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.ledger import Ledger
+from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, SchedulerPolicy
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.types import Request, SchedulerOutput
+from jaxllm.workloads import Trace
+from jaxllm.workloads.result import RunResult, TimeSpent
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+    from jaxllm.outputs import RequestOutput
+
+
+def replay(
+    llm: LLM,
+    trace: Trace,
+    config: SchedulerConfig,
+    policy: SchedulerPolicy,
+    *,
+    costs: OnlineCalibration | None = None,
+    ledger: Ledger | None = None,
+) -> RunResult:
+    """Run every request of `trace` to its full output length, at the times it arrives.
+
+    Args:
+        llm: whose executor computes; it must have nothing to do.
+        trace: arrivals, prompts and output lengths.
+        config: limits of the scheduler, within those of `llm`: fewer blocks make preemptions.
+        policy: the scheduler's decisions.
+        costs: predictions to compare with what happens; None compares nothing.
+        ledger: collects the decisions.
+
+    Raises:
+        ConfigError: `llm` is busy, or `config` exceeds what it was built for.
+        RequestTooLargeError: a request of the trace can never fit.
+    """
+    _check(llm, config)
+    keeper = _TimeKeeper(costs, ledger)
+    action = _TimedAction(policy.action)
+    scheduler = _TimedScheduler(config, dataclasses.replace(policy, action=action), ledger=ledger)
+    engine = Engine(
+        llm.executor,
+        scheduler,
+        vocab_size=llm.model_config.vocab_size,
+        async_scheduling=llm.config.async_scheduling,
+        clock=time.perf_counter,
+        observer=keeper,
+    )
+    prompts = [trace.token_ids(index, llm.model_config.vocab_size) for index in range(len(trace))]
+    offset = time.perf_counter() - float(trace.arrival_times[0])
+    arrivals = (trace.arrival_times + offset).tolist()
+    outputs: dict[str, RequestOutput] = {}
+    added = 0
+    while added < len(trace) or engine.has_unfinished_requests:
+        while added < len(trace) and arrivals[added] <= time.perf_counter():
+            params = SamplingParams(temperature=0, max_tokens=int(trace.output_lens[added]), ignore_eos=True)
+            engine.add_request(str(added), prompts[added], params, arrival_time=arrivals[added])
+            added += 1
+        if not engine.has_unfinished_requests:
+            time.sleep(max(0.0, arrivals[added] - time.perf_counter()))
+            continue
+        outputs.update({output.request_id: output for output in engine.step()})
+    metrics = [outputs[str(index)].metrics for index in range(len(trace))]
+    first = np.array([one.first_scheduled_time for one in metrics])  # type: ignore[union-attr]
+    finished = np.array([one.finished_time for one in metrics])  # type: ignore[union-attr]
+    seconds = float(finished.max()) - arrivals[0]
+    spent = keeper.spent
+    spent.idle = max(0.0, seconds - spent.prefill - spent.recompute - spent.decode - spent.swap_stall)
+    return RunResult(
+        seconds=seconds,
+        num_output_tokens=int(trace.output_lens.sum()),
+        num_steps=keeper.num_prefill_steps + keeper.num_decode_steps,
+        num_prefill_steps=keeper.num_prefill_steps,
+        num_prefill_tokens=keeper.num_prefill_tokens,
+        num_preemptions=keeper.num_preemptions,
+        num_swaps=keeper.num_swaps,
+        mean_decode_batch=keeper.num_decoded / max(1, keeper.num_decode_steps),
+        spent=spent,
+        arrival_times=np.asarray(arrivals),
+        first_scheduled_times=first,
+        finish_times=finished,
+        scheduling_seconds=scheduler.seconds,
+        prediction_seconds=action.seconds + keeper.seconds,
+    )
+
+
+def _check(llm: LLM, config: SchedulerConfig) -> None:
+    if llm.engine.has_unfinished_requests:
+        raise ConfigError("cannot replay a trace while requests are running; finish or abort them first")
+    built = llm.engine.scheduler.config
+    if config.block_size != built.block_size:
+        raise ConfigError(f"block_size={config.block_size} must be the executor's, {built.block_size}")
+    config = dataclasses.replace(config, max_prefill_seqs=config.max_prefill_seqs or config.max_num_seqs)
+    built = dataclasses.replace(built, max_prefill_seqs=built.max_prefill_seqs or built.max_num_seqs)
+    for name in (
+        "max_prefill_seqs",
+        "num_gpu_blocks",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "num_host_blocks",
+    ):
+        if getattr(config, name) > getattr(built, name):
+            raise ConfigError(
+                f"{name}={getattr(config, name)} exceeds the {getattr(built, name)} the LLM was built for"
+            )
+
+
+class _TimedScheduler(Scheduler):
+    """Adds up its own time."""
+
+    seconds = 0.0
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """As its base class."""
+        started = time.perf_counter()
+        scheduled = super().schedule(now)
+        self.seconds += time.perf_counter() - started
+        return scheduled
+
+
+class _TimedAction:
+    """An action policy that adds up its own time."""
+
+    def __init__(self, action: ActionPolicy) -> None:
+        self._action = action
+        self.seconds = 0.0
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """The decision of the policy."""
+        started = time.perf_counter()
+        decision = self._action.choose(victim, state, now)
+        self.seconds += time.perf_counter() - started
+        return decision
+
+
+class _TimeKeeper(StepObserver):
+    """Adds up steps by kind, and its own time."""
+
+    def __init__(self, costs: OnlineCalibration | None, ledger: Ledger | None) -> None:
+        super().__init__(costs, ledger)
+        self.spent = TimeSpent()
+        self.num_prefill_steps = self.num_decode_steps = self.num_decoded = self.num_prefill_tokens = 0
+        self.num_preemptions = self.num_swaps = 0
+        self.seconds = 0.0
+
+    def observe(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        """Take a step."""
+        self.num_preemptions += len(scheduled.preempted)
+        self.num_swaps += len(scheduled.swap_out)
+        if scheduled.prefill:
+            self.num_prefill_steps += 1
+            self.num_prefill_tokens += scheduled.num_prefill_tokens
+            repeated = sum(chunk.length for chunk in scheduled.prefill if chunk.is_recompute)
+            recompute = seconds * repeated / scheduled.num_prefill_tokens
+            self.spent.recompute += recompute
+            self.spent.prefill += seconds - recompute
+        else:
+            self.num_decode_steps += 1
+            self.num_decoded += len(scheduled.decode)
+            stall = 0.0
+            if self.costs is not None and (scheduled.swap_in or scheduled.swap_out):
+                stall = max(0.0, seconds - self._predicted(self.costs, scheduled))
+            self.spent.swap_stall += stall
+            self.spent.decode += seconds - stall
+        started = time.perf_counter()
+        super().observe(scheduled, seconds)
+        self.seconds += time.perf_counter() - started

@@ -1,0 +1,1 @@
+"""Compiling for NVIDIA GPUs on machines that have none."""

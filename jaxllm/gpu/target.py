@@ -1,0 +1,195 @@
+"""GPUs that programs can be compiled for without being there.
+
+XLA's CUDA compiler needs the packages of JAX's CUDA plugin and a description of the device, no driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.errors import ConfigError
+
+_PLUGINS = {"jax_plugins.xla_cuda13": "cuda13", "jax_plugins.xla_cuda12": "cuda12"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPUTarget:
+    """What the compiler is told of a device. Sizes in bytes, rates in bytes and cycles per second."""
+
+    description: str
+    compute_capability: tuple[int, int]
+    core_count: int
+    fpus_per_core: int
+    shared_memory_per_block_optin: int
+    shared_memory_per_core: int
+    l2_cache_size: int
+    memory_size: int
+    memory_bandwidth: int
+    clock_rate_ghz: float
+
+    def text_proto(self) -> str:
+        """XLA's `GpuTargetConfigProto`, as text."""
+        major, minor = self.compute_capability
+        return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {self.shared_memory_per_core}
+  threads_per_core_limit: 2048
+  core_count: {self.core_count}
+  fpus_per_core: {self.fpus_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {self.memory_bandwidth}
+  l2_cache_size: {self.l2_cache_size}
+  clock_rate_ghz: {self.clock_rate_ghz}
+  device_memory_size: {self.memory_size}
+  shared_memory_per_block_optin: {self.shared_memory_per_block_optin}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{self.description}"
+"""
+
+
+_HOPPER: dict[str, Any] = {
+    "compute_capability": (9, 0),
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "shared_memory_per_block_optin": 232448,
+    "shared_memory_per_core": 233472,
+    "l2_cache_size": 52428800,
+    "clock_rate_ghz": 1.98,
+}
+TARGETS: Mapping[str, GPUTarget] = {
+    "a100-80gb": GPUTarget(
+        description="NVIDIA A100-SXM4-80GB",
+        compute_capability=(8, 0),
+        core_count=108,
+        fpus_per_core=64,
+        shared_memory_per_block_optin=166912,
+        shared_memory_per_core=167936,
+        l2_cache_size=41943040,
+        memory_size=85_094_825_984,
+        memory_bandwidth=2_039_000_000_000,
+        clock_rate_ghz=1.41,
+    ),
+    "h100": GPUTarget(
+        description="NVIDIA H100 80GB HBM3",
+        memory_size=84_929_347_584,
+        memory_bandwidth=3_352_320_000_000,
+        **_HOPPER,
+    ),
+    "h200": GPUTarget(
+        description="NVIDIA H200",
+        memory_size=150_110_011_392,
+        memory_bandwidth=4_917_000_000_000,
+        **_HOPPER,
+    ),
+}
+"""Devices by the name users give them."""
+
+
+def get_target(name: str) -> GPUTarget:
+    """A device by name.
+
+    Raises:
+        ConfigError: it is unknown; the message lists those known.
+    """
+    if name not in TARGETS:
+        raise ConfigError(f"there is no description of device {name!r}; known: {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+class Compiler:
+    """Compiles functions for one GPU. Use as a context manager: tracing inside it sees that device.
+
+    >>> with Compiler(get_target("h100")) as compiler:                                 # doctest: +SKIP
+    ...     compiled = compiler.compile(jax.jit(f), *map(compiler.struct, arguments))  # doctest: +SKIP
+
+    Args:
+        target: the device.
+
+    Raises:
+        ConfigError: JAX's CUDA plugin is not installed; the message says how to install it.
+    """
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+        check_plugin()
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver to ask
+        with _gpu_means_cuda():
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=target.text_proto(), topology="1x1x1"
+            )
+        self._mesh = Mesh(topology.devices, ("device",))
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Compiler:
+        self._stack.enter_context(_gpu_means_cuda())
+        self._stack.enter_context(jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def struct(self, value: Any) -> Any:
+        """A tree of arrays or `ShapeDtypeStruct`s as arguments that live on the device."""
+        sharding = NamedSharding(self._mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), value
+        )
+
+    def compile(self, jitted: jax.stages.Wrapped, *arguments: Any) -> jax.stages.Compiled:
+        """The program of a jitted function for arguments made by `struct`."""
+        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+
+
+def check_plugin() -> None:
+    """Verify that JAX's CUDA plugin is installed.
+
+    Raises:
+        ConfigError: it is not; the message holds the command that installs it.
+    """
+    if not any(_is_installed(module) for module in _PLUGINS):
+        version = jax.__version__
+        raise ConfigError(
+            "compiling for a GPU needs JAX's CUDA plugin. Without a GPU its compiler alone will do: "
+            f"pip install --no-deps jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _gpu_means_cuda() -> Iterator[None]:
+    """Let JAX take "gpu" for "cuda" where no GPU is present (JAX issue 23971)."""
+    from jax._src import xla_bridge
+
+    original = xla_bridge.canonicalize_platform
+    xla_bridge.canonicalize_platform = lambda platform: (
+        "cuda" if platform in ("gpu", "cuda") else original(platform)
+    )
+    try:
+        yield
+    finally:
+        xla_bridge.canonicalize_platform = original

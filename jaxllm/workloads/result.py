@@ -1,0 +1,79 @@
+"""What became of a trace that was played, be it by the engine or by the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclasses.dataclass(slots=True)
+class TimeSpent:
+    """Seconds by what they were spent on.
+
+    `recompute` is the part of the prefills that repeats work a preemption threw away, in proportion to
+    tokens; `swap_stall` is the part of the copies that nothing hid. A real engine measures steps, and cannot
+    tell a stall from the step it delays: there it is what steps with copies took longer than predicted.
+    """
+
+    prefill: float = 0.0
+    recompute: float = 0.0
+    decode: float = 0.0
+    swap_stall: float = 0.0
+    idle: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What became of a trace. Times are seconds of the run's clock, arrays are by request.
+
+    `scheduling_seconds` is the host's own time in `Scheduler.schedule`, `prediction_seconds` that of
+    decisions and of comparing predictions with measurements, None if nobody measured it.
+    """
+
+    seconds: float
+    num_output_tokens: int
+    num_steps: int
+    num_prefill_steps: int
+    num_prefill_tokens: int
+    num_preemptions: int
+    num_swaps: int
+    mean_decode_batch: float
+    spent: TimeSpent
+    arrival_times: npt.NDArray[np.float64]
+    first_scheduled_times: npt.NDArray[np.float64]
+    finish_times: npt.NDArray[np.float64]
+    scheduling_seconds: float
+    prediction_seconds: float | None = None
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Throughput."""
+        return self.num_output_tokens / self.seconds
+
+    @property
+    def weighted_turnaround(self) -> npt.NDArray[np.float64]:
+        """(finish - arrival) / (finish - first scheduled) of each request (AdaptiveLLM, Fig. 4)."""
+        return (self.finish_times - self.arrival_times) / (self.finish_times - self.first_scheduled_times)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures that reports quote, as JSON values."""
+        turnaround = self.weighted_turnaround
+        latency = self.finish_times - self.arrival_times
+        return {
+            "seconds": self.seconds,
+            "output_tokens_per_second": self.output_tokens_per_second,
+            "requests_per_second": len(self.finish_times) / self.seconds,
+            "mean_weighted_turnaround": float(turnaround.mean()),
+            "mean_latency_seconds": float(latency.mean()),
+            "p99_latency_seconds": float(np.quantile(latency, 0.99)),
+            "num_steps": self.num_steps,
+            "num_prefill_steps": self.num_prefill_steps,
+            "num_prefill_tokens": self.num_prefill_tokens,
+            "num_preemptions": self.num_preemptions,
+            "num_swaps": self.num_swaps,
+            "mean_decode_batch": self.mean_decode_batch,
+            "seconds_spent": dataclasses.asdict(self.spent),
+        }

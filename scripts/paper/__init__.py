@@ -1,0 +1,1 @@
+"""The parts of `reproduce_paper.py`."""

@@ -1,0 +1,153 @@
+"""How well the simulator predicts the real engine: the same trace, presets and costs, on this machine.
+
+    python scripts/validate_simulator.py --model MODEL --out validation.json
+
+Loads MODEL, measures its costs (`jaxllm profile`), runs a trace on the real engine under every preset, in a
+pool too small for it, and simulates each run with the distilled profile. Prints predicted and real seconds
+and preemptions. Costs are measured before the runs; a machine that changed its speed since is seen in the
+online correction, which is reported too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+from typing import Any
+
+from jaxllm import LLM
+from jaxllm.bench import hardware
+from jaxllm.bench.command import command_line
+from jaxllm.bench.profile import Profiler
+from jaxllm.bench.replay import replay
+from jaxllm.costs import shape_of
+from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.presets import PRESETS, make_preset
+from jaxllm.simulator.run import simulate
+from jaxllm.workloads import Trace, UniformLengths, make_trace
+
+
+def validate(
+    llm: LLM, costs: CostModel, trace: Trace, config: SchedulerConfig, preset: str, repetitions: int
+) -> dict[str, Any]:
+    """One preset: the real runs, and the simulation of them."""
+    simulated = simulate(trace, config, make_preset(preset, costs), costs, overlap_swaps=True)
+    runs, factors = [], []
+    for _ in range(repetitions):
+        calibration = OnlineCalibration(costs)
+        runs.append(replay(llm, trace, config, make_preset(preset, calibration), costs=calibration))
+        factors.append({kind: one.factor for kind, one in calibration.report().items()})
+    seconds = [run.seconds for run in runs]
+    preemptions = [run.num_preemptions for run in runs]
+    real = statistics.median(seconds)
+    return {
+        "preset": preset,
+        "seconds": seconds,
+        "simulated_seconds": simulated.seconds,
+        "seconds_error": simulated.seconds / real - 1,
+        "preemptions": preemptions,
+        "simulated_preemptions": simulated.num_preemptions,
+        "preemptions_error": _error(simulated.num_preemptions, statistics.median(preemptions)),
+        "swaps": [run.num_swaps for run in runs],
+        "simulated_swaps": simulated.num_swaps,
+        "weighted_turnaround": [float(run.weighted_turnaround.mean()) for run in runs],
+        "simulated_weighted_turnaround": float(simulated.weighted_turnaround.mean()),
+        "online_factors": factors,
+        "real_spent": dataclasses.asdict(runs[0].spent),
+        "simulated_spent": dataclasses.asdict(simulated.spent),
+    }
+
+
+def _error(predicted: float, real: float) -> float | None:
+    return predicted / real - 1 if real else None
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder of a checkpoint (default: the demo model)")
+    parser.add_argument("--requests", type=int, default=80)
+    parser.add_argument("--prompt-len", type=int, default=24, help="longest prompt, shortest is a quarter")
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--gpu-blocks", type=int, default=40)
+    parser.add_argument("--host-blocks", type=int, default=20)
+    parser.add_argument("--profile-seconds", type=float, default=60.0)
+    parser.add_argument("--presets", default=",".join(sorted(PRESETS)))
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
+    args = parser.parse_args(argv)
+    args.presets = args.presets.split(",")
+    if unknown := sorted(set(args.presets) - set(PRESETS)):
+        parser.error(f"--presets: there is no {', '.join(unknown)}; presets are {', '.join(sorted(PRESETS))}")
+    if args.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run it from the command line."""
+    args = parse_args(argv)
+    llm = LLM(
+        args.model,
+        skip_tokenizer_init=True,
+        max_model_len=max(128, args.prompt_len + args.output_len),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=max(args.gpu_blocks, args.max_num_seqs * 8),
+        num_host_blocks=args.host_blocks,
+        decode_buckets=[size for size in (4, 8) if size < args.max_num_seqs] + [args.max_num_seqs],
+        prefill_buckets=[32, 128],
+        profile_seconds=0.0,
+    )
+    name = pathlib.Path(llm.config.model).resolve().name
+    profiler = Profiler(llm.executor, shape_of(llm.model_config, name, llm.dtype), seed=args.seed)
+    print(f"measuring costs for {args.profile_seconds:g} s", file=sys.stderr)
+    samples = profiler.samples(args.profile_seconds)
+    profile = profiler.profile(samples, profiler.fit(samples))
+    config = dataclasses.replace(
+        llm.engine.scheduler.config, num_gpu_blocks=args.gpu_blocks, num_host_blocks=args.host_blocks
+    )
+    trace = make_trace(
+        UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len),
+        args.requests,
+        args.output_len,
+        outputs="uniform",
+        seed=args.seed,
+        name="validation",
+    )
+    replay(llm, trace.head(min(4, len(trace))), config, make_preset("vllm"))  # warm-up
+    rows = []
+    for preset in args.presets:
+        row = validate(llm, profile.table, trace, config, preset, args.repetitions)
+        rows.append(row)
+        print(
+            f"{preset}: real {statistics.median(row['seconds']):.2f} s "
+            f"({min(row['seconds']):.2f}..{max(row['seconds']):.2f}), simulated "
+            f"{row['simulated_seconds']:.2f} s ({row['seconds_error']:+.1%}); preemptions "
+            f"{row['preemptions']} (swaps {row['swaps']}), simulated {row['simulated_preemptions']} "
+            f"({row['simulated_swaps']})",
+            flush=True,
+        )
+    if args.out is not None:
+        report = {
+            "command": command_line(["python", *sys.argv]),
+            "hardware": hardware.describe_hardware(),
+            "versions": hardware.versions(),
+            "model": name,
+            "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

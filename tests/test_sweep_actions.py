@@ -1,0 +1,67 @@
+"""The sweep over actions, and over the other policies, on a few requests."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from test_samples import measured
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import sweep_actions
+from sweep_actions import Place, crossover
+
+from jaxllm.predictors.samples import save_samples
+
+
+def place(speed, swap, recompute, adaptive=1.0):
+    return Place("chatbot", 64, 64, speed, {"swap": swap, "recompute": recompute, "adaptive": adaptive}, None)
+
+
+def test_the_crossover_is_interpolated_on_a_logarithmic_scale():
+    line = [place(0.01, 0.5, 1.0), place(0.1, 0.5, 1.0), place(1.0, 2.0, 1.0)]
+    assert crossover(line) == pytest.approx(10**-0.5)
+    assert crossover(line[:2]) is None
+    assert line[2].share == 0.5
+
+
+def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_actions, "LINK_SPEEDS", (0.01, 1.0))
+    monkeypatch.setattr(sweep_actions, "OUTPUT_LENGTHS", (64,))
+    monkeypatch.setattr(sweep_actions, "NUM_GPU_BLOCKS", 24)
+    samples = tmp_path / "samples.json"
+    save_samples(samples, measured(90, 1.2), {})
+    command = ["--requests", "20", "--seeds", "0,1", "--jobs", "1", "--datasets", "chatbot"]
+    command += ["--samples", str(samples), "--out-dir", str(tmp_path / "out"), "--parts", "actions"]
+    sweep_actions.main(command)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert len(results["places"]) == 2 * 3
+    for found in results["places"]:
+        assert found["rates"].keys() == set(sweep_actions.ACTIONS)
+        assert found["regret"] is None or found["regret"] >= 0
+        assert found["share"] > 0.5
+    assert any(found["regret"] is not None for found in results["places"])
+    slow, fast = (found for found in results["places"] if found["host"] == 64)
+    assert slow["rates"]["swap"] < slow["rates"]["recompute"]
+    assert fast["rates"]["swap"] > slow["rates"]["swap"]
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| chatbot | 64 | 64 |" in report
+    assert "Regret, all decisions together" in report
+    assert str(tmp_path) not in report
+
+
+def test_every_policy_is_changed_once(tmp_path):
+    command = ["--requests", "15", "--seeds", "0", "--jobs", "1", "--parts", "policies"]
+    sweep_actions.main([*command, "--out-dir", str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["policies"]) == 3 * len(sweep_actions.VARIANTS)
+    report = (tmp_path / "report.md").read_text()
+    assert all(f"| {variant} | " in report for variant in sweep_actions.VARIANTS)
+
+
+def test_wrong_arguments(tmp_path, capsys):
+    for wrong in (["--parts", "all"], ["--datasets", "x"], ["--requests", "0"]):
+        with pytest.raises(SystemExit):
+            sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
+    assert "--parts all: name some of actions, policies" in capsys.readouterr().err
