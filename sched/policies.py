@@ -386,8 +386,10 @@ class OverlapAwareAction:
         other_tokens = round(recent.prefill_tokens * num_others / max(1.0, recent.prefill_seqs))
         kept_tokens = victim.num_tokens - lost_tokens
         shared = costs.prefill_seconds(lost_tokens + other_tokens, 1 + num_others, kept_tokens)
-        added = shared - costs.prefill_seconds(other_tokens, num_others)
-        return cheaper(victim, state, swap, max(added, shared / (1 + num_others)))
+        recompute = shared / (1 + num_others)
+        if lost_tokens * num_others > other_tokens:  # longer than the others are
+            recompute = max(recompute, shared - costs.prefill_seconds(other_tokens, num_others))
+        return cheaper(victim, state, swap, recompute)
 
 
 def cheaper(victim: Request, state: PoolState, swap_seconds: float, recompute_seconds: float) -> Decision:

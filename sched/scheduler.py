@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -331,11 +330,17 @@ class Scheduler:
 
         return self._swapped.visit(now, judge)
 
-    def _state(self, num_free: int, starting: Sequence[Request] = ()) -> PoolState:
+    def _state(self, num_free: int, starting: Sequence[Request], *more: Any) -> PoolState:
+        """The pools when `num_free` blocks are left; `more` is what only action policies are told."""
         pool, host = self._pool, self._host
-        partial = () if self._prefilling is None else (self._prefilling,)
-        started = [*self._running, *partial, *self._swapped, *starting]
-        return PoolState(num_free, pool.num_blocks, pool.block_size, host.num_free, host.num_blocks, started)
+        started = [*self._running.requests, *starting]
+        if self._prefilling is not None:
+            started.append(self._prefilling)
+        if self._swapped:
+            started += self._swapped
+        return PoolState(
+            num_free, pool.num_blocks, pool.block_size, host.num_free, host.num_blocks, started, *more
+        )
 
     def _swap_in_all(self, resuming: Sequence[Request], step_id: int, now: float) -> tuple[Swap, ...]:
         for request in resuming:
@@ -511,11 +516,9 @@ class Scheduler:
 
     def _pressure(self) -> PoolState:
         """The pools, with what the costs of an action depend on."""
-        return dataclasses.replace(
-            self._state(self._pool.num_free),
-            num_running=len(self._running),
-            num_context_tokens=sum([request.num_tokens for request in self._running]),
-            recent=self._recent,
+        running = self._running.requests
+        return self._state(
+            self._pool.num_free, (), len(running), sum([one.num_tokens for one in running]), self._recent
         )
 
     def _release(self, request: Request, *, keep: bool = False) -> None:
