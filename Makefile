@@ -31,10 +31,12 @@ $(VENV)/.installed-parity: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable ".[parity]"
 	touch $@
 
-# The CUDA compiler alone: without its dependencies, which only a GPU needs.
-$(VENV)/.installed-gpu-compile: $(VENV)/.installed-dev
+# The CUDA compiler alone, in a folder of its own: only a GPU needs its dependencies, and only this target needs it.
+CUDA_COMPILER := $(VENV)/cuda-compiler
+$(CUDA_COMPILER)/.installed: $(VENV)/.installed-dev
 	version=$$($(BIN)/python -c "import jax; print(jax.__version__)") && \
-	$(BIN)/python -m pip install --quiet --no-deps jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
+	$(BIN)/python -m pip install --quiet --no-deps --target $(CUDA_COMPILER) \
+		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 	touch $@
 
 demo: $(VENV)/.installed
@@ -47,8 +49,8 @@ test: $(VENV)/.installed-dev
 test-parity: $(VENV)/.installed-parity
 	$(PYTEST) tests/parity
 
-test-gpu-compile: $(VENV)/.installed-gpu-compile
-	JAX_PLATFORMS=cpu $(PYTEST) tests/gpu_compile
+test-gpu-compile: $(CUDA_COMPILER)/.installed
+	PYTHONPATH=$(CUDA_COMPILER) JAX_PLATFORMS=cpu $(PYTEST) tests/gpu_compile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

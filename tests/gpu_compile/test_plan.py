@@ -78,7 +78,8 @@ def test_steps_update_the_pool_in_place_with_few_temporaries(config, device, num
     for program in (decode, prefill):
         assert program.aliased_bytes >= pool_bytes
         assert program.pool_copies == 0
-    assert decode.temporary_bytes < 64 * MIB
+    # The sampler's share, some copies of the logits, grows with the vocabulary.
+    assert decode.temporary_bytes < 64 * MIB * config["vocab_size"] / 32000
     assert prefill.temporary_bytes < GIB
     for program in swaps:
         assert program.temporary_bytes <= 17 * found.block_bytes
