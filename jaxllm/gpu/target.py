@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import ConfigError
@@ -140,6 +141,7 @@ class Compiler:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Compiler:
+        self._stack.enter_context(_without_persistent_cache())
         self._stack.enter_context(_gpu_means_cuda())
         self._stack.enter_context(jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh))
         return self
@@ -178,6 +180,19 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+@contextlib.contextmanager
+def _without_persistent_cache() -> Iterator[None]:
+    """Turn JAX's persistent compilation cache off: programs for an absent device cannot be read back."""
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager
