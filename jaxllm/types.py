@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, Protocol
 
 from jaxllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
+
+MAX_STAGED_BLOCKS = 32
+"""Blocks of device memory beside the pool that copies under way may take, in each direction."""
 
 
 class RequestStatus(enum.Enum):
@@ -27,7 +30,8 @@ class RequestMetrics:
 
     `first_scheduled_time` is when its first prefill was scheduled, `first_token_time` when
     the host saw its first token, `finished_time` when it ended; `None` until then. `num_preemptions`
-    counts how often it lost its blocks, `num_swaps` how many of those times to host memory.
+    counts how often it lost its blocks, `num_swaps` how many of those times to host memory; a copy given up
+    for a prefill counts as none.
     """
 
     arrival_time: float
@@ -174,9 +178,13 @@ class SchedulerOutput:
     `decode` holds running requests that feed their newest token (at position
     `request.num_tokens - 2` once scheduled, i.e. the last known or in-flight token) and sample one
     more; `prefill` holds prompt chunks. Either may be empty. `preempted` lists requests that lost their
-    blocks in this iteration. The executor first reads the blocks of `swap_out`, which others may write
-    in the same iteration, then fills those of `swap_in`, then computes. `discarded` names copies in host
-    memory that nobody will read. `ending` are those of its requests that get their last token by length.
+    blocks in this iteration. `discarded` names copies in host memory that nobody will read. `ending` are
+    those of its requests that get their last token by length.
+
+    Executors first finish the copies of `joined`, which a `load` of an earlier iteration started and whose
+    blocks nobody else has touched since; then read the blocks of `swap_out`, which others may write in the
+    same iteration; then fill those of `swap_in` and start the copies of `load`, which may end whenever they
+    like; then compute.
     """
 
     step_id: int
@@ -185,6 +193,8 @@ class SchedulerOutput:
     preempted: tuple[Request, ...] = ()
     swap_out: tuple[Swap, ...] = ()
     swap_in: tuple[Swap, ...] = ()
+    load: tuple[Swap, ...] = ()
+    joined: tuple[Swap, ...] = ()
     discarded: tuple[int, ...] = ()
     ending: tuple[Request, ...] = ()
 
@@ -192,6 +202,11 @@ class SchedulerOutput:
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not self.decode and not self.prefill
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies of KV start or end with it."""
+        return bool(self.swap_out or self.swap_in or self.load or self.joined)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -224,6 +239,21 @@ class SampledTokens:
     prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyProgress:
+    """How far an executor's copies are.
+
+    `arrived` are handles of copies started by `load` that have reached the device, and were not `joined`.
+    `num_leaving` blocks of device memory beside the pool are taken by copies out that are under way.
+    """
+
+    arrived: Collection[int] = ()
+    num_leaving: int = 0
+
+
+NO_COPIES = CopyProgress()
+
+
 class StepResult(Protocol):
     """A step that has been dispatched; `fetch` blocks until the device has finished it."""
 
@@ -247,4 +277,8 @@ class Executor(Protocol):
 
     def execute(self, scheduled: SchedulerOutput) -> StepResult:
         """Dispatch one step; reads the requests' block tables before it returns."""
+        ...
+
+    def copies(self) -> CopyProgress:
+        """How far the copies between device and host are."""
         ...

@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.pallas_kernels.tiles import is_interpreted, num_splits, query_tiles
+
 # JAX 0.11 deprecates this lowering and says so each time a program that holds a kernel is lowered, which
 # happens in the caller's jit. Triton is still the choice for Ampere, where Mosaic GPU does not run.
 warnings.filterwarnings(
@@ -28,8 +30,6 @@ warnings.filterwarnings(
 _KV_TILE = 64
 _QUERY_TILE = 64
 _MIN_DOT = 16
-_TARGET_PROGRAMS = 264  # two per core of an H100
-_MAX_SPLITS = 16
 _MASKED = -1e30
 
 
@@ -39,7 +39,7 @@ def decode_attention(
     """Flash-decoding: the KV of a row is split over programs whose partial results are then combined."""
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    splits = _num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size)
+    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, _KV_TILE)
     stats = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads), jnp.float32)
     acc, peak, total = _call(
         functools.partial(_decode_kernel, layer=layer, scale=scale, splits=splits),
@@ -67,7 +67,7 @@ def prefill_attention(
     """Flash attention over tiles of query rows; a tile holds rows of one sequence only."""
     num_tokens, num_q_heads, _ = q.shape
     tile_rows = min(_QUERY_TILE, max(_MIN_DOT, pl.next_power_of_2(num_tokens)))
-    tiles = _query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
+    tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
     out = _call(
         functools.partial(_prefill_kernel, layer=layer, scale=scale, tile_rows=tile_rows),
         grid=(tiles.shape[0], num_q_heads),
@@ -96,41 +96,9 @@ def _call(kernel: Any, **options: Any) -> Any:
     return pl.pallas_call(
         kernel,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        interpret=_is_interpreted(),
+        interpret=is_interpreted(),
         **options,
     )
-
-
-def _is_interpreted() -> bool:
-    """Whether there is no GPU to run on, nor one that is being compiled for."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    return (jax.default_backend() if device is None else device.platform) == "cpu"
-
-
-def _num_splits(num_programs: int, max_tokens: int) -> int:
-    """How many programs share the KV of one row: enough to fill the device, two KV tiles each at least."""
-    wanted = min(pl.cdiv(_TARGET_PROGRAMS, num_programs), pl.cdiv(max_tokens, 2 * _KV_TILE), _MAX_SPLITS)
-    return pl.next_power_of_2(wanted)
-
-
-def _query_tiles(
-    query_starts: jax.Array, lengths: jax.Array, num_seqs: jax.Array, num_tokens: int, tile_rows: int
-) -> jax.Array:
-    """Int32 `[max_tiles, 4]`: sequence, first row, number of rows, position of the first row.
-
-    Sequences are cut into tiles one after another; tiles beyond the last one hold 0 rows.
-    """
-    max_seqs = lengths.shape[0]
-    query_lens = jnp.where(jnp.arange(max_seqs) < num_seqs, query_starts[1:] - query_starts[:-1], 0)
-    num_tiles = -(-query_lens // tile_rows)
-    ends = jnp.cumsum(num_tiles)
-    tile = jnp.arange(num_tokens // tile_rows + min(max_seqs, num_tokens), dtype=jnp.int32)
-    seq = jnp.minimum((tile[:, None] >= ends[None, :]).sum(axis=1), max_seqs - 1)
-    offset = (tile - ends[seq] + num_tiles[seq]) * tile_rows
-    rows = jnp.clip(query_lens[seq] - offset, 0, tile_rows)
-    position = lengths[seq] - query_lens[seq] + offset
-    return jnp.stack([seq, query_starts[seq] + offset, rows, position], axis=1).astype(jnp.int32)
 
 
 def _decode_kernel(

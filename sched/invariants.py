@@ -22,6 +22,7 @@ def check_invariants(
     ending: Sequence[Request],
     waiting: Sequence[Request],
     swapped: Sequence[Request],
+    loading: Sequence[Request],
     evicted: Mapping[str, EvictedBlocks],
 ) -> None:
     """Verify that every live request is in one place, and that blocks and slots add up.
@@ -37,6 +38,7 @@ def check_invariants(
         ending: those whose last token has been scheduled, and which still hold what they held.
         waiting: those to prefill.
         swapped: those in host memory.
+        loading: those that are copied back while others decode.
         evicted: what preempted requests left on the device, by id.
 
     Raises:
@@ -47,12 +49,12 @@ def check_invariants(
     running.check()
     holders = [*running, *ending, *([] if prefilling is None else [prefilling])]
     released = [r for r in live.values() if r.status is RequestStatus.RUNNING and r.slot is None]
-    placed = [r.request_id for r in (*waiting, *swapped, *holders, *released)]
+    placed = [r.request_id for r in (*waiting, *swapped, *loading, *holders, *released)]
     _require(
         len(placed) == len(set(placed)) and set(placed) == live.keys(),
         f"live requests {sorted(live)} are queued as {sorted(placed)}",
     )
-    for request in swapped:
+    for request in (*swapped, *loading):
         _require(
             request.status is RequestStatus.SWAPPED
             and request.num_computed_tokens + 1 == request.num_tokens
@@ -60,9 +62,11 @@ def check_invariants(
             f"swapped {request}",
         )
     handles = [r.host_handle for r in live.values() if r.host_handle is not None]
-    _require(len(handles) == len(set(handles)) == len(swapped), f"host handles {sorted(handles)}")
     _require(
-        host.num_used == sum(pool.blocks_for(r.num_computed_tokens) for r in swapped),
+        len(handles) == len(set(handles)) == len(swapped) + len(loading), f"host handles {sorted(handles)}"
+    )
+    _require(
+        host.num_used == sum(pool.blocks_for(r.num_computed_tokens) for r in (*swapped, *loading)),
         f"{host.num_used} host blocks are used",
     )
     for request in waiting:
@@ -75,9 +79,11 @@ def check_invariants(
     for request in (*waiting, *swapped, *released):
         _require(not request.block_ids and request.slot is None, f"{request} must hold nothing")
     for request in holders:
+        _require(request.status is RequestStatus.RUNNING, f"{request} holds blocks")
+    holders += loading
+    for request in holders:
         # A prompt gets all its blocks at once; past it, the newest token has none yet.
         num_tokens = request.num_tokens if request is prefilling else request.num_computed_tokens
-        _require(request.status is RequestStatus.RUNNING, f"{request} holds blocks")
         _require(len(request.block_ids) == pool.blocks_for(num_tokens), f"{request} table size")
     away = {request.request_id for request in (*waiting, *swapped)}
     _require(evicted.keys() <= away, f"blocks are kept for {sorted(evicted.keys() - away)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.policies import Decision
+from jaxllm.sched.policies import Decision, ResumeDecision
 from jaxllm.types import Request
 
 
@@ -18,7 +18,8 @@ class PreemptionRecord:
     """One preemption and, once the request is back, its restore.
 
     Times are seconds of the engine's clock, costs seconds. `scores` holds `[request id, urgency]` of the
-    running requests. `swap_seconds` and `recompute_seconds` are what the action policy predicted, or None.
+    running requests. `swap_seconds` and `recompute_seconds` are what the action policy predicted, or None;
+    `resume_action` is how a swapped request came back, and the two after it what was predicted then.
     `measured_seconds` is what the chosen action took: the copies out and back, or the request's share of
     the prefill that brought it back; None if the run ended before, or nobody measured.
     """
@@ -35,16 +36,29 @@ class PreemptionRecord:
     resumed_step_id: int | None = None
     resumed_time: float | None = None
     measured_seconds: float | None = None
+    resume_action: str | None = None
+    resume_swap_seconds: float | None = None
+    resume_recompute_seconds: float | None = None
+
+    @property
+    def is_copied_back(self) -> bool:
+        """Whether its KV was copied to the host and, as far as is known, back."""
+        return self.action == "swap" and self.resume_action != "recompute"
 
     @property
     def predicted_seconds(self) -> float | None:
-        """What the chosen action was predicted to take."""
+        """What the chosen action was predicted to take; of a copy given up, what its prefill was."""
+        if self.action == "swap" and not self.is_copied_back:
+            return self.resume_recompute_seconds
         return self.swap_seconds if self.action == "swap" else self.recompute_seconds
 
     @property
     def regret_seconds(self) -> float | None:
         """What was lost against the estimate of the action not taken; None where either is unknown."""
-        other = self.recompute_seconds if self.action == "swap" else self.swap_seconds
+        if self.action == "swap" and not self.is_copied_back:
+            other = self.resume_swap_seconds
+        else:
+            other = self.recompute_seconds if self.action == "swap" else self.swap_seconds
         if self.measured_seconds is None or other is None:
             return None
         return max(0.0, self.measured_seconds - other)
@@ -105,6 +119,14 @@ class Ledger:
             decision.swap_seconds,
             decision.recompute_seconds,
         )
+
+    def returns(self, request_id: str, decision: ResumeDecision) -> None:
+        """Note how a swapped request comes back."""
+        record = self._open.get(request_id)
+        if record is not None:
+            record.resume_action = decision.action.value
+            record.resume_swap_seconds = decision.swap_seconds
+            record.resume_recompute_seconds = decision.recompute_seconds
 
     def resumed(self, request: Request, step_id: int, now: float) -> None:
         """Note that the request's KV is being restored in step `step_id`."""

@@ -10,6 +10,8 @@ Whom to preempt when blocks run out?
     `VictimPolicy`: `LatestArrivalVictim`, `LeastUrgentVictim`.
 What becomes of the victim's KV?
     `ActionPolicy`: `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`, `OverlapAwareAction`.
+How does a swapped request come back?
+    `ResumePolicy`: `ResumeAtOnce`, `OverlapAwareResume`.
 In which order do requests start, resume and go on?
     `RestorePolicy`: `PrefillFirst`, `MoreUrgentFirst`, `ResumeFirst`.
 
@@ -19,54 +21,61 @@ Policies only read requests and never change them. `now` is seconds of the engin
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import CostModel
-from jaxllm.sched.pressure import RecentPressure
+from jaxllm.sched.actions import (
+    ActionPolicy,
+    AdaptiveAction,
+    AlwaysRecompute,
+    Decision,
+    OverlapAwareAction,
+    OverlapAwareResume,
+    PreemptionAction,
+    ResumeAction,
+    ResumeAtOnce,
+    ResumeDecision,
+    ResumePolicy,
+    SwapIfItFits,
+)
+from jaxllm.sched.pressure import PoolState, RecentPressure
 from jaxllm.types import Request
 
-
-class PreemptionAction(enum.Enum):
-    """What becomes of a victim's KV."""
-
-    RECOMPUTE = "recompute"
-    """Dropped, to be prefilled again."""
-    SWAP = "swap"
-    """Moved to host memory, to be moved back."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PoolState:
-    """How full the pools are when a policy is asked.
-
-    `num_free` and `num_blocks` count device blocks, `num_host_free` and `num_host_blocks` host blocks;
-    `started` are the requests that hold blocks of either kind.
-
-    The rest is filled in for `ActionPolicy` only: the running requests, their tokens together, and what the
-    recent preemptions have led to.
-    """
-
-    num_free: int
-    num_blocks: int
-    block_size: int
-    num_host_free: int
-    num_host_blocks: int
-    started: Sequence[Request]
-    num_running: int = 0
-    num_context_tokens: int = 0
-    recent: RecentPressure = dataclasses.field(default_factory=RecentPressure)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
-    """An action and what the policy predicted of both, in seconds; None where it predicted nothing."""
-
-    action: PreemptionAction
-    swap_seconds: float | None = None
-    recompute_seconds: float | None = None
+__all__ = [
+    "ActionPolicy",
+    "AdaptiveAction",
+    "AdmissionPolicy",
+    "AlwaysRecompute",
+    "BatchingPolicy",
+    "Decision",
+    "FCFSPriority",
+    "FairPriority",
+    "GrowthReserve",
+    "HostBoundAdmission",
+    "LatestArrivalVictim",
+    "LeastUrgentVictim",
+    "MoreUrgentFirst",
+    "OverlapAwareAction",
+    "OverlapAwareResume",
+    "PaddedBatching",
+    "PoolState",
+    "PreemptionAction",
+    "PrefillFirst",
+    "PriorityPolicy",
+    "RaggedBatching",
+    "RecentPressure",
+    "RestorePolicy",
+    "ResumeAction",
+    "ResumeAtOnce",
+    "ResumeDecision",
+    "ResumeFirst",
+    "ResumePolicy",
+    "SchedulerPolicy",
+    "SwapIfItFits",
+    "VictimPolicy",
+    "WatermarkAdmission",
+]
 
 
 class PriorityPolicy(Protocol):
@@ -114,17 +123,6 @@ class VictimPolicy(Protocol):
 
     def choose(self, candidates: Sequence[Request], now: float) -> Request:
         """One of `candidates`: the running requests, in arrival order, never empty."""
-        ...
-
-
-class ActionPolicy(Protocol):
-    """What to do with a victim."""
-
-    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
-        """The action for `victim`, which still holds its blocks.
-
-        `SWAP` is allowed only if as many host blocks are free as it holds device blocks.
-        """
         ...
 
 
@@ -310,95 +308,6 @@ class LeastUrgentVictim:
         return min(reversed(candidates), key=lambda request: score(request, now))
 
 
-# Actions
-
-
-@dataclasses.dataclass(frozen=True)
-class AlwaysRecompute:
-    """Drops every victim's KV."""
-
-    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
-        """`RECOMPUTE`."""
-        return Decision(PreemptionAction.RECOMPUTE)
-
-
-@dataclasses.dataclass(frozen=True)
-class SwapIfItFits:
-    """Swaps while the host pool has room, else drops: the capacity rule.
-
-    Together with `HostBoundAdmission`, which keeps the host pool from filling up, it always swaps.
-    """
-
-    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
-        """`SWAP` if the host pool has room."""
-        fits = len(victim.block_ids) <= state.num_host_free
-        return Decision(PreemptionAction.SWAP if fits else PreemptionAction.RECOMPUTE)
-
-
-@dataclasses.dataclass(frozen=True)
-class AdaptiveAction:
-    """AdaptiveLLM: predicts both costs and takes the cheaper action (Algorithm 1, lines on swap and drop).
-
-    As in the paper, recomputing costs one prefill of the victim's tokens, swapping a copy of its blocks out
-    and back.
-
-    Args:
-        costs: predicts seconds.
-    """
-
-    costs: CostModel
-
-    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
-        """`SWAP` if it is predicted to be faster and fits the host pool."""
-        num_blocks = len(victim.block_ids)
-        swap = self.costs.swap_out_seconds(num_blocks) + self.costs.swap_in_seconds(num_blocks)
-        return cheaper(victim, state, swap, self.costs.prefill_seconds(victim.num_tokens, 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class OverlapAwareAction:
-    """Takes the action that delays the engine less: copies run beside steps, prefills share an iteration.
-
-    With means over the recent preemptions (`RecentPressure`):
-
-    - Copying out costs what is left of it when the request is wanted back.
-    - Copying in costs what is left of it after its share of the decode step it runs beside, which requests
-      that resume together divide.
-    - Recomputing costs an equal share of the prefill iteration it becomes part of, or what its tokens add to
-      that iteration if they are many: every return takes a place that another start would have had.
-    - Either is about the blocks that are lost by then, which with `lazy_eviction` may not be all.
-
-    Args:
-        costs: predicts seconds.
-    """
-
-    costs: CostModel
-
-    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
-        """`SWAP` if it is predicted to delay less and fits the host pool."""
-        costs, recent, num_blocks = self.costs, state.recent, len(victim.block_ids)
-        step = costs.decode_seconds(state.num_running, state.num_context_tokens)
-        lost_blocks = max(1, round(num_blocks * recent.lost_share))
-        swap = max(0.0, costs.swap_out_seconds(num_blocks) - max(step, recent.away_seconds))
-        swap += max(0.0, costs.swap_in_seconds(lost_blocks) - step / max(1.0, recent.swap_in_seqs))
-        lost_tokens = max(1, round(victim.num_tokens * recent.lost_share))
-        num_others = max(0, round(recent.prefill_seqs - 1))
-        other_tokens = round(recent.prefill_tokens * num_others / max(1.0, recent.prefill_seqs))
-        kept_tokens = victim.num_tokens - lost_tokens
-        shared = costs.prefill_seconds(lost_tokens + other_tokens, 1 + num_others, kept_tokens)
-        recompute = shared / (1 + num_others)
-        if lost_tokens * num_others > other_tokens:  # longer than the others are
-            recompute = max(recompute, shared - costs.prefill_seconds(other_tokens, num_others))
-        return cheaper(victim, state, swap, recompute)
-
-
-def cheaper(victim: Request, state: PoolState, swap_seconds: float, recompute_seconds: float) -> Decision:
-    """The action of lower cost; dropping if the costs are equal or the host pool has no room."""
-    is_swap = swap_seconds < recompute_seconds and len(victim.block_ids) <= state.num_host_free
-    action = PreemptionAction.SWAP if is_swap else PreemptionAction.RECOMPUTE
-    return Decision(action, swap_seconds, recompute_seconds)
-
-
 # Order of prefills, swap-ins and decodes
 
 
@@ -460,7 +369,8 @@ class SchedulerPolicy:
     admission: AdmissionPolicy = WatermarkAdmission()
     batching: BatchingPolicy = RaggedBatching()
     victim: VictimPolicy = LatestArrivalVictim()
-    action: ActionPolicy = AlwaysRecompute()
+    action: ActionPolicy = dataclasses.field(default_factory=AlwaysRecompute)
+    resume: ResumePolicy = dataclasses.field(default_factory=ResumeAtOnce)
     restore: RestorePolicy = PrefillFirst()
     decode_needs_free_block: bool = False
     lazy_eviction: bool = False

@@ -19,6 +19,7 @@ from jaxllm.sched.policies import (
     LeastUrgentVictim,
     MoreUrgentFirst,
     OverlapAwareAction,
+    OverlapAwareResume,
     PaddedBatching,
     PrefillFirst,
     ResumeFirst,
@@ -82,8 +83,8 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
 
     Against `paper` it resumes swapped requests before it starts new ones, where Algorithm 2 lets urgent new
     requests keep the host pool full of old ones; it leaves started requests room to grow; it weighs delays
-    instead of durations; and it evicts a victim's blocks only as they are needed. docs/policies.md says what
-    each is worth.
+    instead of durations; it copies back beside the steps, or changes its mind and recomputes; and it evicts
+    a victim's blocks only as they are needed. docs/policies.md says what each is worth.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -93,6 +94,7 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
         admission=GrowthReserve(),
         victim=LeastUrgentVictim(FairPriority()),
         action=OverlapAwareAction(_required("adaptive", costs)),
+        resume=OverlapAwareResume(_required("adaptive", costs)),
         restore=ResumeFirst(),
         lazy_eviction=True,
     )

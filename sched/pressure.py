@@ -1,8 +1,11 @@
-"""What preemptions have led to of late: the running means that the costs of an action depend on."""
+"""What policies are told of the pools: how full they are, and what preemptions have led to of late."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+from jaxllm.types import Request
 
 _RATE = 0.1  # weight of the newest value
 
@@ -14,15 +17,16 @@ class RecentPressure:
     Attributes:
         prefill_tokens, prefill_seqs: of a prefill iteration.
         swap_in_seqs: requests that resume together, in iterations in which any do.
-        away_seconds: from a preemption to the iteration that restores the request.
         lost_share: of a preempted request's blocks, those that were overwritten by then.
+        copy_out_until, copy_in_until: when the copies under way end by prediction, on the engine's clock.
     """
 
     prefill_tokens: float = 0.0
     prefill_seqs: float = 0.0
     swap_in_seqs: float = 1.0
-    away_seconds: float = 0.0
     lost_share: float = 1.0
+    copy_out_until: float = float("-inf")
+    copy_in_until: float = float("-inf")
 
     def prefilled(self, num_tokens: int, num_seqs: int) -> None:
         """Take a prefill iteration."""
@@ -33,7 +37,40 @@ class RecentPressure:
         """Take an iteration in which requests resume."""
         self.swap_in_seqs += _RATE * (num_seqs - self.swap_in_seqs)
 
-    def returned(self, away_seconds: float, lost_share: float) -> None:
+    def returned(self, lost_share: float) -> None:
         """Take a request that is restored, be it by a copy or by a prefill."""
-        self.away_seconds += _RATE * (away_seconds - self.away_seconds)
         self.lost_share += _RATE * (lost_share - self.lost_share)
+
+    def copying_out(self, now: float, seconds: float) -> float:
+        """Take a copy to the host that is predicted to take `seconds`; returns when it ends."""
+        self.copy_out_until = max(now, self.copy_out_until) + seconds
+        return self.copy_out_until
+
+    def copying_in(self, now: float, seconds: float) -> None:
+        """Take a copy from the host that is predicted to take `seconds`."""
+        self.copy_in_until = max(now, self.copy_in_until) + seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolState:
+    """How full the pools are when a policy is asked.
+
+    `num_free` and `num_blocks` count device blocks, `num_host_free` and `num_host_blocks` host blocks;
+    `started` are the requests that hold blocks of either kind.
+
+    The rest is filled in for `ActionPolicy` and `ResumePolicy` only: the running requests, their tokens
+    together, what the recent preemptions have led to, the waiting requests, and the blocks of device memory
+    beside the pool that copies out take.
+    """
+
+    num_free: int
+    num_blocks: int
+    block_size: int
+    num_host_free: int
+    num_host_blocks: int
+    started: Sequence[Request]
+    num_running: int = 0
+    num_context_tokens: int = 0
+    recent: RecentPressure = dataclasses.field(default_factory=RecentPressure)
+    num_waiting: int = 0
+    num_leaving: int = 0

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError, KVCacheError, RequestError
-from jaxllm.sched.block_manager import BlockPool, EvictedBlocks, HostBudget
+from jaxllm.sched.block_manager import BlockPool, EvictedBlocks
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.copies import HostCopies
 from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger, StepRecord
-from jaxllm.sched.policies import PoolState, PreemptionAction, SchedulerPolicy
+from jaxllm.sched.policies import (
+    PoolState,
+    PreemptionAction,
+    ResumeAction,
+    ResumeDecision,
+    SchedulerPolicy,
+)
 from jaxllm.sched.pressure import RecentPressure
 from jaxllm.sched.queues import RequestQueue, Verdict
 from jaxllm.sched.running import RunningRequests
-from jaxllm.types import FinishReason, PrefillChunk, Request, RequestStatus, SchedulerOutput, Swap
+from jaxllm.types import (
+    NO_COPIES,
+    CopyProgress,
+    FinishReason,
+    PrefillChunk,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+    Swap,
+)
 
 _DEFAULT_POLICY = SchedulerPolicy()
 
@@ -28,8 +43,9 @@ class Scheduler:
         add -> waiting -> prefilling -> running -> ending -> released -> finish
                nothing    holds         holds      holds     nothing
                   ^           only a prompt that   |  ^
-                  |           spans iterations     |  +---------- swapped in ----- swapped
-                  +---------- dropped -------------+------------- swapped out ---> host blocks
+                  |           spans iterations     |  +-- loading <-- swapped in -- swapped
+                  |                                |      holds                     host blocks
+                  +---------- dropped -------------+------------- swapped out ------^
 
     An iteration either prefills or decodes. Lengths advance when a step is scheduled, not when its tokens
     are known, so that the host can run one step ahead. A request whose last token (by length) has been
@@ -37,8 +53,9 @@ class Scheduler:
     `schedule`, and it stays RUNNING until `finish` is called.
 
     A swapped request's device blocks are free at once: the executor reads them out, in the order of the
-    device's programs, before whoever gets them next writes. Host blocks it was swapped in from stay in
-    flight until `complete` says that the step after the copy has ended.
+    device's programs, before whoever gets them next writes. Coming back it decodes in the same iteration, or
+    is `loading` until the executor says that its copy has arrived; it cannot be preempted meanwhile. Host
+    blocks it was swapped in from stay in flight until `complete` says that the step after the copy has ended.
 
     With `policy.lazy_eviction` what a preempted request held is free, but handed out last and tail first: of
     the blocks that nobody took until the request is back nothing is copied or computed again.
@@ -58,7 +75,8 @@ class Scheduler:
         self.policy = policy
         self.ledger = ledger
         self._pool = BlockPool(config.num_gpu_blocks, config.block_size)
-        self._host = HostBudget(config.num_host_blocks)
+        self._copies = HostCopies(config.num_host_blocks)
+        self._host = self._copies.budget
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._max_prefill_seqs = config.max_prefill_seqs or config.max_num_seqs
         self._live: dict[str, Request] = {}
@@ -68,11 +86,10 @@ class Scheduler:
         self._prefilling: Request | None = None
         self._ending: list[Request] = []
         self._evicted: dict[str, EvictedBlocks] = {}
-        self._preempted_at: dict[str, float] = {}
+        self._copied_out_at: dict[str, float] = {}
         self._recent = RecentPressure()
+        self._num_leaving = 0
         self._step_id = 0
-        self._swapping_in: collections.deque[tuple[int, tuple[Swap, ...]]] = collections.deque()
-        self._discarded: list[int] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -121,11 +138,12 @@ class Scheduler:
         self._live[request_id] = request
         self._waiting.add(request)
 
-    def schedule(self, now: float) -> SchedulerOutput:
+    def schedule(self, now: float, copies: CopyProgress = NO_COPIES) -> SchedulerOutput:
         """Decide the next iteration and advance the lengths of the requests in it.
 
         Args:
             now: the engine's clock, in seconds.
+            copies: what the executor's `copies` says.
 
         Returns:
             A prefill or a decode iteration. It is empty when there is nothing to compute, or when what
@@ -139,6 +157,11 @@ class Scheduler:
         self._ending = []
         step_id = self._step_id
         self._step_id = step_id + 1
+        for swap in self._copies.arrived(copies.arrived):
+            self._join(swap)
+        self._num_leaving = copies.num_leaving
+        if not copies.num_leaving:  # whatever was predicted, the link is idle
+            self._recent.copy_out_until = min(self._recent.copy_out_until, now)
         if self._prefilling is not None or (
             self._waiting and not self._swapped and self.policy.restore.prefill_first
         ):
@@ -150,13 +173,20 @@ class Scheduler:
                 return self._output(step_id, now, prefill=tuple(chunks))
         preempted, swap_out = self._make_room(step_id, now)
         swap_in: tuple[Swap, ...] = ()
+        load: tuple[Swap, ...] = ()
         if not preempted and (self._waiting or self._swapped):
             starting, resuming = self._choose_source(now)
+            swap_in, load = self._swap_in_all(resuming, step_id, now)
+            if load and not swap_in and not self.policy.restore.prefill_first:
+                starting = self._startable(now, self._pool.num_free - self._num_growing())
             if starting:
-                return self._output(step_id, now, prefill=tuple(self._prefill_all(starting, now)))
-            swap_in = self._swap_in_all(resuming, step_id, now)
-            if swap_in:
-                self._swapping_in.append((step_id, swap_in))
+                return self._output(step_id, now, prefill=tuple(self._prefill_all(starting, now)), load=load)
+        if not self._running and load:  # nothing to do but to wait for a copy
+            swap_in, load = load[:1], load[1:]
+            self._resume(swap_in[0])
+        elif not self._running and self._copies.is_loading:
+            self._join(self._copies.first_loading())
+            preempted, swap_out = self._make_room(step_id, now)
         if not self._running:
             return SchedulerOutput(step_id)
         self._grow_block_tables()
@@ -167,13 +197,12 @@ class Scheduler:
             preempted=tuple(preempted),
             swap_out=tuple(swap_out),
             swap_in=swap_in,
+            load=load,
         )
 
     def complete(self, step_id: int) -> None:
         """Note that the device has finished step `step_id` and those before it, with their copies."""
-        while self._swapping_in and self._swapping_in[0][0] <= step_id:
-            for swap in self._swapping_in.popleft()[1]:
-                self._host.finish_return(swap.handle)
+        self._copies.complete(step_id)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a live request in any state; what it holds is free at once.
@@ -187,17 +216,18 @@ class Scheduler:
         if self._live.get(request.request_id) is not request:
             state = "has already finished" if request.is_finished else "was never added"
             raise RequestError(f"cannot finish request {request.request_id!r}: it {state}")
-        self._preempted_at.pop(request.request_id, None)
+        self._copied_out_at.pop(request.request_id, None)
         evicted = self._evicted.pop(request.request_id, None)
         if evicted is not None:
             self._pool.forget(evicted)
         if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
         elif request.host_handle is not None:
-            self._swapped.remove(request)
-            self._host.cancel(request.host_handle)
-            self._discarded.append(request.host_handle)
-            request.host_handle = None
+            if request.slot is None:
+                self._swapped.remove(request)
+            else:
+                self._release(request)
+            self._copies.give_up(request)
         elif request.slot is not None:
             if request is self._prefilling:
                 self._prefilling = None
@@ -205,6 +235,7 @@ class Scheduler:
                 self._ending.remove(request)
             else:
                 self._running.leave(request)
+            self._copies.leave(request)
             self._release(request)
         del self._live[request.request_id]
         if self.ledger is not None:
@@ -214,8 +245,9 @@ class Scheduler:
         request.stop_reason = stop_reason
 
     def _output(self, step_id: int, now: float, **parts: Any) -> SchedulerOutput:
-        discarded, self._discarded = tuple(self._discarded), []
-        output = SchedulerOutput(step_id, discarded=discarded, ending=tuple(self._ending), **parts)
+        joined, discarded = self._copies.emit(step_id, parts.get("swap_in", ()))
+        ending = tuple(self._ending)
+        output = SchedulerOutput(step_id, discarded=discarded, joined=joined, ending=ending, **parts)
         if self.ledger is not None:
             self._record(output, now)
         return output
@@ -234,25 +266,35 @@ class Scheduler:
             num_decoded=len(output.decode),
             num_dropped=len(output.preempted) - len(output.swap_out),
             num_swapped_out=len(output.swap_out),
-            num_swapped_in=len(output.swap_in),
+            num_swapped_in=len(output.swap_in) + len(output.joined),
         )
         self.ledger.step(record)
 
     # Who starts and who resumes
 
-    def _choose_source(self, now: float) -> tuple[list[Request], list[Request]]:
+    def _choose_source(self, now: float) -> tuple[list[Request], list[tuple[Request, ResumeDecision]]]:
         """The waiting requests to prefill or the swapped ones to bring back; one of the two is empty.
 
         The blocks that the running requests need next stay free.
         """
         restore = self.policy.restore
         num_free = self._pool.num_free - self._num_growing()
-        swapped = self._resumable(now, num_free)
+        if not self._copies.is_loading:  # whatever was predicted, the link is idle
+            self._recent.copy_in_until = min(self._recent.copy_in_until, now)
+        busy_until = self._recent.copy_in_until
+        # Where a copy is all there is to wait for, no other is put before it.
+        swapped = self._resumable(now, num_free) if self._running or not self._copies.is_loading else []
         # With `prefill_first` they were tried before, or must wait until nothing is swapped.
         waiting = [] if restore.prefill_first else self._startable(now, num_free)
+        if not swapped and not waiting and not self._running and not self._copies.is_loading:
+            # Nothing will ever change: whoever was put off goes, be it to the prefills it was sent to.
+            swapped = self._resumable(now, num_free, put_off=False)
+            waiting = [] if swapped else self._startable(now, num_free)
         # The policy chooses between two sets; it cannot leave the only one alone.
-        if swapped and (not waiting or restore.swaps_in(waiting, swapped, now)):
+        resuming = [request for request, _ in swapped]
+        if swapped and (not waiting or restore.swaps_in(waiting, resuming, now)):
             return [], swapped
+        self._recent.copy_in_until = busy_until
         return waiting, []
 
     def _startable(self, now: float, num_free: int) -> list[Request]:
@@ -301,8 +343,14 @@ class Scheduler:
 
         return self._waiting.visit(now, judge)
 
-    def _resumable(self, now: float, num_free: int) -> list[Request]:
-        """Swapped requests that fit into `num_free` blocks with their next token, the most urgent first."""
+    def _resumable(
+        self, now: float, num_free: int, *, put_off: bool = True
+    ) -> list[tuple[Request, ResumeDecision]]:
+        """Swapped requests that fit into `num_free` blocks with their next token, the most urgent first.
+
+        Those whose copy the policy gives up go to the waiting ones. Without `put_off` it is not asked, and
+        the first that fits resumes at once.
+        """
         if not self._swapped or not self._free_slots or num_free < 1:
             return []
         pool, policy = self._pool, self.policy
@@ -310,9 +358,12 @@ class Scheduler:
         in_flight = Verdict.SKIP_ONE if policy.restore.skips else Verdict.STOP
         num_slots = len(self._free_slots)
         watermark = policy.restore.resume_watermark
+        state: PoolState | None = None
+        taken: list[tuple[Request, ResumeDecision]] = []
+        given_up: list[tuple[Request, ResumeDecision]] = []
 
         def judge(request: Request) -> Verdict:
-            nonlocal num_free, num_slots
+            nonlocal num_free, num_slots, state
             if num_slots == 0:
                 return Verdict.STOP
             num_needed = pool.blocks_for(request.num_tokens)
@@ -324,11 +375,48 @@ class Scheduler:
                     return too_large
             if request.num_in_flight:
                 return in_flight
+            if put_off:
+                state = state or self._pressure()
+                decision = self._how_to_resume(request, state, now)
+                if decision.action is ResumeAction.LATER:
+                    return Verdict.STOP
+                if decision.action is ResumeAction.RECOMPUTE:
+                    given_up.append((request, decision))
+                    return Verdict.SKIP_ONE
+            elif taken:
+                return Verdict.STOP
+            else:
+                decision = ResumeDecision(ResumeAction.AT_ONCE)
+            taken.append((request, decision))
             num_free -= num_needed
             num_slots -= 1
             return Verdict.TAKE
 
-        return self._swapped.visit(now, judge)
+        self._swapped.visit(now, judge)
+        for request, decision in given_up:
+            self._recompute_instead(request, decision)
+        return taken
+
+    def _how_to_resume(self, request: Request, state: PoolState, now: float) -> ResumeDecision:
+        """What the policy says of a swapped request; a copy that starts is one the next ones wait for."""
+        evicted = self._evicted.get(request.request_id)
+        num_lost = self._pool.blocks_for(request.num_computed_tokens)
+        num_lost -= 0 if evicted is None else self._pool.num_intact(evicted)
+        copied_out_at = self._copied_out_at.get(request.request_id, now)
+        decision = self.policy.resume.choose(request, num_lost, copied_out_at, state, now)
+        if not isinstance(getattr(decision, "action", None), ResumeAction):
+            raise ConfigError(f"{self.policy.resume} answered {decision!r}, which is not a ResumeDecision")
+        if decision.action in (ResumeAction.AT_ONCE, ResumeAction.IN_BACKGROUND) and decision.copy_seconds:
+            self._recent.copying_in(now, decision.copy_seconds)
+        return decision
+
+    def _recompute_instead(self, request: Request, decision: ResumeDecision) -> None:
+        """Let a swapped request be prefilled again."""
+        self._swapped.remove(request)
+        self._copies.give_up(request)
+        if self.ledger is not None:
+            self.ledger.returns(request.request_id, decision)
+        self._queue_again(request)
 
     def _state(self, num_free: int, starting: Sequence[Request], *more: Any) -> PoolState:
         """The pools when `num_free` blocks are left; `more` is what only action policies are told."""
@@ -336,49 +424,73 @@ class Scheduler:
         started = [*self._running.requests, *starting]
         if self._prefilling is not None:
             started.append(self._prefilling)
+        if self._copies.is_loading:
+            started += self._copies.loading
         if self._swapped:
             started += self._swapped
         return PoolState(
             num_free, pool.num_blocks, pool.block_size, host.num_free, host.num_blocks, started, *more
         )
 
-    def _swap_in_all(self, resuming: Sequence[Request], step_id: int, now: float) -> tuple[Swap, ...]:
-        for request in resuming:
+    def _swap_in_all(
+        self, resuming: Sequence[tuple[Request, ResumeDecision]], step_id: int, now: float
+    ) -> tuple[tuple[Swap, ...], tuple[Swap, ...]]:
+        """Bring requests back; returns the copies that this iteration waits for, and those it only starts."""
+        for request, _ in resuming:
             self._swapped.remove(request)
-            self._take_back(request, now)
-        if resuming:
-            self._recent.swapped_in(len(resuming))
-        return tuple(self._swap_in(request, step_id, now) for request in resuming)
+            self._take_back(request)
+        swap_in, load = [], []
+        for request, decision in resuming:
+            swap = self._swap_in(request, decision, step_id, now)
+            if decision.action is ResumeAction.AT_ONCE:
+                self._resume(swap)
+                swap_in.append(swap)
+            else:
+                self._copies.load(swap)
+                load.append(swap)
+        if swap_in:
+            self._recent.swapped_in(len(swap_in))
+        return tuple(swap_in), tuple(load)
 
-    def _swap_in(self, request: Request, step_id: int, now: float) -> Swap:
+    def _swap_in(self, request: Request, decision: ResumeDecision, step_id: int, now: float) -> Swap:
+        """The copy that fills the blocks a swapped request gets."""
         handle = request.host_handle
         assert handle is not None  # whatever is swapped has one
-        self._host.start_return(handle)
-        request.host_handle = None
         num_intact = len(request.block_ids)
         self._hold(request, self._pool.blocks_for(request.num_computed_tokens))
-        self._running.join(request)
         if self.ledger is not None:
+            self.ledger.returns(request.request_id, decision)
             self.ledger.resumed(request, step_id, now)
         return Swap(request, handle, tuple(request.block_ids), num_intact)
+
+    def _resume(self, swap: Swap) -> None:
+        """Let a request decode in the iteration that fills its blocks."""
+        self._copies.read(swap)
+        swap.request.status = RequestStatus.RUNNING
+        self._running.join(swap.request)
+
+    def _join(self, swap: Swap) -> None:
+        """Let a request decode whose copy an earlier iteration started; it need not have arrived."""
+        self._copies.join(swap)
+        swap.request.status = RequestStatus.RUNNING
+        self._running.join(swap.request)
 
     def _hold(self, request: Request, num_blocks: int) -> None:
         """Give a request the blocks it lacks and a slot."""
         request.block_ids += self._pool.allocate(num_blocks - len(request.block_ids))
         request.slot = self._free_slots.pop()
-        request.status = RequestStatus.RUNNING
 
-    def _take_back(self, request: Request, now: float) -> None:
+    def _take_back(self, request: Request) -> None:
         """Give a request what is intact of the blocks it held; before anybody else takes blocks."""
-        preempted_at = self._preempted_at.pop(request.request_id, None)
-        if preempted_at is None:
+        self._copied_out_at.pop(request.request_id, None)
+        if not request.metrics.num_preemptions:
             return
         lost_share = 1.0
         evicted = self._evicted.pop(request.request_id, None)
         if evicted is not None:
             request.block_ids = self._pool.reclaim(evicted)
             lost_share -= len(request.block_ids) / len(evicted.block_ids)
-        self._recent.returned(now - preempted_at, lost_share)
+        self._recent.returned(lost_share)
 
     def _num_intact_tokens(self, request: Request) -> int:
         """Tokens of a waiting request whose KV nobody has overwritten."""
@@ -398,9 +510,10 @@ class Scheduler:
         for request in starting:
             request.num_computed_tokens = self._num_intact_tokens(request)
             self._waiting.remove(request)
-            self._take_back(request, now)
+            self._take_back(request)
         for request in starting:
             self._hold(request, self._pool.blocks_for(request.num_tokens))
+            request.status = RequestStatus.RUNNING
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
             elif self.ledger is not None:
@@ -446,6 +559,8 @@ class Scheduler:
         preempted: list[Request] = []
         swaps: list[Swap] = []
         while self._num_growing() > self._pool.num_free:
+            if len(self._running) == 1 and self._copies.is_loading:
+                self._join(self._copies.first_loading())  # so that somebody is left
             try:
                 victim = self.policy.victim.choose(self._running.requests, now)
                 swap = self._preempt(victim, step_id, now)
@@ -489,36 +604,46 @@ class Scheduler:
         self._running.leave(victim)
         block_ids = tuple(victim.block_ids)
         self._release(victim, keep=self.policy.lazy_eviction)
-        self._preempted_at[victim.request_id] = now
         victim.metrics.num_preemptions += 1
         if is_swap:
             victim.metrics.num_swaps += 1
             victim.status = RequestStatus.SWAPPED
-            victim.host_handle = self._host.lend(num_blocks)
+            swap = self._copies.make(victim, block_ids)
+            if decision.copy_seconds is not None:
+                ends_at = self._recent.copying_out(now, decision.copy_seconds)
+                self._copied_out_at[victim.request_id] = ends_at
+            self._num_leaving += num_blocks
             self._swapped.add(victim)
-            return Swap(victim, victim.host_handle, block_ids)
+            return swap
         self._queue_again(victim)
         return None
 
     def _queue_again(self, victim: Request) -> None:
+        self._copied_out_at.pop(victim.request_id, None)
+        if victim.status is RequestStatus.SWAPPED:
+            victim.metrics.num_swaps -= 1  # it counts as dropped
         victim.num_computed_tokens = 0
         victim.status = RequestStatus.WAITING
         self._waiting.add(victim)
 
     def _drop_swapped(self, victim: Request) -> None:
         """Give up a copy that was decided but never started."""
-        assert victim.host_handle is not None
         self._swapped.remove(victim)
-        self._host.cancel(victim.host_handle)
-        victim.host_handle = None
-        victim.metrics.num_swaps -= 1
+        self._copies.unmake(victim)
         self._queue_again(victim)
 
     def _pressure(self) -> PoolState:
         """The pools, with what the costs of an action depend on."""
         running = self._running.requests
+        num_context_tokens = sum([one.num_tokens for one in running])
         return self._state(
-            self._pool.num_free, (), len(running), sum([one.num_tokens for one in running]), self._recent
+            self._pool.num_free,
+            (),
+            len(running),
+            num_context_tokens,
+            self._recent,
+            len(self._waiting),
+            self._num_leaving,
         )
 
     def _release(self, request: Request, *, keep: bool = False) -> None:
@@ -553,5 +678,6 @@ class Scheduler:
             ending=self._ending,
             waiting=list(self._waiting),
             swapped=list(self._swapped),
+            loading=self._copies.loading,
             evicted=self._evicted,
         )

@@ -117,6 +117,12 @@ class Report:
         return result
 
 
+def device_implementations() -> list[str]:
+    """The default implementation of attention, and what else is written for the default device."""
+    capability = str(getattr(jax.devices()[0], "compute_capability", "0"))
+    return [default_implementation(), *(["mosaic"] if capability.startswith("9.") else [])]
+
+
 def measure_model(report: Report, name: str, sizes: Sizes, found: dict[str, float], folder: Path) -> None:
     """Steps, predictors and presets of one model."""
     llm = report.part(
@@ -207,6 +213,7 @@ def compare(workload: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
         *(sys.executable, str(SCRIPTS / "compare_frameworks.py"), str(model), workload),
         *("--backends", "jaxllm,transformers,transformers-cb", "--device", device, "--repetitions", "2"),
         *("--num-requests", str(sizes.compare_requests), "--static-batch-sizes", "64,16"),
+        *("--dtype", "float32" if device == "cpu" else "bfloat16"),
         *("--out", str(out)),
     ]
     subprocess.run(command, check=False, stdout=sys.stderr)
@@ -225,10 +232,10 @@ def table(values: dict[str, Any]) -> str:
     for name, rate in (values.get("ceilings") or {}).items():
         lines.append(f"| {name} | {rate:.3g} |")
     for row in values.get("decode attention") or []:
-        what = f"decode attention, batch {row['batch']}, context {row['context']}, of the copy bandwidth"
+        what = f"{row['implementation']} decode, batch {row['batch']}, context {row['context']}, of the copy"
         lines.append(f"| {what} | {row['share_of_copy']:.0%} |")
     for row in values.get("prefill attention") or []:
-        what = f"prefill attention, {row['tokens']} tokens, of the matmul ceiling"
+        what = f"{row['implementation']} prefill, {row['tokens']} tokens, of the matmul ceiling"
         lines.append(f"| {what} | {row['share_of_matmul']:.0%} |")
     for row in values.get("swaps") or []:
         lines.append(
@@ -263,7 +270,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device")
-    parser.add_argument("--implementation", default=None, help="of attention (default: the device's best)")
+    parser.add_argument(
+        "--implementation", default=None, help="of attention (default: all that the device runs)"
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the kernels' random data")
     parser.add_argument("--no-compare", action="store_true", help="leave transformers out")
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -271,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     if jax.default_backend() == "cpu" and not args.smoke:
         parser.error("there is no GPU here; --smoke shows that the command runs")
     sizes = SMOKE if args.smoke else Sizes()
-    implementation = args.implementation or default_implementation()
+    implementations = [args.implementation] if args.implementation else device_implementations()
     report = Report(
         args.out,
         {
@@ -280,20 +289,31 @@ def main(argv: list[str] | None = None) -> int:
             ),
             "hardware": hardware.describe_hardware(),
             "versions": hardware.versions(),
-            "implementation": implementation,
+            "implementations": implementations,
+            "default_implementation": default_implementation(),
             "seed": args.seed,
         },
     )
-    checks = report.part("kernel checks", lambda: list(kernels.check(implementation, args.seed)))
+    checks = report.part(
+        "kernel checks", lambda: [row for one in implementations for row in kernels.check(one, args.seed)]
+    )
     found = report.part("ceilings", lambda: kernels.ceilings(megabytes=sizes.megabytes, matmul=sizes.matmul))
     if found is not None:
         report.part(
             "decode attention",
-            lambda: list(kernels.decode_speeds(implementation, found, sizes.batches, sizes.contexts)),
+            lambda: [
+                row
+                for one in implementations
+                for row in kernels.decode_speeds(one, found, sizes.batches, sizes.contexts)
+            ],
         )
         report.part(
             "prefill attention",
-            lambda: list(kernels.prefill_speeds(implementation, found, sizes.prefill_tokens)),
+            lambda: [
+                row
+                for one in implementations
+                for row in kernels.prefill_speeds(one, found, sizes.prefill_tokens)
+            ],
         )
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
         folder = Path(name)

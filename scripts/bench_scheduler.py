@@ -5,7 +5,7 @@
 Steady: every running request decodes, one in `block_size` needs a block, nobody is admitted or preempted.
 Preempting: the same with no free block left. Admitting: one request joins the others. Trace: every
 iteration of 2,000 Chatbot requests of 64 output tokens under a preset, while about half of `--running` run in
-a pool that is too small. Decision: one call of the preset's action policy, both predictions and the choice,
+a pool that is too small. Decision: one call of the preset's action or resume policy, predictions and choice,
 with distilled tables as `jaxllm profile` stores them, corrected online.
 """
 
@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jaxllm.bench.command import command_line
 from jaxllm.predictors.base import model_shape
@@ -32,10 +33,10 @@ from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy, WatermarkAdmission
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.types import Request, SchedulerOutput
+from jaxllm.types import CopyProgress, Request, SchedulerOutput
 from jaxllm.workloads import make_trace
 
 BLOCK_SIZE = 16
@@ -159,7 +160,8 @@ def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
     trace = make_trace("chatbot", _TRACE_REQUESTS, 64, seed=seed)
     costs = OnlineCalibration(TableCostModel.distil(_ROOFLINE, _AXES))
     policy = make_preset(preset, costs)
-    action = TimedAction(policy.action)
+    action, resume = TimedPolicy(policy.action), TimedPolicy(policy.resume)
+    timed: dict[str, Any] = {"action": action, "resume": resume}
     scheduler = Scheduler(
         SchedulerConfig(
             num_gpu_blocks=int(num_running * _BLOCKS_PER_RUNNING),
@@ -169,17 +171,19 @@ def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
             max_num_batched_tokens=2560,
             num_host_blocks=2 * num_running,
         ),
-        dataclasses.replace(policy, action=action),
+        dataclasses.replace(policy, **timed),
     )
     for index, (prompt, output) in enumerate(zip(trace.prompt_lens, trace.output_lens, strict=True)):
         request = make_request(index, int(prompt))
         request.max_total_tokens = int(prompt + output)
         scheduler.add(request)
     samples, now, running = [], 0.0, []
+    loading: list[int] = []
     while scheduler.has_unfinished:
         start = time.perf_counter_ns()
-        output = scheduler.schedule(now)
+        output = scheduler.schedule(now, CopyProgress(loading))
         microseconds = (time.perf_counter_ns() - start) / 1e3
+        loading = [swap.handle for swap in output.load]  # copies arrive within an iteration
         if scheduler.num_waiting:  # the drain at the end is cheaper
             samples.append((microseconds, len(output.preempted)))
             running.append(scheduler.num_running)
@@ -190,23 +194,25 @@ def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
         for request in output.ending:
             scheduler.finish(request, "length")
     timings = [summarise(f"trace, {preset}", round(statistics.fmean(running)), samples)]
-    if action.samples:
-        decisions = [(microseconds, 1) for microseconds in action.samples]
-        timings.append(summarise(f"decision, {preset}", round(statistics.fmean(running)), decisions))
+    for question, policy_timed in (("preempting", action), ("resuming", resume)):
+        if policy_timed.samples:
+            decisions = [(microseconds, 1) for microseconds in policy_timed.samples]
+            name = f"decision on {question}, {preset}"
+            timings.append(summarise(name, round(statistics.fmean(running)), decisions))
     return timings
 
 
-class TimedAction:
-    """An action policy with its microseconds."""
+class TimedPolicy:
+    """An action or resume policy with its microseconds."""
 
-    def __init__(self, action: ActionPolicy) -> None:
-        self._action = action
+    def __init__(self, policy: ActionPolicy | ResumePolicy) -> None:
+        self._choose: Callable[..., Any] = policy.choose
         self.samples: list[float] = []
 
-    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+    def choose(self, *question: Any) -> Any:
         """The decision of the policy."""
         start = time.perf_counter_ns()
-        decision = self._action.choose(victim, state, now)
+        decision = self._choose(*question)
         self.samples.append((time.perf_counter_ns() - start) / 1e3)
         return decision
 
@@ -243,10 +249,10 @@ def main() -> None:
     for preset in PRESETS:
         timings += bench_trace(preset, args.running // 2, args.seed)
     print(f"{cpu_model()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, seed {args.seed}")
-    print(f"{'iteration':<20} {'running':>7} {'preempted':>9} {'median us':>9} {'p99 us':>9} {'calls':>6}")
+    print(f"{'iteration':<32} {'running':>7} {'preempted':>9} {'median us':>9} {'p99 us':>9} {'calls':>6}")
     for t in timings:
         print(
-            f"{t.iteration:<20} {t.running:>7} {t.preempted:>9.1f} {t.median_us:>9.1f} {t.p99_us:>9.1f} "
+            f"{t.iteration:<32} {t.running:>7} {t.preempted:>9.1f} {t.median_us:>9.1f} {t.p99_us:>9.1f} "
             f"{t.repetitions:>6}"
         )
     if args.out is not None:

@@ -63,6 +63,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of weights and KV; in 16 bits batch shapes change rounding, so greedy tokens may differ",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-requests", type=int, default=64, help="of a named workload")
     parser.add_argument("--static-batch-sizes", default="64,32,16,8", help="to try for transformers")
@@ -126,6 +132,7 @@ def measure(args: argparse.Namespace, command: str) -> Iterator[dict[str, Any]]:
                 "workload": workload.summary(),
                 "seed": args.seed,
                 "device": args.device,
+                "dtype": args.dtype,
                 "threads": args.threads,
                 "repetitions": repetitions,
                 "repeat_within": args.repeat_within,
@@ -151,11 +158,13 @@ def make_job(args: argparse.Namespace, config: dict[str, Any], workload: Workloa
     heads = config["num_attention_heads"]
     row = config.get("num_key_value_heads", heads) * config.get("head_dim", config["hidden_size"] // heads)
     num_blocks = workload.num_blocks(MAX_NUM_SEQS)
-    pool_bytes = num_blocks * BLOCK_SIZE * config["num_hidden_layers"] * row * 2 * 4
+    itemsize = 4 if args.dtype == "float32" else 2
+    pool_bytes = num_blocks * BLOCK_SIZE * config["num_hidden_layers"] * row * 2 * itemsize
     max_model_len = min(positions, max(MAX_MODEL_LEN, workload.longest))
     return {
         "model": str(args.model.resolve()),
         "device": args.device,
+        "dtype": args.dtype,
         "threads": args.threads,
         "seed": args.seed,
         "max_model_len": max_model_len,

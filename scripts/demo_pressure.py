@@ -39,7 +39,7 @@ def row(preset: str, result: RunResult, records: list[PreemptionRecord]) -> str:
     """A line of the table."""
     predicted = [record.predicted_seconds for record in records if record.predicted_seconds is not None]
     measured = [record.measured_seconds for record in records if record.measured_seconds is not None]
-    swapped = sum(record.action == "swap" for record in records)
+    swapped = sum(record.is_copied_back for record in records)
     costs = f"{1e3 * sum(predicted):.0f} ms" if predicted else "-"
     return (
         f"| {preset} | {result.output_tokens_per_second:.0f} | {result.weighted_turnaround.mean():.2f} | "

@@ -47,7 +47,9 @@ from jaxllm.sched.policies import (
     LeastUrgentVictim,
     MoreUrgentFirst,
     OverlapAwareAction,
+    OverlapAwareResume,
     PrefillFirst,
+    ResumeAtOnce,
     SchedulerPolicy,
     SwapIfItFits,
     WatermarkAdmission,
@@ -101,7 +103,8 @@ def run_cell(cell: Cell) -> dict[str, Any]:
             "adaptive": meter,
             "hindsight": hindsight,
         }[cell.variant]
-        policy = dataclasses.replace(policy, action=action)
+        resume = OverlapAwareResume(predicted, gives_up=cell.variant != "swap")
+        policy = dataclasses.replace(policy, action=action, resume=resume)
     else:
         policy = VARIANTS[cell.variant](policy, predicted)
     config = SchedulerConfig(
@@ -200,6 +203,10 @@ VARIANTS: dict[str, Change] = {
     "action: recompute": _with(action=AlwaysRecompute()),
     "action: swap if it fits": _with(action=SwapIfItFits()),
     "action: serial costs": lambda policy, costs: dataclasses.replace(policy, action=AdaptiveAction(costs)),
+    "resume: at once": _with(resume=ResumeAtOnce()),
+    "resume: never given up": lambda policy, costs: dataclasses.replace(
+        policy, resume=OverlapAwareResume(costs, gives_up=False)
+    ),
     MIXED: _with(),
     "eviction: all blocks at once": _with(lazy_eviction=False),
     "priority: first come": _with(priority=FCFSPriority(), victim=LeastUrgentVictim(FCFSPriority())),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
@@ -10,7 +11,7 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy, WatermarkAdmission
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.types import PrefillChunk, Request, SchedulerOutput
+from jaxllm.types import CopyProgress, PrefillChunk, Request, SchedulerOutput
 
 NO_WATERMARK = SchedulerPolicy(admission=WatermarkAdmission(0.0))
 
@@ -42,9 +43,9 @@ def make_scheduler(
     return Scheduler(SchedulerConfig(**(limits | changes)), policy, ledger=ledger)
 
 
-def step(scheduler: Scheduler, now: float = 0.0) -> str:
+def step(scheduler: Scheduler, now: float = 0.0, arrived: Collection[int] = ()) -> str:
     """One iteration, checked, whose tokens are known at once; ends requests that reach their length."""
-    output = scheduler.schedule(now)
+    output = scheduler.schedule(now, CopyProgress(arrived))
     scheduler.check()
     for request in sampled_requests(output):
         request.output_token_ids.append(0)
@@ -88,20 +89,22 @@ def sampled_requests(output: SchedulerOutput) -> list[Request]:
 def describe(output: SchedulerOutput) -> str:
     """An iteration in short.
 
-    `D r0 r1 -r2 <r3 >r1`: a decode that dropped r2, swapped r3 out and swapped r1 in;
-    `P r0[0:4] r1[0:3]!` where `!` samples; `-` if empty.
+    `D r0 r1 -r2 <r3 >r1 ~r4`: a decode that dropped r2, swapped r3 out, swapped r1 in (now or in the
+    background) and started to copy r4 back; `P r0[0:4] r1[0:3]!` where `!` samples; `-` if empty.
     """
     if output.is_empty:
         return "-"
+    back = [">" + swap.request.request_id for swap in (*output.joined, *output.swap_in)]
+    back += ["~" + swap.request.request_id for swap in output.load]
     if output.prefill:
-        return "P " + " ".join(_describe_chunk(chunk) for chunk in output.prefill)
+        return " ".join(["P", *map(_describe_chunk, output.prefill), *back])
     swapped = [swap.request for swap in output.swap_out]
     return " ".join(
         [
             "D",
             *(request.request_id for request in output.decode),
             *(("<" if one in swapped else "-") + one.request_id for one in output.preempted),
-            *(">" + swap.request.request_id for swap in output.swap_in),
+            *back,
         ]
     )
 

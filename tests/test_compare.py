@@ -72,7 +72,15 @@ def fake_backend(folder: Path, name: str, *, offset: object = 0, mistakes: int =
 
 
 def job(**changes):
-    return {"model": "m", "device": "cpu", "threads": 1, "seed": 0, "packages": [], **changes}
+    return {
+        "model": "m",
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "seed": 0,
+        "packages": [],
+        **changes,
+    }
 
 
 @pytest.mark.parametrize("name", sorted(PROMPT_LENGTHS))

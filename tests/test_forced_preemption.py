@@ -11,7 +11,14 @@ from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
 from jaxllm.executor import compile_stats
 from jaxllm.llm import demo_model_path
-from jaxllm.sched.policies import Decision, PreemptionAction, SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.policies import (
+    Decision,
+    PreemptionAction,
+    ResumeAction,
+    ResumeDecision,
+    SchedulerPolicy,
+    WatermarkAdmission,
+)
 from jaxllm.sched.scheduler import Scheduler
 
 PROMPTS = ["import os\n\ndef ", "class Reader:\n    def __init__(self", "def add(a, b):\n", "for i in range("]
@@ -53,6 +60,15 @@ class ScriptedAction:
         )
 
 
+class ScriptedResume:
+    def __init__(self, script):
+        self.script = script
+
+    def choose(self, request, num_lost, copied_out_at, state, now):
+        actions = list(ResumeAction)
+        return ResumeDecision(actions[next(self.script) % len(actions)])
+
+
 @pytest.fixture(scope="module")
 def llm():
     return make_llm(
@@ -64,7 +80,10 @@ def complete(llm, script, *, num_host_blocks, lazy, async_scheduling):
     config = llm.engine.scheduler.config
     numbers = itertools.cycle(script)
     policy = SchedulerPolicy(
-        admission=WatermarkAdmission(0.0), action=ScriptedAction(numbers), lazy_eviction=lazy
+        admission=WatermarkAdmission(0.0),
+        action=ScriptedAction(numbers),
+        resume=ScriptedResume(numbers),
+        lazy_eviction=lazy,
     )
     limits = {name: getattr(config, name) for name in config.__dataclass_fields__}
     scheduler = ScriptedScheduler(type(config)(**limits | {"num_host_blocks": num_host_blocks}), policy)

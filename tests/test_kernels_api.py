@@ -49,8 +49,8 @@ def test_valid_arguments(op, arguments, expected):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"implementation": "cuda"}, "unknown attention implementation 'cuda'.*xla, triton"),
-        ({"implementation": "mosaic"}, "'mosaic' is not available yet.*xla, triton"),
+        ({"implementation": "cuda"}, "unknown attention implementation 'cuda'.*xla, triton, mosaic"),
+        ({"implementation": "mosaic"}, "'mosaic' computes in bfloat16 or float16, got q in float32"),
         ({"pool": POOL[:, :, :1]}, "pool has shape .*num_blocks"),
         ({"pool": POOL[0]}, "pool has shape .*num_blocks"),
         ({"pool": POOL[:0]}, "at least 1"),
@@ -75,7 +75,7 @@ def test_decode_refuses(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"implementation": "mosaic"}, "not available yet"),
+        ({"implementation": "mosaic"}, "'mosaic' computes in bfloat16"),
         ({"query_starts": jnp.zeros(3, jnp.int32)}, r"query_starts has shape \(3,\): expected \[4\]"),
         ({"num_seqs": jnp.zeros(1, jnp.int32)}, r"num_seqs has shape \(1,\)"),
         ({"lengths": jnp.zeros(1, jnp.int32)}, r"lengths has shape \(1,\)"),
@@ -89,7 +89,6 @@ def test_prefill_refuses(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"implementation": "mosaic"}, "not available yet"),
         ({"k": jnp.zeros((5, 3, 8))}, r"k has shape \(5, 3, 8\), but this pool takes \(5, 2, 8\)"),
         ({"v": jnp.zeros((4, 2, 8))}, r"v has shape \(4, 2, 8\)"),
         ({"slot_mapping": jnp.zeros(4, jnp.int32)}, "slot_mapping has shape"),

@@ -102,6 +102,9 @@ def test_lines_of_json():
         "resumed_step_id": None,
         "resumed_time": None,
         "measured_seconds": None,
+        "resume_action": None,
+        "resume_swap_seconds": None,
+        "resume_recompute_seconds": None,
         "regret_seconds": None,
     }
 
@@ -120,7 +123,9 @@ def test_the_scheduler_tells_the_ledger_what_it_decides():
     ledger = Ledger()
     run(ledger)
     assert ledger.preemptions == [
-        PreemptionRecord(1, 1.0, "r1", 5, 1, [("r0", 0.0), ("r1", 0.0)], "swap", 1.0, 5.0, 2, 2.0)
+        PreemptionRecord(
+            1, 1.0, "r1", 5, 1, [("r0", 0.0), ("r1", 0.0)], "swap", 1.0, 5.0, 2, 2.0, None, "at once"
+        )
     ]
     steps = [
         (s.step_id, s.num_running, s.num_swapped, s.num_used_blocks, s.num_used_host_blocks)

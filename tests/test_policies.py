@@ -18,11 +18,13 @@ from jaxllm.sched.policies import (
     LeastUrgentVictim,
     MoreUrgentFirst,
     OverlapAwareAction,
+    OverlapAwareResume,
     PaddedBatching,
     PoolState,
     PreemptionAction,
     PrefillFirst,
     RaggedBatching,
+    ResumeAction,
     ResumeFirst,
     SchedulerPolicy,
     SwapIfItFits,
@@ -115,7 +117,7 @@ def test_swap_if_it_fits(num_host_free, action):
 def test_adaptive_takes_the_cheaper_action_that_fits(swap, num_host_free, action):
     policy = AdaptiveAction(LinearCosts(prefill=1.0, swap=swap))
     decision = policy.choose(holder(0, 8, 2), state(num_host_free=num_host_free), 0.0)
-    assert decision == Decision(action, 4 * swap, 8.0)
+    assert decision == Decision(action, 4 * swap, 8.0, 2 * swap)
 
 
 # Batching, restoring
@@ -218,18 +220,59 @@ def pressured(**recent):
     )
 
 
-def weigh(costs, **recent):
-    decision = OverlapAwareAction(costs).choose(holder(0, 10, 3), pressured(**recent), 0.0)
+def weigh(costs, num_blocks=64, **recent):
+    state = dataclasses.replace(pressured(**recent), num_blocks=num_blocks)
+    decision = OverlapAwareAction(costs).choose(holder(0, 10, 3), state, 0.0)
     return decision.swap_seconds, decision.recompute_seconds
 
 
 def test_copies_cost_what_steps_do_not_hide():
     costs = LinearCosts(prefill=1.0, decode=1.0, swap=2.0)  # a step takes 3, a copy of the victim 6
-    assert weigh(costs)[0] == 3 + 3
-    assert weigh(costs, away_seconds=5.0)[0] == 1 + 3  # the copy out has 5 seconds
-    assert weigh(costs, away_seconds=9.0)[0] == 0 + 3
-    assert weigh(costs, away_seconds=9.0, swap_in_seqs=3.0)[0] == 0 + 5  # three share the step
-    assert weigh(costs, away_seconds=9.0, lost_share=1 / 3)[0] == 0  # one block comes back, in 2
+    assert weigh(costs, num_blocks=3)[0] == 3
+    assert weigh(costs, num_blocks=3, swap_in_seqs=3.0)[0] == 5  # three share the step
+    assert weigh(costs, num_blocks=3, lost_share=1 / 3)[0] == 0  # one block comes back, in 2
+    assert weigh(costs, num_blocks=9)[0] == 2  # a third of the pool idles for 6
+
+
+def test_a_copy_out_waits_for_room_on_the_device():
+    costs = LinearCosts(prefill=1.0, decode=1.0, swap=2.0)
+    victim, state = holder(0, 10, 3), dataclasses.replace(pressured(), num_blocks=9)
+    for num_leaving, seconds in ((29, 0), (30, 2), (32, 6)):  # 32 blocks may be under way
+        crowded = dataclasses.replace(state, num_leaving=num_leaving)
+        assert OverlapAwareAction(costs).choose(victim, crowded, 0.0).swap_seconds == seconds + 2
+
+
+def returning(costs, num_lost=3, copied_out_at=0.0, num_blocks=9, num_waiting=0, **recent):
+    state = dataclasses.replace(pressured(**recent), num_blocks=num_blocks, num_waiting=num_waiting)
+    decision = OverlapAwareResume(costs).choose(make_request(0, 10), num_lost, copied_out_at, state, 0.0)
+    return decision.action
+
+
+def test_a_hidden_copy_resumes_at_once():
+    assert returning(LinearCosts(swap=0.5)) is ResumeAction.AT_ONCE  # 1.5 s beside a step of 3 s
+    assert returning(LinearCosts(swap=99.0), num_lost=0, copied_out_at=9.0) is ResumeAction.AT_ONCE
+
+
+def test_a_longer_copy_runs_in_the_background_if_few_blocks_idle():
+    costs = LinearCosts(swap=1.5)  # 3 s longer than half a step
+    assert returning(costs, num_blocks=9) is ResumeAction.IN_BACKGROUND  # a third of the pool for 4.5 s
+    assert returning(costs, num_blocks=4) is ResumeAction.AT_ONCE  # 3 < 4.5 * 3 / 4
+    hidden = LinearCosts(swap=0.5)
+    assert returning(hidden, copied_out_at=0.5) is ResumeAction.AT_ONCE  # 0.5 < 3 / 3, a step of idleness
+    assert returning(hidden, copied_out_at=2.5) is ResumeAction.IN_BACKGROUND
+
+
+def test_a_dear_copy_is_given_up():
+    assert returning(LinearCosts(prefill=1.0, swap=11.0)) is ResumeAction.RECOMPUTE  # 10 < 33 / 3
+    assert returning(LinearCosts(prefill=1.0, swap=11.0), num_lost=1) is ResumeAction.RECOMPUTE  # 2 < 11 / 3
+    assert returning(LinearCosts(prefill=2.0, swap=9.0)) is ResumeAction.IN_BACKGROUND
+
+
+def test_a_busy_link_is_waited_for_while_others_can_use_the_blocks():
+    costs = LinearCosts(prefill=9.0, swap=1.0)
+    assert returning(costs, copy_in_until=4.0, num_waiting=1) is ResumeAction.LATER
+    assert returning(costs, copy_in_until=4.0) is ResumeAction.IN_BACKGROUND
+    assert returning(costs, copy_in_until=2.0, num_waiting=1) is ResumeAction.IN_BACKGROUND
 
 
 def test_recomputes_share_a_prefill_iteration():
@@ -254,7 +297,7 @@ class FloorCosts(LinearCosts):
 
 def test_the_overlap_aware_action_takes_the_cheaper_that_fits():
     assert OverlapAwareAction(LinearCosts(swap=0.1)).choose(holder(0, 10, 3), pressured(), 0.0).action is SWAP
-    dear = OverlapAwareAction(LinearCosts(swap=9.0))
+    dear = OverlapAwareAction(LinearCosts(swap=20.0))
     assert dear.choose(holder(0, 10, 3), pressured(), 0.0).action is PreemptionAction.RECOMPUTE
     full = dataclasses.replace(pressured(), num_host_free=2)
     cheap = OverlapAwareAction(LinearCosts(swap=0.1))

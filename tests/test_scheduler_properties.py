@@ -13,12 +13,14 @@ from jaxllm.sched.policies import (
     Decision,
     HostBoundAdmission,
     PreemptionAction,
+    ResumeAction,
+    ResumeDecision,
     SchedulerPolicy,
     SwapIfItFits,
     WatermarkAdmission,
 )
 from jaxllm.sched.presets import make_preset
-from jaxllm.types import RequestStatus
+from jaxllm.types import CopyProgress, RequestStatus
 
 VOCAB_SIZE = 31
 MAX_MODEL_LEN = 40
@@ -55,24 +57,28 @@ class FakeDevice:
         self.newest_token = {}
         self.host = {}
         self.handles = set()
+        self.loading = {}  # handle -> whether its blocks are filled only when it joins
 
     def execute(self, scheduled):
         """The sampled token of each sampled request."""
         for handle in scheduled.discarded:
             del self.host[handle]
+            self.loading.pop(handle, None)
+        for swap in scheduled.joined:
+            if self.loading.pop(swap.handle):
+                self._bring_back(swap)
+            self._resume(swap)
         for swap in scheduled.swap_out:
             assert swap.handle not in self.handles, "a handle is used twice"
             self.handles.add(swap.handle)
             self.host[swap.handle] = [self._take_block(block_id) for block_id in swap.block_ids]
         for swap in scheduled.swap_in:
-            copies = self.host.pop(swap.handle)
-            assert len(copies) == len(swap.block_ids)
-            missing = slice(swap.num_intact, None)
-            for block_id, cells in zip(swap.block_ids[missing], copies[missing], strict=True):
-                self.cells.update({(block_id, row): cell for row, cell in enumerate(cells) if cell})
-            request = swap.request
-            (token_id,) = request.token_ids(request.num_tokens - 2, request.num_tokens - 1)  # must be known
-            self.newest_token[request.slot] = token_id
+            self._bring_back(swap)
+            self._resume(swap)
+        for swap in scheduled.load:
+            self.loading[swap.handle] = swap.handle % 2 == 0
+            if not self.loading[swap.handle]:
+                self._bring_back(swap)
         for request in scheduled.decode:
             # It feeds its newest token, which the host may not know yet.
             self._write(request, request.num_tokens - 2, [self.newest_token[request.slot]])
@@ -82,6 +88,21 @@ class FakeDevice:
             assert len(token_ids) == chunk.length, "prefills a token that is not known"
             self._write(chunk.request, chunk.start, token_ids)
         return [self._sample(request) for request in sampled_requests(scheduled)]
+
+    def _bring_back(self, swap):
+        copies = self.host[swap.handle]
+        assert len(copies) == len(swap.block_ids)
+        missing = slice(swap.num_intact, None)
+        for block_id, cells in zip(swap.block_ids[missing], copies[missing], strict=True):
+            self.cells.update({(block_id, row): cell for row, cell in enumerate(cells) if cell})
+
+    def _resume(self, swap):
+        del self.host[swap.handle]
+        request = swap.request
+        if request.slot is not None:  # else it was preempted again at once
+            known = request.token_ids(0, request.num_tokens)
+            assert len(known) >= request.num_computed_tokens, "resumes with a token in flight"
+            self.newest_token[request.slot] = known[-1]
 
     def _take_block(self, block_id):
         take = self.cells.pop if self.forgets else self.cells.get
@@ -152,6 +173,13 @@ class ArbitraryRestore:
         return bool(draw(now, len(waiting) + len(swapped), 2))
 
 
+class ArbitraryResume:
+    def choose(self, request, num_lost, copied_out_at, state, now):
+        assert 0 <= num_lost <= -(-request.num_tokens // state.block_size)
+        actions = list(ResumeAction)
+        return ResumeDecision(actions[draw(now, request.arrival_index, len(actions))], copy_seconds=1.0)
+
+
 class NeverAdmit:
     def admits(self, request, num_needed, state):
         assert num_needed <= state.num_free <= state.num_blocks
@@ -192,6 +220,7 @@ POLICIES = {
             priority=ArbitraryPriority(),
             victim=ArbitraryVictim(),
             action=ArbitraryAction(),
+            resume=ArbitraryResume(),
             restore=ArbitraryRestore(prefill_first, skips),
             decode_needs_free_block=spare,
             lazy_eviction=lazy,
@@ -275,7 +304,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self):
         before = {r: (r.num_tokens, r.num_computed_tokens, r.status) for r in self.live.values()}
-        output = self.scheduler.schedule(self.now)
+        arrived = {handle for handle in self.device.loading if draw(self.now, handle, 3) == 0}
+        output = self.scheduler.schedule(self.now, CopyProgress(arrived, draw(self.now, 0, 40)))
         self.now += 1.0
         self._check_decision(output, before)
         if not output.is_empty:
@@ -318,7 +348,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.num_prefill_tokens <= config.max_num_batched_tokens
         assert len(output.prefill) <= (config.max_prefill_seqs or config.max_num_seqs)
 
-        resumed = {swap.request for swap in output.swap_in}
+        resumed = {swap.request for swap in (*output.swap_in, *output.joined)}
+        started = {swap.request for swap in output.load}
+        assert not resumed & started
+        given_up = {
+            r
+            for r in before.keys() - resumed
+            if before[r][2] is RequestStatus.SWAPPED and r.host_handle is None
+        }
         for request in output.decode:
             num_tokens, num_computed, status = before[request]
             expected = RequestStatus.SWAPPED if request in resumed else RequestStatus.RUNNING
@@ -333,18 +370,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             if chunk.is_first and self.scheduler.policy.lazy_eviction:
                 assert chunk.start % config.block_size == 0 or chunk.start == num_tokens - 1
             else:
-                assert chunk.start == num_computed
-            assert chunk.is_first == (before[request][2] is RequestStatus.WAITING)
+                assert chunk.start == (0 if request in given_up else num_computed)
+            was_waiting = before[request][2] is RequestStatus.WAITING or request in given_up
+            assert chunk.is_first == was_waiting
             assert request.num_tokens == num_tokens + chunk.is_last
             assert request.metrics.first_scheduled_time is not None
         for request in output.preempted:
             assert request.num_tokens == before[request][0]
-            assert before[request][2] is RequestStatus.RUNNING
-        untouched = before.keys() - set(batch) - set(output.preempted)
+            assert (before[request][2] is RequestStatus.RUNNING) != (request in resumed)
+        untouched = before.keys() - set(batch) - set(output.preempted) - resumed - given_up
         assert all((r.num_tokens, r.num_computed_tokens, r.status) == before[r] for r in untouched)
 
         if output.prefill and not self.scheduler.policy.restore.prefill_first:
-            going_on = [r for r in untouched if r.slot is not None and r.num_tokens < r.max_total_tokens]
+            running = [r for r in untouched | resumed if r.status is RequestStatus.RUNNING]
+            going_on = [r for r in running if r.slot is not None and r.num_tokens < r.max_total_tokens]
             growth = sum(-(-r.num_tokens // config.block_size) - len(r.block_ids) for r in going_on)
             assert self.scheduler.num_free_blocks >= growth, "takes what running requests need next"
 
@@ -367,6 +406,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert swapped <= set(output.preempted)
         assert not (output.preempted and output.swap_in), "swaps in where it preempted"
         assert {swap.request for swap in output.swap_in} <= set(output.decode)
+        if not output.prefill:
+            joined = {swap.request for swap in output.joined}
+            assert joined <= set(output.decode) | set(output.preempted)
         for request in output.preempted:
             status = RequestStatus.SWAPPED if request in swapped else RequestStatus.WAITING
             assert (request.status, request.host_handle is not None) == (status, request in swapped)
@@ -377,14 +419,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not (output.preempted)
             assert not (output.swap_out)
             assert not (output.swap_in)
+            assert not (output.joined)
+            assert not (output.load)
             assert not (output.discarded)
 
     @invariant()
     def invariants_hold(self):
         self.scheduler.check()
         swapped = {r.host_handle for r in self.live.values() if r.status is RequestStatus.SWAPPED}
-        assert self.scheduler.num_swapped == len(swapped)
-        assert set(self.device.host) == swapped | set(self.scheduler._discarded), "a copy is lost or kept"
+        assert self.scheduler.num_swapped == len(swapped) - len(self.device.loading)
+        assert set(self.device.host) == swapped | set(self.scheduler._copies._discarded), (
+            "a copy is lost or kept"
+        )
         host = self.scheduler._host
         assert host.num_used == sum(len(self.device.host[handle]) for handle in swapped)
         assert host.num_free + host.num_used + host.num_in_flight == self.num_host_blocks

@@ -4,15 +4,24 @@ import dataclasses
 
 import numpy as np
 import pytest
-from scheduler_helpers import NO_WATERMARK, LinearCosts
+from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request
 
 from jaxllm.errors import ConfigError, RequestTooLargeError
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import AdaptiveAction, AlwaysRecompute, SwapIfItFits
+from jaxllm.sched.policies import (
+    AdaptiveAction,
+    AlwaysRecompute,
+    ResumeAction,
+    ResumeDecision,
+    ResumeFirst,
+    SwapIfItFits,
+)
 from jaxllm.sched.presets import PRESETS, make_preset
+from jaxllm.simulator.executor import SimulatedExecutor
 from jaxllm.simulator.run import simulate
 from jaxllm.simulator.truth import HindsightAction, RegretMeter, Residuals, key_of
+from jaxllm.types import SchedulerOutput, Swap
 from jaxllm.workloads.result import TimeSpent
 from jaxllm.workloads.trace import Trace
 
@@ -83,6 +92,32 @@ def test_a_copy_in_hides_behind_the_step_before():
     assert result.num_swaps == serial.num_swaps > 0
     assert result.spent.decode == serial.spent.decode
     assert result.spent.swap_stall < serial.spent.swap_stall
+
+
+class InBackground:
+    def choose(self, request, num_lost, copied_out_at, state, now):
+        return ResumeDecision(ResumeAction.IN_BACKGROUND)
+
+
+def test_a_copy_in_the_background_delays_nobody_but_its_request():
+    policy = dataclasses.replace(SWAP, resume=InBackground(), restore=ResumeFirst())
+    three = trace([4, 4, 1], [9, 2, 3])
+    result = simulate(three, config(num_gpu_blocks=4), policy, ConstantCosts(), overlap_swaps=True)
+    assert result.num_swaps > 0
+    assert result.spent.swap_stall == 0.0
+    serial = simulate(three, config(num_gpu_blocks=4), policy, ConstantCosts(), overlap_swaps=False)
+    assert serial.spent.swap_stall == 7.0 * serial.num_swaps
+
+
+def test_copies_out_wait_for_staging_memory():
+    executor = SimulatedExecutor(LinearCosts(), num_gpu_blocks=80, block_size=4, overlap_swaps=True)
+    swaps = [Swap(make_request(handle, 15), handle, (0, 1, 2, 3)) for handle in range(10)]
+    executor.execute(SchedulerOutput(0, swap_out=tuple(swaps[:8])))  # 32 blocks, until 32.0
+    assert executor.now == 0.0
+    executor.execute(SchedulerOutput(1, swap_out=tuple(swaps[8:])))
+    assert executor.now == 8.0  # the first two have left
+    executor.execute(SchedulerOutput(2, swap_in=(swaps[9],)))
+    assert executor.now == 40.0 + 4.0
 
 
 def test_recomputed_tokens_are_accounted_apart():

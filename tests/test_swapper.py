@@ -14,10 +14,19 @@ from jaxllm.sched.policies import (
     FairPriority,
     LeastUrgentVictim,
     MoreUrgentFirst,
+    ResumeAction,
+    ResumeDecision,
+    ResumeFirst,
     SchedulerPolicy,
     SwapIfItFits,
     WatermarkAdmission,
 )
+
+
+class InBackground:
+    def choose(self, request, num_lost, copied_out_at, state, now):
+        return ResumeDecision(ResumeAction.IN_BACKGROUND)
+
 
 NAME = "llama_gqa"
 SHAPE = (2, 2, 2, 4, 8)  # of a block: layers, K and V, heads, tokens, head_dim
@@ -29,6 +38,15 @@ SWAPPING = {
         victim=LeastUrgentVictim(),
         action=SwapIfItFits(),
         restore=MoreUrgentFirst(),
+    ),
+    "background": SchedulerPolicy(
+        priority=FairPriority(),
+        admission=WatermarkAdmission(0.0),
+        victim=LeastUrgentVictim(),
+        action=SwapIfItFits(),
+        resume=InBackground(),
+        restore=ResumeFirst(),
+        lazy_eviction=True,
     ),
 }
 
@@ -135,6 +153,52 @@ def test_a_limited_link_delays_the_copy_back_and_changes_no_bit(monkeypatch):
     assert clock.now == pytest.approx(113.0)
     limited.discard(2)
     assert not limited._out_done_at
+
+
+def test_a_load_writes_only_its_own_blocks_and_ends_bit_for_bit(swapper):
+    num_blocks = MAX_STAGED_BLOCKS + 9
+    pool = random_pool(2 * num_blocks, "float32")
+    before = bits_of(pool)
+    swapper.swap_out(pool, 50, tuple(range(num_blocks)))
+    swapper.swap_out(pool, 51, (3, 4))
+    pool = jax.jit(jnp.zeros_like, donate_argnums=0)(pool)
+    swapper.load(50, tuple(range(num_blocks, 2 * num_blocks)))
+    swapper.load(51, (0, 1), num_intact=1)
+    assert swapper.handles == {50, 51}
+    assert sum(load.num_staged for load in swapper._loads.values()) <= MAX_STAGED_BLOCKS
+    while 50 not in swapper.arrived():
+        pool = jax.block_until_ready(swapper.advance(pool))
+        assert not bits_of(pool)[2:num_blocks].any()
+    pool = swapper.join(pool, 50)
+    np.testing.assert_array_equal(bits_of(pool)[num_blocks:], before[:num_blocks])
+    swapper.discard(51)
+    assert not swapper.handles
+
+
+def test_a_load_may_be_joined_before_it_has_arrived(swapper):
+    num_blocks = MAX_STAGED_BLOCKS + 9
+    pool = random_pool(num_blocks, "float32")
+    before = bits_of(pool)
+    swapper.swap_out(pool, 52, tuple(range(num_blocks)))
+    swapper.load(52, tuple(reversed(range(num_blocks))))
+    pool = swapper.join(pool, 52)
+    np.testing.assert_array_equal(bits_of(pool), before[::-1])
+
+
+def test_a_limited_link_delays_a_load(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("jaxllm.executor.swapper.time", clock)
+    pool = random_pool(8, "float32")
+    limited = BlockSwapper(jax.devices()[0], max_blocks=8, bandwidth_limit=pool[0].nbytes)
+    for handle in range(2):
+        limited.swap_out(pool, handle, (0, 1))
+        limited.load(handle, (2, 3))
+    jax.block_until_ready([piece for load in limited._loads.values() for _, piece in load.staged])
+    assert limited.arrived() == []
+    clock.now = 104.0  # 2 blocks out, 2 back
+    assert limited.arrived() == [0]
+    limited.join(pool, 1)
+    assert clock.now == pytest.approx(106.0)
 
 
 def test_warm_up_keeps_the_pool(swapper):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, SchedulerPolicy
+from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.types import Request, SchedulerOutput
+from jaxllm.types import NO_COPIES, CopyProgress, SchedulerOutput
 from jaxllm.workloads import Trace
 from jaxllm.workloads.result import RunResult, TimeSpent
 
@@ -51,8 +52,9 @@ def replay(
     """
     _check(llm, config)
     keeper = _TimeKeeper(costs, ledger)
-    action = _TimedAction(policy.action)
-    scheduler = _TimedScheduler(config, dataclasses.replace(policy, action=action), ledger=ledger)
+    action, resume = _Timed(policy.action), _Timed(policy.resume)
+    timed: dict[str, Any] = {"action": action, "resume": resume}
+    scheduler = _TimedScheduler(config, dataclasses.replace(policy, **timed), ledger=ledger)
     engine = Engine(
         llm.executor,
         scheduler,
@@ -95,7 +97,7 @@ def replay(
         first_scheduled_times=first,
         finish_times=finished,
         scheduling_seconds=scheduler.seconds,
-        prediction_seconds=action.seconds + keeper.seconds,
+        prediction_seconds=action.seconds + resume.seconds + keeper.seconds,
     )
 
 
@@ -126,25 +128,25 @@ class _TimedScheduler(Scheduler):
 
     seconds = 0.0
 
-    def schedule(self, now: float) -> SchedulerOutput:
+    def schedule(self, now: float, copies: CopyProgress = NO_COPIES) -> SchedulerOutput:
         """As its base class."""
         started = time.perf_counter()
-        scheduled = super().schedule(now)
+        scheduled = super().schedule(now, copies)
         self.seconds += time.perf_counter() - started
         return scheduled
 
 
-class _TimedAction:
-    """An action policy that adds up its own time."""
+class _Timed:
+    """A policy that adds up its own time."""
 
-    def __init__(self, action: ActionPolicy) -> None:
-        self._action = action
+    def __init__(self, policy: ActionPolicy | ResumePolicy) -> None:
+        self._choose: Callable[..., Any] = policy.choose
         self.seconds = 0.0
 
-    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+    def choose(self, *args: Any) -> Any:
         """The decision of the policy."""
         started = time.perf_counter()
-        decision = self._action.choose(victim, state, now)
+        decision = self._choose(*args)
         self.seconds += time.perf_counter() - started
         return decision
 
@@ -174,7 +176,7 @@ class _TimeKeeper(StepObserver):
             self.num_decode_steps += 1
             self.num_decoded += len(scheduled.decode)
             stall = 0.0
-            if self.costs is not None and (scheduled.swap_in or scheduled.swap_out):
+            if self.costs is not None and scheduled.has_copies:
                 stall = max(0.0, seconds - self._predicted(self.costs, scheduled))
             self.spent.swap_stall += stall
             self.spent.decode += seconds - stall

@@ -60,8 +60,8 @@ def summary(ledger: Ledger, top: int) -> str:
     """Counts, costs and regret by action, and the decisions that cost most."""
     records = ledger.preemptions
     lines = [f"{len(ledger.steps)} steps, {len(records)} preemptions"]
-    for action in ("recompute", "swap"):
-        of_action = [record for record in records if record.action == action]
+    for action in ("recompute", "swap", "swap, then recompute"):
+        of_action = [record for record in records if _done(record) == action]
         if of_action:
             lines.append(f"  {action}: {_costs(of_action)}")
     known = [record for record in records if record.regret_seconds is not None]
@@ -137,6 +137,11 @@ def _costs(records: Sequence[PreemptionRecord]) -> str:
     return "; ".join(parts)
 
 
+def _done(record: PreemptionRecord) -> str:
+    is_given_up = record.action == "swap" and not record.is_copied_back
+    return "swap, then recompute" if is_given_up else record.action
+
+
 def _describe(record: PreemptionRecord) -> str:
     costs = ", ".join(
         f"{name} {'unknown' if seconds is None else f'{1e3 * seconds:.3g} ms'}"
@@ -147,7 +152,9 @@ def _describe(record: PreemptionRecord) -> str:
         )
     )
     back = "never resumed" if record.resumed_step_id is None else f"resumed in step {record.resumed_step_id}"
+    if record.is_copied_back and record.resume_action is not None:
+        back += f" ({record.resume_action})"
     return (
-        f"step {record.step_id}: {record.action} of {record.request_id!r}, {record.num_tokens} tokens in "
+        f"step {record.step_id}: {_done(record)} of {record.request_id!r}, {record.num_tokens} tokens in "
         f"{record.num_blocks} blocks, one of {len(record.scores)} running; {costs}; {back}"
     )

@@ -148,7 +148,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration; returns the requests that finished, and those streaming that advanced."""
-        scheduled = self.scheduler.schedule(self._clock())
+        scheduled = self.scheduler.schedule(self._clock(), self._executor.copies())
         self._dispatch(scheduled)
         return self._commit(self._oldest_due(scheduled))
 

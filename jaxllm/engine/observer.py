@@ -28,12 +28,11 @@ class StepObserver:
         """Take a step that ran for `seconds`. Call before its tokens are committed."""
         if seconds <= 0.0:
             return
-        has_copies = bool(scheduled.swap_in or scheduled.swap_out)
         if self.costs is not None:
             predicted = self._predicted(self.costs, scheduled)
-            if has_copies and predicted > 0.0:
+            if scheduled.has_copies and predicted > 0.0:
                 self._charge_swaps(scheduled, max(0.0, seconds - predicted))
-            elif has_copies:
+            elif scheduled.has_copies:
                 pass
             elif scheduled.prefill and not scheduled.decode:
                 self.costs.observe("prefill", predicted, seconds)
@@ -62,7 +61,9 @@ class StepObserver:
         if self._ledger is None:
             return
         copies = [(swap, len(swap.block_ids)) for swap in scheduled.swap_out]
-        copies += [(swap, len(swap.block_ids) - swap.num_intact) for swap in scheduled.swap_in]
+        copies += [
+            (swap, len(swap.block_ids) - swap.num_intact) for swap in (*scheduled.swap_in, *scheduled.load)
+        ]
         total = max(1, sum(num_blocks for _, num_blocks in copies))
         for swap, num_blocks in copies:
             self._ledger.measured(swap.request.request_id, seconds * num_blocks / total, scheduled.step_id)

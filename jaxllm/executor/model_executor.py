@@ -27,7 +27,15 @@ from jaxllm.executor.step import (
 )
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params, abstract_params
-from jaxllm.types import PrefillChunk, Request, SampledTokens, SchedulerOutput, TokenLogprobs
+from jaxllm.types import (
+    NO_COPIES,
+    CopyProgress,
+    PrefillChunk,
+    Request,
+    SampledTokens,
+    SchedulerOutput,
+    TokenLogprobs,
+)
 
 _COMPILE_THREADS = 4  # XLA compiles outside the interpreter lock
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
@@ -181,8 +189,8 @@ class ModelExecutor:
 
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
         """Dispatch one step and return without waiting for the device."""
-        if scheduled.swap_out or scheduled.swap_in or scheduled.discarded:
-            self._swap(scheduled)
+        if self._swapper is not None:
+            self._swap(self._swapper, scheduled)
         for chunk in scheduled.prefill:
             self._set_table(_slot(chunk.request), chunk.request.block_ids)
             if chunk.is_first:
@@ -204,6 +212,10 @@ class ModelExecutor:
         packed_prefill = self._pack_prefill(prefill, *size) if prefill else None
         outputs = self._run(key, packed_decode, packed_prefill)
         return PendingStep(scheduled, outputs, decode_rows)
+
+    def copies(self) -> CopyProgress:
+        """How far the copies between device and host are."""
+        return NO_COPIES if self._swapper is None else self._swapper.progress()
 
     def limit_host_bandwidth(self, bytes_per_second: float | None) -> None:
         """Slow the link to the host down in each direction, for experiments; None lifts the limit.
@@ -275,22 +287,26 @@ class ModelExecutor:
         )
         self._params_changed = True
 
-    def _swap(self, scheduled: SchedulerOutput) -> None:
+    def _swap(self, swapper: BlockSwapper, scheduled: SchedulerOutput) -> None:
         """Start the copies of one iteration; the device does them in order with its steps."""
-        swapper = self._swapper
-        assert swapper is not None, "swaps need num_host_blocks"
+        pool = self._state.pool
         for handle in scheduled.discarded:
             swapper.discard(handle)
+        for swap in scheduled.joined:
+            pool = swapper.join(pool, swap.handle)
         for swap in scheduled.swap_out:
-            swapper.swap_out(self._state.pool, swap.handle, swap.block_ids)
+            swapper.swap_out(pool, swap.handle, swap.block_ids)
         for swap in scheduled.swap_in:
-            request = swap.request
-            self._state = self._state._replace(
-                pool=swapper.swap_in(self._state.pool, swap.handle, swap.block_ids, swap.num_intact)
-            )
-            self._restore_history(_slot(request), request.token_ids(0, request.num_tokens))
-            self._set_table(_slot(request), request.block_ids)
-            self._open_slot(request)
+            pool = swapper.swap_in(pool, swap.handle, swap.block_ids, swap.num_intact)
+        for swap in scheduled.load:
+            swapper.load(swap.handle, swap.block_ids, swap.num_intact)
+        self._state = self._state._replace(pool=swapper.advance(pool))
+        for swap in (*scheduled.joined, *scheduled.swap_in):
+            if swap.request.slot is None:
+                continue  # preempted again in this very iteration
+            self._restore_history(swap.request.slot, swap.request.token_ids(0, swap.request.num_tokens))
+            self._set_table(swap.request.slot, swap.request.block_ids)
+            self._open_slot(swap.request)
 
     def _restore_history(self, slot: int, token_ids: Sequence[int]) -> None:
         row = np.zeros(self.config.max_model_len + 1, np.int32)

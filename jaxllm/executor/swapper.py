@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +14,37 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from jaxllm.types import MAX_STAGED_BLOCKS, CopyProgress
+
 _LARGEST_PIECE = 16  # blocks
-MAX_STAGED_BLOCKS = 32
-"""Blocks of device memory beside the pool that copies under way may take, in each direction."""
+
+Piece = tuple[np.ndarray, jax.Array]
+"""Block ids, and their contents on the host or the device."""
+
+
+@dataclasses.dataclass
+class _Load:
+    """A copy back that runs beside the steps: pieces still on the host, and those on their way.
+
+    `ready_at` is when a limited link would have brought them.
+    """
+
+    waiting: collections.deque[Piece]
+    ready_at: float
+    staged: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
+
+    @property
+    def num_staged(self) -> int:
+        """Blocks of device memory it takes beside the pool."""
+        return sum(len(ids) for ids, _ in self.staged)
+
+    def has_arrived(self) -> bool:
+        """Whether everything is on the device."""
+        return (
+            not self.waiting
+            and all(_is_ready(piece) for _, piece in self.staged)
+            and time.perf_counter() >= self.ready_at
+        )
 
 
 class BlockSwapper:
@@ -25,7 +54,8 @@ class BlockSwapper:
     byte is moved for nothing. Going out, a piece is read into an array of its own by a device program, in
     order with the steps, so that the pool's blocks may be written right after; the copy to the host then
     runs beside the next steps. Coming back, the copy to the device runs ahead of the program that writes
-    the piece into the pool. Each piece is a pinned-host array of its own; arrays never change, so a piece
+    the piece into the pool: of the next step only (`swap_in`), or of as many as it takes (`load`, then `join`
+    when it is in `arrived`). Each piece is a pinned-host array of its own; arrays never change, so a piece
     that is dropped while it is being copied disturbs nobody. Every number comes back with the bits it had;
     only on CPUs, where XLA emulates 16-bit floats, a signalling NaN comes back as a quiet one.
 
@@ -43,6 +73,7 @@ class BlockSwapper:
         self.sizes = _piece_sizes(max_blocks)
         self._gather, self._scatter = _jitted()
         self._pieces: dict[int, list[jax.Array]] = {}
+        self._loads: dict[int, _Load] = {}
         self._staged: collections.deque[jax.Array] = collections.deque()
         self._num_staged = 0
         self.bandwidth_limit = bandwidth_limit
@@ -51,8 +82,8 @@ class BlockSwapper:
 
     @property
     def handles(self) -> frozenset[int]:
-        """What is in host memory or on its way there."""
-        return frozenset(self._pieces)
+        """What is in host memory, on its way there, or on its way back and not joined."""
+        return frozenset(self._pieces) | frozenset(self._loads)
 
     @staticmethod
     def programs(pool: Any, max_blocks: int) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
@@ -98,20 +129,43 @@ class BlockSwapper:
         are written. Waits for the device after every `MAX_STAGED_BLOCKS`.
         """
         self._trim_staged(MAX_STAGED_BLOCKS)
-        pieces = self._pieces.pop(handle)
-        missing, end = [], 0
-        for ids, piece in zip(self._cut(block_ids), pieces, strict=True):
-            end += len(ids)
-            if end > num_intact:
-                missing.append((ids, piece))
-        self._wait_for_limit(handle, sum(piece.nbytes for _, piece in missing))
-        num_staged = 0
-        for ids, piece in missing:
-            if num_staged + len(ids) > MAX_STAGED_BLOCKS:
-                pool, num_staged = jax.block_until_ready(pool), 0
-            pool = self._scatter(pool, ids, jax.device_put(piece, self._on_device))
-            num_staged += len(ids)
+        missing = self._take_missing(handle, block_ids, num_intact)
+        time.sleep(max(0.0, self._arrival(handle, missing) - time.perf_counter()))
+        return self._write(pool, missing)
+
+    def load(self, handle: int, block_ids: Sequence[int], num_intact: int = 0) -> None:
+        """Start to copy a request's blocks back; they are its own until `join` or `discard`.
+
+        At most `MAX_STAGED_BLOCKS` at a time are on their way (or one piece); `advance` starts the others.
+        """
+        self._trim_staged(MAX_STAGED_BLOCKS)
+        missing = self._take_missing(handle, block_ids, num_intact)
+        self._loads[handle] = _Load(collections.deque(missing), self._arrival(handle, missing))
+        self._start_copies()
+
+    def arrived(self) -> list[int]:
+        """Handles of the loads that are on the device as a whole."""
+        return [handle for handle, load in self._loads.items() if load.has_arrived()]
+
+    def progress(self) -> CopyProgress:
+        """The loads that have arrived, and the blocks of copies out that have not left."""
+        self._trim_staged(MAX_STAGED_BLOCKS)
+        return CopyProgress(self.arrived(), self._num_staged)
+
+    def advance(self, pool: jax.Array) -> jax.Array:
+        """Write the pieces of loads that have arrived into the donated `pool`, and start further copies."""
+        for load in self._loads.values():
+            while load.staged and _is_ready(load.staged[0][1]):
+                ids, piece = load.staged.popleft()
+                pool = self._scatter(pool, ids, piece)
+        self._start_copies()
         return pool
+
+    def join(self, pool: jax.Array, handle: int) -> jax.Array:
+        """Write what is left of a load into the donated `pool`; waits for what has not arrived."""
+        load = self._loads.pop(handle)
+        time.sleep(max(0.0, load.ready_at - time.perf_counter()))
+        return self._write(pool, [*load.staged, *load.waiting])
 
     def wait(self, handle: int) -> None:
         """Wait until a copy has reached the host."""
@@ -121,25 +175,54 @@ class BlockSwapper:
 
     def discard(self, handle: int) -> None:
         """Forget a copy that nobody will read."""
-        del self._pieces[handle]
+        if self._loads.pop(handle, None) is None:
+            del self._pieces[handle]
         self._out_done_at.pop(handle, None)
         self._trim_staged(MAX_STAGED_BLOCKS)
 
     def _trim_staged(self, limit: int) -> None:
         """Let go of copies that have left, and wait for the oldest until at most `limit` blocks have not."""
         staged = self._staged
-        while staged and (self._num_staged > limit or staged[0].is_ready()):  # type: ignore[attr-defined]
+        while staged and (self._num_staged > limit or _is_ready(staged[0])):
             piece = staged.popleft()
             self._num_staged -= piece.shape[0]
             piece.block_until_ready()
 
-    def _wait_for_limit(self, handle: int, num_bytes: int) -> None:
-        """Wait until a link of the speed of `bandwidth_limit` would have brought `num_bytes` back."""
+    def _start_copies(self) -> None:
+        num_staged = sum(load.num_staged for load in self._loads.values())
+        for load in self._loads.values():
+            while load.waiting and num_staged + len(load.waiting[0][0]) <= MAX_STAGED_BLOCKS:
+                ids, piece = load.waiting.popleft()
+                load.staged.append((ids, jax.device_put(piece, self._on_device)))
+                num_staged += len(ids)
+
+    def _write(self, pool: jax.Array, pieces: Iterable[Piece]) -> jax.Array:
+        num_staged = 0
+        for ids, piece in pieces:
+            if num_staged + len(ids) > MAX_STAGED_BLOCKS:
+                pool, num_staged = jax.block_until_ready(pool), 0
+            pool = self._scatter(pool, ids, jax.device_put(piece, self._on_device))
+            num_staged += len(ids)
+        return pool
+
+    def _take_missing(self, handle: int, block_ids: Sequence[int], num_intact: int) -> list[Piece]:
+        """The pieces of a copy that hold blocks after the first `num_intact`, with their new ids."""
+        missing, end = [], 0
+        for ids, piece in zip(self._cut(block_ids), self._pieces.pop(handle), strict=True):
+            end += len(ids)
+            if end > num_intact:
+                missing.append((ids, piece))
+        return missing
+
+    def _arrival(self, handle: int, missing: Sequence[Piece]) -> float:
+        """When a link of the speed of `bandwidth_limit` will have brought the pieces back."""
         copied_out = self._out_done_at.pop(handle, 0.0)
-        if num_bytes and self.bandwidth_limit is not None:
-            start = max(time.perf_counter(), copied_out, self._in_free_at)
-            self._in_free_at = start + num_bytes / self.bandwidth_limit
-            time.sleep(max(0.0, self._in_free_at - time.perf_counter()))
+        num_bytes = sum(piece.nbytes for _, piece in missing)
+        if self.bandwidth_limit is None or not num_bytes:
+            return 0.0
+        start = max(time.perf_counter(), copied_out, self._in_free_at)
+        self._in_free_at = start + num_bytes / self.bandwidth_limit
+        return self._in_free_at
 
     def _cut(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         ids, pieces = np.asarray(block_ids, np.int32), []
@@ -148,6 +231,10 @@ class BlockSwapper:
                 pieces.append(ids[:size])
                 ids = ids[size:]
         return pieces
+
+
+def _is_ready(array: jax.Array) -> bool:
+    return array.is_ready()  # type: ignore[attr-defined]
 
 
 def _piece_sizes(max_blocks: int) -> tuple[int, ...]:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import collections
+
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.ledger import Ledger
 from jaxllm.simulator.truth import Residuals, key_of
-from jaxllm.types import SampledTokens, SchedulerOutput
+from jaxllm.types import (
+    MAX_STAGED_BLOCKS,
+    NO_COPIES,
+    CopyProgress,
+    SampledTokens,
+    SchedulerOutput,
+    Swap,
+)
 from jaxllm.workloads.result import TimeSpent
+
+_LARGEST_PIECE = 16  # blocks, as the real executor cuts them
 
 
 class SimulatedExecutor:
     """Charges every step to a virtual clock and makes up its tokens (all 0).
 
     Copies either stop the device (`overlap_swaps=False`, as in AdaptiveLLM and vLLM 0.2.5) or run beside
-    it: the copy out of a victim never delays anybody, and the copy in of a request that resumes delays its
-    step by what the step before did not hide, and by a copy out of the same request still under way.
+    it, one after another in each direction. A copy out delays the device only while more than
+    `MAX_STAGED_BLOCKS` are under way. A copy in delays the step whose request waits for it by what the step
+    before did not hide, and by a copy out of the same request still under way.
 
     Args:
         costs: seconds each piece of work takes; asked once for each.
@@ -44,7 +56,9 @@ class SimulatedExecutor:
         self._overlap_swaps = overlap_swaps
         self._ledger = ledger
         self._copied_out: dict[int, tuple[float, float]] = {}  # handle -> (ready at, seconds)
-        self._link_free_at = 0.0
+        self._staged: collections.deque[tuple[float, int]] = collections.deque()  # (ready at, blocks)
+        self._out_free_at = self._in_free_at = 0.0
+        self._loads: dict[int, float] = {}  # handle -> ready at
         self._hidden = 0.0  # seconds of the last step, behind which a copy in can hide
 
     def wait_until(self, time: float) -> None:
@@ -58,8 +72,13 @@ class SimulatedExecutor:
         """Charge one step; the clock then shows its end."""
         for handle in scheduled.discarded:
             self._copied_out.pop(handle, None)
-        if scheduled.swap_out or scheduled.swap_in:
-            self._copy(scheduled)
+            self._loads.pop(handle, None)
+        if scheduled.joined:
+            self._join(scheduled)
+        if scheduled.swap_out:
+            self._copy_out(scheduled)
+        if scheduled.swap_in or scheduled.load:
+            self._copy_in(scheduled)
         started = self.now
         costs, spent = self._costs, self.spent
         prefill = scheduled.prefill
@@ -95,35 +114,86 @@ class SimulatedExecutor:
     def _prefill_seconds(self, scheduled: SchedulerOutput, num_tokens: int, context_tokens: int) -> float:
         return self._costs.prefill_seconds(num_tokens, len(scheduled.prefill), context_tokens)
 
-    def _copy(self, scheduled: SchedulerOutput) -> None:
+    def copies(self) -> CopyProgress:
+        """Loads that have ended by now, and what copies out still hold."""
+        if not self._loads and not self._staged:
+            return NO_COPIES
+        arrived = [handle for handle, ready in self._loads.items() if ready <= self.now]
+        while self._staged and self._staged[0][0] <= self.now:
+            self._staged.popleft()
+        return CopyProgress(arrived, sum([num_blocks for _, num_blocks in self._staged]))
+
+    def _join(self, scheduled: SchedulerOutput) -> None:
+        for swap in scheduled.joined:
+            stall = max(0.0, self._loads.pop(swap.handle) - self.now)
+            self._stall(stall)
+            if self._ledger is not None:
+                self._ledger.measured(swap.request.request_id, stall, scheduled.step_id)
+
+    def _stall(self, seconds: float) -> None:
+        self.spent.swap_stall += seconds
+        self.now += seconds
+
+    def _copy_out(self, scheduled: SchedulerOutput) -> None:
         for swap in scheduled.swap_out:
-            seconds = self._costs.swap_out_seconds(len(swap.block_ids))
+            num_blocks = len(swap.block_ids)
+            seconds = self._costs.swap_out_seconds(num_blocks)
             if self._residuals is not None:
                 seconds *= self._residuals.ratio("swap_out", key_of(swap.request))
-            start = max(self.now, self._link_free_at) if self._overlap_swaps else self.now
-            ready = start + seconds
             if not self._overlap_swaps:
-                self.spent.swap_stall += seconds
-                self.now = ready
-            self._link_free_at = ready
-            self._copied_out[swap.handle] = (ready, seconds)
-        if not scheduled.swap_in:
-            return
-        done = self.now - (self._hidden if self._overlap_swaps else 0.0)
+                self._stall(seconds)
+            else:
+                self._wait_for_staging(num_blocks)
+                self._stage(num_blocks, seconds)
+            self._copied_out[swap.handle] = (self._out_free_at, seconds)
+
+    def _stage(self, num_blocks: int, seconds: float) -> None:
+        """Queue a copy out, in the pieces that leave one by one."""
+        start = max(self.now, self._out_free_at)
+        num_left, piece = num_blocks, _LARGEST_PIECE
+        while num_left:
+            while piece > num_left:
+                piece //= 2
+            num_left -= piece
+            self._out_free_at = start + seconds * (num_blocks - num_left) / num_blocks
+            self._staged.append((self._out_free_at, piece))
+
+    def _wait_for_staging(self, num_blocks: int) -> None:
+        """Wait until the device has room for a copy of so many blocks; of a larger one, until it is empty."""
+        staged = self._staged
+        while staged and (
+            staged[0][0] <= self.now or num_blocks + sum(n for _, n in staged) > MAX_STAGED_BLOCKS
+        ):
+            self._stall(max(0.0, staged.popleft()[0] - self.now))
+
+    def _copy_in(self, scheduled: SchedulerOutput) -> None:
+        done = max(self.now - self._hidden, self._in_free_at) if self._overlap_swaps else self.now
         for swap in scheduled.swap_in:
-            ready, out_seconds = self._copied_out.pop(swap.handle)
-            seconds = self._costs.swap_in_seconds(len(swap.block_ids) - swap.num_intact)
-            if self._residuals is not None:
-                seconds *= self._residuals.ratio("swap_in", key_of(swap.request))
+            seconds, out_ready, out_seconds = self._copy_in_seconds(swap)
             before = max(done, self.now)
             if seconds:
-                done = max(done, ready) + seconds
+                done = max(done, out_ready) + seconds
             if self._ledger is not None:
                 delay = max(0.0, done - before) if self._overlap_swaps else out_seconds + seconds
                 self._ledger.measured(swap.request.request_id, delay, scheduled.step_id)
-        stall = max(0.0, done - self.now)
-        self.spent.swap_stall += stall
-        self.now += stall
+        if scheduled.swap_in:
+            self._stall(max(0.0, done - self.now))
+        for swap in scheduled.load:
+            seconds, out_ready, _ = self._copy_in_seconds(swap)
+            if not self._overlap_swaps:
+                self._stall(seconds)
+            done = max(done, out_ready, self.now) + seconds if self._overlap_swaps else self.now
+            self._loads[swap.handle] = done
+        if self._overlap_swaps:
+            self._in_free_at = done
+
+    def _copy_in_seconds(self, swap: Swap) -> tuple[float, float, float]:
+        """Of a copy back: its seconds, and when its copy out was ready and what that took."""
+        out_ready, out_seconds = self._copied_out.pop(swap.handle)
+        seconds = self._costs.swap_in_seconds(len(swap.block_ids) - swap.num_intact)
+        if self._residuals is not None:
+            seconds *= self._residuals.ratio("swap_in", key_of(swap.request))
+        return seconds, out_ready, out_seconds
 
 
 class SimulatedStep:

@@ -76,7 +76,7 @@ def simulate(
             scheduler.add(_request(added, arrivals[added], prompt_lens[added], output_lens[added]))
             added += 1
         entered = time.perf_counter()
-        scheduled = scheduler.schedule(executor.now)
+        scheduled = scheduler.schedule(executor.now, executor.copies())
         scheduling += time.perf_counter() - entered
         if scheduled.is_empty:
             executor.wait_until(arrivals[added])  # an idle scheduler has nothing left to run
@@ -96,7 +96,7 @@ def simulate(
             num_decoded += len(scheduled.decode)
             for request in scheduled.decode:
                 request.output_token_ids.append(0)
-        if scheduled.swap_in:
+        if scheduled.swap_in or scheduled.joined:
             scheduler.complete(scheduled.step_id)
         for request in scheduled.ending:
             scheduler.finish(request, "length")

@@ -159,7 +159,8 @@ def table(results: dict[str, Any]) -> str:
         f"{workload['prompt_tokens']} prompt tokens ({workload['shortest_prompt']} to "
         f"{workload['longest_prompt']} each), {workload['output_tokens']} output tokens; "
         f"seed {results['seed']}.",
-        f"Model {results['model']['name']}, float32, greedy; {results['repetitions']} repetitions in turn, "
+        f"Model {results['model']['name']}, {results.get('dtype', 'float32')}, greedy; "
+        f"{results['repetitions']} repetitions in turn, "
         f"{results['threads']} threads each, device {results['device']}.",
         f"Hardware: {machine['cpu']}, {machine['cores']} cores"
         + (f", {memory / 2**30:.0f} GiB" if memory else "")
@@ -206,7 +207,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.set_xlabel(f"output tokens/s, median and range of {results['repetitions']}")
     axes.set_title(
         f"{results['model']['name']}, workload {results['workload']['name']}\n"
-        f"{results['hardware']['cpu']}, {results['threads']} threads, float32",
+        f"{results['hardware']['cpu']}, {results['threads']} threads, {results.get('dtype', 'float32')}",
         fontsize=10,
     )
     axes.spines[["top", "right"]].set_visible(False)

@@ -16,7 +16,7 @@ class JaxllmEngine(protocol.Engine):
 
         settings: dict[str, Any] = {
             "skip_tokenizer_init": True,
-            "dtype": "float32",
+            "dtype": self.job["dtype"],
             "max_model_len": self.job["max_model_len"],
             "max_num_seqs": self.job["max_num_seqs"],
             "max_num_batched_tokens": 512,

@@ -25,7 +25,9 @@ class ContinuousEngine(protocol.Engine):
         torch.manual_seed(self.job["seed"])
         started = time.perf_counter()
         device = "cuda" if self.job["device"] == "gpu" else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(self.job["model"], dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            self.job["model"], dtype=getattr(torch, self.job["dtype"])
+        )
         model.eval().to(device)
         config = model.generation_config
         config.do_sample, config.eos_token_id, config.pad_token_id = False, -1, 0

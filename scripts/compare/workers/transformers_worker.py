@@ -19,7 +19,9 @@ class StaticEngine(protocol.Engine):
         torch.manual_seed(self.job["seed"])
         started = time.perf_counter()
         self._device = "cuda" if self.job["device"] == "gpu" else "cpu"
-        self._model = AutoModelForCausalLM.from_pretrained(self.job["model"], dtype=torch.float32)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            self.job["model"], dtype=getattr(torch, self.job["dtype"])
+        )
         self._model.eval().to(self._device)
         config = self._model.generation_config
         config.do_sample, config.eos_token_id, config.pad_token_id = False, None, 0

@@ -18,7 +18,7 @@ class VllmEngine(protocol.Engine):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         settings: dict[str, Any] = {
             "skip_tokenizer_init": True,
-            "dtype": "float32",
+            "dtype": self.job["dtype"],
             "seed": self.job["seed"],
             "max_model_len": self.job["max_model_len"],
             "max_num_seqs": self.job["max_num_seqs"],

@@ -1,0 +1,461 @@
+"""Paged attention as Pallas Mosaic GPU kernels for Hopper (compute capability 9.0), in 16 bits.
+
+One warpgroup of a program copies blocks of KV into shared memory by their ids (TMA, several tiles in flight),
+the others multiply (wgmma) and keep the online softmax, base 2, in registers. wgmma takes 64 rows at a
+time: decode gives it all query heads of a KV head together and leaves the other rows unused; the tensor cores
+have time for that while the copies set the pace.
+
+K and V past a row's last token may be anything, NaN included: scores there are masked, and V is zeroed in
+shared memory before it is multiplied.
+
+On a CPU the kernels run in Pallas' GPU interpreter, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels import triton
+from jaxllm.pallas_kernels.tiles import is_interpreted, num_splits, query_tiles, rows_in_tiles
+
+_TILE = 64  # KV tokens of a step, and rows of a wgmma
+_SLOTS = 3  # tiles of K and of V in flight
+_QUERY_WARPGROUPS = 2
+_LOG2E = math.log2(math.e)
+_MASKED = -1e30
+_DTYPES = ("bfloat16", "float16")
+
+write_kv = triton.write_kv
+"""The Triton kernel: a copy needs nothing of Hopper."""
+
+
+def decode_attention(
+    q: jax.Array, pool: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, layer: int, scale: float
+) -> jax.Array:
+    """Flash-decoding: the KV of a row is split over programs whose partial results are then combined."""
+    _check(q, pool)
+    num_rows, num_q_heads, head_dim = q.shape
+    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    group = num_q_heads // num_kv_heads
+    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, _TILE)
+    # A window of 64 rows starts at each KV head's first query; nothing beyond its group is stored.
+    queries = _pad_rows(q.reshape(num_rows * num_q_heads, head_dim), _TILE)
+    stats = jax.ShapeDtypeStruct((num_rows, splits, num_kv_heads, _TILE), jnp.float32)
+    partial = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads, head_dim), jnp.float32)
+    acc, peak, total = _call(
+        functools.partial(
+            _decode_kernel,
+            group=group,
+            splits=splits,
+            num_q_heads=num_q_heads,
+            pool_row=_pool_row(pool, layer),
+            factor=scale * _LOG2E,
+        ),
+        out_type=(partial, stats, stats),
+        scratch_types=(
+            _swizzled((_TILE, head_dim), q.dtype),
+            *_kv_buffers(pool, num_consumers=1),
+            plgpu.SMEM((_TILE, head_dim), jnp.float32),
+            plgpu.SMEM((_TILE,), jnp.float32),
+            plgpu.SMEM((_TILE,), jnp.float32),
+            plgpu.Barrier(),
+        ),
+        grid=(num_kv_heads, splits, num_rows),
+        grid_names=("kv_head", "split", "row"),
+        num_threads=2,
+    )(queries, _pool_rows(pool), block_tables, lengths)
+    peak, total = (x[..., :group].reshape(num_rows, splits, num_q_heads) for x in (peak, total))
+    weights = jnp.exp2(peak - peak.max(axis=1, keepdims=True))
+    total = (total * weights).sum(axis=1)
+    out = (acc * weights[..., None]).sum(axis=1) / jnp.where(total > 0, total, 1.0)[..., None]
+    return out.astype(q.dtype)
+
+
+def prefill_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    block_tables: jax.Array,
+    query_starts: jax.Array,
+    lengths: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    layer: int,
+    scale: float,
+) -> jax.Array:
+    """Flash attention over tiles of 128 query rows of one sequence, which two warpgroups share."""
+    _check(q, pool)
+    num_tokens, num_q_heads, head_dim = q.shape
+    tile_rows = _QUERY_WARPGROUPS * _TILE
+    tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
+    num_tiles = tiles.shape[0]
+    queries = _pad_rows(q, tile_rows)
+    # Rows past the end of a chunk must not reach the next one's, so tiles are stored apart and then gathered.
+    out = _call(
+        functools.partial(
+            _prefill_kernel,
+            group=num_q_heads // pool.shape[3],
+            pool_row=_pool_row(pool, layer),
+            factor=scale * _LOG2E,
+        ),
+        out_type=jax.ShapeDtypeStruct((num_tiles, tile_rows, num_q_heads, head_dim), q.dtype),
+        scratch_types=(
+            _swizzled((_QUERY_WARPGROUPS, _TILE, head_dim), q.dtype),
+            *_kv_buffers(pool, num_consumers=_QUERY_WARPGROUPS),
+            plgpu.Barrier(num_barriers=_QUERY_WARPGROUPS),
+            plgpu.Barrier(),
+        ),
+        grid=(num_q_heads, num_tiles),
+        grid_names=("head", "tile"),
+        num_threads=_QUERY_WARPGROUPS + 1,
+    )(queries, _pool_rows(pool), block_tables, tiles)
+    rows = rows_in_tiles(query_starts, num_seqs, num_tokens, tile_rows)
+    out = out.reshape(num_tiles * tile_rows, num_q_heads, head_dim)
+    return jnp.where((rows >= 0)[:, None, None], out[jnp.maximum(rows, 0)], jnp.zeros((), q.dtype))
+
+
+def _decode_kernel(
+    q_ref: Any,
+    pool_ref: Any,
+    tables_ref: Any,
+    lengths_ref: Any,
+    acc_ref: Any,
+    peak_ref: Any,
+    total_ref: Any,
+    q_smem: Any,
+    k_smem: Any,
+    v_smem: Any,
+    k_arrived: Any,
+    v_arrived: Any,
+    k_consumed: Any,
+    v_consumed: Any,
+    acc_smem: Any,
+    peak_smem: Any,
+    total_smem: Any,
+    q_arrived: Any,
+    *,
+    group: int,
+    splits: int,
+    num_q_heads: int,
+    pool_row: Callable[[Any, Any, int], Any],
+    factor: float,
+) -> None:
+    kv_head, split, row = (lax.axis_index(name) for name in ("kv_head", "split", "row"))
+    warpgroup = lax.axis_index("warpgroup")
+    length = lengths_ref[row]
+    num_tiles = pl.cdiv(length, _TILE)
+    first = split * num_tiles // splits
+    num_steps = (split + 1) * num_tiles // splits - first
+
+    @pl.when(warpgroup == 0)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        start = row * num_q_heads + kv_head * group
+        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, _TILE)], q_smem, q_arrived)
+        plgpu.barrier_wait(q_arrived)
+
+        def step(i: jax.Array, state: Any) -> Any:
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            num_seen = length - (first + i) * _TILE
+            plgpu.barrier_wait(k_arrived.at[slot])
+            scores = _scores(q_smem, k_smem.at[slot]) * factor
+            plgpu.barrier_arrive(k_consumed.at[slot])
+            seen = _iota((_TILE, _TILE), 1) < num_seen
+            scores = jnp.where(seen, scores, _MASKED)
+            plgpu.barrier_wait(v_arrived.at[slot])
+
+            @pl.when(num_seen < _TILE)
+            def _() -> None:
+                _zero_rows_from(v_smem.at[slot], num_seen)
+
+            state = _accumulate(state, scores, v_smem.at[slot])
+            plgpu.barrier_arrive(v_consumed.at[slot])
+            return state
+
+        acc, peak, total = lax.fori_loop(0, num_steps, step, _empty_state(v_smem.shape[-1]))
+        acc_smem[...] = acc
+        peak_smem[...] = peak
+        total_smem[...] = total
+        plgpu.commit_smem()
+        heads = pl.ds(kv_head * group, group)
+        plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, group)], acc_ref.at[row, split, heads])
+        plgpu.copy_smem_to_gmem(peak_smem, peak_ref.at[row, split, kv_head])
+        plgpu.copy_smem_to_gmem(total_smem, total_ref.at[row, split, kv_head])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == 1)
+    def _copy() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        _copy_tiles(
+            pool_ref,
+            tables_ref,
+            row,
+            (k_smem, v_smem),
+            (k_arrived, v_arrived),
+            (k_consumed, v_consumed),
+            first=first,
+            num_steps=num_steps,
+            length=length,
+            pool_row=lambda block, index: pool_row(block, kv_head, index),
+        )
+
+
+def _prefill_kernel(
+    q_ref: Any,
+    pool_ref: Any,
+    tables_ref: Any,
+    tiles_ref: Any,
+    out_ref: Any,
+    qo_smem: Any,
+    k_smem: Any,
+    v_smem: Any,
+    k_arrived: Any,
+    v_arrived: Any,
+    k_consumed: Any,
+    v_consumed: Any,
+    q_arrived: Any,
+    v_zeroed: Any,
+    *,
+    group: int,
+    pool_row: Callable[[Any, Any, int], Any],
+    factor: float,
+) -> None:
+    head, tile = lax.axis_index("head"), lax.axis_index("tile")
+    warpgroup = lax.axis_index("warpgroup")
+    seq, first_row, num_rows, position = (tiles_ref[tile, i] for i in range(4))
+    length = jnp.where(num_rows > 0, position + num_rows, 0)
+    num_steps = pl.cdiv(length, _TILE)
+
+    @pl.when((warpgroup < _QUERY_WARPGROUPS) & (num_steps > 0))
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        smem = qo_smem.at[warpgroup]
+        offset = warpgroup * _TILE
+        plgpu.copy_gmem_to_smem(
+            q_ref.at[pl.ds(first_row + offset, _TILE), head], smem, q_arrived.at[warpgroup]
+        )
+        plgpu.barrier_wait(q_arrived.at[warpgroup])
+
+        def step(i: jax.Array, state: Any) -> Any:
+            slot = lax.rem(i, jnp.int32(_SLOTS))
+            num_seen = length - i * _TILE
+            plgpu.barrier_wait(k_arrived.at[slot])
+            scores = _scores(smem, k_smem.at[slot]) * factor
+            plgpu.barrier_arrive(k_consumed.at[slot])
+            shape = (_TILE, _TILE)
+            behind = _iota(shape, 0) + (position + offset - i * _TILE) - _iota(shape, 1)
+            scores = jnp.where((behind >= 0) & (_iota(shape, 1) < num_seen), scores, _MASKED)
+            plgpu.barrier_wait(v_arrived.at[slot])
+
+            @pl.when(num_seen < _TILE)
+            def _() -> None:
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    _zero_rows_from(v_smem.at[slot], num_seen)
+                    plgpu.barrier_arrive(v_zeroed)
+
+                plgpu.barrier_wait(v_zeroed)
+
+            state = _accumulate(state, scores, v_smem.at[slot])
+            plgpu.barrier_arrive(v_consumed.at[slot])
+            return state
+
+        acc, _, total = lax.fori_loop(0, num_steps, step, _empty_state(v_smem.shape[-1]))
+        acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
+        smem[...] = acc.astype(smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, out_ref.at[tile, pl.ds(offset, _TILE), head])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when((warpgroup == _QUERY_WARPGROUPS) & (num_steps > 0))
+    def _copy() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        kv_head = lax.div(head, jnp.int32(group))
+        _copy_tiles(
+            pool_ref,
+            tables_ref,
+            seq,
+            (k_smem, v_smem),
+            (k_arrived, v_arrived),
+            (k_consumed, v_consumed),
+            first=jnp.int32(0),
+            num_steps=num_steps,
+            length=length,
+            pool_row=lambda block, index: pool_row(block, kv_head, index),
+        )
+
+
+def _copy_tiles(
+    pool_ref: Any,
+    tables_ref: Any,
+    row: jax.Array,
+    buffers: tuple[Any, Any],
+    arrived: tuple[Any, Any],
+    consumed: tuple[Any, Any],
+    *,
+    first: jax.Array,
+    num_steps: jax.Array,
+    length: jax.Array,
+    pool_row: Callable[[Any, int], Any],
+) -> None:
+    """Bring tiles `[first, first + num_steps)` of a row's K and V to shared memory, `_SLOTS` at a time."""
+    block_size = pool_ref.shape[1]
+    rows = min(block_size, _TILE)
+
+    @pl.loop(0, num_steps)
+    def _(i: jax.Array) -> None:
+        slot = lax.rem(i, jnp.int32(_SLOTS))
+        for index in range(2):
+
+            @pl.when(i >= _SLOTS)
+            def _(index: int = index) -> None:
+                plgpu.barrier_wait(consumed[index].at[slot])
+
+            for part in range(_TILE // rows):
+                token = (first + i) * _TILE + part * rows
+                # Past the row's last token any block of its own does: what it holds is masked.
+                block = tables_ref[row, jnp.where(token < length, token, 0) // block_size]
+                plgpu.copy_gmem_to_smem(
+                    pool_ref.at[pool_row(block, index), pl.ds(token % block_size, rows)],
+                    buffers[index].at[slot, pl.ds(part * rows, rows)],
+                    arrived[index].at[slot],
+                )
+
+
+def _scores(q_smem: Any, k_smem: Any) -> jax.Array:
+    """Float32 `[64, 64]`: products of queries and keys."""
+    if is_interpreted() and not hasattr(plgpu, "InterpretGPUParams"):  # JAX 0.10 interprets no transposes
+        return jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
+
+    def multiply(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, q_smem, plgpu.transpose_ref(k_smem, (1, 0)))
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((_TILE, _TILE), jnp.float32))
+
+
+def _accumulate(state: tuple[jax.Array, ...], scores: jax.Array, v_smem: Any) -> tuple[jax.Array, ...]:
+    """One step of the online softmax over a tile of KV; `scores` count in powers of two."""
+    acc, old_peak, total = state
+    peak = jnp.maximum(old_peak, scores.max(axis=1))
+    decay = jnp.exp2(old_peak - peak)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [0]))
+    total = total * decay + weights.sum(axis=1)
+    weights = weights.astype(v_smem.dtype)
+
+    def multiply(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, weights, v_smem)
+        return acc_ref[...]
+
+    if is_interpreted():  # the interpreter multiplies shared memory only
+        product = jnp.dot(weights, v_smem[...], preferred_element_type=jnp.float32)
+    else:
+        product = pl.run_scoped(multiply, plgpu.ACC((_TILE, acc.shape[1]), jnp.float32))
+    return acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + product, peak, total
+
+
+def _empty_state(head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Accumulator, running maximum and running sum of an online softmax, in registers."""
+    row = plgpu.Layout.WGMMA.reduce(1)
+    acc = _in_layout(jnp.zeros((_TILE, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+    peak = _in_layout(jnp.full((_TILE,), _MASKED, jnp.float32), row)
+    return acc, peak, _in_layout(jnp.zeros((_TILE,), jnp.float32), row)
+
+
+def _zero_rows_from(smem: Any, first: jax.Array) -> None:
+    """Zero the rows of a tile from `first` on."""
+    kept = _iota(smem.shape, 0) < first
+    smem[...] = jnp.where(kept, smem[...], jnp.zeros((), smem.dtype))
+    plgpu.commit_smem()
+
+
+def _iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
+    return _in_layout(lax.broadcasted_iota(jnp.int32, shape, dimension), plgpu.Layout.WGMMA)
+
+
+def _in_layout(x: jax.Array, layout: Any) -> jax.Array:
+    return x if is_interpreted() else plgpu.layout_cast(x, layout)  # the interpreter has no registers
+
+
+def _call(kernel: Any, **options: Any) -> Any:
+    return plgpu.kernel(
+        kernel,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=_interpreter() if is_interpreted() else None,
+        **options,
+    )
+
+
+def _interpreter() -> Any:
+    if hasattr(plgpu, "InterpretGPUParams"):
+        params = plgpu.InterpretGPUParams
+    else:  # JAX 0.10
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
+    return params(detect_races=True)
+
+
+def _check(q: jax.Array, pool: jax.Array) -> None:
+    """Refuse what the kernels are not written for."""
+    head_dim, block_size = q.shape[2], pool.shape[4]
+    if q.dtype.name not in _DTYPES or q.dtype != pool.dtype:
+        raise ConfigError(
+            f"implementation 'mosaic' computes in bfloat16 or float16, got q in {q.dtype.name} and a pool in "
+            f"{pool.dtype.name}: use implementation='triton', or load the model in 16 bits"
+        )
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        raise ConfigError(
+            f"implementation 'mosaic' takes head_dim 16, 32, ..., 256, got {head_dim}: use "
+            "implementation='triton'"
+        )
+    if block_size not in (16, 32, 64, 128):
+        raise ConfigError(
+            f"implementation 'mosaic' takes blocks of 16, 32, 64 or 128 tokens, got {block_size}: use "
+            "implementation='triton'"
+        )
+    group = q.shape[1] // pool.shape[3]
+    if group > _TILE:
+        raise ConfigError(f"implementation 'mosaic' takes up to {_TILE} query heads per KV head, got {group}")
+
+
+def _pad_rows(x: jax.Array, num_rows: int) -> jax.Array:
+    """At least `num_rows` more rows, so that a window may start at any; in all a multiple of a tile's 8."""
+    more = num_rows + -(len(x) + num_rows) % 8
+    return jnp.pad(x, ((0, more), *((0, 0) for _ in x.shape[1:])))
+
+
+def _pool_rows(pool: jax.Array) -> jax.Array:
+    """The pool as `[rows, block_size, head_dim]`; nothing moves."""
+    return pool.reshape(-1, *pool.shape[4:])
+
+
+def _pool_row(pool: jax.Array, layer: int) -> Callable[[Any, Any, int], Any]:
+    """Where K (0) or V (1) of a block's KV head lies in `_pool_rows`."""
+    _, num_layers, _, num_kv_heads, _, _ = pool.shape
+    return lambda block, kv_head, index: ((block * num_layers + layer) * 2 + index) * num_kv_heads + kv_head
+
+
+def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the order that wgmma reads."""
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _kv_buffers(pool: jax.Array, num_consumers: int) -> tuple[Any, ...]:
+    """Shared memory for tiles of K and V; barriers for those that have arrived, and been consumed."""
+    block_size, head_dim = pool.shape[4:]
+    tiles = _swizzled((_SLOTS, _TILE, head_dim), pool.dtype)
+    arrived = plgpu.Barrier(num_arrivals=_TILE // min(block_size, _TILE), num_barriers=_SLOTS)
+    consumed = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=_SLOTS)
+    return tiles, tiles, arrived, arrived, consumed, consumed

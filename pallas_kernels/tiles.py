@@ -1,0 +1,61 @@
+"""How kernels cut their work into programs; shared by the back-ends."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+_TARGET_PROGRAMS = 264  # two per core of an H100
+_MAX_SPLITS = 16
+
+
+def num_splits(num_programs: int, max_tokens: int, kv_tile: int) -> int:
+    """How many programs share the KV of one row: enough to fill the device, two KV tiles each at least."""
+    wanted = min(pl.cdiv(_TARGET_PROGRAMS, num_programs), pl.cdiv(max_tokens, 2 * kv_tile), _MAX_SPLITS)
+    return pl.next_power_of_2(wanted)
+
+
+def query_tiles(
+    query_starts: jax.Array, lengths: jax.Array, num_seqs: jax.Array, num_tokens: int, tile_rows: int
+) -> jax.Array:
+    """Int32 `[max_tiles, 4]`: sequence, first row, number of rows, position of the first row.
+
+    Sequences are cut into tiles one after another; tiles beyond the last one hold 0 rows.
+    """
+    max_seqs = lengths.shape[0]
+    query_lens, num_tiles, ends = _tiles_of_seqs(query_starts, num_seqs, tile_rows)
+    tile = jnp.arange(num_tokens // tile_rows + min(max_seqs, num_tokens), dtype=jnp.int32)
+    seq = jnp.minimum((tile[:, None] >= ends[None, :]).sum(axis=1), max_seqs - 1)
+    offset = (tile - ends[seq] + num_tiles[seq]) * tile_rows
+    rows = jnp.clip(query_lens[seq] - offset, 0, tile_rows)
+    position = lengths[seq] - query_lens[seq] + offset
+    return jnp.stack([seq, query_starts[seq] + offset, rows, position], axis=1).astype(jnp.int32)
+
+
+def rows_in_tiles(query_starts: jax.Array, num_seqs: jax.Array, num_tokens: int, tile_rows: int) -> jax.Array:
+    """Int32 `[num_tokens]`: where each row lies if tiles are laid end to end; -1 for rows of no sequence."""
+    max_seqs = query_starts.shape[0] - 1
+    query_lens, num_tiles, ends = _tiles_of_seqs(query_starts, num_seqs, tile_rows)
+    row = jnp.arange(num_tokens, dtype=jnp.int32)
+    seq = jnp.clip((row[:, None] >= query_starts[None, :]).sum(axis=1) - 1, 0, max_seqs - 1)
+    offset = row - query_starts[seq]
+    is_owned = (row >= query_starts[0]) & (offset < query_lens[seq])
+    return jnp.where(is_owned, (ends[seq] - num_tiles[seq]) * tile_rows + offset, -1).astype(jnp.int32)
+
+
+def is_interpreted() -> bool:
+    """Whether there is no GPU to run on, nor one that is being compiled for."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    return (jax.default_backend() if device is None else device.platform) == "cpu"
+
+
+def _tiles_of_seqs(
+    query_starts: jax.Array, num_seqs: jax.Array, tile_rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each sequence: its rows, its tiles, and the tiles up to its end."""
+    max_seqs = query_starts.shape[0] - 1
+    query_lens = jnp.where(jnp.arange(max_seqs) < num_seqs, query_starts[1:] - query_starts[:-1], 0)
+    num_tiles = -(-query_lens // tile_rows)
+    return query_lens, num_tiles, jnp.cumsum(num_tiles)

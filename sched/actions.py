@@ -1,0 +1,255 @@
+"""What becomes of a preempted request's KV, and how a swapped request comes back.
+
+Copies run beside steps. A request may resume at once, so that its step waits for what is left of the copy;
+or in the background: it holds its blocks while others decode, and joins them when the copy has arrived. A
+copy in host memory may also be given up for a prefill, where that has become the cheaper way back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Protocol
+
+from jaxllm.predictors.base import CostModel
+from jaxllm.sched.pressure import PoolState
+from jaxllm.types import MAX_STAGED_BLOCKS, Request
+
+_SURELY_HIDDEN = 0.5  # of a step; copies and steps are only predicted
+
+
+class PreemptionAction(enum.Enum):
+    """What becomes of a victim's KV."""
+
+    RECOMPUTE = "recompute"
+    """Dropped, to be prefilled again."""
+    SWAP = "swap"
+    """Moved to host memory, to be moved back."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """An action and what the policy predicted of both, in seconds; None where it predicted nothing.
+
+    `copy_seconds` is how long the copy to the host alone takes.
+    """
+
+    action: PreemptionAction
+    swap_seconds: float | None = None
+    recompute_seconds: float | None = None
+    copy_seconds: float | None = None
+
+
+class ResumeAction(enum.Enum):
+    """How a swapped request comes back, once there are blocks for it."""
+
+    AT_ONCE = "at once"
+    """It decodes in this iteration, which waits for its copy."""
+    IN_BACKGROUND = "in background"
+    """It takes its blocks, and decodes when its copy has arrived."""
+    LATER = "later"
+    """It stays in host memory; so do the less urgent ones."""
+    RECOMPUTE = "recompute"
+    """Its copy is given up; it waits to be prefilled."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResumeDecision:
+    """An action and what the policy predicted, in seconds; None where it predicted nothing.
+
+    `copy_seconds` is how long the copy alone takes, the others what returning by it, or by a prefill, costs.
+    """
+
+    action: ResumeAction
+    swap_seconds: float | None = None
+    recompute_seconds: float | None = None
+    copy_seconds: float | None = None
+
+
+class ActionPolicy(Protocol):
+    """What to do with a victim."""
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """The action for `victim`, which still holds its blocks.
+
+        `SWAP` is allowed only if as many host blocks are free as it holds device blocks.
+        """
+        ...
+
+
+class ResumePolicy(Protocol):
+    """How a swapped request comes back."""
+
+    def choose(
+        self, request: Request, num_lost: int, copied_out_at: float, state: PoolState, now: float
+    ) -> ResumeDecision:
+        """The action for `request`, for which there are blocks.
+
+        Args:
+            request: a swapped request.
+            num_lost: blocks to copy; the others still hold its KV.
+            copied_out_at: when its copy to the host ends by prediction; now or earlier if nobody predicts.
+            state: the pools.
+            now: the engine's clock.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AlwaysRecompute:
+    """Drops every victim's KV."""
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """`RECOMPUTE`."""
+        return Decision(PreemptionAction.RECOMPUTE)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapIfItFits:
+    """Swaps while the host pool has room, else drops: the capacity rule.
+
+    Together with `HostBoundAdmission`, which keeps the host pool from filling up, it always swaps.
+    """
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """`SWAP` if the host pool has room."""
+        fits = len(victim.block_ids) <= state.num_host_free
+        return Decision(PreemptionAction.SWAP if fits else PreemptionAction.RECOMPUTE)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveAction:
+    """AdaptiveLLM: predicts both costs and takes the cheaper action (Algorithm 1, lines on swap and drop).
+
+    As in the paper, recomputing costs one prefill of the victim's tokens, swapping a copy of its blocks out
+    and back.
+
+    Args:
+        costs: predicts seconds.
+    """
+
+    costs: CostModel
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """`SWAP` if it is predicted to be faster and fits the host pool."""
+        num_blocks = len(victim.block_ids)
+        copy_out = self.costs.swap_out_seconds(num_blocks)
+        swap = copy_out + self.costs.swap_in_seconds(num_blocks)
+        return cheaper(victim, state, swap, self.costs.prefill_seconds(victim.num_tokens, 1), copy_out)
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapAwareAction:
+    """Takes the action that delays the engine less: copies run beside steps, prefills share an iteration.
+
+    With means over the recent preemptions (`RecentPressure`):
+
+    - Copying out costs the time until the device's staging memory has room for it: it waits for the copies
+      before it, but nobody waits for it.
+    - Copying in costs the cheaper of what `OverlapAwareResume` chooses from: what is left of it after its
+      share of the decode step it runs beside, which requests that resume together divide; or the share of
+      the pool that the request holds without using it.
+    - Recomputing costs an equal share of the prefill iteration it becomes part of, or what its tokens add to
+      that iteration if they are many: every return takes a place that another start would have had.
+    - Either is about the blocks that are lost by then, which with `lazy_eviction` may not be all.
+
+    Args:
+        costs: predicts seconds.
+    """
+
+    costs: CostModel
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """`SWAP` if it is predicted to delay less and fits the host pool."""
+        costs, recent, num_blocks = self.costs, state.recent, len(victim.block_ids)
+        step = costs.decode_seconds(state.num_running, state.num_context_tokens)
+        copy_out = costs.swap_out_seconds(num_blocks)
+        swap = 0.0
+        num_over = state.num_leaving + num_blocks - max(num_blocks, MAX_STAGED_BLOCKS)
+        if num_over > 0:
+            swap = costs.swap_out_seconds(num_over)
+        copy_in = costs.swap_in_seconds(max(1, round(num_blocks * recent.lost_share)))
+        stall = max(0.0, copy_in - step / max(1.0, recent.swap_in_seqs))
+        swap += min(stall, copy_in * num_blocks / state.num_blocks)
+        num_lost = max(1, round(victim.num_tokens * recent.lost_share))
+        return cheaper(victim, state, swap, _shared_prefill(costs, victim, num_lost, state), copy_out)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeAtOnce:
+    """Every swapped request resumes as soon as there are blocks for it."""
+
+    def choose(
+        self, request: Request, num_lost: int, copied_out_at: float, state: PoolState, now: float
+    ) -> ResumeDecision:
+        """`AT_ONCE`."""
+        return ResumeDecision(ResumeAction.AT_ONCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapAwareResume:
+    """Brings a request back in the way that delays the engine least.
+
+    - A copy that ends within half a decode step is hidden, however wrong the predictions: at once.
+    - Else the step would wait for it; or the request's share of the pool would be idle until it has arrived;
+      or its copy is given up, and it takes its share of a prefill iteration.
+    - While other copies keep the link busy for longer than a step, and new requests wait for the blocks, it
+      stays where it is: that costs nothing.
+
+    Args:
+        costs: predicts seconds.
+        gives_up: whether copies are given up at all.
+    """
+
+    costs: CostModel
+    gives_up: bool = True
+
+    def choose(
+        self, request: Request, num_lost: int, copied_out_at: float, state: PoolState, now: float
+    ) -> ResumeDecision:
+        """The cheapest action."""
+        if not num_lost:
+            return ResumeDecision(ResumeAction.AT_ONCE, 0.0, None, 0.0)
+        costs, block_size = self.costs, state.block_size
+        step = costs.decode_seconds(state.num_running, state.num_context_tokens) if state.num_running else 0.0
+        waits = max(0.0, copied_out_at - now, state.recent.copy_in_until - now)
+        copy = costs.swap_in_seconds(num_lost)
+        stall = max(0.0, waits + copy - _SURELY_HIDDEN * step)
+        if not stall:
+            return ResumeDecision(ResumeAction.AT_ONCE, 0.0, None, copy)
+        num_blocks = -(-request.num_tokens // block_size)
+        idle = max(step, waits + copy) * num_blocks / state.num_blocks
+        lost_tokens = max(1, request.num_tokens - (num_blocks - num_lost) * block_size)
+        recompute = _shared_prefill(costs, request, lost_tokens, state)
+        if waits > step and state.num_waiting:
+            return ResumeDecision(ResumeAction.LATER, min(stall, idle), recompute, copy)
+        if self.gives_up and recompute < min(stall, idle):
+            return ResumeDecision(ResumeAction.RECOMPUTE, min(stall, idle), recompute)
+        action = ResumeAction.AT_ONCE if stall <= idle else ResumeAction.IN_BACKGROUND
+        return ResumeDecision(action, min(stall, idle), recompute, copy)
+
+
+def cheaper(
+    victim: Request,
+    state: PoolState,
+    swap_seconds: float,
+    recompute_seconds: float,
+    copy_seconds: float | None = None,
+) -> Decision:
+    """The action of lower cost; dropping if the costs are equal or the host pool has no room."""
+    is_swap = swap_seconds < recompute_seconds and len(victim.block_ids) <= state.num_host_free
+    action = PreemptionAction.SWAP if is_swap else PreemptionAction.RECOMPUTE
+    return Decision(action, swap_seconds, recompute_seconds, copy_seconds)
+
+
+def _shared_prefill(costs: CostModel, request: Request, num_lost: int, state: PoolState) -> float:
+    """What prefilling `num_lost` tokens of a request costs, as part of an iteration like the recent ones."""
+    recent = state.recent
+    num_others = max(0, round(recent.prefill_seqs - 1))
+    other_tokens = round(recent.prefill_tokens * num_others / max(1.0, recent.prefill_seqs))
+    kept_tokens = max(0, request.num_tokens - num_lost)
+    shared = costs.prefill_seconds(num_lost + other_tokens, 1 + num_others, kept_tokens)
+    seconds = shared / (1 + num_others)
+    if num_lost * num_others > other_tokens:  # longer than the others are
+        seconds = max(seconds, shared - costs.prefill_seconds(other_tokens, num_others))
+    return seconds

@@ -1,0 +1,70 @@
+"""The implementations for GPUs where none is needed: helpers, and lowering for one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import LAYER, Shape
+
+from jaxllm.pallas_kernels import mosaic, triton
+from jaxllm.pallas_kernels.tiles import num_splits, query_tiles, rows_in_tiles
+
+
+def test_query_tiles():
+    """Chunks of 5, 0, 4 and 1 rows in tiles of 4; the sequences beyond `num_seqs` hold no tile."""
+    starts = jnp.asarray([0, 5, 5, 9, 10, 10], jnp.int32)
+    lengths = jnp.asarray([5, 3, 11, 1, 7], jnp.int32)
+    tiles = np.asarray(query_tiles(starts, lengths, jnp.int32(4), 16, 4))
+    assert tiles[:4].tolist() == [[0, 0, 4, 0], [0, 4, 1, 4], [2, 5, 4, 7], [3, 9, 1, 0]]
+    assert not tiles[4:, 2].any()
+    rows = np.asarray(rows_in_tiles(starts, jnp.int32(4), 16, 4))
+    assert rows.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11, 12, -1, -1, -1, -1, -1, -1]
+    for seq, first, count, _ in tiles[:4].tolist():  # each row is where its tile has it
+        tile = tiles[:4, :2].tolist().index([seq, first])
+        assert rows[first : first + count].tolist() == list(range(4 * tile, 4 * tile + count))
+
+
+@pytest.mark.parametrize(
+    ("programs", "tokens", "splits"), [(1, 64, 1), (1, 4096, 16), (64, 4096, 8), (999, 4096, 1)]
+)
+def test_splits_fill_the_device(programs, tokens, splits):
+    assert num_splits(programs, tokens, 64) == splits
+
+
+@pytest.mark.parametrize(
+    ("implementation", "shape"),
+    [
+        (triton, Shape(32, 8, 128, dtype="bfloat16")),
+        (triton, Shape(4, 4, 80, block_size=64)),
+        (mosaic, Shape(32, 8, 128, dtype="bfloat16")),
+        (mosaic, Shape(4, 4, 80, block_size=64, dtype="float16")),
+        (mosaic, Shape(40, 40, 128, block_size=128, dtype="float16")),
+    ],
+    ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else str(value),
+)
+def test_lowers_for_cuda(implementation, shape):
+    """The kernels are accepted by Pallas' lowering, which interpret mode does not exercise."""
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    pool = jax.ShapeDtypeStruct((64, 2, 2, heads, shape.block_size, dim), shape.dtype)
+    q = jax.ShapeDtypeStruct((100, shape.num_q_heads, dim), shape.dtype)
+    kv = jax.ShapeDtypeStruct((100, heads, dim), shape.dtype)
+    tables, hundred, starts, scalar = (
+        jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((100, 8), (100,), (101,), ())
+    )
+    h100 = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=h100)
+    options = {"layer": LAYER, "scale": shape.scale}
+    decode = functools.partial(implementation.decode_attention, **options)
+    prefill = functools.partial(implementation.prefill_attention, **options)
+    write = functools.partial(implementation.write_kv, layer=LAYER)
+    for op, arguments in (
+        (decode, (q, pool, tables, hundred)),
+        (prefill, (q, pool, tables, starts, hundred, scalar)),
+        (write, (pool, kv, kv, hundred)),
+    ):
+        with jax.sharding.use_abstract_mesh(mesh):
+            lowered = jax.jit(op).trace(*arguments).lower(lowering_platforms=("cuda",))
+        kernel = "mosaic_gpu" if implementation is mosaic and op is not write else "triton"
+        assert kernel in lowered.as_text()
