@@ -35,10 +35,12 @@ from typing import Any
 
 from paper import report as sections
 from paper.cells import (
+    BATCH_LIMITS,
     DATASETS,
     DEVICE,
     MAX_NUM_SEQS,
     MODELS,
+    OVERLAP,
     Cell,
     load_engine,
     make_cells,
@@ -88,6 +90,8 @@ def run_all(args: argparse.Namespace, parts: Sequence[str]) -> tuple[list[dict[s
             num_requests=args.requests,
             seeds=args.seeds,
             max_num_seqs=args.max_num_seqs,
+            presets=args.presets,
+            batch_limits=args.batch_limits,
         )
         if cells:
             run_cell(dataclasses.replace(cells[0], num_requests=min(4, args.requests)), llm)  # warm-up
@@ -146,6 +150,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--load-format", default="auto", help="with jax: dummy for random weights")
     parser.add_argument("--dtype", default="auto", help="with jax")
     parser.add_argument("--datasets", default=",".join(DATASETS), help="default: %(default)s")
+    parser.add_argument("--presets", default=",".join(OVERLAP), help="default: %(default)s")
+    parser.add_argument(
+        "--batch-limits",
+        default=",".join(map(str, BATCH_LIMITS)),
+        help="of fig4, those within --max-num-seqs (default: %(default)s)",
+    )
     parser.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seeds", default="0", help="comma-separated (default: %(default)s)")
@@ -153,7 +163,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes, with sim")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    for name, known in (("parts", PARTS), ("datasets", DATASETS)):
+    for name, known in (("parts", PARTS), ("datasets", DATASETS), ("presets", tuple(OVERLAP))):
         values = getattr(args, name).split(",")
         unknown = sorted(set(values) - set(known))
         if unknown:
@@ -172,6 +182,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if not set(args.parts) & {"table3", "fig3", "fig4"} and "overhead" in args.parts:
         parser.error("--parts overhead is about the runs of table3, fig3 or fig4: name one of them too")
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
+    args.batch_limits = [int(limit) for limit in args.batch_limits.split(",")]
+    if not set(args.batch_limits) <= set(BATCH_LIMITS):
+        parser.error(f"--batch-limits {args.batch_limits}: choose of {BATCH_LIMITS}")
+    if "table3" in args.parts and set(args.presets) != set(OVERLAP):
+        parser.error("--parts table3 compares all presets: leave --presets out, or name other parts")
     return args
 
 
@@ -193,6 +208,8 @@ def main(argv: list[str] | None = None) -> None:
             num_requests=args.requests,
             seeds=args.seeds,
             max_num_seqs=args.max_num_seqs,
+            presets=args.presets,
+            batch_limits=args.batch_limits,
         )
         rows, facts = simulate_all(cells, args.samples, args.jobs), simulated_facts(args.samples)
     else:

@@ -25,7 +25,7 @@ from jaxllm.bench.profile import Profiler
 from jaxllm.bench.replay import replay
 from jaxllm.costs import shape_of
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.sched.policies import AlwaysRecompute, SwapIfItFits
+from jaxllm.sched.policies import AlwaysRecompute, OverlapAwareResume, SwapIfItFits
 from jaxllm.sched.presets import adaptive
 from jaxllm.workloads import UniformLengths, make_trace
 
@@ -112,7 +112,8 @@ def main(argv: list[str] | None = None) -> None:
                 policy = adaptive(calibration)
                 if action != "adaptive":
                     fixed = AlwaysRecompute() if action == "recompute" else SwapIfItFits()
-                    policy = dataclasses.replace(policy, action=fixed)
+                    resume = OverlapAwareResume(calibration, gives_up=False)
+                    policy = dataclasses.replace(policy, action=fixed, resume=resume)
                 runs[action].append(replay(llm, trace, config, policy, costs=calibration))
         seconds = {action: statistics.median(run.seconds for run in of) for action, of in runs.items()}
         share = min(seconds["recompute"], seconds["swap"]) / seconds["adaptive"]

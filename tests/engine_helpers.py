@@ -5,6 +5,7 @@ from jaxllm.llm import LLM
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.types import NO_COPIES
 
 SMALL = {
     "skip_tokenizer_init": True,
@@ -25,10 +26,10 @@ def make_llm(path, **settings):
 class RestlessScheduler(Scheduler):
     """Preempts the latest running request every third iteration, on top of its policy."""
 
-    def schedule(self, now):
+    def schedule(self, now, copies=NO_COPIES):
         if self._step_id % 3 == 2 and len(self._running) > 1:
             self._preempt(self._running.requests[-1], self._step_id, now)
-        return super().schedule(now)
+        return super().schedule(now, copies)
 
 
 def make_engine(

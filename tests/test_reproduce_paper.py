@@ -45,6 +45,24 @@ def test_the_report_sets_the_numbers_beside_the_papers(reproduced):
     assert str(reproduced) not in report
 
 
+def test_a_choice_of_presets_and_limits(tmp_path, capsys):
+    options = ["--requests", "8", "--jobs", "1", "--datasets", "chatbot", "--out-dir", str(tmp_path)]
+    chosen = ["--parts", "fig4", "--presets", "vllm,adaptive", "--batch-limits", "64,128"]
+    reproduce_paper.main([*options, *chosen])
+    report = (tmp_path / "report.md").read_text()
+    assert "| data | preset | 64 | 128 |" in report
+    assert "adaptive against vllm" in report
+    assert "paper against vllm" not in report
+    for wrong, message in (
+        (["--batch-limits", "48"], "choose of (8, 16"),
+        (["--presets", "mine"], "there is no mine"),
+        (["--presets", "vllm"], "table3 compares all presets"),
+    ):
+        with pytest.raises(SystemExit):
+            reproduce_paper.main([*options, *wrong])
+        assert message in capsys.readouterr().err
+
+
 def test_noise_errors_and_overheads(tmp_path):
     save_samples(
         tmp_path / "samples.json",

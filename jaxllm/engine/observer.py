@@ -6,6 +6,9 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger
 from jaxllm.types import SchedulerOutput
 
+_ALL_COMPARED = 64
+_COMPARED_EACH = 4
+
 
 class StepObserver:
     """Compares each step's duration with its prediction, and charges preemptions with what they cost.
@@ -13,7 +16,7 @@ class StepObserver:
     A recompute is charged with its share of the prefill, by tokens. A swap is charged with what the steps in
     which its copies start take longer than predicted, by blocks: copies run beside steps, so that their own
     durations would say nothing; the charge holds the error of the prediction, too. Steps with copies are left
-    out of the comparison.
+    out of the comparison; of the others the first 64 are compared, then one in four.
 
     Args:
         costs: corrected as steps are observed; None compares nothing, and leaves swaps unmeasured.
@@ -23,12 +26,15 @@ class StepObserver:
     def __init__(self, costs: OnlineCalibration | None, ledger: Ledger | None) -> None:
         self.costs = costs
         self._ledger = ledger
+        self._num_steps = 0
 
     def observe(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Take a step that ran for `seconds`. Call before its tokens are committed."""
         if seconds <= 0.0:
             return
-        if self.costs is not None:
+        self._num_steps += 1
+        is_compared = self._num_steps <= _ALL_COMPARED or self._num_steps % _COMPARED_EACH == 0
+        if self.costs is not None and (is_compared or scheduled.has_copies):
             predicted = self._predicted(self.costs, scheduled)
             if scheduled.has_copies and predicted > 0.0:
                 self._charge_swaps(scheduled, max(0.0, seconds - predicted))

@@ -59,10 +59,12 @@ def make_cells(
     num_requests: int,
     seeds: Sequence[int],
     max_num_seqs: int = MAX_NUM_SEQS,
+    presets: Sequence[str] = tuple(OVERLAP),
+    batch_limits: Sequence[int] = BATCH_LIMITS,
 ) -> list[Cell]:
     """Every run of the parts."""
     cells = []
-    for seed, preset in itertools.product(seeds, OVERLAP):
+    for seed, preset in itertools.product(seeds, presets):
         if "table3" in parts:
             for model, dataset, outputs in itertools.product(models, datasets, ("max", "uniform")):
                 cells.append(
@@ -74,7 +76,7 @@ def make_cells(
                     Cell("fig3", models[0], dataset, preset, length, max_num_seqs, "max", num_requests, seed)
                 )
         if "fig4" in parts:
-            for dataset, limit in itertools.product(datasets, BATCH_LIMITS):
+            for dataset, limit in itertools.product(datasets, batch_limits):
                 if limit <= max_num_seqs:
                     cells.append(
                         Cell("fig4", models[0], dataset, preset, 64, limit, "max", num_requests, seed)

@@ -111,27 +111,30 @@ def figure(rows: Sequence[Row], part: str, path: pathlib.Path) -> list[str]:
     lines += ["| data | preset | " + " | ".join(map(str, values)) + " |", "|---|---|" + "---:|" * len(values)]
     curves: dict[tuple[str, str], list[float]] = {}
     datasets = names(rows, "dataset")
-    for dataset, preset in itertools.product(datasets, OVERLAP):
+    presets = [preset for preset in OVERLAP if preset in names(rows, "preset")]
+    for dataset, preset in itertools.product(datasets, presets):
         curve = [
             median_of(rows, y_name, dataset=dataset, preset=preset, **{x_name: value}) for value in values
         ]
         curves[dataset, preset] = curve
         digits = 2 if part == "fig4" or max(curve) < 100 else 0
         lines.append(f"| {dataset} | {preset} | " + " | ".join(f"{y:.{digits}f}" for y in curve) + " |")
-    if part == "fig4":
-        for dataset, preset in itertools.product(datasets, ("paper", "adaptive")):
+    if part == "fig4" and "vllm" in presets:
+        compared = [preset for preset in ("paper", "adaptive") if preset in presets]
+        for dataset, preset in itertools.product(datasets, compared):
             base = curves[dataset, "vllm"]
             changes = [
                 f"{ours / one - 1:+.0%}" for ours, one in zip(curves[dataset, preset], base, strict=True)
             ]
             lines.append(f"| {dataset} | {preset} against vllm | " + " | ".join(changes) + " |")
-    draw(curves, datasets, values, x_name, y_name, path)
+    draw(curves, datasets, presets, values, x_name, y_name, path)
     return [*lines, ""]
 
 
 def draw(
     curves: Mapping[tuple[str, str], Sequence[float]],
     datasets: Sequence[str],
+    presets: Sequence[str],
     values: Sequence[int],
     x_name: str,
     y_name: str,
@@ -148,7 +151,7 @@ def draw(
         1, len(datasets), figsize=(width, 3.4), layout="constrained", squeeze=False
     )
     for panel, dataset in zip(panels[0], datasets, strict=True):
-        for preset in OVERLAP:
+        for preset in presets:
             panel.plot(values, curves[dataset, preset], marker="o", label=preset)
         panel.set_xscale("log", base=2)
         panel.set_xticks(values, map(str, values))
