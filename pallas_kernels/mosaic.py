@@ -337,10 +337,16 @@ def _scores(q_smem: Any, k_smem: Any) -> jax.Array:
         return jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
 
     def multiply(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, q_smem, plgpu.transpose_ref(k_smem, (1, 0)))
+        plgpu.wgmma(acc_ref, q_smem, _transposed(k_smem))
         return acc_ref[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((_TILE, _TILE), jnp.float32))
+
+
+def _transposed(smem: Any) -> Any:
+    if hasattr(smem, "transpose"):  # JAX 0.11 and newer
+        return smem.transpose((1, 0))
+    return plgpu.transpose_ref(smem, (1, 0))
 
 
 def _accumulate(state: tuple[jax.Array, ...], scores: jax.Array, v_smem: Any) -> tuple[jax.Array, ...]:
