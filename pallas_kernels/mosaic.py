@@ -34,6 +34,7 @@ _QUERY_WARPGROUPS = 2
 _LOG2E = math.log2(math.e)
 _MASKED = -1e30
 _DTYPES = ("bfloat16", "float16")
+_IS_NEWER_JAX = hasattr(plgpu, "InterpretGPUParams")
 
 write_kv = triton.write_kv
 """The Triton kernel: a copy needs nothing of Hopper."""
@@ -333,7 +334,7 @@ def _copy_tiles(
 
 def _scores(q_smem: Any, k_smem: Any) -> jax.Array:
     """Float32 `[64, 64]`: products of queries and keys."""
-    if is_interpreted() and not hasattr(plgpu, "InterpretGPUParams"):  # JAX 0.10 interprets no transposes
+    if is_interpreted() and not _IS_NEWER_JAX:  # JAX 0.10 interprets no transposes
         return jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
 
     def multiply(acc_ref: Any) -> jax.Array:
@@ -413,6 +414,11 @@ def _interpreter() -> Any:
 def _check(q: jax.Array, pool: jax.Array) -> None:
     """Refuse what the kernels are not written for."""
     head_dim, block_size = q.shape[2], pool.shape[4]
+    if _IS_NEWER_JAX and not is_interpreted():
+        raise ConfigError(
+            f"implementation 'mosaic' is written for JAX 0.10, got {jax.__version__}, whose Mosaic GPU asks "
+            "for aligned slices: use implementation='triton', or JAX 0.10"
+        )
     if q.dtype.name not in _DTYPES or q.dtype != pool.dtype:
         raise ConfigError(
             f"implementation 'mosaic' computes in bfloat16 or float16, got q in {q.dtype.name} and a pool in "
