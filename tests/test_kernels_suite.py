@@ -114,15 +114,6 @@ def test_prefill_matches_oracle(implementation, shape):
     np.testing.assert_array_equal(np.asarray(prefill(*case.prefill_args())), np.asarray(actual))
 
 
-def test_mosaic_prefill_matches_oracle():
-    """Two chunks, one with a history, of one head: Pallas' GPU interpreter takes seconds a program."""
-    shape = Shape(num_q_heads=1, num_kv_heads=1, max_blocks=5, dtype="bfloat16")
-    case = prefill_case(shape, [(0, 9), (61, 7)], num_tokens=16, max_seqs=2)
-    expected = reference.prefill_attention(*case.prefill_args(), layer=LAYER, scale=shape.scale)
-    actual = jitted(pallas_kernels.prefill_attention, "mosaic", shape)(*case.prefill_args())
-    assert relative_error(actual, expected) < TOLERANCE[shape.dtype]
-
-
 @with_each
 def test_prefill_over_several_tiles(implementation):
     """Chunks longer than a tile of query rows, which start at unaligned rows."""
