@@ -26,7 +26,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import triton
-from jaxllm.pallas_kernels.tiles import is_interpreted, num_splits, query_tiles, rows_in_tiles
+from jaxllm.pallas_kernels.tiles import (
+    combine_splits,
+    is_interpreted,
+    num_splits,
+    query_tiles,
+    rows_in_tiles,
+)
 
 _TILE = 64  # KV tokens of a step, and rows of a wgmma
 _SLOTS = 3  # tiles of K and of V in flight
@@ -76,10 +82,7 @@ def decode_attention(
         num_threads=2,
     )(queries, _pool_rows(pool), block_tables, lengths)
     peak, total = (x[..., :group].reshape(num_rows, splits, num_q_heads) for x in (peak, total))
-    weights = jnp.exp2(peak - peak.max(axis=1, keepdims=True))
-    total = (total * weights).sum(axis=1)
-    out = (acc * weights[..., None]).sum(axis=1) / jnp.where(total > 0, total, 1.0)[..., None]
-    return out.astype(q.dtype)
+    return combine_splits(acc, peak, total, jnp.exp2).astype(q.dtype)
 
 
 def prefill_attention(

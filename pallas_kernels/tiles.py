@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -14,6 +16,22 @@ def num_splits(num_programs: int, max_tokens: int, kv_tile: int) -> int:
     """How many programs share the KV of one row: enough to fill the device, two KV tiles each at least."""
     wanted = min(pl.cdiv(_TARGET_PROGRAMS, num_programs), pl.cdiv(max_tokens, 2 * kv_tile), _MAX_SPLITS)
     return pl.next_power_of_2(wanted)
+
+
+def combine_splits(
+    acc: jax.Array, peak: jax.Array, total: jax.Array, exp: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """The attention of rows from that of their splits; zeros where no split saw a token.
+
+    Args:
+        acc: `[num_rows, num_splits, num_heads, head_dim]`, weighted sums of V.
+        peak: `[num_rows, num_splits, num_heads]`, the largest scores.
+        total: like `peak`, sums of the weights.
+        exp: what the weights were taken with, of base e or 2.
+    """
+    weights = exp(peak - peak.max(axis=1, keepdims=True))
+    total = (total * weights).sum(axis=1)
+    return (acc * weights[..., None]).sum(axis=1) / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def query_tiles(

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxllm.pallas_kernels.tiles import is_interpreted, num_splits, query_tiles
+from jaxllm.pallas_kernels.tiles import combine_splits, is_interpreted, num_splits, query_tiles
 
 # JAX 0.11 deprecates this lowering and says so each time a program that holds a kernel is lowered, which
 # happens in the caller's jit. Triton is still the choice for Ampere, where Mosaic GPU does not run.
@@ -47,10 +47,7 @@ def decode_attention(
         out_shape=(jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32), stats, stats),
         name="paged_decode_attention",
     )(q, pool, block_tables, lengths)
-    weights = jnp.exp(peak - peak.max(axis=1, keepdims=True))
-    total = (total * weights).sum(axis=1)
-    out = (acc * weights[..., None]).sum(axis=1) / jnp.where(total > 0, total, 1.0)[..., None]
-    return out.astype(q.dtype)
+    return combine_splits(acc, peak, total, jnp.exp).astype(q.dtype)
 
 
 def prefill_attention(

@@ -165,7 +165,7 @@ class OverlapAwareAction:
         step = costs.decode_seconds(state.num_running, state.num_context_tokens)
         copy_out = costs.swap_out_seconds(num_blocks)
         swap = 0.0
-        num_over = state.num_leaving + num_blocks - max(num_blocks, MAX_STAGED_BLOCKS)
+        num_over = state.num_leaving + num_blocks - MAX_STAGED_BLOCKS
         if num_over > 0:
             swap = costs.swap_out_seconds(num_over)
         copy_in = costs.swap_in_seconds(max(1, round(num_blocks * recent.lost_share)))

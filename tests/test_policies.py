@@ -240,6 +240,10 @@ def test_a_copy_out_waits_for_room_on_the_device():
     for num_leaving, seconds in ((29, 0), (30, 2), (32, 6)):  # 32 blocks may be under way
         crowded = dataclasses.replace(state, num_leaving=num_leaving)
         assert OverlapAwareAction(costs).choose(victim, crowded, 0.0).swap_seconds == seconds + 2
+    long = holder(0, 200, 50)  # more than that by itself
+    copy_in = 2.0 * 50 * 50 / 100
+    roomy = dataclasses.replace(state, num_blocks=100)
+    assert OverlapAwareAction(costs).choose(long, roomy, 0.0).swap_seconds == 2.0 * 18 + copy_in
 
 
 def returning(costs, num_lost=3, copied_out_at=0.0, num_blocks=9, num_waiting=0, **recent):

@@ -110,14 +110,22 @@ def test_a_copy_in_the_background_delays_nobody_but_its_request():
 
 
 def test_copies_out_wait_for_staging_memory():
-    executor = SimulatedExecutor(LinearCosts(), num_gpu_blocks=80, block_size=4, overlap_swaps=True)
+    def device():
+        return SimulatedExecutor(LinearCosts(), num_gpu_blocks=80, block_size=4, overlap_swaps=True)
+
+    executor = device()
     swaps = [Swap(make_request(handle, 15), handle, (0, 1, 2, 3)) for handle in range(10)]
     executor.execute(SchedulerOutput(0, swap_out=tuple(swaps[:8])))  # 32 blocks, until 32.0
-    assert executor.now == 0.0
+    assert (executor.now, executor.copies().num_leaving) == (0.0, 32)
     executor.execute(SchedulerOutput(1, swap_out=tuple(swaps[8:])))
-    assert executor.now == 8.0  # the first two have left
+    assert (executor.now, executor.copies().num_leaving) == (8.0, 32)  # the first two have left
     executor.execute(SchedulerOutput(2, swap_in=(swaps[9],)))
     assert executor.now == 40.0 + 4.0
+
+    executor = device()
+    long = Swap(make_request(0, 191), 0, tuple(range(48)))
+    executor.execute(SchedulerOutput(0, swap_out=(long,)))
+    assert (executor.now, executor.copies().num_leaving) == (16.0, 32)  # one of three pieces
 
 
 def test_recomputed_tokens_are_accounted_apart():

@@ -16,12 +16,12 @@ import numpy as np
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.buckets import Buckets
-from jaxllm.executor.sampler import SampledRows, SlotParams
+from jaxllm.executor.pending import PendingStep
+from jaxllm.executor.sampler import SlotParams
 from jaxllm.executor.step import (
     DecodeInputs,
     DeviceState,
     PrefillInputs,
-    PromptLogprobs,
     StepOutputs,
     run_step,
 )
@@ -32,9 +32,7 @@ from jaxllm.types import (
     CopyProgress,
     PrefillChunk,
     Request,
-    SampledTokens,
     SchedulerOutput,
-    TokenLogprobs,
 )
 
 _COMPILE_THREADS = 4  # XLA compiles outside the interpreter lock
@@ -458,82 +456,3 @@ def _packed_step(
 
 def _set_history(history: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
     return history.at[slot].set(row)
-
-
-class PendingStep:
-    """A dispatched step; `fetch` waits for it and reads back what the host needs."""
-
-    def __init__(self, scheduled: SchedulerOutput, outputs: StepOutputs, decode_rows: int) -> None:
-        sampled = list(scheduled.decode) + [c.request for c in scheduled.prefill if c.is_last]
-        rows = list(range(len(scheduled.decode)))
-        rows += [decode_rows + i for i, chunk in enumerate(scheduled.prefill) if chunk.is_last]
-        self._rows = rows
-        self._num_logprobs = [request.sampling_params.logprobs for request in sampled]
-        self._prompt_chunks = [
-            (chunk, start)
-            for chunk, start in zip(scheduled.prefill, _starts(scheduled.prefill), strict=True)
-            if chunk.request.sampling_params.prompt_logprobs is not None
-        ]
-        self._sampled: SampledRows | None = outputs.sampled
-        self._prompt: PromptLogprobs | None = outputs.prompt_logprobs if self._prompt_chunks else None
-        outputs.sampled.tokens.copy_to_host_async()
-
-    def fetch(self) -> SampledTokens:
-        """Wait for the device and return the step's tokens; call once."""
-        assert self._sampled is not None, "a step is fetched once"
-        tokens = np.asarray(self._sampled.tokens)
-        token_ids = tokens[self._rows].tolist() if self._rows else []
-        logprobs = None
-        if any(n is not None for n in self._num_logprobs):
-            arrays = [np.asarray(x) for x in self._sampled]
-            logprobs = [
-                None if n is None else _token_logprobs(arrays, row, n)
-                for row, n in zip(self._rows, self._num_logprobs, strict=True)
-            ]
-        prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
-        if self._prompt is not None:
-            prompt = [np.asarray(x) for x in self._prompt]
-            prompt_logprobs = {
-                chunk.request.request_id: _prompt_logprobs(prompt, chunk, start)
-                for chunk, start in self._prompt_chunks
-            }
-        self._sampled = self._prompt = None
-        return SampledTokens(token_ids, logprobs, prompt_logprobs)
-
-
-def _starts(chunks: Sequence[PrefillChunk]) -> list[int]:
-    starts, row = [], 0
-    for chunk in chunks:
-        starts.append(row)
-        row += chunk.length
-    return starts
-
-
-def _token_logprobs(arrays: Sequence[np.ndarray], row: int, num_top: int) -> TokenLogprobs:
-    tokens, logprob, rank, top_ids, top_logprobs = arrays
-    return TokenLogprobs(
-        int(tokens[row]),
-        float(logprob[row]),
-        int(rank[row]),
-        tuple(top_ids[row, :num_top].tolist()),
-        tuple(top_logprobs[row, :num_top].tolist()),
-    )
-
-
-def _prompt_logprobs(arrays: Sequence[np.ndarray], chunk: PrefillChunk, start: int) -> list[TokenLogprobs]:
-    """Scores of the prompt tokens that follow the chunk's rows."""
-    request = chunk.request
-    stop = min(chunk.start + chunk.length, request.num_prompt_tokens - 1)
-    targets = request.prompt_token_ids[chunk.start + 1 : stop + 1]
-    num_top = request.sampling_params.prompt_logprobs or 0
-    logprob, rank, top_ids, top_logprobs = arrays
-    return [
-        TokenLogprobs(
-            token,
-            float(logprob[row]),
-            int(rank[row]),
-            tuple(top_ids[row, :num_top].tolist()),
-            tuple(top_logprobs[row, :num_top].tolist()),
-        )
-        for row, token in enumerate(targets, start)
-    ]

@@ -143,27 +143,20 @@ class SimulatedExecutor:
             if not self._overlap_swaps:
                 self._stall(seconds)
             else:
-                self._wait_for_staging(num_blocks)
                 self._stage(num_blocks, seconds)
             self._copied_out[swap.handle] = (self._out_free_at, seconds)
 
     def _stage(self, num_blocks: int, seconds: float) -> None:
-        """Queue a copy out, in the pieces that leave one by one."""
-        start = max(self.now, self._out_free_at)
+        """Queue a copy out, in pieces that leave one by one; wait until few enough are left."""
+        start, staged = max(self.now, self._out_free_at), self._staged
         num_left, piece = num_blocks, _LARGEST_PIECE
         while num_left:
             while piece > num_left:
                 piece //= 2
             num_left -= piece
             self._out_free_at = start + seconds * (num_blocks - num_left) / num_blocks
-            self._staged.append((self._out_free_at, piece))
-
-    def _wait_for_staging(self, num_blocks: int) -> None:
-        """Wait until the device has room for a copy of so many blocks; of a larger one, until it is empty."""
-        staged = self._staged
-        while staged and (
-            staged[0][0] <= self.now or num_blocks + sum(n for _, n in staged) > MAX_STAGED_BLOCKS
-        ):
+            staged.append((self._out_free_at, piece))
+        while staged and (staged[0][0] <= self.now or sum([n for _, n in staged]) > MAX_STAGED_BLOCKS):
             self._stall(max(0.0, staged.popleft()[0] - self.now))
 
     def _copy_in(self, scheduled: SchedulerOutput) -> None:
