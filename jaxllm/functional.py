@@ -285,4 +285,5 @@ def _slot_params(
         bias_ids=jnp.full((batch_size + 1, MAX_LOGIT_BIAS), -1, jnp.int32),
         bias_values=jnp.zeros((batch_size + 1, MAX_LOGIT_BIAS), jnp.float32),
         banned_ids=jnp.full((batch_size + 1, 1), -1, jnp.int32),
+        end_ids=jnp.full((batch_size + 1, 1), -1, jnp.int32),
     )

@@ -24,7 +24,6 @@ from jaxllm.errors import ConfigError, RequestError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.model_executor import ExecutorConfig, ModelExecutor
-from jaxllm.executor.swapper import MAX_STAGED_BLOCKS
 from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
 from jaxllm.outputs import RequestOutput
@@ -35,6 +34,7 @@ from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.scheduling import Scheduling, make_scheduling
+from jaxllm.types import MAX_DECODE_STEPS, MAX_STAGED_BLOCKS
 
 _logger = logging.getLogger(__name__)
 _DEFAULT_LIMITS = {"cpu": (64, 512)}  # max_num_seqs, max_num_batched_tokens by platform
@@ -166,6 +166,7 @@ class LLM:
                 implementation=config.attention_implementation,
                 num_host_blocks=num_host_blocks,
                 host_bandwidth_limit=config.host_bandwidth_limit,
+                max_decode_steps=config.num_scheduler_steps or MAX_DECODE_STEPS,
             ),
             device,
         )
@@ -196,6 +197,7 @@ class LLM:
             tokenizer=self.tokenizer,
             eos_token_ids=eos_token_ids,
             async_scheduling=config.async_scheduling,
+            num_scheduler_steps=config.num_scheduler_steps,
         )
 
     def _settle_costs(self, shape: ModelShape, scheduling: Scheduling, *, has_swaps: bool) -> None:

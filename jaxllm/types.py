@@ -11,6 +11,10 @@ from jaxllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 
+MAX_DECODE_STEPS = 8
+"""Decode iterations that are computed in one device program, unless the user says how many."""
+MULTI_STEP_SEQS = 16
+"""Most requests that several decode iterations are computed for in one device program."""
 MAX_STAGED_BLOCKS = 32
 """Blocks of device memory beside the pool that copies under way may take, in each direction."""
 
@@ -185,6 +189,9 @@ class SchedulerOutput:
     blocks nobody else has touched since; then read the blocks of `swap_out`, which others may write in the
     same iteration; then fill those of `swap_in` and start the copies of `load`, which may end whenever they
     like; then compute.
+
+    With `num_decode_steps` of more than one this is that many decode iterations in a row, with blocks for
+    all their tokens.
     """
 
     step_id: int
@@ -197,6 +204,7 @@ class SchedulerOutput:
     joined: tuple[Swap, ...] = ()
     discarded: tuple[int, ...] = ()
     ending: tuple[Request, ...] = ()
+    num_decode_steps: int = 1
 
     @property
     def is_empty(self) -> bool:
@@ -230,7 +238,8 @@ class SampledTokens:
     """What a step produced, on the host.
 
     `token_ids[i]` belongs to the i-th sampled request: the decode requests in order, then the
-    requests of the prefill chunks with `is_last`, in order. `logprobs[i]` is None unless asked for.
+    requests of the prefill chunks with `is_last`, in order. Of several decode iterations the tokens come one
+    iteration after another; those after a request's end mean nothing. `logprobs[i]` is None unless asked for.
     `prompt_logprobs[request_id]` lists positions `chunk.start + 1 ...` scored by a prefill chunk.
     """
 

@@ -326,16 +326,30 @@ class PrefillFirst:
 
 @dataclasses.dataclass(frozen=True)
 class MoreUrgentFirst:
-    """AdaptiveLLM's Algorithm 2: of the two sets that fit, the one with the larger mean priority."""
+    """AdaptiveLLM's Algorithm 2: of the two sets that fit, the one with the larger mean priority.
+
+    Args:
+        priority: says how urgent a request is; not negative, unless `margin` is 1.
+        margin: how many times more urgent the waiting set must be to go first, at least 1 (the paper's).
+            Resuming frees host memory for the next preemptions, and starting takes device memory.
+
+    Raises:
+        ConfigError: `margin` is below 1.
+    """
 
     priority: PriorityPolicy = FairPriority()
     prefill_first: bool = False
     skips: bool = True
     resume_watermark: float | None = None
+    margin: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.margin >= 1.0:
+            raise ConfigError(f"margin must be at least 1, got {self.margin}")
 
     def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
-        """Whether the waiting set is not the more urgent one; an empty set never is."""
-        return bool(swapped) and self._mean(waiting, now) <= self._mean(swapped, now)
+        """Whether the waiting set is not so much more urgent; an empty set never is."""
+        return bool(swapped) and self._mean(waiting, now) <= self.margin * self._mean(swapped, now)
 
     def _mean(self, requests: Sequence[Request], now: float) -> float:
         if not requests:

@@ -22,7 +22,6 @@ from jaxllm.sched.policies import (
     OverlapAwareResume,
     PaddedBatching,
     PrefillFirst,
-    ResumeFirst,
     SchedulerPolicy,
     SwapIfItFits,
     WatermarkAdmission,
@@ -81,10 +80,11 @@ def paper(costs: CostModel | None = None) -> SchedulerPolicy:
 def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     """Ours: the paper's fairness and choice of action, with an order that keeps the host pool in use.
 
-    Against `paper` it resumes swapped requests before it starts new ones, where Algorithm 2 lets urgent new
-    requests keep the host pool full of old ones; it leaves started requests room to grow; it weighs delays
-    instead of durations; it copies back beside the steps, or changes its mind and recomputes; and it evicts
-    a victim's blocks only as they are needed. docs/policies.md says what each is worth.
+    Against `paper` it starts new requests before it resumes swapped ones only if they are three times as
+    urgent, where Algorithm 2 lets urgent new requests keep the host pool full of old ones; it leaves started
+    requests room to grow; it weighs delays instead of durations; it copies back beside the steps, or changes
+    its mind and recomputes; and it evicts a victim's blocks only as they are needed. docs/policies.md says
+    what each is worth.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -95,7 +95,7 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
         victim=LeastUrgentVictim(FairPriority()),
         action=OverlapAwareAction(_required("adaptive", costs)),
         resume=OverlapAwareResume(_required("adaptive", costs)),
-        restore=ResumeFirst(),
+        restore=MoreUrgentFirst(FairPriority(), margin=3.0),
         lazy_eviction=True,
     )
 

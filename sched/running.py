@@ -44,6 +44,18 @@ class RunningRequests:
         """Those whose next token needs another block."""
         return self._growing[self._num_decodes % self._block_size]
 
+    def growing_within(self, num_steps: int) -> list[Request]:
+        """Those that need another block for their next `num_steps` tokens, at most `block_size`."""
+        phases = range(self._num_decodes, self._num_decodes + num_steps)
+        return [request for phase in phases for request in self._growing[phase % self._block_size]]
+
+    def num_steps_to_last(self, limit: int) -> int:
+        """Decode iterations until somebody's last token by length, that one included; `limit` at most."""
+        for num_steps in range(1, limit):
+            if self._num_decodes + num_steps - 1 in self._last_decodes:
+                return num_steps
+        return limit
+
     def join(self, request: Request) -> None:
         """Let a request decode from the next iteration on."""
         bisect.insort(self.requests, request, key=_arrival_index)
@@ -64,19 +76,19 @@ class RunningRequests:
         if not self._last_decodes[last_decode]:
             del self._last_decodes[last_decode]
 
-    def advance(self) -> tuple[tuple[Request, ...], list[Request]]:
-        """Schedule one token of each.
+    def advance(self, num_steps: int = 1) -> tuple[tuple[Request, ...], list[Request]]:
+        """Schedule `num_steps` tokens of each, at most `num_steps_to_last`.
 
         Returns:
-            The batch in order of arrival, and those of it whose last token this is; they have left.
+            The batch in order of arrival, and those of it whose last token is among them; they have left.
         """
         batch = tuple(self.requests)
         for request in batch:  # the hot loop
-            num_tokens = request.num_tokens
-            request.num_computed_tokens = num_tokens
-            request.num_tokens = num_tokens + 1
-        ending = list(self._last_decodes.get(self._num_decodes, ()))
-        self._num_decodes += 1
+            num_tokens = request.num_tokens + num_steps
+            request.num_computed_tokens = num_tokens - 1
+            request.num_tokens = num_tokens
+        self._num_decodes += num_steps
+        ending = list(self._last_decodes.get(self._num_decodes - 1, ()))
         for request in ending:
             self.leave(request)
         return batch, ending

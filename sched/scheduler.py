@@ -22,6 +22,7 @@ from jaxllm.sched.pressure import RecentPressure
 from jaxllm.sched.queues import RequestQueue, Verdict
 from jaxllm.sched.running import RunningRequests
 from jaxllm.types import (
+    MULTI_STEP_SEQS,
     NO_COPIES,
     CopyProgress,
     FinishReason,
@@ -138,12 +139,16 @@ class Scheduler:
         self._live[request_id] = request
         self._waiting.add(request)
 
-    def schedule(self, now: float, copies: CopyProgress = NO_COPIES) -> SchedulerOutput:
+    def schedule(
+        self, now: float, copies: CopyProgress = NO_COPIES, max_decode_steps: int = 1
+    ) -> SchedulerOutput:
         """Decide the next iteration and advance the lengths of the requests in it.
 
         Args:
             now: the engine's clock, in seconds.
             copies: what the executor's `copies` says.
+            max_decode_steps: decode iterations that may be scheduled together. There are fewer, or one, where
+                a request ends by length, a pool runs full, copies start or arrive, or many requests run.
 
         Returns:
             A prefill or a decode iteration. It is empty when there is nothing to compute, or when what
@@ -189,11 +194,16 @@ class Scheduler:
             preempted, swap_out = self._make_room(step_id, now)
         if not self._running:
             return SchedulerOutput(step_id)
-        self._grow_block_tables()
+        num_steps = 1
+        if max_decode_steps > 1 and not (preempted or swap_in or load):
+            num_steps = self._num_decode_steps(max_decode_steps)
+        self._grow_block_tables(num_steps)
+        batch, self._ending = self._running.advance(num_steps)
         return self._output(
             step_id,
             now,
-            decode=self._advance_running(),
+            decode=batch,
+            num_decode_steps=num_steps,
             preempted=tuple(preempted),
             swap_out=tuple(swap_out),
             swap_in=swap_in,
@@ -263,7 +273,7 @@ class Scheduler:
             num_used_blocks=self._pool.num_used,
             num_used_host_blocks=self._host.num_blocks - self._host.num_free,
             num_prefill_tokens=output.num_prefill_tokens,
-            num_decoded=len(output.decode),
+            num_decoded=len(output.decode) * output.num_decode_steps,
             num_dropped=len(output.preempted) - len(output.swap_out),
             num_swapped_out=len(output.swap_out),
             num_swapped_in=len(output.swap_in) + len(output.joined),
@@ -573,16 +583,23 @@ class Scheduler:
             preempted.append(victim)
         return preempted, swaps
 
-    def _grow_block_tables(self) -> None:
-        """Give each running request the block its next token needs."""
-        growing = self._running.growing
+    def _num_decode_steps(self, limit: int) -> int:
+        """How many iterations may go by before the next decision."""
+        running = self._running
+        if len(running) > MULTI_STEP_SEQS or self._swapped or self._copies.is_loading:
+            return 1
+        if self._waiting and self._free_slots:
+            return 1  # whoever waits starts as soon as there are blocks
+        num_steps = running.num_steps_to_last(min(limit, self._pool.block_size))
+        while num_steps > 1 and len(running.growing_within(num_steps)) > self._pool.num_free:
+            num_steps -= 1
+        return num_steps
+
+    def _grow_block_tables(self, num_steps: int) -> None:
+        """Give each running request the block that its next tokens need."""
+        growing = self._running.growing_within(num_steps)
         for request, block_id in zip(growing, self._pool.allocate(len(growing)), strict=True):
             request.block_ids.append(block_id)
-
-    def _advance_running(self) -> tuple[Request, ...]:
-        """Schedule one token of each running request; returns them in arrival order."""
-        batch, self._ending = self._running.advance()
-        return batch
 
     def _preempt(self, victim: Request, step_id: int, now: float) -> Swap | None:
         """Take a running request's blocks and slot, and queue it to be prefilled again or swapped in."""

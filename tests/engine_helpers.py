@@ -16,6 +16,7 @@ SMALL = {
     "prefill_buckets": [48],
     "block_size": 4,
     "num_gpu_blocks_override": 128,
+    "num_scheduler_steps": 1,
 }
 
 
@@ -26,10 +27,10 @@ def make_llm(path, **settings):
 class RestlessScheduler(Scheduler):
     """Preempts the latest running request every third iteration, on top of its policy."""
 
-    def schedule(self, now, copies=NO_COPIES):
+    def schedule(self, now, copies=NO_COPIES, max_decode_steps=1):
         if self._step_id % 3 == 2 and len(self._running) > 1:
             self._preempt(self._running.requests[-1], self._step_id, now)
-        return super().schedule(now, copies)
+        return super().schedule(now, copies, max_decode_steps)
 
 
 def make_engine(
@@ -40,6 +41,7 @@ def make_engine(
     policy=None,
     scheduler_class=Scheduler,
     async_scheduling=True,
+    num_scheduler_steps=1,
 ):
     """A fresh engine on `llm`'s executor; fewer blocks than the pool has force preemptions."""
     config = llm.engine.scheduler.config
@@ -61,6 +63,7 @@ def make_engine(
         vocab_size=llm.model_config.vocab_size,
         tokenizer=llm.tokenizer,
         async_scheduling=async_scheduling,
+        num_scheduler_steps=num_scheduler_steps,
     )
 
 

@@ -21,8 +21,10 @@ CONFIG = config_from_dict(
     }
 )
 
+PROGRAMS = [ProgramKey(64, 0, 0), ProgramKey(16, 0, 0, 8), ProgramKey(0, 512, 64)]
 
-@pytest.mark.parametrize("key", [ProgramKey(64, 0, 0), ProgramKey(0, 512, 64)], ids=["decode", "prefill"])
+
+@pytest.mark.parametrize("key", PROGRAMS, ids=lambda key: key.name)
 def test_a_one_gib_pool_is_aliased_and_temporaries_are_under_a_tenth(key):
     block_bytes = memory.block_bytes(CONFIG, 16, 4)
     jitted, arguments = step_program(

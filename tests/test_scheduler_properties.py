@@ -60,7 +60,7 @@ class FakeDevice:
         self.loading = {}  # handle -> whether its blocks are filled only when it joins
 
     def execute(self, scheduled):
-        """The sampled token of each sampled request."""
+        """The sampled token of each sampled request, one iteration after another."""
         for handle in scheduled.discarded:
             del self.host[handle]
             self.loading.pop(handle, None)
@@ -79,15 +79,20 @@ class FakeDevice:
             self.loading[swap.handle] = swap.handle % 2 == 0
             if not self.loading[swap.handle]:
                 self._bring_back(swap)
-        for request in scheduled.decode:
-            # It feeds its newest token, which the host may not know yet.
-            self._write(request, request.num_tokens - 2, [self.newest_token[request.slot]])
+        sampled = []
+        for num_left in reversed(range(scheduled.num_decode_steps if scheduled.decode else 0)):
+            for request in scheduled.decode:
+                # It feeds its newest token, which the host may not know yet.
+                num_tokens = request.num_tokens - num_left
+                self._write(request, num_tokens - 2, [self.newest_token[request.slot]])
+                sampled.append(self._sample(request, num_tokens))
         for chunk in scheduled.prefill:
             stop = chunk.start + chunk.length
             token_ids = chunk.request.token_ids(chunk.start, stop)
             assert len(token_ids) == chunk.length, "prefills a token that is not known"
             self._write(chunk.request, chunk.start, token_ids)
-        return [self._sample(request) for request in sampled_requests(scheduled)]
+        last = [chunk.request for chunk in scheduled.prefill if chunk.is_last]
+        return sampled + [self._sample(request, request.num_tokens) for request in last]
 
     def _bring_back(self, swap):
         copies = self.host[swap.handle]
@@ -115,9 +120,9 @@ class FakeDevice:
         for position, token_id in enumerate(token_ids, start):
             self.cells[self._cell(request, position)] = (request.request_id, position, token_id)
 
-    def _sample(self, request):
+    def _sample(self, request, num_tokens):
         context = []
-        for position in range(request.num_tokens - 1):
+        for position in range(num_tokens - 1):
             owner, written_position, token_id = self.cells[self._cell(request, position)]
             assert (owner, written_position) == (request.request_id, position), "attends to another's KV"
             context.append(token_id)
@@ -243,14 +248,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         data=st.data(),
         run_ahead=st.integers(0, 2),  # the engine's is 0 or 1; 2 exercises the guard on tokens in flight
+        most_steps=st.sampled_from([1, 3, 8]),
     )
-    def start(self, policy, num_blocks, num_host_blocks, block_size, max_num_seqs, budget, data, run_ahead):
+    def start(
+        self,
+        policy,
+        num_blocks,
+        num_host_blocks,
+        block_size,
+        max_num_seqs,
+        budget,
+        data,
+        run_ahead,
+        most_steps,
+    ):
         self.is_fcfs = policy in FCFS
         # Blocks of copies still under way may be missing, but then they are few and soon free.
         self.must_swap = policy in ALWAYS_SWAP and run_ahead == 0
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
         self.kv_tokens = num_blocks * block_size
         self.run_ahead = run_ahead
+        self.most_steps = most_steps
         self.scheduler = make_scheduler(
             POLICIES[policy],
             num_gpu_blocks=num_blocks,
@@ -305,7 +323,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _step(self):
         before = {r: (r.num_tokens, r.num_computed_tokens, r.status) for r in self.live.values()}
         arrived = {handle for handle in self.device.loading if draw(self.now, handle, 3) == 0}
-        output = self.scheduler.schedule(self.now, CopyProgress(arrived, draw(self.now, 0, 40)))
+        copies = CopyProgress(arrived, draw(self.now, 0, 40))
+        max_steps = 1 + draw(self.now, 3, self.most_steps)
+        output = self.scheduler.schedule(self.now, copies, max_steps)
+        assert 1 <= output.num_decode_steps <= max_steps
         self.now += 1.0
         self._check_decision(output, before)
         if not output.is_empty:
@@ -316,7 +337,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _commit(self, output, token_ids):
         self.scheduler.complete(output.step_id)
-        for request, token_id in zip(sampled_requests(output), token_ids, strict=True):
+        requests = sampled_requests(output) * output.num_decode_steps
+        for request, token_id in zip(requests, token_ids, strict=True):
             if request.is_finished:
                 continue  # it ended while this token was in flight
             request.output_token_ids.append(token_id)
@@ -360,7 +382,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_tokens, num_computed, status = before[request]
             expected = RequestStatus.SWAPPED if request in resumed else RequestStatus.RUNNING
             assert (num_computed, status) == (num_tokens - 1, expected)
-            assert (request.num_tokens, request.num_computed_tokens) == (num_tokens + 1, num_tokens)
+            num_steps = output.num_decode_steps
+            assert request.num_tokens == num_tokens + num_steps <= request.max_total_tokens
+            assert request.num_computed_tokens == request.num_tokens - 1
         for chunk in output.prefill:
             request = chunk.request
             num_tokens, num_computed, _ = before[request]

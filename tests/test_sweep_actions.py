@@ -9,14 +9,16 @@ from test_samples import measured
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import sweep.cells
 import sweep_actions
-from sweep_actions import Place, crossover
+from sweep.report import Place, crossover
 
 from jaxllm.predictors.samples import save_samples
 
 
 def place(speed, swap, recompute, adaptive=1.0):
-    return Place("chatbot", 64, 64, speed, {"swap": swap, "recompute": recompute, "adaptive": adaptive}, None)
+    rates = {"swap": {0: swap}, "recompute": {0: recompute}, "adaptive": {0: adaptive}}
+    return Place("chatbot", 64, 64, speed, rates, None)
 
 
 def test_the_crossover_is_interpolated_on_a_logarithmic_scale():
@@ -26,10 +28,19 @@ def test_the_crossover_is_interpolated_on_a_logarithmic_scale():
     assert line[2].share == 0.5
 
 
+def test_actions_are_compared_seed_by_seed():
+    rates = {"swap": {0: 1.0, 1: 10.0, 2: 4.0}, "recompute": {0: 1.1, 1: 9.0, 2: 4.4}}
+    rates["adaptive"] = {0: 1.05, 1: 10.5, 2: 4.0}
+    found = Place("chatbot", 64, 64, 1.0, rates, None)
+    assert found.ratio("adaptive", "swap") == pytest.approx(1.05)
+    assert found.ratio("adaptive", "recompute") == pytest.approx(1.05 / 1.1)
+    assert found.share == pytest.approx(1.05 / 1.1)
+
+
 def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_actions, "LINK_SPEEDS", (0.01, 1.0))
-    monkeypatch.setattr(sweep_actions, "OUTPUT_LENGTHS", (64,))
-    monkeypatch.setattr(sweep_actions, "NUM_GPU_BLOCKS", 24)
+    monkeypatch.setattr(sweep.cells, "LINK_SPEEDS", (0.01, 1.0))
+    monkeypatch.setattr(sweep.cells, "OUTPUT_LENGTHS", (64,))
+    monkeypatch.setattr(sweep.cells, "NUM_GPU_BLOCKS", 24)
     samples = tmp_path / "samples.json"
     save_samples(samples, measured(90, 1.2), {})
     command = ["--requests", "20", "--seeds", "0,1", "--jobs", "1", "--datasets", "chatbot"]
@@ -38,13 +49,13 @@ def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert len(results["places"]) == 2 * 3
     for found in results["places"]:
-        assert found["rates"].keys() == set(sweep_actions.ACTIONS)
+        assert found["rates"].keys() == set(sweep.cells.ACTIONS)
         assert found["regret"] is None or found["regret"] >= 0
         assert found["share"] > 0.5
     assert any(found["regret"] is not None for found in results["places"])
     slow, fast = (found for found in results["places"] if found["host"] == 64)
-    assert slow["rates"]["swap"] < slow["rates"]["recompute"]
-    assert fast["rates"]["swap"] > slow["rates"]["swap"]
+    assert slow["rates"]["swap"]["0"] < slow["rates"]["recompute"]["0"] == fast["rates"]["recompute"]["0"]
+    assert fast["rates"]["swap"]["0"] > slow["rates"]["swap"]["0"]
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| chatbot | 64 | 64 |" in report
     assert "Regret, all decisions together" in report
@@ -55,9 +66,9 @@ def test_every_policy_is_changed_once(tmp_path):
     command = ["--requests", "15", "--seeds", "0", "--jobs", "1", "--parts", "policies"]
     sweep_actions.main([*command, "--out-dir", str(tmp_path)])
     results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["policies"]) == 3 * len(sweep_actions.VARIANTS)
+    assert len(results["policies"]) == 3 * len(sweep.cells.VARIANTS)
     report = (tmp_path / "report.md").read_text()
-    assert all(f"| {variant} | " in report for variant in sweep_actions.VARIANTS)
+    assert all(f"| {variant} | " in report for variant in sweep.cells.VARIANTS)
 
 
 def test_wrong_arguments(tmp_path, capsys):

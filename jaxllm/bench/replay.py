@@ -60,6 +60,7 @@ def replay(
         scheduler,
         vocab_size=llm.model_config.vocab_size,
         async_scheduling=llm.config.async_scheduling,
+        num_scheduler_steps=1,  # every iteration is counted and timed
         clock=time.perf_counter,
         observer=keeper,
     )
@@ -128,10 +129,12 @@ class _TimedScheduler(Scheduler):
 
     seconds = 0.0
 
-    def schedule(self, now: float, copies: CopyProgress = NO_COPIES) -> SchedulerOutput:
+    def schedule(
+        self, now: float, copies: CopyProgress = NO_COPIES, max_decode_steps: int = 1
+    ) -> SchedulerOutput:
         """As its base class."""
         started = time.perf_counter()
-        scheduled = super().schedule(now, copies)
+        scheduled = super().schedule(now, copies, max_decode_steps)
         self.seconds += time.perf_counter() - started
         return scheduled
 

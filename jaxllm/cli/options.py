@@ -64,6 +64,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
         "NAME",
         "adaptive, paper, vllm, vllm_swap, or module:attribute (default: adaptive)",
     ),
+    "num_scheduler_steps": (int, "N", "most decode steps in one device program (default: what takes 50 ms)"),
     "ledger": (str, "FILE", "write the scheduler's decisions there; see `jaxllm explain`"),
     "decode_buckets": (_sizes, "N,N,...", "batch sizes to compile decode programs for"),
     "prefill_buckets": (_sizes, "N,N,...", "token counts to compile prefill programs for"),
@@ -76,7 +77,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
 _CHOICES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "dtype": (("auto", *DTYPES), "of weights and KV (default: auto: float32 on CPUs, else the checkpoint's)"),
     "load_format": (LOAD_FORMATS, "dummy makes random weights (default: auto)"),
-    "attention_implementation": (("xla", "triton"), "default: the best on the device"),
+    "attention_implementation": (("xla", "triton", "mosaic"), "default: the best on the device"),
 }
 _NAMES = ("model", "async_scheduling", *_OPTIONS, *_CHOICES)
 

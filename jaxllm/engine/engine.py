@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,20 @@ from jaxllm.errors import RequestError, SamplingParamsError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, SamplingParams
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.types import Executor, Request, SampledTokens, SchedulerOutput, StepResult
+from jaxllm.types import (
+    MAX_DECODE_STEPS,
+    Executor,
+    Request,
+    SampledTokens,
+    SchedulerOutput,
+    StepResult,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SECONDS_AT_A_TIME = 0.05
+_RATE = 0.1  # weight of the newest decode step
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -36,6 +47,8 @@ class Engine:
         tokenizer: turns text into tokens and back; None takes and gives token ids only.
         eos_token_ids: tokens that end a sequence.
         async_scheduling: schedule and dispatch a step before reading the tokens of the one before it.
+        num_scheduler_steps: most decode iterations of one step, as the executor was built for; None takes as
+            many as are computed in 50 ms, so that few tokens are late, and at most `MAX_DECODE_STEPS`.
         clock: time in seconds, for arrival times and metrics.
         observer: told how long each step took.
     """
@@ -49,6 +62,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         async_scheduling: bool = True,
+        num_scheduler_steps: int | None = 1,
         clock: Callable[[], float] = time.monotonic,
         observer: StepObserver | None = None,
     ) -> None:
@@ -61,6 +75,8 @@ class Engine:
             tokenizer.eos_token_id if tokenizer is not None else min(eos_token_ids, default=None)
         )
         self._depth = 1 if async_scheduling else 0
+        self._num_scheduler_steps = num_scheduler_steps
+        self._decode_seconds = math.inf
         self._clock = clock
         self._observer = observer
         self._last_fetched = 0.0
@@ -148,7 +164,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration; returns the requests that finished, and those streaming that advanced."""
-        scheduled = self.scheduler.schedule(self._clock(), self._executor.copies())
+        scheduled = self.scheduler.schedule(self._clock(), self._executor.copies(), self._max_decode_steps())
         self._dispatch(scheduled)
         return self._commit(self._oldest_due(scheduled))
 
@@ -162,6 +178,11 @@ class Engine:
         if state is None:
             raise RequestError(f"cannot abort request {request_id!r}: no live request has this id")
         self._unreported.append(self._finish(state, "abort", None))
+
+    def _max_decode_steps(self) -> int:
+        if self._num_scheduler_steps is not None:
+            return self._num_scheduler_steps
+        return max(1, min(MAX_DECODE_STEPS, int(_SECONDS_AT_A_TIME / self._decode_seconds)))
 
     # The three parts of a step
 
@@ -182,18 +203,24 @@ class Engine:
         scheduled, result, dispatched = step
         sampled = result.fetch()
         now = self._clock()
-        if self._observer is not None:
-            # The device runs steps one after another: this one began when it was sent or the last one ended.
-            self._observer.observe(scheduled, now - max(dispatched, self._last_fetched))
+        # The device runs steps one after another: this one began when it was sent or the last one ended.
+        seconds = now - max(dispatched, self._last_fetched)
         self._last_fetched = now
+        if self._observer is not None:
+            self._observer.observe(scheduled, seconds)
+        if scheduled.decode and not scheduled.prefill:
+            self._decode_seconds = min(_SECONDS_AT_A_TIME, self._decode_seconds)
+            self._decode_seconds += _RATE * (seconds / scheduled.num_decode_steps - self._decode_seconds)
         self.scheduler.complete(scheduled.step_id)
         self._commit_prompt_logprobs(scheduled, sampled)
         requests = [*scheduled.decode, *(chunk.request for chunk in scheduled.prefill if chunk.is_last)]
+        requests *= scheduled.num_decode_steps
         logprobs = sampled.logprobs or [None] * len(requests)
         states = self._states
+        streaming: dict[str, RequestState] = {}
         for request, token_id, scores in zip(requests, sampled.token_ids, logprobs, strict=True):
             if request.is_finished:
-                continue  # it ended a step ago: this is the overrun token
+                continue  # it has ended: this is a token of the overrun
             state = states[request.request_id]
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
@@ -201,7 +228,8 @@ class Engine:
             if ended is not None:
                 reports.append(self._finish(state, *ended))
             elif state.stream:
-                reports.append(state.output())
+                streaming[request.request_id] = state
+        reports += [state.output() for state in streaming.values() if not state.request.is_finished]
         return reports
 
     def _commit_prompt_logprobs(self, scheduled: SchedulerOutput, sampled: SampledTokens) -> None:

@@ -43,7 +43,8 @@ class StepObserver:
             elif scheduled.prefill and not scheduled.decode:
                 self.costs.observe("prefill", predicted, seconds)
             elif scheduled.decode and not scheduled.prefill:
-                self.costs.observe("decode", predicted, seconds)
+                num_steps = scheduled.num_decode_steps
+                self.costs.observe("decode", predicted / num_steps, seconds / num_steps)
         if self._ledger is not None and scheduled.prefill:
             per_token = seconds / scheduled.num_prefill_tokens
             for chunk in scheduled.prefill:
@@ -59,8 +60,10 @@ class StepObserver:
             context = sum(chunk.start for chunk in prefill)
             seconds += costs.prefill_seconds(scheduled.num_prefill_tokens, len(prefill), context)
         if decode:
+            num_steps = scheduled.num_decode_steps
             context = sum(len(r.prompt_token_ids) + len(r.output_token_ids) for r in decode)
-            seconds += costs.decode_seconds(len(decode), context)
+            context += len(decode) * (num_steps - 1) // 2  # as many as in the middle one
+            seconds += num_steps * costs.decode_seconds(len(decode), context)
         return seconds
 
     def _charge_swaps(self, scheduled: SchedulerOutput, seconds: float) -> None:

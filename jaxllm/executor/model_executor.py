@@ -23,11 +23,13 @@ from jaxllm.executor.step import (
     DeviceState,
     PrefillInputs,
     StepOutputs,
+    run_decode_steps,
     run_step,
 )
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params, abstract_params
 from jaxllm.types import (
+    MULTI_STEP_SEQS,
     NO_COPIES,
     CopyProgress,
     PrefillChunk,
@@ -40,11 +42,23 @@ _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 class ProgramKey(NamedTuple):
-    """Static shape of a step: decode rows, prefill tokens, prefill sequences; 0 where a slice is absent."""
+    """Static shape of a step: decode rows, prefill tokens, prefill sequences; 0 where a slice is absent.
+
+    With `max_decode_steps` of more than one it is a program of up to so many decode iterations.
+    """
 
     decode_rows: int
     prefill_tokens: int
     prefill_seqs: int
+    max_decode_steps: int = 1
+
+    @property
+    def name(self) -> str:
+        """What the program computes."""
+        if not self.decode_rows:
+            return f"prefill of {self.prefill_tokens} tokens, {self.prefill_seqs} prompts"
+        steps = f", up to {self.max_decode_steps} steps" if self.max_decode_steps > 1 else ""
+        return f"decode of {self.decode_rows}{steps}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +75,22 @@ class ExecutorConfig:
     implementation: str | None = None
     num_host_blocks: int = 0
     host_bandwidth_limit: float | None = None
+    max_decode_steps: int = 1
+
+    def program_keys(self, platform: str) -> list[ProgramKey]:
+        """The shapes of every program.
+
+        A GPU's loop waits for the host to read its condition, so single steps have programs of their own
+        there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
+        """
+        largest = 0
+        if self.max_decode_steps > 1:
+            largest = self.buckets.decode_size(min(MULTI_STEP_SEQS, self.max_num_seqs))
+        decode = self.buckets.decode
+        keys = [ProgramKey(0, *size) for size in self.buckets.prefill]
+        keys += [ProgramKey(rows, 0, 0) for rows in decode if rows > largest or platform != "cpu"]
+        keys += [ProgramKey(rows, 0, 0, self.max_decode_steps) for rows in decode if rows <= largest]
+        return keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +110,7 @@ class CompiledProgram:
     @property
     def name(self) -> str:
         """What it computes."""
-        rows, tokens, seqs = self.key
-        return f"decode of {rows}" if rows else f"prefill of {tokens} tokens, {seqs} prompts"
+        return self.key.name
 
 
 class ModelExecutor:
@@ -128,6 +157,7 @@ class ModelExecutor:
                 self._device, self._max_blocks, bandwidth_limit=config.host_bandwidth_limit
             )
         self._set_history = jax.jit(_set_history, donate_argnums=0)
+        self._keys = frozenset(config.program_keys(self._device.platform))
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
         self._program_seconds: dict[ProgramKey, float] = {}
         self.compile_seconds = 0.0
@@ -170,8 +200,7 @@ class ModelExecutor:
         Padding rows write nothing, so the pool and the history stay as they are.
         """
         started = time.perf_counter()
-        keys = [ProgramKey(0, *size) for size in self.config.buckets.prefill]
-        keys += [ProgramKey(rows, 0, 0) for rows in self.config.buckets.decode]
+        keys = self.config.program_keys(self._device.platform)
         lowered = [self._lower(key, *self._padding_inputs(key)) for key in keys]
         with concurrent.futures.ThreadPoolExecutor(_COMPILE_THREADS) as pool:
             for key, (program, seconds) in zip(keys, pool.map(_timed_compile, lowered), strict=True):
@@ -189,6 +218,8 @@ class ModelExecutor:
         """Dispatch one step and return without waiting for the device."""
         if self._swapper is not None:
             self._swap(self._swapper, scheduled)
+        elif scheduled.has_copies:
+            raise ConfigError("the scheduler swaps, and the executor was built with num_host_blocks=0")
         for chunk in scheduled.prefill:
             self._set_table(_slot(chunk.request), chunk.request.block_ids)
             if chunk.is_first:
@@ -205,8 +236,11 @@ class ModelExecutor:
             if prefill
             else (0, 0)
         )
+        num_steps = scheduled.num_decode_steps
         key = ProgramKey(decode_rows, *size)
-        packed_decode = self._pack_decode(decode, decode_rows) if decode else None
+        if num_steps > 1 or (decode and key not in self._keys):
+            key = key._replace(max_decode_steps=self.config.max_decode_steps)
+        packed_decode = self._pack_decode(decode, decode_rows, num_steps) if decode else None
         packed_prefill = self._pack_prefill(prefill, *size) if prefill else None
         outputs = self._run(key, packed_decode, packed_prefill)
         return PendingStep(scheduled, outputs, decode_rows)
@@ -267,7 +301,7 @@ class ModelExecutor:
     # Inputs
 
     def _padding_inputs(self, key: ProgramKey) -> tuple[np.ndarray | None, np.ndarray | None]:
-        decode = self._pack_decode((), key.decode_rows) if key.decode_rows else None
+        decode = self._pack_decode((), key.decode_rows, 1) if key.decode_rows else None
         prefill = self._pack_prefill((), key.prefill_tokens, key.prefill_seqs) if key.prefill_tokens else None
         return decode, prefill
 
@@ -315,9 +349,10 @@ class ModelExecutor:
         self._tables[slot, : len(block_ids)] = block_ids
         self._table_sizes[slot] = len(block_ids)
 
-    def _pack_decode(self, requests: Sequence[Request], rows: int) -> np.ndarray:
-        """`[rows, 2 + max_blocks]` int32: slot, length, block table."""
-        packed = np.zeros((rows, 2 + self._max_blocks), np.int32)
+    def _pack_decode(self, requests: Sequence[Request], rows: int, num_steps: int) -> np.ndarray:
+        """`[rows, 3 + max_blocks]` int32: slot, length, iterations, block table."""
+        packed = np.zeros((rows, 3 + self._max_blocks), np.int32)
+        packed[:, 2] = num_steps
         if requests:
             sizes = self._table_sizes
             slots = [_slot(request) for request in requests]
@@ -326,8 +361,8 @@ class ModelExecutor:
                     self._set_table(slot, request.block_ids)
             count = len(requests)
             packed[:count, 0] = slots
-            packed[:count, 1] = [request.num_tokens - 1 for request in requests]
-            packed[:count, 2:] = self._tables[slots]
+            packed[:count, 1] = [request.num_tokens - num_steps for request in requests]
+            packed[:count, 3:] = self._tables[slots]
         return packed
 
     def _pack_prefill(self, chunks: Sequence[PrefillChunk], num_tokens: int, num_seqs: int) -> np.ndarray:
@@ -381,7 +416,7 @@ def step_program(
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SlotParams.host_zeros(max_num_seqs)))
     decode = prefill = None
     if key.decode_rows:
-        decode = jax.ShapeDtypeStruct((key.decode_rows, 2 + max_blocks), jnp.int32)
+        decode = jax.ShapeDtypeStruct((key.decode_rows, 3 + max_blocks), jnp.int32)
     if key.prefill_tokens:
         size = sum(_prefill_sizes(key.prefill_tokens, key.prefill_seqs, max_blocks))
         prefill = jax.ShapeDtypeStruct((size,), jnp.int32)
@@ -448,7 +483,18 @@ def _packed_step(
 ) -> tuple[DeviceState, StepOutputs]:
     decode = prefill = None
     if packed_decode is not None:
-        decode = DecodeInputs(packed_decode[:, 0], packed_decode[:, 1], packed_decode[:, 2:])
+        decode = DecodeInputs(packed_decode[:, 0], packed_decode[:, 1], packed_decode[:, 3:])
+        if key.max_decode_steps > 1:
+            return run_decode_steps(
+                model_config,
+                params,
+                state,
+                slot_params,
+                decode,
+                packed_decode[0, 2],
+                max_steps=key.max_decode_steps,
+                implementation=implementation,
+            )
     if packed_prefill is not None:
         prefill = _unpack_prefill(packed_prefill, key.prefill_tokens, key.prefill_seqs, max_blocks)
     return run_step(model_config, params, state, slot_params, decode, prefill, implementation=implementation)

@@ -15,8 +15,11 @@ class PendingStep:
     """A dispatched step; `fetch` waits for it and reads back what the host needs."""
 
     def __init__(self, scheduled: SchedulerOutput, outputs: StepOutputs, decode_rows: int) -> None:
-        sampled = list(scheduled.decode) + [c.request for c in scheduled.prefill if c.is_last]
-        rows = list(range(len(scheduled.decode)))
+        sampled = list(scheduled.decode) * scheduled.num_decode_steps + [
+            c.request for c in scheduled.prefill if c.is_last
+        ]
+        num_steps = scheduled.num_decode_steps
+        rows = [step * decode_rows + i for step in range(num_steps) for i in range(len(scheduled.decode))]
         rows += [decode_rows + i for i, chunk in enumerate(scheduled.prefill) if chunk.is_last]
         self._rows = rows
         self._num_logprobs = [request.sampling_params.logprobs for request in sampled]

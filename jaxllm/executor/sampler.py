@@ -17,6 +17,7 @@ from jax import lax
 from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 _NEGATIVE = -1e30
+_MAX_END_IDS = 8
 
 
 class SlotParams(NamedTuple):
@@ -24,7 +25,8 @@ class SlotParams(NamedTuple):
 
     As numpy arrays on the host and, uploaded when a slot changes, as device arrays. `seeds` holds the high
     and low 32 bits. Unused places of `bias_ids` and `banned_ids` are -1. `banned_ids` may not be sampled
-    before the request is `min_length` tokens long (prompt included).
+    before the request is `min_length` tokens long (prompt included). `end_ids` are tokens that end the
+    request, as many as there is room for: the host knows them all.
     """
 
     temperature: jax.Array
@@ -42,6 +44,7 @@ class SlotParams(NamedTuple):
     bias_ids: jax.Array
     bias_values: jax.Array
     banned_ids: jax.Array
+    end_ids: jax.Array
 
     @classmethod
     def host_zeros(cls, num_slots: int) -> SlotParams:
@@ -61,6 +64,7 @@ class SlotParams(NamedTuple):
             np.full((rows, MAX_LOGIT_BIAS), -1, np.int32),
             np.zeros((rows, MAX_LOGIT_BIAS), np.float32),
             np.full((rows, MAX_BANNED_TOKEN_IDS), -1, np.int32),
+            np.full((rows, _MAX_END_IDS), -1, np.int32),
         ]
         return cls(*arrays)  # type: ignore[arg-type]
 
@@ -100,6 +104,10 @@ class SlotParams(NamedTuple):
             banned = sorted({*(params.stop_token_ids or ()), *eos_token_ids})
         host["banned_ids"][slot] = -1
         host["banned_ids"][slot, : len(banned)] = banned
+        ends = sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)})
+        ends = ends[:_MAX_END_IDS]
+        host["end_ids"][slot] = -1
+        host["end_ids"][slot, : len(ends)] = ends
 
 
 class SampledRows(NamedTuple):

@@ -71,7 +71,10 @@ class PromptLogprobs(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """Sampled rows (decode rows first), and prompt log-probabilities if there is a prefill slice."""
+    """Sampled rows (decode rows first), and prompt log-probabilities if there is a prefill slice.
+
+    Of several decode iterations the rows come one iteration after another.
+    """
 
     sampled: SampledRows
     prompt_logprobs: PromptLogprobs | None
@@ -255,6 +258,67 @@ def run_step(
     end = jnp.minimum(all_lengths, history.shape[1] - 1)
     history = history.at[all_slots, end].set(sampled.tokens)
     return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs)
+
+
+def run_decode_steps(
+    config: AnyConfig,
+    params: Mapping[str, jax.Array],
+    state: DeviceState,
+    slot_params: SlotParams,
+    decode: DecodeInputs,
+    num_steps: jax.Array,
+    *,
+    max_steps: int,
+    implementation: str | None = None,
+) -> tuple[DeviceState, StepOutputs]:
+    """Compute several decode iterations, each on the tokens of the one before it.
+
+    A row that samples one of its `end_ids` is padding from then on. When all have, the program ends early.
+
+    Args:
+        config: the model's configuration (static).
+        params: flat weights.
+        state: the device state.
+        slot_params: by slot.
+        decode: inputs of the first iteration; the block tables have blocks for all of them.
+        num_steps: int32, iterations to compute.
+        max_steps: the most there may be (static).
+        implementation: of attention.
+
+    Returns:
+        The state, and outputs of `[max_steps * B]` rows, one iteration after another; those of iterations
+        that were not computed, or of rows that had ended, mean nothing.
+    """
+
+    def step(state: DeviceState, lengths: jax.Array) -> tuple[DeviceState, SampledRows]:
+        inputs = DecodeInputs(decode.slots, lengths, decode.block_tables)
+        state, outputs = run_step(
+            config, params, state, slot_params, inputs, None, implementation=implementation
+        )
+        return state, outputs.sampled
+
+    def unfinished(carry: tuple[jax.Array, DeviceState, jax.Array, SampledRows]) -> jax.Array:
+        i, _, lengths, _ = carry
+        return (i < num_steps) & jnp.any(lengths > 0)
+
+    def body(
+        carry: tuple[jax.Array, DeviceState, jax.Array, SampledRows],
+    ) -> tuple[jax.Array, DeviceState, jax.Array, SampledRows]:
+        i, state, lengths, collected = carry
+        state, sampled = step(state, lengths)
+        collected = SampledRows(
+            *(
+                lax.dynamic_update_index_in_dim(x, row, i, 0)
+                for x, row in zip(collected, sampled, strict=True)
+            )
+        )
+        has_ended = jnp.any(slot_params.end_ids[decode.slots] == sampled.tokens[:, None], axis=1)
+        return i + 1, state, jnp.where((lengths > 0) & ~has_ended, lengths + 1, 0), collected
+
+    shapes = jax.eval_shape(step, state, decode.lengths)[1]
+    empty = SampledRows(*(jnp.zeros((max_steps, *shape.shape), shape.dtype) for shape in shapes))
+    _, state, _, collected = lax.while_loop(unfinished, body, (jnp.int32(0), state, decode.lengths, empty))
+    return state, StepOutputs(SampledRows(*(x.reshape(-1, *x.shape[2:]) for x in collected)), None)
 
 
 def _prompt_logprobs(

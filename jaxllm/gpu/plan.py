@@ -17,6 +17,7 @@ from jaxllm.executor.model_executor import ProgramKey, step_program
 from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.gpu.target import Compiler, GPUTarget
 from jaxllm.models.registry import AnyConfig, abstract_params
+from jaxllm.types import MAX_DECODE_STEPS, MULTI_STEP_SEQS
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -139,6 +140,10 @@ def make_plan(
             "smaller model or dtype, a larger device, or raise XLA_PYTHON_CLIENT_MEM_FRACTION"
         )
     keys = [ProgramKey(rows, 0, 0) for rows in (buckets.decode if every_bucket else buckets.decode[-1:])]
+    loops = [
+        rows for rows in buckets.decode if rows <= buckets.decode_size(min(MULTI_STEP_SEQS, max_num_seqs))
+    ]
+    keys += [ProgramKey(rows, 0, 0, MAX_DECODE_STEPS) for rows in (loops if every_bucket else loops[-1:])]
     keys += [ProgramKey(0, *size) for size in (buckets.prefill if every_bucket else buckets.prefill[-1:])]
     programs = []
     with Compiler(target) as compiler:
@@ -165,8 +170,7 @@ def make_plan(
                 implementation=implementation,
             )
             pool_shape = arguments[1].pool.shape
-            name = f"decode of {key.decode_rows}" if key.decode_rows else f"prefill of {key.prefill_tokens}"
-            compiled(name, jitted, arguments)
+            compiled(key.name, jitted, arguments)
         pool = arguments[1].pool
         for name, jitted, swap_arguments in BlockSwapper.programs(
             pool, min(guess, max(1, needed // max_num_seqs))

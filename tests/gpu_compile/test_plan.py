@@ -70,16 +70,18 @@ def plan(config, device, **changes):
 )
 def test_steps_update_the_pool_in_place_with_few_temporaries(config, device, num_gpu_blocks):
     found = plan(config, device, num_gpu_blocks=num_gpu_blocks)
-    decode, prefill, *swaps = found.programs
-    assert (decode.name, prefill.name) == ("decode of 64", "prefill of 2048")
+    decode, several, prefill, *swaps = found.programs
+    assert (decode.name, several.name) == ("decode of 64", "decode of 16, up to 8 steps")
+    assert prefill.name == "prefill of 2048 tokens, 64 prompts"
     pool_bytes = found.pool_bytes if num_gpu_blocks else swaps[1].aliased_bytes  # "swap in": the pool alone
     if num_gpu_blocks:
         assert pool_bytes == 1024 * found.block_bytes >= 12.5 * GIB
-    for program in (decode, prefill):
+    for program in (decode, several, prefill):
         assert program.aliased_bytes >= pool_bytes
         assert program.pool_copies == 0
     # The sampler's share, some copies of the logits, grows with the vocabulary.
     assert decode.temporary_bytes < 64 * MIB * config["vocab_size"] / 32000
+    assert several.temporary_bytes < 64 * MIB * config["vocab_size"] / 32000
     assert prefill.temporary_bytes < GIB
     for program in swaps:
         assert program.temporary_bytes <= 17 * found.block_bytes

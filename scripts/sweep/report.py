@@ -1,0 +1,204 @@
+"""The sweep's report: shares of every cell, crossovers, regret, and what each policy is worth."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sweep.cells import BLOCK_SIZE, DEVICE, MODEL, NUM_GPU_BLOCKS, VARIANTS
+
+LEAST_SHARE = 0.98
+NEAR_CROSSOVER = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One cell of the sweep. Every action runs the same traces, so they are compared seed by seed.
+
+    Attributes:
+        rates: of each action, tokens/s by seed.
+        regret: of the adaptive action against hindsight, as a share; None without decisions.
+    """
+
+    dataset: str
+    output: int
+    host: int
+    speed: float
+    rates: dict[str, dict[int, float]]
+    regret: float | None
+
+    def ratio(self, action: str, other: str) -> float:
+        """Throughput of an action over that of another, median over seeds."""
+        rates, others = self.rates[action], self.rates[other]
+        return statistics.median(rates[seed] / others[seed] for seed in rates)
+
+    @property
+    def share(self) -> float:
+        """Throughput of the adaptive action over that of the better fixed one."""
+        return min(self.ratio("adaptive", "swap"), self.ratio("adaptive", "recompute"))
+
+    @property
+    def advantage(self) -> float:
+        """Of swapping over recomputing, as a logarithm."""
+        return math.log(self.ratio("swap", "recompute"))
+
+
+def places(rows: Iterable[dict[str, Any]]) -> list[Place]:
+    """The rows of part `actions`, by cell."""
+    found: dict[tuple[Any, ...], dict[str, dict[int, dict[str, Any]]]] = {}
+    recomputed: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in rows:
+        if row["part"] != "actions":
+            continue
+        trace = row["dataset"], row["max_output_len"]
+        if row["variant"] == "recompute":
+            recomputed.setdefault(trace, {})[row["seed"]] = row["output_tokens_per_second"]
+        else:
+            key = (*trace, row["num_host_blocks"], row["link_speed"])
+            found.setdefault(key, {}).setdefault(row["variant"], {})[row["seed"]] = row
+    result = []
+    for key, variants in sorted(found.items()):
+        rates = {
+            variant: {seed: row["output_tokens_per_second"] for seed, row in of_variant.items()}
+            for variant, of_variant in variants.items()
+        }
+        rates["recompute"] = recomputed[key[:2]]
+        best = sum(row["regret"]["best_seconds"] for row in variants["adaptive"].values())
+        lost = sum(row["regret"]["seconds"] for row in variants["adaptive"].values())
+        result.append(Place(*key, rates, lost / best if best else None))
+    return result
+
+
+def crossover(line: Sequence[Place]) -> float | None:
+    """The link speed from which on swapping wins, interpolated; None if one of the two always does."""
+    for low, high in itertools.pairwise(line):
+        if low.advantage < 0 <= high.advantage:
+            weight = low.advantage / (low.advantage - high.advantage)
+            return math.exp(math.log(low.speed) * (1 - weight) + math.log(high.speed) * weight)
+    return None
+
+
+def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Shares of every cell, losing cells, crossovers and regret."""
+    found = places(rows)
+    speeds = sorted({place.speed for place in found})
+    lines = [
+        "## The action: tokens/s of the adaptive choice over the better of always-swap and always-recompute",
+        "",
+        "Columns are link speeds, in multiples of the data sheet's. `*`: within "
+        f"{NEAR_CROSSOVER:g}x of the speed at which both fixed actions are equally fast.",
+        "",
+        "| data | output | host blocks | crossover | " + " | ".join(f"{speed:g}" for speed in speeds) + " |",
+        "|---|---:|---:|---:|" + "---:|" * len(speeds),
+    ]
+    near, losing = [], []
+    for (dataset, output, host), group in itertools.groupby(
+        found, key=lambda place: (place.dataset, place.output, place.host)
+    ):
+        line = list(group)
+        crossing = crossover(line)
+        cells = []
+        for place in line:
+            is_near = crossing is not None and abs(math.log(place.speed / crossing)) <= math.log(
+                NEAR_CROSSOVER
+            )
+            near += [place] * is_near
+            losing += [place] * (place.share < LEAST_SHARE)
+            cells.append(f"{place.share:.3f}" + "*" * is_near)
+        shown = "none" if crossing is None else f"{crossing:.3f}"
+        lines.append(f"| {dataset} | {output} | {host} | {shown} | " + " | ".join(cells) + " |")
+    behind = [place for place in near if place.share <= 1]
+    regrets = [place.regret for place in found if place.regret is not None]
+    lost = sum(row["regret"]["seconds"] for row in rows if "regret" in row)
+    best = sum(row["regret"]["best_seconds"] for row in rows if "regret" in row)
+    hindsight = [place.ratio("adaptive", "hindsight") for place in found]
+    lines += [
+        "",
+        f"Cells below {LEAST_SHARE}: {len(losing)} of {len(found)}"
+        + (": " + "; ".join(_name(place) for place in losing) if losing else "")
+        + f". Strictly faster than both within {NEAR_CROSSOVER:g}x of the crossover: "
+        f"{len(near) - len(behind)} of {len(near)} cells (median share {_median_share(near)})"
+        + ("; not in " + "; ".join(_name(place) for place in behind) if behind else "")
+        + ".",
+        "",
+        f"Regret, all decisions together: {lost / max(best, 1e-12):.1%} of what hindsight would have spent"
+        f" (cells: median {statistics.median(regrets or [0.0]):.1%}, largest "
+        f"{max(regrets, default=0.0):.1%}). Throughput over that of hindsight: median "
+        f"{statistics.median(hindsight):.3f}, least {min(hindsight):.3f}.",
+        "",
+    ]
+    return lines
+
+
+def _median_share(near: Sequence[Place]) -> str:
+    return f"{statistics.median(place.share for place in near):.3f}" if near else "-"
+
+
+def _name(place: Place) -> str:
+    return (
+        f"{place.dataset}, output {place.output}, {place.host} host blocks, link x{place.speed:g}: "
+        f"{place.share:.3f}"
+    )
+
+
+def policies_report(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What every single change of `adaptive` does."""
+    lines = [
+        "## The other policies, one changed at a time",
+        "",
+        "Outputs uniform in 16 to 64 tokens, 64 host blocks, the data sheet's link. Tokens/s relative to "
+        "`adaptive`, mean weighted turnaround, preemptions (of them swapped); medians over seeds.",
+        "",
+        "| changed | " + " | ".join(("chatbot", "alpaca", "summary")) + " |",
+        "|---|---:|---:|---:|",
+    ]
+    for variant in VARIANTS:
+        cells = []
+        for dataset in ("chatbot", "alpaca", "summary"):
+            rate = _median(rows, dataset, variant, "output_tokens_per_second")
+            base = _median(rows, dataset, "adaptive", "output_tokens_per_second")
+            cells.append(
+                f"{rate / base:.3f}, {_median(rows, dataset, variant, 'mean_weighted_turnaround'):.1f}, "
+                f"{_median(rows, dataset, variant, 'num_preemptions'):.0f} "
+                f"({_median(rows, dataset, variant, 'num_swaps'):.0f})"
+            )
+        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def _median(rows: Sequence[dict[str, Any]], dataset: str, variant: str, value: str) -> float:
+    return statistics.median(
+        row[value]
+        for row in rows
+        if (row["part"], row["dataset"], row["variant"]) == ("policies", dataset, variant)
+    )
+
+
+def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
+    """The Markdown report."""
+    noise = (
+        "Predictions are exact."
+        if args.samples is None
+        else f"Noise: ratios measured / predicted of `{pathlib.Path(args.samples).name}`, one part for the "
+        "truth, another for the samples predictors are fitted to."
+    )
+    lines = [
+        "# Swap or recompute, simulated",
+        "",
+        f"Command: `{args.command}`. {MODEL} on a roofline of {DEVICE}; {NUM_GPU_BLOCKS} device blocks of "
+        f"{BLOCK_SIZE} tokens; {args.requests} requests, all present at time 0, "
+        "outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
+        f"{args.seeds} of ratios on the same trace. {noise} Copies run beside computation.",
+        "",
+    ]
+    if "actions" in args.parts:
+        lines += actions_report(rows)
+    if "policies" in args.parts:
+        lines += policies_report(rows)
+    return "\n".join(lines)

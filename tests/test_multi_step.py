@@ -1,0 +1,205 @@
+"""Several decode iterations in one device program: the same tokens, and decisions when they are due."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_helpers import make_engine, make_llm, run
+from scheduler_helpers import make_request, make_scheduler
+from variants import golden_checkpoint, golden_data
+
+from jaxllm import SamplingParams
+from jaxllm.executor.sampler import SlotParams
+from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, run_decode_steps, run_step
+from jaxllm.sched.policies import GrowthReserve, SchedulerPolicy, SwapIfItFits
+from jaxllm.sched.scheduler import Scheduler
+
+NAME = "llama_gqa"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(golden_checkpoint(NAME), num_scheduler_steps=8, num_host_blocks=24)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return golden_data(NAME)["prompts"]
+
+
+def mixed_params():
+    greedy = golden_data(NAME)["greedy"]
+    return [
+        SamplingParams(temperature=0, max_tokens=29, ignore_eos=True, logprobs=3),
+        SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[greedy[1][9]], ignore_eos=True),
+        SamplingParams(temperature=0.9, top_k=9, seed=5, max_tokens=17, frequency_penalty=0.4),
+        SamplingParams(temperature=0, max_tokens=23, min_tokens=12, stop_token_ids=[greedy[3][2]]),
+    ]
+
+
+class Recording(Scheduler):
+    """Keeps what the engine allowed and what was scheduled."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.allowed, self.scheduled = [], []
+
+    def schedule(self, now, copies, max_decode_steps):
+        output = super().schedule(now, copies, max_decode_steps)
+        self.allowed.append(max_decode_steps)
+        self.scheduled.append(output)
+        return output
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_same_tokens_in_fewer_programs(llm, prompts, async_scheduling):
+    outputs, decodes = [], []
+    for num_steps in (1, 8):
+        engine = make_engine(
+            llm,
+            scheduler_class=Recording,
+            async_scheduling=async_scheduling,
+            num_scheduler_steps=num_steps,
+        )
+        outputs.append(run(engine, prompts, mixed_params()))
+        decodes.append([one.num_decode_steps for one in engine.scheduler.scheduled if one.decode])
+    single, several = outputs
+    assert [o.token_ids for o in several] == [o.token_ids for o in single]
+    assert [o.outputs[0].finish_reason for o in several] == [o.outputs[0].finish_reason for o in single]
+    assert [o.outputs[0].stop_reason for o in several] == [o.outputs[0].stop_reason for o in single]
+    for one, other in zip(single[0].outputs[0].logprobs, several[0].outputs[0].logprobs, strict=True):
+        assert one.keys() == other.keys()
+        for token_id, scored in one.items():
+            assert scored.logprob == pytest.approx(other[token_id].logprob, abs=1e-5)
+            assert scored.rank == other[token_id].rank
+    assert set(decodes[0]) == {1}
+    assert max(decodes[1]) == 4  # blocks of 4 tokens
+    assert len(decodes[1]) < len(decodes[0]) / 2
+
+
+def test_preempted_requests_get_the_same_tokens(llm, prompts):
+    params = SamplingParams(temperature=1.1, seed=3, max_tokens=40, ignore_eos=True)
+    calm = run(make_engine(llm), prompts, params)
+    policy = SchedulerPolicy(admission=GrowthReserve(0.0), action=SwapIfItFits())
+    engine = make_engine(
+        llm,
+        num_gpu_blocks=40,
+        num_host_blocks=24,
+        policy=policy,
+        scheduler_class=Recording,
+        num_scheduler_steps=8,
+    )
+    tight = run(engine, prompts, params)
+    assert [o.token_ids for o in tight] == [o.token_ids for o in calm]
+    assert sum(o.metrics.num_preemptions for o in tight) > 0
+    assert max(one.num_decode_steps for one in engine.scheduler.scheduled) > 1
+
+
+def test_streams_advance_by_whole_programs(llm, prompts):
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    counts = [len(output.token_ids) for output in llm.stream([prompts[1]], params)]
+    assert counts == [1, 5, 9, 13, 17, 20]
+
+
+@pytest.mark.parametrize(("tick", "allowed"), [(0.001, 8), (0.0125, 4), (0.2, 1)])
+def test_as_many_steps_as_50_ms_hold(llm, prompts, tick, allowed):
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += tick / 4  # it is read about four times a step
+        return now
+
+    engine = make_engine(llm, scheduler_class=Recording, async_scheduling=False, num_scheduler_steps=None)
+    engine._clock = clock
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    engine.add_request("0", prompts[1][:4], params)
+    engine.step()
+    while engine.has_unfinished_requests:
+        engine.step()
+        # The clock counts a program as one tick however many iterations it has.
+        engine._decode_seconds = max(engine._decode_seconds, tick)
+    assert engine.scheduler.allowed[0] == 1
+    assert engine.scheduler.allowed[-2] == allowed
+
+
+def test_steps_stop_where_a_decision_is_due():
+    def decode_steps(*, limit=8, count=1, waiting=0, max_num_seqs=32, num_gpu_blocks=64, total=40):
+        scheduler = make_scheduler(
+            SchedulerPolicy(admission=GrowthReserve(0.0)),
+            num_gpu_blocks=num_gpu_blocks,
+            block_size=4,
+            max_model_len=64,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=256,
+        )
+        for index in range(count):
+            scheduler.add(make_request(index, 3, max_total_tokens=total))
+        assert scheduler.schedule(0.0).prefill
+        for index in range(count, count + waiting):
+            scheduler.add(make_request(index, 3, max_total_tokens=total))
+        for request in list(scheduler._running):
+            request.output_token_ids.append(0)
+        output = scheduler.schedule(1.0, max_decode_steps=limit)
+        scheduler.check()
+        return output.num_decode_steps if output.decode else 0
+
+    assert decode_steps() == 4  # a block at most each, and blocks of 4 tokens
+    assert decode_steps(limit=3) == 3
+    assert decode_steps(limit=1) == 1
+    assert decode_steps(total=6) == 2  # somebody's last token
+    assert decode_steps(count=16) == 4
+    assert decode_steps(count=17) == 1  # many requests
+    assert decode_steps(count=2, num_gpu_blocks=3, total=8) == 1  # one free block, for two requests
+    assert decode_steps(waiting=1, max_num_seqs=1) == 4  # whoever waits has no slot
+    assert decode_steps(waiting=1, count=2, num_gpu_blocks=2, total=5) == 1  # or might start at any time
+
+
+def test_a_row_that_has_ended_writes_nothing(llm, prompts):
+    config, params = llm.model_config, llm.executor._params
+    block_size, num_blocks, length = 4, 16, 6
+    tables = np.arange(num_blocks, dtype=np.int32).reshape(2, 8)
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+    tokens = np.concatenate([np.asarray(prompts[i][:length], np.int32) for i in (1, 2)])
+    prefill = PrefillInputs(
+        tokens=tokens,
+        targets=tokens,
+        query_starts=np.asarray([0, length, 2 * length], np.int32),
+        lengths=np.full(2, length, np.int32),
+        slots=np.arange(2, dtype=np.int32),
+        is_last=np.ones(2, np.int32),
+        num_seqs=np.full(1, 2, np.int32),
+        block_tables=tables,
+    )
+
+    def start(end_ids):
+        host = SlotParams.host_zeros(2)
+        host.end_ids[: len(end_ids), 0] = end_ids
+        state = DeviceState(jnp.zeros(shape), jnp.zeros((3, 33), jnp.int32))
+        slot_params = SlotParams(*map(jnp.asarray, host))
+        state, _ = run_step(config, params, state, slot_params, None, jax.tree.map(jnp.asarray, prefill))
+        return state, slot_params
+
+    decode = DecodeInputs(jnp.arange(2), jnp.full(2, length + 1), jnp.asarray(tables))
+    state, slot_params = start([-1, -1])
+    free, _ = run_decode_steps(config, params, state, slot_params, decode, jnp.int32(5), max_steps=6)
+    expected = np.asarray(free.history)[:2, length : length + 6]
+    assert not np.asarray(free.history)[:2, length + 6 :].any()
+
+    end = int(expected[0, 2])
+    num_kept = expected[0].tolist().index(end, 1) + 1
+    state, slot_params = start([end, -1])
+    ended, outputs = run_decode_steps(config, params, state, slot_params, decode, jnp.int32(5), max_steps=6)
+    history = np.asarray(ended.history)[:2, length : length + 6]
+    np.testing.assert_array_equal(history[1], expected[1])
+    np.testing.assert_array_equal(history[0, :num_kept], expected[0, :num_kept])
+    assert not history[0, num_kept:].any()
+    assert not np.asarray(ended.pool)[tables[0, (length + num_kept) // block_size :]].any()
+    assert outputs.sampled.tokens.shape == (12,)
+
+    ends = [int(expected[0, 1]), int(expected[1, 1])]
+    state, slot_params = start(ends)
+    both, outputs = run_decode_steps(config, params, state, slot_params, decode, jnp.int32(5), max_steps=6)
+    np.testing.assert_array_equal(np.asarray(both.history)[:2, length : length + 2], expected[:, :2])
+    assert not np.asarray(both.history)[:2, length + 2 :].any()
+    assert not np.asarray(outputs.sampled.tokens)[2:].any(), "it went on after all had ended"
