@@ -13,7 +13,7 @@ help:
 	@echo "make test-parity  tests against live transformers on torch"
 	@echo "make test-gpu-compile  compiles kernels and whole steps for GPUs that are not there"
 	@echo "make lint         ruff and mypy"
-	@echo "make check        lint, test, test-parity: what CI runs"
+	@echo "make check        lint, test, test-parity, test-gpu-compile: what CI runs"
 	@echo "make reproduce    the AdaptiveLLM paper's evaluation, simulated"
 	@echo "make bench        throughput and scheduler benchmarks of this machine"
 
@@ -50,14 +50,14 @@ test-parity: $(VENV)/.installed-parity
 	$(PYTEST) tests/parity
 
 test-gpu-compile: $(CUDA_COMPILER)/.installed
-	PYTHONPATH=$(CUDA_COMPILER) JAX_PLATFORMS=cpu $(PYTEST) tests/gpu_compile
+	PYTHONPATH=$(CUDA_COMPILER) JAX_PLATFORMS=cpu $(PYTEST) tests/gpu_compile -n $(TEST_JOBS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test test-parity
+check: lint test test-parity test-gpu-compile
 
 bench: $(VENV)/.installed-dev
 	mkdir -p out

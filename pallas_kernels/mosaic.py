@@ -40,7 +40,7 @@ _QUERY_WARPGROUPS = 2
 _LOG2E = math.log2(math.e)
 _MASKED = -1e30
 _DTYPES = ("bfloat16", "float16")
-_IS_NEWER_JAX = hasattr(plgpu, "InterpretGPUParams")
+IS_NEWER_JAX = hasattr(plgpu, "InterpretGPUParams")  # than 0.10
 
 write_kv = triton.write_kv
 """The Triton kernel: a copy needs nothing of Hopper."""
@@ -55,8 +55,12 @@ def decode_attention(
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     group = num_q_heads // num_kv_heads
     splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, _TILE)
-    # A window of 64 rows starts at each KV head's first query; nothing beyond its group is stored.
-    queries = _pad_rows(q.reshape(num_rows * num_q_heads, head_dim), _TILE)
+    # A window of 64 rows starts at each KV head's first query; nothing beyond its group is stored. Windows
+    # start at multiples of a tile's 8 rows.
+    rows_apart = -(-group // 8) * 8
+    queries = q.reshape(num_rows * num_kv_heads, group, head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, rows_apart - group), (0, 0))).reshape(-1, head_dim)
+    queries = jnp.pad(queries, ((0, _TILE), (0, 0)))
     stats = jax.ShapeDtypeStruct((num_rows, splits, num_kv_heads, _TILE), jnp.float32)
     partial = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads, head_dim), jnp.float32)
     acc, peak, total = _call(
@@ -64,7 +68,8 @@ def decode_attention(
             _decode_kernel,
             group=group,
             splits=splits,
-            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            rows_apart=rows_apart,
             pool_row=_pool_row(pool, layer),
             factor=scale * _LOG2E,
         ),
@@ -102,8 +107,10 @@ def prefill_attention(
     tile_rows = _QUERY_WARPGROUPS * _TILE
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
     num_tiles = tiles.shape[0]
-    queries = _pad_rows(q, tile_rows)
-    # Rows past the end of a chunk must not reach the next one's, so tiles are stored apart and then gathered.
+    # A chunk may start at any row, and windows start at multiples of 8 rows: tiles are laid apart, as they
+    # are stored, so that rows past the end of a chunk do not reach the next one's.
+    rows_of_tiles = jnp.minimum(tiles[:, 1:2] + jnp.arange(tile_rows, dtype=jnp.int32), num_tokens - 1)
+    queries = q[rows_of_tiles]
     out = _call(
         functools.partial(
             _prefill_kernel,
@@ -149,7 +156,8 @@ def _decode_kernel(
     *,
     group: int,
     splits: int,
-    num_q_heads: int,
+    num_kv_heads: int,
+    rows_apart: int,
     pool_row: Callable[[Any, Any, int], Any],
     factor: float,
 ) -> None:
@@ -163,7 +171,7 @@ def _decode_kernel(
     @pl.when(warpgroup == 0)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        start = row * num_q_heads + kv_head * group
+        start = pl.multiple_of((row * num_kv_heads + kv_head) * rows_apart, 8)
         plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, _TILE)], q_smem, q_arrived)
         plgpu.barrier_wait(q_arrived)
 
@@ -235,7 +243,7 @@ def _prefill_kernel(
 ) -> None:
     head, tile = lax.axis_index("head"), lax.axis_index("tile")
     warpgroup = lax.axis_index("warpgroup")
-    seq, first_row, num_rows, position = (tiles_ref[tile, i] for i in range(4))
+    seq, num_rows, position = (tiles_ref[tile, i] for i in (0, 2, 3))
     length = jnp.where(num_rows > 0, position + num_rows, 0)
     num_steps = pl.cdiv(length, _TILE)
 
@@ -243,10 +251,8 @@ def _prefill_kernel(
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         smem = qo_smem.at[warpgroup]
-        offset = warpgroup * _TILE
-        plgpu.copy_gmem_to_smem(
-            q_ref.at[pl.ds(first_row + offset, _TILE), head], smem, q_arrived.at[warpgroup]
-        )
+        offset = pl.multiple_of(warpgroup * _TILE, _TILE)
+        plgpu.copy_gmem_to_smem(q_ref.at[tile, pl.ds(offset, _TILE), head], smem, q_arrived.at[warpgroup])
         plgpu.barrier_wait(q_arrived.at[warpgroup])
 
         def step(i: jax.Array, state: Any) -> Any:
@@ -329,16 +335,24 @@ def _copy_tiles(
                 # Past the row's last token any block of its own does: what it holds is masked.
                 block = tables_ref[row, jnp.where(token < length, token, 0) // block_size]
                 plgpu.copy_gmem_to_smem(
-                    pool_ref.at[pool_row(block, index), pl.ds(token % block_size, rows)],
+                    pool_ref.at[pool_row(block, index), _window(token, block_size, rows)],
                     buffers[index].at[slot, pl.ds(part * rows, rows)],
                     arrived[index].at[slot],
                 )
 
 
+def _window(token: jax.Array, block_size: int, rows: int) -> Any:
+    """The `rows` of a block that start with a token's."""
+    start = 0 if rows == block_size else pl.multiple_of(lax.rem(token, jnp.int32(block_size)), rows)
+    return pl.ds(start, rows)
+
+
 def _scores(q_smem: Any, k_smem: Any) -> jax.Array:
     """Float32 `[64, 64]`: products of queries and keys."""
-    if is_interpreted() and not _IS_NEWER_JAX:  # JAX 0.10 interprets no transposes
-        return jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
+    if is_interpreted() and not IS_NEWER_JAX:  # JAX 0.10 interprets no transposes
+        scores = jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # unlike wgmma's, these reads are not ordered before the next copy into the slot
+        return scores
 
     def multiply(acc_ref: Any) -> jax.Array:
         plgpu.wgmma(acc_ref, q_smem, _transposed(k_smem))
@@ -368,6 +382,7 @@ def _accumulate(state: tuple[jax.Array, ...], scores: jax.Array, v_smem: Any) ->
 
     if is_interpreted():  # the interpreter multiplies shared memory only
         product = jnp.dot(weights, v_smem[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # as in `_scores`
     else:
         product = pl.run_scoped(multiply, plgpu.ACC((_TILE, acc.shape[1]), jnp.float32))
     return acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + product, peak, total
@@ -417,11 +432,6 @@ def _interpreter() -> Any:
 def _check(q: jax.Array, pool: jax.Array) -> None:
     """Refuse what the kernels are not written for."""
     head_dim, block_size = q.shape[2], pool.shape[4]
-    if _IS_NEWER_JAX and not is_interpreted():
-        raise ConfigError(
-            f"implementation 'mosaic' is written for JAX 0.10, got {jax.__version__}, whose Mosaic GPU asks "
-            "for aligned slices: use implementation='triton', or JAX 0.10"
-        )
     if q.dtype.name not in _DTYPES or q.dtype != pool.dtype:
         raise ConfigError(
             f"implementation 'mosaic' computes in bfloat16 or float16, got q in {q.dtype.name} and a pool in "
@@ -440,12 +450,6 @@ def _check(q: jax.Array, pool: jax.Array) -> None:
     group = q.shape[1] // pool.shape[3]
     if group > _TILE:
         raise ConfigError(f"implementation 'mosaic' takes up to {_TILE} query heads per KV head, got {group}")
-
-
-def _pad_rows(x: jax.Array, num_rows: int) -> jax.Array:
-    """At least `num_rows` more rows, so that a window may start at any; in all a multiple of a tile's 8."""
-    more = num_rows + -(len(x) + num_rows) % 8
-    return jnp.pad(x, ((0, more), *((0, 0) for _ in x.shape[1:])))
 
 
 def _pool_rows(pool: jax.Array) -> jax.Array:

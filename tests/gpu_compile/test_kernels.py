@@ -1,17 +1,15 @@
-"""Single kernels, compiled for an H100 that is not there, or interpreted where that takes three threads."""
+"""Single kernels, compiled for an H100 that is not there."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_cases import LAYER, Shape, prefill_case, relative_error
 
 from jaxllm import pallas_kernels
 from jaxllm.gpu.target import Compiler, get_target
-from jaxllm.pallas_kernels import reference
 
-NUM_BLOCKS, NUM_LAYERS, NUM_ROWS, MAX_BLOCKS = 256, 2, 16, 64
+NUM_BLOCKS, NUM_LAYERS, NUM_ROWS, MAX_BLOCKS = 512, 2, 16, 64
 SHAPES = [
     (40, 40, 128, 16, "bfloat16"),  # Llama-13B, OPT-13B
     (32, 8, 128, 16, "bfloat16"),  # Llama-3-8B
@@ -41,13 +39,3 @@ def test_attention_compiles(implementation, num_q, num_kv, dim, block_size, dtyp
             assert called in compiled.as_text()
             pool_bytes = pool.size * pool.dtype.itemsize
             assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes, "the pool is copied"
-
-
-def test_mosaic_prefill_matches_oracle():
-    """Two chunks, one with a history, of one head: Pallas' GPU interpreter takes seconds a program."""
-    shape = Shape(num_q_heads=1, num_kv_heads=1, max_blocks=5, dtype="bfloat16")
-    case = prefill_case(shape, [(0, 9), (61, 7)], num_tokens=16, max_seqs=2)
-    options = {"layer": LAYER, "scale": shape.scale}
-    expected = reference.prefill_attention(*case.prefill_args(), **options)
-    prefill = functools.partial(pallas_kernels.prefill_attention, implementation="mosaic", **options)
-    assert relative_error(jax.jit(prefill)(*case.prefill_args()), expected) < 4e-3
