@@ -1,7 +1,9 @@
 """Naive float32 oracle of the paged-attention ops, in NumPy: gathers each sequence's tokens, one at a time.
 
 For tests. Unused blocks and the unwritten tail of a block are never read. Arguments are as in
-`pallas_kernels`, concrete; results are NumPy arrays.
+`pallas_kernels`, concrete; results are NumPy arrays. With `rounds` probabilities (before they are divided by
+their sum) and results are rounded to the dtype of `q`, as a kernel of that precision must: its error against
+the unrounded oracle is what a kernel's is to be compared with.
 """
 
 from __future__ import annotations
@@ -11,15 +13,23 @@ from jax.typing import ArrayLike
 
 
 def decode_attention(
-    q: ArrayLike, pool: ArrayLike, block_tables: ArrayLike, lengths: ArrayLike, *, layer: int, scale: float
+    q: ArrayLike,
+    pool: ArrayLike,
+    block_tables: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    layer: int,
+    scale: float,
+    rounds: bool = False,
 ) -> np.ndarray:
     """Float32 `[num_rows, num_q_heads, head_dim]`; see `pallas_kernels.decode_attention`."""
     queries, tables = _float32(q), np.asarray(block_tables)
+    rounding = np.asarray(q).dtype if rounds else None
     out = np.zeros_like(queries)
     for row, length in enumerate(np.asarray(lengths).tolist()):
         if length > 0:
             key, value = _gather(pool, tables[row], length, layer)
-            out[row] = _attend(queries[row : row + 1], key, value, np.array([length - 1]), scale)[0]
+            out[row] = _attend(queries[row : row + 1], key, value, np.array([length - 1]), scale, rounding)[0]
     return out
 
 
@@ -33,17 +43,19 @@ def prefill_attention(
     *,
     layer: int,
     scale: float,
+    rounds: bool = False,
 ) -> np.ndarray:
     """Float32 `[num_tokens, num_q_heads, head_dim]`; see `pallas_kernels.prefill_attention`."""
     queries, tables = _float32(q), np.asarray(block_tables)
     starts, all_lengths = np.asarray(query_starts).tolist(), np.asarray(lengths).tolist()
+    rounding = np.asarray(q).dtype if rounds else None
     out = np.zeros_like(queries)
     for seq in range(int(np.asarray(num_seqs))):
         start, stop, length = starts[seq], starts[seq + 1], all_lengths[seq]
         if stop > start:
             key, value = _gather(pool, tables[seq], length, layer)
             positions = np.arange(length - (stop - start), length)
-            out[start:stop] = _attend(queries[start:stop], key, value, positions, scale)
+            out[start:stop] = _attend(queries[start:stop], key, value, positions, scale, rounding)
     return out
 
 
@@ -72,7 +84,12 @@ def _gather(
 
 
 def _attend(
-    q: np.ndarray, key: np.ndarray, value: np.ndarray, positions: np.ndarray, scale: float
+    q: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    positions: np.ndarray,
+    scale: float,
+    rounding: np.dtype | None,
 ) -> np.ndarray:
     """Softmax attention where the query at `positions[i]` sees `key[: positions[i] + 1]`."""
     group = q.shape[1] // key.shape[1]
@@ -81,8 +98,13 @@ def _attend(
     seen = np.arange(key.shape[0])[None, :] <= positions[:, None]
     scores = np.where(seen[None], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hqt,thd->qhd", weights, value)
+    total = weights.sum(axis=-1)
+    out = np.einsum("hqt,thd->qhd", _rounded(weights, rounding), value)
+    return _rounded(out / total.T[..., None], rounding)
+
+
+def _rounded(array: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
+    return array if dtype is None else array.astype(dtype).astype(np.float32)
 
 
 def _float32(array: ArrayLike) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.pressure import PoolState
@@ -27,8 +27,7 @@ class PreemptionAction(enum.Enum):
     """Moved to host memory, to be moved back."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """An action and what the policy predicted of both, in seconds; None where it predicted nothing.
 
     `copy_seconds` is how long the copy to the host alone takes.
@@ -53,8 +52,7 @@ class ResumeAction(enum.Enum):
     """Its copy is given up; it waits to be prefilled."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ResumeDecision:
+class ResumeDecision(NamedTuple):
     """An action and what the policy predicted, in seconds; None where it predicted nothing.
 
     `copy_seconds` is how long the copy alone takes, the others what returning by it, or by a prefill, costs.
@@ -245,9 +243,11 @@ def cheaper(
 def _shared_prefill(costs: CostModel, request: Request, num_lost: int, state: PoolState) -> float:
     """What prefilling `num_lost` tokens of a request costs, as part of an iteration like the recent ones."""
     recent = state.recent
-    num_others = max(0, round(recent.prefill_seqs - 1))
-    other_tokens = round(recent.prefill_tokens * num_others / max(1.0, recent.prefill_seqs))
     kept_tokens = max(0, request.num_tokens - num_lost)
+    num_others = round(recent.prefill_seqs - 1)
+    if num_others < 1:
+        return costs.prefill_seconds(num_lost, 1, kept_tokens)
+    other_tokens = round(recent.prefill_tokens * num_others / recent.prefill_seqs)
     shared = costs.prefill_seconds(num_lost + other_tokens, 1 + num_others, kept_tokens)
     seconds = shared / (1 + num_others)
     if num_lost * num_others > other_tokens:  # longer than the others are

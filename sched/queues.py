@@ -6,8 +6,9 @@ import bisect
 import collections
 import enum
 import heapq
+import math
 import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from jaxllm.errors import KVCacheError
 from jaxllm.sched.policies import PriorityPolicy
@@ -42,6 +43,8 @@ class RequestQueue:
         self._priority = priority
         self._groups: dict[Hashable, list[Request]] = {}
         self._lengths: collections.Counter[int] = collections.Counter()
+        self._shortest: int | None = None  # None if it must be looked for
+        self._groups_are_lengths = True
         self._size = 0
 
     def __len__(self) -> int:
@@ -55,16 +58,23 @@ class RequestQueue:
     @property
     def min_num_tokens(self) -> int:
         """Length of the shortest request in it; 0 if it is empty."""
-        return min(self._lengths, default=0)
+        if self._shortest is None:
+            self._shortest = min(self._lengths, default=0)
+        return self._shortest
 
     def add(self, request: Request) -> None:
         """Put a request in its place by arrival."""
-        group = self._groups.setdefault(self._priority.group(request), [])
+        key, length = self._priority.group(request), request.num_tokens
+        if key != length:
+            self._groups_are_lengths = False
+        group = self._groups.setdefault(key, [])
         if group and group[-1].arrival_index > request.arrival_index:
             bisect.insort(group, request, key=_arrival_index)
         else:
             group.append(request)
-        self._lengths[request.num_tokens] += 1
+        self._lengths[length] += 1
+        if self._shortest is not None and (length < self._shortest or not self._size):
+            self._shortest = length
         self._size += 1
 
     def remove(self, request: Request) -> None:
@@ -84,15 +94,25 @@ class RequestQueue:
         self._lengths[request.num_tokens] -= 1
         if not self._lengths[request.num_tokens]:
             del self._lengths[request.num_tokens]
+            if request.num_tokens == self._shortest:
+                self._shortest = None
         self._size -= 1
 
-    def visit(self, now: float, judge: Callable[[Request], Verdict]) -> list[Request]:
-        """Ask `judge` about each request, the most urgent first; returns those to take, still queued."""
+    def visit(
+        self, now: float, judge: Callable[[Request], Verdict], too_long: float = math.inf
+    ) -> list[Request]:
+        """Ask `judge` about each request, the most urgent first; returns those to take, still queued.
+
+        It is not asked about those of `too_long` tokens or more, which stay.
+        """
         score = self._priority.score
-        heads = [(-score(group[0], now), group[0].arrival_index, 0, group) for group in self._groups.values()]
+        groups: Iterable[list[Request]] = self._groups.values()
+        if self._groups_are_lengths and too_long < math.inf:
+            groups = [group for group in groups if group[0].num_tokens < too_long]
+        heads = [(-score(group[0], now), group[0].arrival_index, 0, group) for group in groups]
         heapq.heapify(heads)
         taken: list[Request] = []
-        shortest, too_long = 0, float("inf")
+        shortest = 0
         while heads:
             _, _, place, group = heads[0]
             request = group[place]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -323,9 +324,10 @@ class Scheduler:
         num_left = budget - sum(lengths)
         num_slots = min(len(self._free_slots), self._max_prefill_seqs - len(lengths))
         taken: list[Request] = []
+        started: list[Request] = []  # filled in for the first who asks
 
         def judge(request: Request) -> Verdict:
-            nonlocal num_free, num_left
+            nonlocal num_free, num_left, started
             if len(taken) == num_slots:
                 return Verdict.STOP
             length = request.num_tokens - self._num_intact_tokens(request)
@@ -341,17 +343,22 @@ class Scheduler:
                 return unsuited  # just preempted: its newest token is not known yet
             # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
             is_alone = num_free == pool.num_blocks and not self._swapped
-            if not is_alone and not policy.admission.admits(
-                request, num_needed, self._state(num_free, taken)
-            ):
-                return too_large
+            if not is_alone:
+                started = started or [*self._started(), *taken]
+                if not policy.admission.admits(request, num_needed, self._state(num_free, started)):
+                    return too_large
+                started.append(request)
             num_free -= num_needed
             lengths.append(min(length, budget))
             num_left -= lengths[-1]
             taken.append(request)
             return Verdict.TAKE
 
-        return self._waiting.visit(now, judge)
+        return self._waiting.visit(now, judge, self._too_long(num_free))
+
+    def _too_long(self, num_free: int) -> float:
+        """Tokens of requests that `num_free` blocks do not hold, if those may be passed over."""
+        return num_free * self._pool.block_size + 1 if self.policy.restore.skips else math.inf
 
     def _resumable(
         self, now: float, num_free: int, *, put_off: bool = True
@@ -402,7 +409,7 @@ class Scheduler:
             num_slots -= 1
             return Verdict.TAKE
 
-        self._swapped.visit(now, judge)
+        self._swapped.visit(now, judge, self._too_long(num_free))
         for request, decision in given_up:
             self._recompute_instead(request, decision)
         return taken
@@ -428,19 +435,23 @@ class Scheduler:
             self.ledger.returns(request.request_id, decision)
         self._queue_again(request)
 
-    def _state(self, num_free: int, starting: Sequence[Request], *more: Any) -> PoolState:
+    def _state(self, num_free: int, started: Sequence[Request], *more: Any) -> PoolState:
         """The pools when `num_free` blocks are left; `more` is what only action policies are told."""
         pool, host = self._pool, self._host
-        started = [*self._running.requests, *starting]
+        return PoolState(
+            num_free, pool.num_blocks, pool.block_size, host.num_free, host.num_blocks, started, *more
+        )
+
+    def _started(self) -> list[Request]:
+        """Requests that hold blocks of either kind."""
+        started = list(self._running.requests)
         if self._prefilling is not None:
             started.append(self._prefilling)
         if self._copies.is_loading:
             started += self._copies.loading
         if self._swapped:
             started += self._swapped
-        return PoolState(
-            num_free, pool.num_blocks, pool.block_size, host.num_free, host.num_blocks, started, *more
-        )
+        return started
 
     def _swap_in_all(
         self, resuming: Sequence[tuple[Request, ResumeDecision]], step_id: int, now: float
@@ -655,7 +666,7 @@ class Scheduler:
         num_context_tokens = sum([one.num_tokens for one in running])
         return self._state(
             self._pool.num_free,
-            (),
+            self._started(),
             len(running),
             num_context_tokens,
             self._recent,

@@ -67,14 +67,14 @@ class FakeDevice:
         for swap in scheduled.joined:
             if self.loading.pop(swap.handle):
                 self._bring_back(swap)
-            self._resume(swap)
+            self._resume(swap, scheduled.num_decode_steps)
         for swap in scheduled.swap_out:
             assert swap.handle not in self.handles, "a handle is used twice"
             self.handles.add(swap.handle)
             self.host[swap.handle] = [self._take_block(block_id) for block_id in swap.block_ids]
         for swap in scheduled.swap_in:
             self._bring_back(swap)
-            self._resume(swap)
+            self._resume(swap, scheduled.num_decode_steps)
         for swap in scheduled.load:
             self.loading[swap.handle] = swap.handle % 2 == 0
             if not self.loading[swap.handle]:
@@ -101,12 +101,13 @@ class FakeDevice:
         for block_id, cells in zip(swap.block_ids[missing], copies[missing], strict=True):
             self.cells.update({(block_id, row): cell for row, cell in enumerate(cells) if cell})
 
-    def _resume(self, swap):
+    def _resume(self, swap, num_steps):
         del self.host[swap.handle]
         request = swap.request
         if request.slot is not None:  # else it was preempted again at once
             known = request.token_ids(0, request.num_tokens)
-            assert len(known) >= request.num_computed_tokens, "resumes with a token in flight"
+            num_computed = request.num_computed_tokens - (num_steps - 1)  # before this iteration's
+            assert len(known) >= num_computed, "resumes with a token in flight"
             self.newest_token[request.slot] = known[-1]
 
     def _take_block(self, block_id):
@@ -405,7 +406,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         untouched = before.keys() - set(batch) - set(output.preempted) - resumed - given_up
         assert all((r.num_tokens, r.num_computed_tokens, r.status) == before[r] for r in untouched)
 
-        if output.prefill and not self.scheduler.policy.restore.prefill_first:
+        # Who was loading when a prompt took its blocks may have joined by the time the prompt goes on.
+        starts = any(chunk.is_first for chunk in output.prefill)
+        if starts and not self.scheduler.policy.restore.prefill_first:
             running = [r for r in untouched | resumed if r.status is RequestStatus.RUNNING]
             going_on = [r for r in running if r.slot is not None and r.num_tokens < r.max_total_tokens]
             growth = sum(-(-r.num_tokens // config.block_size) - len(r.block_ids) for r in going_on)
@@ -451,7 +454,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def invariants_hold(self):
         self.scheduler.check()
         swapped = {r.host_handle for r in self.live.values() if r.status is RequestStatus.SWAPPED}
-        assert self.scheduler.num_swapped == len(swapped) - len(self.device.loading)
+        assert self.scheduler.num_swapped == len(swapped - self.device.loading.keys())
         assert set(self.device.host) == swapped | set(self.scheduler._copies._discarded), (
             "a copy is lost or kept"
         )
