@@ -160,16 +160,20 @@ class OverlapAwareAction:
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """`SWAP` if it is predicted to delay less and fits the host pool."""
         costs, recent, num_blocks = self.costs, state.recent, len(victim.block_ids)
-        step = costs.decode_seconds(state.num_running, state.num_context_tokens)
+        lost_share = recent.lost_share
         copy_out = costs.swap_out_seconds(num_blocks)
-        swap = 0.0
+        copy_in = costs.swap_in_seconds(int(num_blocks * lost_share + 0.5) or 1)
+        num_seqs = recent.swap_in_seqs if recent.swap_in_seqs > 1.0 else 1.0
+        swap = copy_in - costs.decode_seconds(state.num_running, state.num_context_tokens) / num_seqs
+        idle = copy_in * num_blocks / state.num_blocks
+        if swap > idle:
+            swap = idle
+        elif swap < 0.0:
+            swap = 0.0
         num_over = state.num_leaving + num_blocks - MAX_STAGED_BLOCKS
         if num_over > 0:
-            swap = costs.swap_out_seconds(num_over)
-        copy_in = costs.swap_in_seconds(max(1, round(num_blocks * recent.lost_share)))
-        stall = max(0.0, copy_in - step / max(1.0, recent.swap_in_seqs))
-        swap += min(stall, copy_in * num_blocks / state.num_blocks)
-        num_lost = max(1, round(victim.num_tokens * recent.lost_share))
+            swap += costs.swap_out_seconds(num_over)
+        num_lost = int(victim.num_tokens * lost_share + 0.5) or 1
         return cheaper(victim, state, swap, _shared_prefill(costs, victim, num_lost, state), copy_out)
 
 
@@ -243,13 +247,15 @@ def cheaper(
 def _shared_prefill(costs: CostModel, request: Request, num_lost: int, state: PoolState) -> float:
     """What prefilling `num_lost` tokens of a request costs, as part of an iteration like the recent ones."""
     recent = state.recent
-    kept_tokens = max(0, request.num_tokens - num_lost)
-    num_others = round(recent.prefill_seqs - 1)
+    kept_tokens = request.num_tokens - num_lost
+    num_others = int(recent.prefill_seqs - 0.5)
     if num_others < 1:
         return costs.prefill_seconds(num_lost, 1, kept_tokens)
-    other_tokens = round(recent.prefill_tokens * num_others / recent.prefill_seqs)
+    other_tokens = int(recent.prefill_tokens * num_others / recent.prefill_seqs + 0.5)
     shared = costs.prefill_seconds(num_lost + other_tokens, 1 + num_others, kept_tokens)
     seconds = shared / (1 + num_others)
     if num_lost * num_others > other_tokens:  # longer than the others are
-        seconds = max(seconds, shared - costs.prefill_seconds(other_tokens, num_others))
+        added = shared - costs.prefill_seconds(other_tokens, num_others)
+        if added > seconds:
+            return added
     return seconds

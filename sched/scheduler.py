@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError, KVCacheError, RequestError
 from jaxllm.sched.block_manager import BlockPool, EvictedBlocks
+from jaxllm.sched.candidates import Candidates
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.copies import HostCopies
 from jaxllm.sched.invariants import check_invariants
@@ -20,7 +20,7 @@ from jaxllm.sched.policies import (
     SchedulerPolicy,
 )
 from jaxllm.sched.pressure import RecentPressure
-from jaxllm.sched.queues import RequestQueue, Verdict
+from jaxllm.sched.queues import RequestQueue
 from jaxllm.sched.running import RunningRequests
 from jaxllm.types import (
     MULTI_STEP_SEQS,
@@ -80,7 +80,6 @@ class Scheduler:
         self._copies = HostCopies(config.num_host_blocks)
         self._host = self._copies.budget
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._max_prefill_seqs = config.max_prefill_seqs or config.max_num_seqs
         self._live: dict[str, Request] = {}
         self._waiting = RequestQueue(policy.priority)
         self._swapped = RequestQueue(policy.priority)
@@ -92,6 +91,17 @@ class Scheduler:
         self._recent = RecentPressure()
         self._num_leaving = 0
         self._step_id = 0
+        self._candidates = Candidates(
+            config,
+            policy,
+            self._pool,
+            waiting=self._waiting,
+            swapped=self._swapped,
+            free_slots=self._free_slots,
+            num_intact_tokens=self._num_intact_tokens,
+            started=self._started,
+            pool_state=self._state,
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -310,55 +320,7 @@ class Scheduler:
 
     def _startable(self, now: float, num_free: int) -> list[Request]:
         """Waiting requests that fit an iteration together with `num_free` blocks, the most urgent first."""
-        if not self._free_slots or not self._waiting or num_free < 1:
-            return []
-        pool, config, policy = self._pool, self.config, self.policy
-        if pool.blocks_for(self._waiting.min_num_tokens) > num_free:
-            return []
-        too_large = Verdict.SKIP if policy.restore.skips else Verdict.STOP
-        unsuited = Verdict.SKIP_ONE if policy.restore.skips else Verdict.STOP
-        budget = config.max_num_batched_tokens
-        lengths: list[int] = []
-        if self._prefilling is not None:
-            lengths.append(min(self._prefilling.num_tokens - self._prefilling.num_computed_tokens, budget))
-        num_left = budget - sum(lengths)
-        num_slots = min(len(self._free_slots), self._max_prefill_seqs - len(lengths))
-        taken: list[Request] = []
-        started: list[Request] = []  # filled in for the first who asks
-
-        def judge(request: Request) -> Verdict:
-            nonlocal num_free, num_left, started
-            if len(taken) == num_slots:
-                return Verdict.STOP
-            length = request.num_tokens - self._num_intact_tokens(request)
-            if lengths:  # only an iteration's first prompt is split
-                if length > num_left:
-                    return too_large if length == request.num_tokens else unsuited
-                if not policy.batching.fits([*lengths, length], budget):
-                    return unsuited
-            num_needed = pool.blocks_for(request.num_tokens)
-            if num_needed > num_free:
-                return too_large
-            if request.num_in_flight:
-                return unsuited  # just preempted: its newest token is not known yet
-            # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
-            is_alone = num_free == pool.num_blocks and not self._swapped
-            if not is_alone:
-                started = started or [*self._started(), *taken]
-                if not policy.admission.admits(request, num_needed, self._state(num_free, started)):
-                    return too_large
-                started.append(request)
-            num_free -= num_needed
-            lengths.append(min(length, budget))
-            num_left -= lengths[-1]
-            taken.append(request)
-            return Verdict.TAKE
-
-        return self._waiting.visit(now, judge, self._too_long(num_free))
-
-    def _too_long(self, num_free: int) -> float:
-        """Tokens of requests that `num_free` blocks do not hold, if those may be passed over."""
-        return num_free * self._pool.block_size + 1 if self.policy.restore.skips else math.inf
+        return self._candidates.startable(now, num_free, self._prefilling)
 
     def _resumable(
         self, now: float, num_free: int, *, put_off: bool = True
@@ -368,48 +330,14 @@ class Scheduler:
         Those whose copy the policy gives up go to the waiting ones. Without `put_off` it is not asked, and
         the first that fits resumes at once.
         """
-        if not self._swapped or not self._free_slots or num_free < 1:
-            return []
-        pool, policy = self._pool, self.policy
-        too_large = Verdict.SKIP if policy.restore.skips else Verdict.STOP
-        in_flight = Verdict.SKIP_ONE if policy.restore.skips else Verdict.STOP
-        num_slots = len(self._free_slots)
-        watermark = policy.restore.resume_watermark
         state: PoolState | None = None
-        taken: list[tuple[Request, ResumeDecision]] = []
-        given_up: list[tuple[Request, ResumeDecision]] = []
 
-        def judge(request: Request) -> Verdict:
-            nonlocal num_free, num_slots, state
-            if num_slots == 0:
-                return Verdict.STOP
-            num_needed = pool.blocks_for(request.num_tokens)
-            if num_needed > num_free:
-                return too_large
-            if watermark is not None and num_free < pool.num_blocks:
-                num_spare = 1 + int(watermark * pool.num_blocks)
-                if pool.blocks_for(request.num_computed_tokens) + num_spare > num_free:
-                    return too_large
-            if request.num_in_flight:
-                return in_flight
-            if put_off:
-                state = state or self._pressure()
-                decision = self._how_to_resume(request, state, now)
-                if decision.action is ResumeAction.LATER:
-                    return Verdict.STOP
-                if decision.action is ResumeAction.RECOMPUTE:
-                    given_up.append((request, decision))
-                    return Verdict.SKIP_ONE
-            elif taken:
-                return Verdict.STOP
-            else:
-                decision = ResumeDecision(ResumeAction.AT_ONCE)
-            taken.append((request, decision))
-            num_free -= num_needed
-            num_slots -= 1
-            return Verdict.TAKE
+        def decide(request: Request) -> ResumeDecision:
+            nonlocal state
+            state = state or self._pressure()
+            return self._how_to_resume(request, state, now)
 
-        self._swapped.visit(now, judge, self._too_long(num_free))
+        taken, given_up = self._candidates.resumable(now, num_free, decide if put_off else None)
         for request, decision in given_up:
             self._recompute_instead(request, decision)
         return taken

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 
 import pytest
@@ -55,6 +56,14 @@ def test_every_kind_is_measured(llm, samples):
     assert max(tokens) == config.buckets.prefill[-1][0]
     batches = [sample.features[2] for sample in samples["decode"]]
     assert set(config.buckets.decode) <= set(batches)
+
+
+def test_a_sample_is_the_median_of_its_repetitions(llm, monkeypatch):
+    profiler = Profiler(llm.executor, shape_of(llm.model_config, "tiny", llm.dtype), repetitions=3)
+    times = itertools.cycle([1.0, 9.0, 2.0])
+    monkeypatch.setattr(profiler, "_time", lambda scheduled: next(times))
+    found = profiler.samples(0.0)
+    assert {sample.seconds for kind in ("prefill", "decode") for sample in found[kind]} == {2.0}
 
 
 def test_tokens_are_right_after_profiling(llm, samples):
@@ -174,9 +183,10 @@ def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
     assert set(profile.num_samples) == set(COST_KINDS)
     shown = capsys.readouterr()
     assert "## swap_in" in shown.out
-    assert "jaxllm: decode of 2: compiled in " in shown.err
+    assert "jaxllm: decode of 2, up to 8 steps, attention xla: compiled in " in shown.err
     assert "prefill of 32 tokens" in shown.err
     assert main([*command, "--seconds", "0"]) == 2
+    assert main([*command, "--repetitions", "0"]) == 2
     for refused in (["--num-host-blocks", "0"], ["--scheduler-policy", "vllm"], ["--profile-seconds", "3"]):
         assert main([*command, *refused]) == 2
 

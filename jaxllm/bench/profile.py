@@ -37,13 +37,18 @@ class Profiler:
         executor: warm, and without requests: its pool's contents are overwritten.
         model: the sizes of its model.
         seed: of the sizes drawn.
+        repetitions: times each of them is measured in a row; the sample is the median. One keeps the noise
+            in, which simulations want; several show what the predictors themselves are worth.
     """
 
-    def __init__(self, executor: ModelExecutor, model: ModelShape, *, seed: int = 0) -> None:
+    def __init__(
+        self, executor: ModelExecutor, model: ModelShape, *, seed: int = 0, repetitions: int = 1
+    ) -> None:
         self._executor = executor
         self._config = executor.config
         self._random = random.Random(seed)
         self.model = model
+        self._repetitions = repetitions
         self._draws: dict[CostKind, Callable[[], Sample | None]] = {
             "prefill": self._prefill,
             "decode": self._decode,
@@ -169,7 +174,7 @@ class Profiler:
             PrefillChunk(request, start, length, True)
             for request, start, length in zip(requests, starts, lengths, strict=True)
         )
-        seconds = self._time(SchedulerOutput(0, prefill=chunks))
+        seconds = self._median(SchedulerOutput(0, prefill=chunks))
         return Sample.prefill(self.model, num_tokens, num_seqs, sum(starts), seconds)
 
     def _decode(self) -> Sample | None:
@@ -184,16 +189,20 @@ class Profiler:
         requests = self._requests([length + 1 for length in lengths])
         if requests is None:
             return None
-        seconds = self._time(SchedulerOutput(0, decode=tuple(requests)))
+        seconds = self._median(SchedulerOutput(0, decode=tuple(requests)))
         return Sample.decode(self.model, batch, sum(lengths), seconds)
 
     def _swap(self) -> Iterator[Sample]:
         config = self._config
         longest = -(-config.max_model_len // config.block_size)
         num_blocks = self._random.randint(1, max(longest, _MIN_SWAP_SIZES))
-        out_seconds, in_seconds = self._executor.time_swap(num_blocks)
+        timed = [self._executor.time_swap(num_blocks) for _ in range(self._repetitions)]
+        out_seconds, in_seconds = (statistics.median(times) for times in zip(*timed, strict=True))
         yield Sample.swap_out(self.model, config.block_size, num_blocks, out_seconds)
         yield Sample.swap_in(self.model, config.block_size, num_blocks, in_seconds)
+
+    def _median(self, scheduled: SchedulerOutput) -> float:
+        return statistics.median(self._time(scheduled) for _ in range(self._repetitions))
 
     def _time(self, scheduled: SchedulerOutput) -> float:
         started = time.perf_counter()

@@ -30,6 +30,13 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="time to measure (default: %(default)s)"
     )
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="measure each size so often, and keep the median (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sizes measured (default: %(default)s)")
     parser.add_argument(
         "--output-dir", type=Path, metavar="DIR", help="of profiles (default: a user cache folder)"
@@ -52,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 < args.seconds <= 86400:
         raise ConfigError(f"--seconds {args.seconds} must be above 0 and at most 86400")
+    if not 1 <= args.repetitions <= 100:
+        raise ConfigError(f"--repetitions {args.repetitions} must be from 1 to 100")
     settings: dict[str, Any] = {"seed": args.seed, "skip_tokenizer_init": True, **engine_settings(args)}
     if settings.setdefault("num_host_blocks", _DEFAULT_HOST_BLOCKS) == 0:
         raise ConfigError("--num-host-blocks 0 leaves no swaps to measure; give at least 1")
@@ -65,7 +74,12 @@ def run(args: argparse.Namespace) -> int:
     )  # nothing it measures depends on it, and it needs no costs
     llm = load_llm(settings, compile_report=args.compile_report)
     name = model_folder(settings).resolve().name
-    profiler = Profiler(llm.executor, shape_of(llm.model_config, name, llm.dtype), seed=args.seed)
+    profiler = Profiler(
+        llm.executor,
+        shape_of(llm.model_config, name, llm.dtype),
+        seed=args.seed,
+        repetitions=args.repetitions,
+    )
     note(f"measuring for {args.seconds:g} s")
     samples = profiler.samples(args.seconds)
     if args.samples is not None:

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm import pallas_kernels
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
 from jaxllm.executor.pending import PendingStep
 from jaxllm.executor.sampler import SlotParams
 from jaxllm.executor.step import (
@@ -97,10 +99,12 @@ class ExecutorConfig:
 class CompiledProgram:
     """What a program took to compile and needs to run. Bytes; None where the device does not tell.
 
-    `aliased_bytes` of the arguments are updated in place; the others are only read.
+    `aliased_bytes` of the arguments are updated in place; the others are only read. `implementation` is of
+    its attention.
     """
 
     key: ProgramKey
+    implementation: str
     compile_seconds: float
     argument_bytes: int | None
     aliased_bytes: int | None
@@ -158,6 +162,7 @@ class ModelExecutor:
             )
         self._set_history = jax.jit(_set_history, donate_argnums=0)
         self._keys = frozenset(config.program_keys(self._device.platform))
+        self._fastest: dict[ProgramKey, str] = {}
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
         self._program_seconds: dict[ProgramKey, float] = {}
         self.compile_seconds = 0.0
@@ -191,7 +196,9 @@ class ModelExecutor:
                 None if analysis is None else int(getattr(analysis, f"{name}_size_in_bytes"))
                 for name in ("argument", "alias", "temp", "output")
             ]
-            report.append(CompiledProgram(key, self._program_seconds.get(key, 0.0), *sizes))
+            implementation = self._implementation(key) or pallas_kernels.default_implementation()
+            seconds = self._program_seconds.get(key, 0.0)
+            report.append(CompiledProgram(key, implementation, seconds, *sizes))
         return report
 
     def warm_up(self) -> None:
@@ -291,8 +298,27 @@ class ModelExecutor:
     def _lower(
         self, key: ProgramKey, decode: np.ndarray | None, prefill: np.ndarray | None
     ) -> jax.stages.Lowered:
-        jitted = _jitted_step(self.model_config, key, self._max_blocks, self.config.implementation)
+        jitted = _jitted_step(self.model_config, key, self._max_blocks, self._implementation(key))
         return jitted.lower(self._params, self._state, self._slot_params, decode, prefill)
+
+    def _implementation(self, key: ProgramKey) -> str | None:
+        """Of the attention in a program."""
+        config, model = self.config, self.model_config
+        if config.implementation != FASTEST:
+            return config.implementation
+        if key not in self._fastest:
+            num_seqs = key.prefill_seqs or None
+            pool_tokens = config.num_gpu_blocks * config.block_size
+            context = (
+                key.prefill_tokens // num_seqs
+                if num_seqs
+                else min(config.max_model_len, max(1, pool_tokens // key.decode_rows))
+            )
+            shape = AttentionShape(key.prefill_tokens or key.decode_rows, num_seqs, context)
+            names = candidates(self._device, config.dtype, model.head_dim, config.block_size)
+            scale = model.head_dim**-0.5
+            self._fastest[key] = fastest(names, shape, self._state.pool, model.num_heads, scale)
+        return self._fastest[key]
 
     def _upload_params(self) -> SlotParams:
         # Copies: the CPU backend may alias host arrays, which change while steps are in flight.

@@ -1,0 +1,91 @@
+"""Attention chosen by measurement, program by program."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine_helpers import SMALL, make_llm
+from variants import golden_checkpoint, golden_data
+
+from jaxllm import SamplingParams
+from jaxllm.errors import ConfigError
+from jaxllm.executor import fastest as module
+from jaxllm.executor import model_executor
+from jaxllm.executor.fastest import AttentionShape, candidates, fastest
+
+NAME = "llama_gqa"
+SHAPES = [AttentionShape(3, None, 20), AttentionShape(12, 2, 6)]
+POOL = jnp.zeros((8, 2, 2, 1, 4, 16))
+
+
+def test_only_a_hopper_has_a_choice():
+    class Device:
+        compute_capability = "9.0"
+
+    (default,) = candidates(jax.devices()[0], "float32", 64, 16)
+    assert default == "xla"
+    assert candidates(Device(), "bfloat16", 128, 16) == (default, "mosaic")
+    assert candidates(Device(), "float32", 128, 16) == (default,)
+    assert candidates(Device(), "bfloat16", 72, 16) == (default,)
+    assert candidates(Device(), "bfloat16", 128, 8) == (default,)
+    assert fastest(["xla"], SHAPES[0], POOL, 2, 0.25) == "xla"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["decode", "prefill"])
+@pytest.mark.parametrize("winner", ["xla", "triton"])
+def test_the_one_that_takes_the_least_time_is_chosen(monkeypatch, shape, winner):
+    times = {"xla": 2.0, "triton": 2.0, winner: 1.0}
+    asked = []
+
+    def time(call, arguments):
+        jax.block_until_ready(call(*arguments))
+        name = call.__wrapped__.keywords["implementation"]
+        asked.append(name)
+        return times[name]
+
+    monkeypatch.setattr(module, "_time", time)
+    assert fastest(["xla", "triton"], shape, POOL, 2, 0.25) == winner
+    assert set(asked) == {"xla", "triton"}
+
+
+def test_what_does_not_run_or_differs_is_left_out(monkeypatch, caplog):
+    real = module.pallas_kernels.decode_attention
+
+    def decode(q, *arguments, implementation, **options):
+        if implementation == "mosaic":
+            return real(q * 2, *arguments, implementation="xla", **options)
+        if implementation == "triton":
+            raise ConfigError("not on this device")
+        return real(q, *arguments, implementation=implementation, **options)
+
+    monkeypatch.setattr(module.pallas_kernels, "decode_attention", decode)
+    with caplog.at_level(logging.WARNING):
+        assert fastest(["xla", "triton", "mosaic"], SHAPES[0], POOL, 2, 0.25) == "xla"
+    assert "triton is left out: not on this device" in caplog.text
+    assert "mosaic is left out: it is off by" in caplog.text
+
+
+def test_an_engine_uses_what_was_chosen(monkeypatch):
+    chosen = []
+
+    def choose(names, shape, pool, num_q_heads, scale):
+        chosen.append(shape)
+        return "triton" if shape.num_seqs is None else "xla"
+
+    monkeypatch.setattr(model_executor, "fastest", choose)
+    llm = make_llm(golden_checkpoint(NAME), attention_implementation="fastest")
+    rows, tokens = SMALL["decode_buckets"][0], SMALL["prefill_buckets"][0]
+    assert {(shape.num_rows, shape.num_seqs is None) for shape in chosen} == {(rows, True), (tokens, False)}
+    assert len(chosen) == 2
+    report = {program.name: program.implementation for program in llm.executor.compile_report()}
+    assert report == {"decode of 4": "triton", "prefill of 48 tokens, 4 prompts": "xla"}
+    golden = golden_data(NAME)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    outputs = llm.generate(golden["prompts"][:2], params, use_tqdm=False)
+    assert [o.token_ids for o in outputs] == [greedy[:6] for greedy in golden["greedy"][:2]]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ConfigError, match=r"attention_implementation='cuda' .* xla, triton, mosaic, fastest"):
+        make_llm(golden_checkpoint(NAME), attention_implementation="cuda")
