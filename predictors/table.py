@@ -19,6 +19,7 @@ Array = NDArray[np.float64]
 
 _MAX_NODES = 4096
 _MAX_COUNT = 2**40
+_MAX_DENSE = 256  # counts up to which lookups are prepared
 # The grid of each kind of cost: its values' array, and its axes in the order of the dimensions.
 _GRIDS: Mapping[CostKind, tuple[str, tuple[str, ...]]] = {
     "prefill": ("prefill_seconds", ("prefill_context", "prefill_tokens", "prefill_seqs")),
@@ -154,6 +155,13 @@ class TableCostModel:
         self._decode: list[list[float]] = self._arrays["decode_seconds"].tolist()
         self._swap_out: list[float] = self._arrays["swap_out_seconds"].tolist()
         self._swap_in: list[float] = self._arrays["swap_in_seconds"].tolist()
+        # What is asked for most, small counts, interpolated beforehand: by sequences (of a context plane, and
+        # of decoding) and by blocks.
+        planes = np.moveaxis(self._arrays["prefill_seconds"], 2, 0)  # [seqs, context, tokens]
+        self._prefill_of = [plane.tolist() for plane in _between(axes.prefill_seqs, planes)]
+        self._decode_of = _between(axes.decode_batch, self._arrays["decode_seconds"]).tolist()
+        self._swap_out_of = _between(axes.swap_blocks, self._arrays["swap_out_seconds"]).tolist()
+        self._swap_in_of = _between(axes.swap_blocks, self._arrays["swap_in_seconds"]).tolist()
 
     @classmethod
     def distil(cls, model: CostModel, axes: TableAxes, *, monotone: bool = True) -> TableCostModel:
@@ -195,7 +203,17 @@ class TableCostModel:
         if num_tokens <= 0 or num_seqs <= 0:
             return 0.0
         axes = self.axes
-        tokens, seqs, planes = axes.prefill_tokens, axes.prefill_seqs, self._prefill
+        tokens = axes.prefill_tokens
+        if num_seqs < len(self._prefill_of):
+            by_context = self._prefill_of[num_seqs]
+            if context_tokens <= 0:
+                return _linear(tokens, by_context[0], num_tokens)
+            low, high, weight, scale = _locate(axes.prefill_context, context_tokens)
+            seconds = _linear(tokens, by_context[low], num_tokens, scale)
+            if weight:
+                seconds += weight * (_linear(tokens, by_context[high], num_tokens) - seconds)
+            return seconds
+        seqs, planes = axes.prefill_seqs, self._prefill
         if context_tokens <= 0:
             return _bilinear(planes[0], tokens, seqs, num_tokens, num_seqs)
         low, high, weight, scale = _locate(axes.prefill_context, context_tokens)
@@ -209,15 +227,21 @@ class TableCostModel:
         if batch <= 0:
             return 0.0
         axes = self.axes
+        if batch < len(self._decode_of):
+            return _linear(axes.decode_context, self._decode_of[batch], context_tokens)
         return _bilinear(self._decode, axes.decode_batch, axes.decode_context, batch, context_tokens)
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """Seconds to copy blocks to the host; see `CostModel.swap_out_seconds`."""
-        return _linear(self.axes.swap_blocks, self._swap_out, num_blocks)
+        if 0 <= num_blocks < len(self._swap_out_of):
+            return self._swap_out_of[num_blocks]
+        return _linear(self.axes.swap_blocks, self._swap_out, num_blocks) if num_blocks > 0 else 0.0
 
     def swap_in_seconds(self, num_blocks: int) -> float:
         """Seconds to copy blocks to the device; see `CostModel.swap_in_seconds`."""
-        return _linear(self.axes.swap_blocks, self._swap_in, num_blocks)
+        if 0 <= num_blocks < len(self._swap_in_of):
+            return self._swap_in_of[num_blocks]
+        return _linear(self.axes.swap_blocks, self._swap_in, num_blocks) if num_blocks > 0 else 0.0
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
         """Copies of everything: axes as int64 vectors under their names, grids as float64."""
@@ -315,8 +339,26 @@ def _bilinear(
     return low * scale
 
 
-def _linear(axis: Sequence[int], values: list[float], count: int) -> float:
-    if count <= 0:
-        return 0.0
-    low, high, weight, scale = _locate(axis, count)
-    return (values[low] + weight * (values[high] - values[low])) * scale
+def _linear(axis: Sequence[int], values: list[float], count: float, scale: float = 1.0) -> float:
+    """The interpolated value, times the larger of `scale` and the excess ratio; `_locate`, inlined."""
+    upper = bisect_left(axis, count)
+    if upper == len(axis):
+        return values[-1] * max(scale, count / axis[-1])
+    if not upper:
+        return values[0] * scale
+    node, value = axis[upper - 1], values[upper - 1]
+    return (value + (count - node) / (axis[upper] - node) * (values[upper] - value)) * scale
+
+
+def _between(axis: Sequence[int], values: Array) -> Array:
+    """Values at 0 (where they are 0), 1, 2, ... to the last node or `_MAX_DENSE`, along the first axis."""
+    counts = np.arange(1, min(axis[-1], _MAX_DENSE) + 1)
+    upper = np.clip(np.searchsorted(axis, counts), 1, max(1, len(axis) - 1))
+    nodes = np.asarray(axis, np.float64)
+    if len(axis) == 1:
+        dense = np.repeat(values[:1], len(counts), axis=0)
+    else:
+        weights = np.clip((counts - nodes[upper - 1]) / (nodes[upper] - nodes[upper - 1]), 0.0, 1.0)
+        weights = weights.reshape(-1, *(1,) * (values.ndim - 1))
+        dense = values[upper - 1] + weights * (values[upper] - values[upper - 1])
+    return np.concatenate([np.zeros_like(dense[:1]), dense])
