@@ -109,6 +109,16 @@ def test_a_copy_in_the_background_delays_nobody_but_its_request():
     assert serial.spent.swap_stall == 7.0 * serial.num_swaps
 
 
+def test_several_decode_steps_take_as_long_as_one_after_another():
+    costs = LinearCosts(decode=2.0)
+    executor = SimulatedExecutor(costs, num_gpu_blocks=8, block_size=4, overlap_swaps=True)
+    request = make_request(0, 3)
+    request.num_tokens = 8
+    step = executor.execute(SchedulerOutput(0, decode=(request,), num_decode_steps=4))
+    assert executor.now == executor.spent.decode == 4 * 2.0
+    assert step.fetch().token_ids == [0] * 4
+
+
 def test_copies_out_wait_for_staging_memory():
     def device():
         return SimulatedExecutor(LinearCosts(), num_gpu_blocks=80, block_size=4, overlap_swaps=True)

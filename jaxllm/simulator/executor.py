@@ -101,15 +101,18 @@ class SimulatedExecutor:
                     if chunk.is_recompute:
                         share = seconds * chunk.length / num_tokens
                         self._ledger.measured(chunk.request.request_id, share, scheduled.step_id)
-        decode = scheduled.decode
+        decode, num_steps = scheduled.decode, scheduled.num_decode_steps
         if decode:
-            seconds = costs.decode_seconds(len(decode), sum([request.num_tokens for request in decode]))
+            num_tokens = sum([request.num_tokens for request in decode])
+            if num_steps > 1:
+                num_tokens -= len(decode) * (num_steps - 1) // 2  # as many as in the middle one
+            seconds = costs.decode_seconds(len(decode), num_tokens) * num_steps
             if self._residuals is not None:
                 seconds *= self._residuals.ratio("decode", scheduled.step_id)
             spent.decode += seconds
             self.now += seconds
         self._hidden = self.now - started
-        return SimulatedStep(len(decode) + sum([chunk.is_last for chunk in prefill]))
+        return SimulatedStep(num_steps * len(decode) + sum([chunk.is_last for chunk in prefill]))
 
     def _prefill_seconds(self, scheduled: SchedulerOutput, num_tokens: int, context_tokens: int) -> float:
         return self._costs.prefill_seconds(num_tokens, len(scheduled.prefill), context_tokens)
