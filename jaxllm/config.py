@@ -48,7 +48,8 @@ class EngineConfig:
         async_scheduling: let the host run one step ahead of the device.
         num_scheduler_steps: most decode iterations to compute in one device program while at most 16 requests
             run and none of them needs a decision; the host then has less to do, and streams advance by
-            several tokens. By default as many as take 50 ms, at most 8; 1 turns it off, with fewer programs.
+            several tokens. At most `block_size`; by default as many as take 50 ms, up to 8; 1 turns it off,
+            with fewer programs.
         ledger: file to write the scheduler's decisions to, as JSON lines (`jaxllm.sched.ledger`).
         decode_buckets: batch sizes to compile decode programs for; a ladder up to max_num_seqs by default.
         prefill_buckets: token counts to compile prefill programs for, likewise.
@@ -107,7 +108,7 @@ class EngineConfig:
         _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _integer("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, 2**31 - 1)
         _integer("kv_cache_memory", self.kv_cache_memory, 1, 2**50)
-        _integer("num_scheduler_steps", self.num_scheduler_steps, 1, 64)
+        _integer("num_scheduler_steps", self.num_scheduler_steps, 1, self.block_size)
         _integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
         _number("host_bandwidth_limit", self.host_bandwidth_limit, 1.0, 1e15)
         _number("profile_seconds", self.profile_seconds, 0.0, 3600.0)

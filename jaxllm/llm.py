@@ -166,7 +166,7 @@ class LLM:
                 implementation=config.attention_implementation,
                 num_host_blocks=num_host_blocks,
                 host_bandwidth_limit=config.host_bandwidth_limit,
-                max_decode_steps=config.num_scheduler_steps or MAX_DECODE_STEPS,
+                max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
             ),
             device,
         )

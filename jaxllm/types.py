@@ -241,11 +241,13 @@ class SampledTokens:
     requests of the prefill chunks with `is_last`, in order. Of several decode iterations the tokens come one
     iteration after another; those after a request's end mean nothing. `logprobs[i]` is None unless asked for.
     `prompt_logprobs[request_id]` lists positions `chunk.start + 1 ...` scored by a prefill chunk.
+    `num_decode_steps` iterations were computed: None for all, fewer if every request had ended by then.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
+    num_decode_steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -282,6 +284,11 @@ class Executor(Protocol):
     @property
     def block_size(self) -> int:
         """Tokens per block."""
+        ...
+
+    @property
+    def max_decode_steps(self) -> int:
+        """Most decode iterations of one `execute`."""
         ...
 
     def execute(self, scheduled: SchedulerOutput) -> StepResult:

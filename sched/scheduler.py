@@ -527,6 +527,8 @@ class Scheduler:
         running = self._running
         if len(running) > MULTI_STEP_SEQS or self._swapped or self._copies.is_loading:
             return 1
+        if self.policy.decode_needs_free_block:
+            return 1  # there may be a decision at any block that is taken
         if self._waiting and self._free_slots:
             return 1  # whoever waits starts as soon as there are blocks
         num_steps = running.num_steps_to_last(min(limit, self._pool.block_size))

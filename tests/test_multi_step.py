@@ -9,9 +9,13 @@ from scheduler_helpers import make_request, make_scheduler
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
+from jaxllm.executor.pending import PendingStep
 from jaxllm.executor.sampler import SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, run_decode_steps, run_step
 from jaxllm.sched.policies import GrowthReserve, SchedulerPolicy, SwapIfItFits
+from jaxllm.sched.presets import make_preset
 from jaxllm.sched.scheduler import Scheduler
 
 NAME = "llama_gqa"
@@ -19,7 +23,7 @@ NAME = "llama_gqa"
 
 @pytest.fixture(scope="module")
 def llm():
-    return make_llm(golden_checkpoint(NAME), num_scheduler_steps=8, num_host_blocks=24)
+    return make_llm(golden_checkpoint(NAME), num_scheduler_steps=8, block_size=8, num_host_blocks=12)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ def test_the_same_tokens_in_fewer_programs(llm, prompts, async_scheduling):
             assert scored.logprob == pytest.approx(other[token_id].logprob, abs=1e-5)
             assert scored.rank == other[token_id].rank
     assert set(decodes[0]) == {1}
-    assert max(decodes[1]) == 4  # blocks of 4 tokens
+    assert max(decodes[1]) == 8
     assert len(decodes[1]) < len(decodes[0]) / 2
 
 
@@ -83,8 +87,8 @@ def test_preempted_requests_get_the_same_tokens(llm, prompts):
     policy = SchedulerPolicy(admission=GrowthReserve(0.0), action=SwapIfItFits())
     engine = make_engine(
         llm,
-        num_gpu_blocks=40,
-        num_host_blocks=24,
+        num_gpu_blocks=20,
+        num_host_blocks=12,
         policy=policy,
         scheduler_class=Recording,
         num_scheduler_steps=8,
@@ -98,7 +102,7 @@ def test_preempted_requests_get_the_same_tokens(llm, prompts):
 def test_streams_advance_by_whole_programs(llm, prompts):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     counts = [len(output.token_ids) for output in llm.stream([prompts[1]], params)]
-    assert counts == [1, 5, 9, 13, 17, 20]
+    assert counts == [1, 9, 17, 20]
 
 
 @pytest.mark.parametrize(("tick", "allowed"), [(0.001, 8), (0.0125, 4), (0.2, 1)])
@@ -123,10 +127,58 @@ def test_as_many_steps_as_50_ms_hold(llm, prompts, tick, allowed):
     assert engine.scheduler.allowed[-2] == allowed
 
 
+def test_a_program_after_the_end_computes_nothing(llm, prompts, monkeypatch):
+    """With run-ahead it is dispatched before the host knows of the end."""
+    greedy = golden_data(NAME)["greedy"][1]
+    end = greedy[5]
+    computed = []
+    fetch = PendingStep.fetch
+
+    def recording(self):
+        sampled = fetch(self)
+        computed.append(sampled.num_decode_steps)
+        return sampled
+
+    monkeypatch.setattr(PendingStep, "fetch", recording)
+    observer = RecordingObserver()
+    engine = make_engine(llm, num_scheduler_steps=8)
+    engine._observer = observer
+    params = SamplingParams(temperature=0, max_tokens=60, stop_token_ids=[end], ignore_eos=True)
+    (output,) = run(engine, [prompts[1]], params)
+    num_tokens = greedy.index(end) + 1
+    assert output.token_ids == greedy[:num_tokens]
+    assert computed == [None, num_tokens - 1, 0]
+    assert observer.num_steps == [1, num_tokens - 1, 0]
+    assert engine._decode_seconds > 0
+
+
+class RecordingObserver:
+    def __init__(self):
+        self.num_steps = []
+
+    def observe(self, scheduled, seconds, num_decode_steps):
+        self.num_steps.append(num_decode_steps)
+
+
+@pytest.mark.parametrize("wrong", [0, -3, True, 2.5, "8", 9])
+def test_engines_refuse_steps_that_the_executor_does_not_take(llm, wrong):
+    with pytest.raises(ConfigError, match="None or an integer from 1 to 8"):
+        make_engine(llm, num_scheduler_steps=wrong)
+
+
+def test_at_most_a_block_of_steps():
+    with pytest.raises(ConfigError, match="num_scheduler_steps=17 must be an integer from 1 to 16"):
+        EngineConfig(model="x", num_scheduler_steps=17)
+
+
 def test_steps_stop_where_a_decision_is_due():
-    def decode_steps(*, limit=8, count=1, waiting=0, max_num_seqs=32, num_gpu_blocks=64, total=40):
+    eager = SchedulerPolicy(admission=GrowthReserve(0.0))
+
+    def decode_steps(
+        *, limit=8, count=1, waiting=0, max_num_seqs=32, num_gpu_blocks=64, total=40, policy=eager
+    ):
         scheduler = make_scheduler(
-            SchedulerPolicy(admission=GrowthReserve(0.0)),
+            policy,
             num_gpu_blocks=num_gpu_blocks,
             block_size=4,
             max_model_len=64,
@@ -148,6 +200,7 @@ def test_steps_stop_where_a_decision_is_due():
     assert decode_steps(limit=3) == 3
     assert decode_steps(limit=1) == 1
     assert decode_steps(total=6) == 2  # somebody's last token
+    assert decode_steps(policy=make_preset("vllm")) == 1  # vLLM 0.2.5 decides at every step
     assert decode_steps(count=16) == 4
     assert decode_steps(count=17) == 1  # many requests
     assert decode_steps(count=2, num_gpu_blocks=3, total=8) == 1  # one free block, for two requests
@@ -193,13 +246,22 @@ def test_a_row_that_has_ended_writes_nothing(llm, prompts):
     history = np.asarray(ended.history)[:2, length : length + 6]
     np.testing.assert_array_equal(history[1], expected[1])
     np.testing.assert_array_equal(history[0, :num_kept], expected[0, :num_kept])
-    assert not history[0, num_kept:].any()
+    assert history[0, num_kept:].tolist() == [0] * (5 - num_kept) + [end], "the next program must see the end"
     assert not np.asarray(ended.pool)[tables[0, (length + num_kept) // block_size :]].any()
     assert outputs.sampled.tokens.shape == (12,)
+    assert outputs.num_steps == 5
 
     ends = [int(expected[0, 1]), int(expected[1, 1])]
     state, slot_params = start(ends)
     both, outputs = run_decode_steps(config, params, state, slot_params, decode, jnp.int32(5), max_steps=6)
     np.testing.assert_array_equal(np.asarray(both.history)[:2, length : length + 2], expected[:, :2])
-    assert not np.asarray(both.history)[:2, length + 2 :].any()
+    assert np.asarray(both.history)[:2, length + 5].tolist() == ends
+    assert not np.asarray(both.history)[:2, length + 2 : length + 5].any()
+    assert outputs.num_steps == 1
     assert not np.asarray(outputs.sampled.tokens)[2:].any(), "it went on after all had ended"
+
+    again = DecodeInputs(jnp.arange(2), jnp.full(2, length + 6), jnp.asarray(tables))
+    pool = np.asarray(both.pool)
+    after, outputs = run_decode_steps(config, params, both, slot_params, again, jnp.int32(5), max_steps=6)
+    assert outputs.num_steps == 0, "it computes rows that ended before"
+    np.testing.assert_array_equal(np.asarray(after.pool), pool)

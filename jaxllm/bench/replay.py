@@ -164,7 +164,7 @@ class _TimeKeeper(StepObserver):
         self.num_preemptions = self.num_swaps = 0
         self.seconds = 0.0
 
-    def observe(self, scheduled: SchedulerOutput, seconds: float) -> None:
+    def observe(self, scheduled: SchedulerOutput, seconds: float, num_decode_steps: int = 1) -> None:
         """Take a step."""
         self.num_preemptions += len(scheduled.preempted)
         self.num_swaps += len(scheduled.swap_out)
@@ -184,5 +184,5 @@ class _TimeKeeper(StepObserver):
             self.spent.swap_stall += stall
             self.spent.decode += seconds - stall
         started = time.perf_counter()
-        super().observe(scheduled, seconds)
+        super().observe(scheduled, seconds, num_decode_steps)
         self.seconds += time.perf_counter() - started

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm import tokenizer as tokenization
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.output_processor import RequestState
-from jaxllm.errors import RequestError, SamplingParamsError
+from jaxllm.errors import ConfigError, RequestError, SamplingParamsError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, SamplingParams
 from jaxllm.sched.scheduler import Scheduler
@@ -51,6 +51,9 @@ class Engine:
             many as are computed in 50 ms, so that few tokens are late, and at most `MAX_DECODE_STEPS`.
         clock: time in seconds, for arrival times and metrics.
         observer: told how long each step took.
+
+    Raises:
+        ConfigError: `num_scheduler_steps` is not a number of steps that the executor takes.
     """
 
     def __init__(
@@ -75,6 +78,15 @@ class Engine:
             tokenizer.eos_token_id if tokenizer is not None else min(eos_token_ids, default=None)
         )
         self._depth = 1 if async_scheduling else 0
+        if num_scheduler_steps is not None and (
+            isinstance(num_scheduler_steps, bool)
+            or not isinstance(num_scheduler_steps, int)
+            or not 1 <= num_scheduler_steps <= executor.max_decode_steps
+        ):
+            raise ConfigError(
+                f"num_scheduler_steps={num_scheduler_steps!r} must be None or an integer from 1 to "
+                f"{executor.max_decode_steps}, which the executor was built for"
+            )
         self._num_scheduler_steps = num_scheduler_steps
         self._decode_seconds = math.inf
         self._clock = clock
@@ -182,7 +194,8 @@ class Engine:
     def _max_decode_steps(self) -> int:
         if self._num_scheduler_steps is not None:
             return self._num_scheduler_steps
-        return max(1, min(MAX_DECODE_STEPS, int(_SECONDS_AT_A_TIME / self._decode_seconds)))
+        most = min(MAX_DECODE_STEPS, self._executor.max_decode_steps)
+        return max(1, min(most, int(_SECONDS_AT_A_TIME / self._decode_seconds)))
 
     # The three parts of a step
 
@@ -206,11 +219,14 @@ class Engine:
         # The device runs steps one after another: this one began when it was sent or the last one ended.
         seconds = now - max(dispatched, self._last_fetched)
         self._last_fetched = now
+        num_steps = sampled.num_decode_steps
+        if num_steps is None:
+            num_steps = scheduled.num_decode_steps
         if self._observer is not None:
-            self._observer.observe(scheduled, seconds)
-        if scheduled.decode and not scheduled.prefill:
+            self._observer.observe(scheduled, seconds, num_steps)
+        if scheduled.decode and not scheduled.prefill and num_steps:
             self._decode_seconds = min(_SECONDS_AT_A_TIME, self._decode_seconds)
-            self._decode_seconds += _RATE * (seconds / scheduled.num_decode_steps - self._decode_seconds)
+            self._decode_seconds += _RATE * (seconds / num_steps - self._decode_seconds)
         self.scheduler.complete(scheduled.step_id)
         self._commit_prompt_logprobs(scheduled, sampled)
         requests = [*scheduled.decode, *(chunk.request for chunk in scheduled.prefill if chunk.is_last)]

@@ -28,14 +28,20 @@ class StepObserver:
         self._ledger = ledger
         self._num_steps = 0
 
-    def observe(self, scheduled: SchedulerOutput, seconds: float) -> None:
-        """Take a step that ran for `seconds`. Call before its tokens are committed."""
-        if seconds <= 0.0:
+    def observe(self, scheduled: SchedulerOutput, seconds: float, num_decode_steps: int = 1) -> None:
+        """Take a step that ran for `seconds`. Call before its tokens are committed.
+
+        Args:
+            scheduled: the step.
+            seconds: how long it ran.
+            num_decode_steps: decode iterations it computed; 0 if all its requests had ended before.
+        """
+        if seconds <= 0.0 or (scheduled.decode and not num_decode_steps):
             return
         self._num_steps += 1
         is_compared = self._num_steps <= _ALL_COMPARED or self._num_steps % _COMPARED_EACH == 0
         if self.costs is not None and (is_compared or scheduled.has_copies):
-            predicted = self._predicted(self.costs, scheduled)
+            predicted = self._predicted(self.costs, scheduled, num_decode_steps)
             if scheduled.has_copies and predicted > 0.0:
                 self._charge_swaps(scheduled, max(0.0, seconds - predicted))
             elif scheduled.has_copies:
@@ -43,8 +49,7 @@ class StepObserver:
             elif scheduled.prefill and not scheduled.decode:
                 self.costs.observe("prefill", predicted, seconds)
             elif scheduled.decode and not scheduled.prefill:
-                num_steps = scheduled.num_decode_steps
-                self.costs.observe("decode", predicted / num_steps, seconds / num_steps)
+                self.costs.observe("decode", predicted / num_decode_steps, seconds / num_decode_steps)
         if self._ledger is not None and scheduled.prefill:
             per_token = seconds / scheduled.num_prefill_tokens
             for chunk in scheduled.prefill:
@@ -53,17 +58,18 @@ class StepObserver:
                         chunk.request.request_id, per_token * chunk.length, scheduled.step_id
                     )
 
-    def _predicted(self, costs: OnlineCalibration, scheduled: SchedulerOutput) -> float:
+    def _predicted(
+        self, costs: OnlineCalibration, scheduled: SchedulerOutput, num_decode_steps: int = 1
+    ) -> float:
         prefill, decode = scheduled.prefill, scheduled.decode
         seconds = 0.0
         if prefill:
             context = sum(chunk.start for chunk in prefill)
             seconds += costs.prefill_seconds(scheduled.num_prefill_tokens, len(prefill), context)
         if decode:
-            num_steps = scheduled.num_decode_steps
             context = sum(len(r.prompt_token_ids) + len(r.output_token_ids) for r in decode)
-            context += len(decode) * (num_steps - 1) // 2  # as many as in the middle one
-            seconds += num_steps * costs.decode_seconds(len(decode), context)
+            context += len(decode) * (num_decode_steps - 1) // 2  # as many as in the middle one
+            seconds += num_decode_steps * costs.decode_seconds(len(decode), context)
         return seconds
 
     def _charge_swaps(self, scheduled: SchedulerOutput, seconds: float) -> None:

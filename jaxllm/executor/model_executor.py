@@ -178,6 +178,11 @@ class ModelExecutor:
         return self.config.block_size
 
     @property
+    def max_decode_steps(self) -> int:
+        """Most decode iterations of one `execute`."""
+        return self.config.max_decode_steps
+
+    @property
     def pool_bytes(self) -> int:
         """Size of the KV pool in bytes."""
         return self._state.pool.nbytes

@@ -29,6 +29,7 @@ class PendingStep:
             if chunk.request.sampling_params.prompt_logprobs is not None
         ]
         self._sampled: SampledRows | None = outputs.sampled
+        self._num_steps = outputs.num_steps
         self._prompt: PromptLogprobs | None = outputs.prompt_logprobs if self._prompt_chunks else None
         outputs.sampled.tokens.copy_to_host_async()
 
@@ -52,7 +53,8 @@ class PendingStep:
                 for chunk, start in self._prompt_chunks
             }
         self._sampled = self._prompt = None
-        return SampledTokens(token_ids, logprobs, prompt_logprobs)
+        num_steps = None if self._num_steps is None else int(self._num_steps)
+        return SampledTokens(token_ids, logprobs, prompt_logprobs, num_steps)
 
 
 def _starts(chunks: Sequence[PrefillChunk]) -> list[int]:

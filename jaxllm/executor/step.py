@@ -73,11 +73,13 @@ class PromptLogprobs(NamedTuple):
 class StepOutputs(NamedTuple):
     """Sampled rows (decode rows first), and prompt log-probabilities if there is a prefill slice.
 
-    Of several decode iterations the rows come one iteration after another.
+    Of several decode iterations the rows come one iteration after another, and `num_steps` says how many
+    were computed.
     """
 
     sampled: SampledRows
     prompt_logprobs: PromptLogprobs | None
+    num_steps: jax.Array | None = None
 
 
 class _Ragged(NamedTuple):
@@ -273,7 +275,8 @@ def run_decode_steps(
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute several decode iterations, each on the tokens of the one before it.
 
-    A row that samples one of its `end_ids` is padding from then on. When all have, the program ends early.
+    A row that samples one of its `end_ids` is padding from then on, in this program and in the next, which
+    the host may dispatch before it knows. When all rows are, the program ends.
 
     Args:
         config: the model's configuration (static).
@@ -286,8 +289,9 @@ def run_decode_steps(
         implementation: of attention.
 
     Returns:
-        The state, and outputs of `[max_steps * B]` rows, one iteration after another; those of iterations
-        that were not computed, or of rows that had ended, mean nothing.
+        The state, and outputs with the number of iterations computed and `[max_steps * B]` rows, one
+        iteration after another; those of iterations that were not computed, or of rows that had ended, mean
+        nothing.
     """
 
     def step(state: DeviceState, lengths: jax.Array) -> tuple[DeviceState, SampledRows]:
@@ -315,10 +319,24 @@ def run_decode_steps(
         has_ended = jnp.any(slot_params.end_ids[decode.slots] == sampled.tokens[:, None], axis=1)
         return i + 1, state, jnp.where((lengths > 0) & ~has_ended, lengths + 1, 0), collected
 
-    shapes = jax.eval_shape(step, state, decode.lengths)[1]
+    newest = jnp.maximum(decode.lengths - 1, 0)
+    tokens = state.history[decode.slots, newest]
+    is_end = jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1)
+    has_ended = is_end & (newest >= slot_params.prompt_length[decode.slots])
+    lengths = jnp.where(has_ended, 0, decode.lengths)
+    shapes = jax.eval_shape(step, state, lengths)[1]
     empty = SampledRows(*(jnp.zeros((max_steps, *shape.shape), shape.dtype) for shape in shapes))
-    _, state, _, collected = lax.while_loop(unfinished, body, (jnp.int32(0), state, decode.lengths, empty))
-    return state, StepOutputs(SampledRows(*(x.reshape(-1, *x.shape[2:]) for x in collected)), None)
+    carry = (jnp.int32(0), state, lengths, empty)
+    computed, state, lengths, collected = lax.while_loop(unfinished, body, carry)
+    # Where the next program, which may be dispatched before this one is read, looks for the newest token.
+    place = jnp.minimum(newest + num_steps, state.history.shape[1] - 1)
+    last = state.history[decode.slots, place]
+    has_ended = (decode.lengths > 0) & (lengths == 0)
+    last = jnp.where(has_ended, slot_params.end_ids[decode.slots, 0], last)
+    slots = jnp.where(decode.lengths > 0, decode.slots, state.history.shape[0] - 1)
+    state = state._replace(history=state.history.at[slots, place].set(last))
+    sampled = SampledRows(*(x.reshape(-1, *x.shape[2:]) for x in collected))
+    return state, StepOutputs(sampled, None, computed)
 
 
 def _prompt_logprobs(

@@ -61,6 +61,11 @@ class SimulatedExecutor:
         self._loads: dict[int, float] = {}  # handle -> ready at
         self._hidden = 0.0  # seconds of the last step, behind which a copy in can hide
 
+    @property
+    def max_decode_steps(self) -> int:
+        """Most decode iterations of one `execute`."""
+        return self.block_size
+
     def wait_until(self, time: float) -> None:
         """Let the clock run to `time`, with nothing to do."""
         if time > self.now:
