@@ -183,7 +183,7 @@ def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
     assert set(profile.num_samples) == set(COST_KINDS)
     shown = capsys.readouterr()
     assert "## swap_in" in shown.out
-    assert "jaxllm: decode of 2, up to 8 steps, attention xla: compiled in " in shown.err
+    assert "jaxllm: decode of 2, up to 4 steps, attention xla: compiled in " in shown.err
     assert "prefill of 32 tokens" in shown.err
     assert main([*command, "--seconds", "0"]) == 2
     assert main([*command, "--repetitions", "0"]) == 2
