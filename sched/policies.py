@@ -334,7 +334,7 @@ class MoreUrgentFirst:
             Resuming frees host memory for the next preemptions, and starting takes device memory.
 
     Raises:
-        ConfigError: `margin` is below 1.
+        ConfigError: `margin` is below 1 or not finite.
     """
 
     priority: PriorityPolicy = FairPriority()
@@ -344,8 +344,8 @@ class MoreUrgentFirst:
     margin: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.margin >= 1.0:
-            raise ConfigError(f"margin must be at least 1, got {self.margin}")
+        if not 1.0 <= self.margin < float("inf"):
+            raise ConfigError(f"margin must be at least 1 and finite, got {self.margin}")
 
     def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
         """Whether the waiting set is not so much more urgent; an empty set never is."""

@@ -426,3 +426,20 @@ def test_no_batching_policy_exceeds_the_budget():
     trace = [describe(scheduler.schedule(0.0)) for _ in range(4)]
     assert trace == ["P r0[0:4]", "P r0[4:6]!", "P r1[0:4]", "P r1[4:6]!"]
     scheduler.check()
+
+
+def test_a_margin_lets_swapped_requests_go_first_until_others_are_so_much_more_urgent():
+    waiting, swapped = make_request(0, 10, arrival_time=0.0), make_request(1, 25, arrival_time=0.0)
+    order = {margin: MoreUrgentFirst(margin=margin) for margin in (1.0, 2.0, 3.0)}
+    # Urgency is waiting time over length: the short one is 2.5 times as urgent.
+    assert not order[1.0].swaps_in([waiting], [swapped], 5.0)
+    assert not order[2.0].swaps_in([waiting], [swapped], 5.0)
+    assert order[3.0].swaps_in([waiting], [swapped], 5.0)
+    assert order[3.0].swaps_in([], [swapped], 5.0)
+    assert not order[3.0].swaps_in([waiting], [], 5.0)
+
+
+@pytest.mark.parametrize("margin", [0.5, -1.0, float("nan"), float("inf")])
+def test_margins_are_checked(margin):
+    with pytest.raises(ConfigError, match="margin must be at least 1 and finite"):
+        MoreUrgentFirst(margin=margin)

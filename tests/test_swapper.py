@@ -8,6 +8,7 @@ from engine_helpers import make_engine, make_llm, run
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
+from jaxllm.errors import ConfigError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.sched.policies import (
@@ -265,3 +266,19 @@ def test_an_abort_drops_the_copy(llm):
     while engine.has_unfinished_requests:
         engine.step()
     assert not llm.executor._swapper.handles
+
+
+def test_a_scheduler_that_swaps_needs_an_executor_with_host_blocks():
+    llm = make_llm(golden_checkpoint(NAME))
+    engine = make_engine(
+        llm,
+        num_gpu_blocks=40,
+        num_host_blocks=24,
+        policy=SchedulerPolicy(admission=WatermarkAdmission(0.0), action=SwapIfItFits()),
+    )
+    with pytest.raises(ConfigError, match="built with num_host_blocks=0"):
+        run(
+            engine,
+            golden_data(NAME)["prompts"],
+            SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        )

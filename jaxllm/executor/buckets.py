@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxllm.errors import ConfigError
+from jaxllm.types import MULTI_STEP_SEQS
 
 _TOKENS_PER_SEQ = 8  # a prefill program of T tokens takes up to T / 8 prompts
 
@@ -68,6 +69,11 @@ class Buckets:
     def max_prefill_seqs(self) -> int:
         """Most prompts one prefill step takes."""
         return self.prefill[-1][1]
+
+    def multi_step_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
+        """Decode batches for which several iterations may be one program."""
+        largest = self.decode_size(min(MULTI_STEP_SEQS, max_num_seqs))
+        return tuple(size for size in self.decode if size <= largest)
 
     def decode_size(self, num_rows: int) -> int:
         """Smallest decode batch that holds `num_rows` requests."""

@@ -31,7 +31,6 @@ from jaxllm.executor.step import (
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params, abstract_params
 from jaxllm.types import (
-    MULTI_STEP_SEQS,
     NO_COPIES,
     CopyProgress,
     PrefillChunk,
@@ -85,13 +84,12 @@ class ExecutorConfig:
         A GPU's loop waits for the host to read its condition, so single steps have programs of their own
         there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
         """
-        largest = 0
-        if self.max_decode_steps > 1:
-            largest = self.buckets.decode_size(min(MULTI_STEP_SEQS, self.max_num_seqs))
-        decode = self.buckets.decode
+        loops = self.buckets.multi_step_sizes(self.max_num_seqs) if self.max_decode_steps > 1 else ()
         keys = [ProgramKey(0, *size) for size in self.buckets.prefill]
-        keys += [ProgramKey(rows, 0, 0) for rows in decode if rows > largest or platform != "cpu"]
-        keys += [ProgramKey(rows, 0, 0, self.max_decode_steps) for rows in decode if rows <= largest]
+        keys += [
+            ProgramKey(rows, 0, 0) for rows in self.buckets.decode if rows not in loops or platform != "cpu"
+        ]
+        keys += [ProgramKey(rows, 0, 0, self.max_decode_steps) for rows in loops]
         return keys
 
 

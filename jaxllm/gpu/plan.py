@@ -17,7 +17,7 @@ from jaxllm.executor.model_executor import ProgramKey, step_program
 from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.gpu.target import Compiler, GPUTarget
 from jaxllm.models.registry import AnyConfig, abstract_params
-from jaxllm.types import MAX_DECODE_STEPS, MULTI_STEP_SEQS
+from jaxllm.types import MAX_DECODE_STEPS
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -140,10 +140,9 @@ def make_plan(
             "smaller model or dtype, a larger device, or raise XLA_PYTHON_CLIENT_MEM_FRACTION"
         )
     keys = [ProgramKey(rows, 0, 0) for rows in (buckets.decode if every_bucket else buckets.decode[-1:])]
-    loops = [
-        rows for rows in buckets.decode if rows <= buckets.decode_size(min(MULTI_STEP_SEQS, max_num_seqs))
-    ]
-    keys += [ProgramKey(rows, 0, 0, MAX_DECODE_STEPS) for rows in (loops if every_bucket else loops[-1:])]
+    max_steps = min(MAX_DECODE_STEPS, block_size)
+    loops = buckets.multi_step_sizes(max_num_seqs) if max_steps > 1 else ()
+    keys += [ProgramKey(rows, 0, 0, max_steps) for rows in (loops if every_bucket else loops[-1:])]
     keys += [ProgramKey(0, *size) for size in (buckets.prefill if every_bucket else buckets.prefill[-1:])]
     programs = []
     with Compiler(target) as compiler:
