@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,10 @@ import jax.numpy as jnp
 from jaxllm.errors import ConfigError
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic")
-"""Names `implementation` takes; None stands for the best one on the default device."""
+"""Names `implementation` takes; None stands for the best one on the default device.
+
+"triton" may be followed by how it cuts its work, such as in "triton:k64,q64,w4,s2" (`triton.Tiling`).
+"""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -50,8 +54,8 @@ def decode_attention(
     num_rows = q.shape[0]
     _check_ints("block_tables", block_tables, (num_rows, None))
     _check_ints("lengths", lengths, (num_rows,))
-    backend = _backend(implementation)
-    return backend.decode_attention(q, pool, block_tables, lengths, layer=layer, scale=scale)
+    backend, options = _backend(implementation)
+    return backend.decode_attention(q, pool, block_tables, lengths, layer=layer, scale=scale, **options)
 
 
 def prefill_attention(
@@ -100,9 +104,9 @@ def prefill_attention(
     _check_ints("lengths", lengths, (max_seqs,))
     num_seqs = jnp.asarray(num_seqs, jnp.int32)
     _check_ints("num_seqs", num_seqs, ())
-    backend = _backend(implementation)
+    backend, options = _backend(implementation)
     return backend.prefill_attention(
-        q, pool, block_tables, query_starts, lengths, num_seqs, layer=layer, scale=scale
+        q, pool, block_tables, query_starts, lengths, num_seqs, layer=layer, scale=scale, **options
     )
 
 
@@ -143,7 +147,8 @@ def write_kv(
             raise ConfigError(f"{name} has shape {array.shape}, but this pool takes {expected}: reshape it")
         _check_dtype(name, array)
     _check_ints("slot_mapping", slot_mapping, (num_tokens,))
-    return _backend(implementation).write_kv(pool, k, v, slot_mapping, layer=layer)
+    backend, _ = _backend(implementation)
+    return backend.write_kv(pool, k, v, slot_mapping, layer=layer)
 
 
 def default_implementation() -> str:
@@ -162,13 +167,17 @@ def _best_for(platform: str, compute_capability: str) -> str:
     return "xla"
 
 
-def _backend(implementation: str | None) -> ModuleType:
+def _backend(implementation: str | None) -> tuple[ModuleType, dict[str, Any]]:
+    """The back-end of a name, and the options the name holds."""
     name = default_implementation() if implementation is None else implementation
-    if name not in IMPLEMENTATIONS:
+    name, colon, tiling = name.partition(":")
+    if name not in IMPLEMENTATIONS or (colon and name != "triton"):
         raise ConfigError(
-            f"unknown attention implementation {name!r}: use one of {', '.join(IMPLEMENTATIONS)}, or None"
+            f"unknown attention implementation {implementation!r}: use one of {', '.join(IMPLEMENTATIONS)}, "
+            "or None"
         )
-    return _load_backend(name)
+    backend = _load_backend(name)
+    return backend, {"tiling": backend.Tiling.parse(tiling)} if colon else {}
 
 
 @functools.cache

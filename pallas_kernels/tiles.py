@@ -69,6 +69,13 @@ def is_interpreted() -> bool:
     return (jax.default_backend() if device is None else device.platform) == "cpu"
 
 
+def device_kind() -> str:
+    """The name of the device that programs run on or are compiled for."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    return str((jax.devices()[0] if device is None else device).device_kind)
+
+
 def _tiles_of_seqs(
     query_starts: jax.Array, num_seqs: jax.Array, tile_rows: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -9,7 +9,9 @@ On a CPU the kernels run in Pallas' interpret mode, for tests.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 import warnings
 from typing import Any
 
@@ -19,7 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxllm.pallas_kernels.tiles import combine_splits, is_interpreted, num_splits, query_tiles
+from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels.tiles import combine_splits, device_kind, is_interpreted, num_splits, query_tiles
 
 # JAX 0.11 deprecates this lowering and says so each time a program that holds a kernel is lowered, which
 # happens in the caller's jit. Triton is still the choice for Ampere, where Mosaic GPU does not run.
@@ -27,22 +30,97 @@ warnings.filterwarnings(
     "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
 )
 
-_KV_TILE = 64
-_QUERY_TILE = 64
 _MIN_DOT = 16
 _MASKED = -1e30
+_SMALL_CORES = re.compile(r"\b(A10G?|A16|A2|A40|A[2456]000|L4|L20|L40S?|RTX|GeForce)\b")
+"""Names of NVIDIA devices of compute capability 8.6, 8.9 and 12.0: 100 KiB of shared memory a core."""
+_TILING = re.compile(r"k(\d+),q(\d+),w(\d+),s(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How attention is cut, written `k64,q64,w4,s2`.
+
+    Attributes:
+        kv_tile: keys a program reads at a time; a power of two from 16 to 256.
+        query_tile: query rows of a prefill program; a power of two from 16 to 256. Decoding has none.
+        num_warps: of a program: 1, 2, 4, 8 or 16.
+        num_stages: tiles under way at a time, the one that is computed included; 1 to 8.
+    """
+
+    kv_tile: int = 64
+    query_tile: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("kv_tile", (16, 32, 64, 128, 256)),
+            ("query_tile", (16, 32, 64, 128, 256)),
+            ("num_warps", (1, 2, 4, 8, 16)),
+            ("num_stages", tuple(range(1, 9))),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value}: use one of {', '.join(map(str, allowed))}")
+
+    @classmethod
+    def parse(cls, text: str) -> Tiling:
+        """The tiling that `str` gives as `text`.
+
+        Raises:
+            ConfigError: it is not of that form, or a number is out of bounds.
+        """
+        match = _TILING.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"tiling {text!r} is not of the form {str(cls())!r}")
+        return cls(*map(int, match.groups()))
+
+    def __str__(self) -> str:
+        return f"k{self.kv_tile},q{self.query_tile},w{self.num_warps},s{self.num_stages}"
+
+
+def default_tiling(op: str, kind: str, dtype: Any) -> Tiling:
+    """What `op` ("decode" or "prefill") takes on a device of this kind for KV of this dtype.
+
+    Chosen from what the compiled kernels need at head_dim 128 (`scripts/inspect_tilings.py`): no register is
+    spilled, and in 16 bits at least two programs fit a core, so that one computes while the other waits for
+    its KV. Cores with 100 KiB of shared memory get smaller tiles for it; so does float32, whose products take
+    no tensor cores.
+    """
+    if jnp.dtype(dtype).itemsize == 4:
+        return Tiling(32) if op == "decode" else Tiling(32, 32, 8)
+    return Tiling(32) if _SMALL_CORES.search(kind) else Tiling()
+
+
+def alternative_tilings(op: str, dtype: Any) -> tuple[Tiling, ...]:
+    """Tilings that may be faster than the default one at some shapes of 16-bit `op`; none of float32."""
+    if jnp.dtype(dtype).itemsize == 4:
+        return ()
+    if op == "decode":
+        return Tiling(), Tiling(32), Tiling(32, num_stages=5), Tiling(128, num_warps=8)
+    return Tiling(), Tiling(32), Tiling(64, 32), Tiling(32, 64, 4, 5), Tiling(32, 128, 8, 5)
 
 
 def decode_attention(
-    q: jax.Array, pool: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, layer: int, scale: float
+    q: jax.Array,
+    pool: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    layer: int,
+    scale: float,
+    tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash-decoding: the KV of a row is split over programs whose partial results are then combined."""
+    tiling = tiling or default_tiling("decode", device_kind(), pool.dtype)
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, _KV_TILE)
+    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, tiling.kv_tile)
     stats = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads), jnp.float32)
     acc, peak, total = _call(
-        functools.partial(_decode_kernel, layer=layer, scale=scale, splits=splits),
+        functools.partial(_decode_kernel, layer=layer, scale=scale, splits=splits, kv_tile=tiling.kv_tile),
+        tiling,
         grid=(num_rows, num_kv_heads, splits),
         out_shape=(jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32), stats, stats),
         name="paged_decode_attention",
@@ -60,13 +138,18 @@ def prefill_attention(
     *,
     layer: int,
     scale: float,
+    tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash attention over tiles of query rows; a tile holds rows of one sequence only."""
+    tiling = tiling or default_tiling("prefill", device_kind(), pool.dtype)
     num_tokens, num_q_heads, _ = q.shape
-    tile_rows = min(_QUERY_TILE, max(_MIN_DOT, pl.next_power_of_2(num_tokens)))
+    tile_rows = min(tiling.query_tile, max(_MIN_DOT, pl.next_power_of_2(num_tokens)))
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
     out = _call(
-        functools.partial(_prefill_kernel, layer=layer, scale=scale, tile_rows=tile_rows),
+        functools.partial(
+            _prefill_kernel, layer=layer, scale=scale, tile_rows=tile_rows, kv_tile=tiling.kv_tile
+        ),
+        tiling,
         grid=(tiles.shape[0], num_q_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="paged_prefill_attention",
@@ -82,6 +165,7 @@ def write_kv(
     """One program per token, storing into the aliased pool."""
     return _call(
         functools.partial(_write_kernel, layer=layer),
+        Tiling(),
         grid=(k.shape[0],),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         input_output_aliases={3: 0},
@@ -89,10 +173,10 @@ def write_kv(
     )(k, v, slot_mapping, pool)
 
 
-def _call(kernel: Any, **options: Any) -> Any:
+def _call(kernel: Any, tiling: Tiling, **options: Any) -> Any:
     return pl.pallas_call(
         kernel,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
         interpret=is_interpreted(),
         **options,
     )
@@ -110,6 +194,7 @@ def _decode_kernel(
     layer: int,
     scale: float,
     splits: int,
+    kv_tile: int,
 ) -> None:
     row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head_dim = q_ref.shape[2]
@@ -121,13 +206,13 @@ def _decode_kernel(
     query = plgpu.load(q_ref.at[row, heads_at[:, None], dims[None, :]], mask=mask, other=0.0)
 
     length = lengths_ref[row]
-    num_tiles = pl.cdiv(length, _KV_TILE)
+    num_tiles = pl.cdiv(length, kv_tile)
     per_split = pl.cdiv(num_tiles, splits)
     first = split * per_split
     last = jnp.minimum(first + per_split, num_tiles)
 
     def body(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tokens = tile * _KV_TILE + jnp.arange(_KV_TILE)
+        tokens = tile * kv_tile + jnp.arange(kv_tile)
         key, value = _load_tile(pool_ref, tables_ref, row, kv_head, tokens, length, layer, query.dtype)
         return _accumulate(state, query, key, value, (tokens < length)[None, :], scale)
 
@@ -148,6 +233,7 @@ def _prefill_kernel(
     layer: int,
     scale: float,
     tile_rows: int,
+    kv_tile: int,
 ) -> None:
     tile, head = pl.program_id(0), pl.program_id(1)
     head_dim = q_ref.shape[2]
@@ -161,13 +247,13 @@ def _prefill_kernel(
     kv_limit = jnp.where(num_rows > 0, position + num_rows, 0)
 
     def body(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tokens = step * _KV_TILE + jnp.arange(_KV_TILE)
+        tokens = step * kv_tile + jnp.arange(kv_tile)
         key, value = _load_tile(pool_ref, tables_ref, seq, kv_head, tokens, kv_limit, layer, query.dtype)
         seen = tokens[None, :] <= (position + rows)[:, None]
         return _accumulate(state, query, key, value, seen & (tokens < kv_limit)[None, :], scale)
 
     start = _empty_state(tile_rows, dims.shape[0])
-    acc, _, total = lax.fori_loop(0, pl.cdiv(kv_limit, _KV_TILE), body, start)
+    acc, _, total = lax.fori_loop(0, pl.cdiv(kv_limit, kv_tile), body, start)
     out = acc / jnp.where(total > 0, total, 1.0)[:, None]
     plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out.astype(out_ref.dtype), mask=mask)
 

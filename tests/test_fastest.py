@@ -13,23 +13,35 @@ from jaxllm.errors import ConfigError
 from jaxllm.executor import fastest as module
 from jaxllm.executor import model_executor
 from jaxllm.executor.fastest import AttentionShape, candidates, fastest
+from jaxllm.pallas_kernels import triton
 
 NAME = "llama_gqa"
 SHAPES = [AttentionShape(3, None, 20), AttentionShape(12, 2, 6)]
 POOL = jnp.zeros((8, 2, 2, 1, 4, 16))
 
 
-def test_only_a_hopper_has_a_choice():
-    class Device:
-        compute_capability = "9.0"
+class Device:
+    device_kind = "NVIDIA H100 80GB HBM3"
+    compute_capability = "9.0"
 
-    (default,) = candidates(jax.devices()[0], "float32", 64, 16)
-    assert default == "xla"
-    assert candidates(Device(), "bfloat16", 128, 16) == (default, "mosaic")
-    assert candidates(Device(), "float32", 128, 16) == (default,)
-    assert candidates(Device(), "bfloat16", 72, 16) == (default,)
-    assert candidates(Device(), "bfloat16", 128, 8) == (default,)
+
+def test_a_cpu_has_no_choice():
+    assert candidates("decode", jax.devices()[0], "float32", 64, 16) == ("xla",)
     assert fastest(["xla"], SHAPES[0], POOL, 2, 0.25) == "xla"
+
+
+@pytest.mark.parametrize("op", ["decode", "prefill"])
+def test_a_gpu_has_several_tilings_and_a_hopper_mosaic(monkeypatch, op):
+    monkeypatch.setattr(module.pallas_kernels, "default_implementation", lambda: "triton")
+    default, *tilings, last = candidates(op, Device(), "bfloat16", 128, 16)
+    assert (default, last) == ("triton", "mosaic")
+    assert len(tilings) >= 3
+    assert len(set(tilings)) == len(tilings)
+    assert all(name.startswith("triton:k") for name in tilings)
+    assert f"triton:{triton.default_tiling(op, Device.device_kind, 'bfloat16')}" not in tilings
+    assert candidates(op, Device(), "bfloat16", 72, 16) == (default, *tilings)
+    assert candidates(op, Device(), "bfloat16", 128, 8) == (default, *tilings)
+    assert candidates(op, Device(), "float32", 128, 16) == (default,)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["decode", "prefill"])

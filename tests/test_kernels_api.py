@@ -50,6 +50,12 @@ def test_valid_arguments(op, arguments, expected):
     ("change", "message"),
     [
         ({"implementation": "cuda"}, "unknown attention implementation 'cuda'.*xla, triton, mosaic"),
+        ({"implementation": "xla:k64,q64,w4,s2"}, "unknown attention implementation 'xla:k64"),
+        ({"implementation": "triton:"}, "tiling '' is not of the form 'k64,q64,w4,s2'"),
+        ({"implementation": "triton:k64,q64"}, "tiling 'k64,q64' is not of the form"),
+        ({"implementation": "triton:k48,q64,w4,s2"}, "kv_tile is 48: use one of 16, 32, 64, 128, 256"),
+        ({"implementation": "triton:k64,q64,w3,s2"}, "num_warps is 3: use one of 1, 2, 4, 8, 16"),
+        ({"implementation": "triton:k64,q64,w4,s9"}, "num_stages is 9"),
         ({"implementation": "mosaic"}, "'mosaic' computes in bfloat16 or float16, got q in float32"),
         ({"pool": POOL[:, :, :1]}, "pool has shape .*num_blocks"),
         ({"pool": POOL[0]}, "pool has shape .*num_blocks"),

@@ -32,7 +32,11 @@ HALF_SHAPES = [
 ]
 """For kernels of tensor cores, which take 16 bits only."""
 
-all_shapes = [(name, shape) for name in IMPLEMENTATIONS for shape in SHAPES]
+all_shapes = [
+    *((name, shape) for name in IMPLEMENTATIONS for shape in SHAPES),
+    ("triton:k16,q16,w1,s1", SHAPES[1]),
+    ("triton:k128,q32,w8,s5", SHAPES[4]),
+]
 with_shapes_and_mosaic = pytest.mark.parametrize(
     ("implementation", "shape"), [*all_shapes, *(("mosaic", shape) for shape in HALF_SHAPES)], ids=str
 )

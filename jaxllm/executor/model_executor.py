@@ -318,7 +318,8 @@ class ModelExecutor:
                 else min(config.max_model_len, max(1, pool_tokens // key.decode_rows))
             )
             shape = AttentionShape(key.prefill_tokens or key.decode_rows, num_seqs, context)
-            names = candidates(self._device, config.dtype, model.head_dim, config.block_size)
+            op = "decode" if num_seqs is None else "prefill"
+            names = candidates(op, self._device, config.dtype, model.head_dim, config.block_size)
             scale = model.head_dim**-0.5
             self._fastest[key] = fastest(names, shape, self._state.pool, model.num_heads, scale)
         return self._fastest[key]

@@ -36,6 +36,7 @@ class GPUTarget:
     memory_size: int
     memory_bandwidth: int
     clock_rate_ghz: float
+    threads_per_core: int = 2048
 
     def text_proto(self) -> str:
         """XLA's `GpuTargetConfigProto`, as text."""
@@ -45,7 +46,7 @@ class GPUTarget:
   threads_per_warp: 32
   shared_memory_per_block: 49152
   shared_memory_per_core: {self.shared_memory_per_core}
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {self.threads_per_core}
   core_count: {self.core_count}
   fpus_per_core: {self.fpus_per_core}
   block_dim_limit_x: 2147483647
@@ -100,6 +101,19 @@ TARGETS: Mapping[str, GPUTarget] = {
         memory_size=150_110_011_392,
         memory_bandwidth=4_917_000_000_000,
         **_HOPPER,
+    ),
+    "l40s": GPUTarget(
+        description="NVIDIA L40S",
+        compute_capability=(8, 9),
+        core_count=142,
+        fpus_per_core=128,
+        shared_memory_per_block_optin=101376,
+        shared_memory_per_core=102400,
+        l2_cache_size=100663296,
+        memory_size=47_697_362_944,
+        memory_bandwidth=864_000_000_000,
+        clock_rate_ghz=2.52,
+        threads_per_core=1536,
     ),
 }
 """Devices by the name users give them."""

@@ -1,0 +1,178 @@
+"""What the Triton kernels need of GPUs that need not be there: registers, spills, shared memory.
+
+    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION    # of the JAX installed
+    JAX_PLATFORMS=cpu python scripts/inspect_tilings.py --out tilings.json
+
+Compiles decode and prefill attention for each device, dtype and tiling, and lets `ptxas` (of the CUDA
+toolkit, or `pip install nvidia-cuda-nvcc-cu12`) say what the machine code takes. `programs` is how many of
+them a core holds at once; bytes in flight is what they can have asked of memory together. This is no
+measurement of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+_DUMP = tempfile.TemporaryDirectory()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={_DUMP.name}"  # read once, by jax
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from jaxllm import pallas_kernels  # noqa: E402
+from jaxllm.bench import hardware  # noqa: E402
+from jaxllm.bench.command import command_line  # noqa: E402
+from jaxllm.gpu.target import Compiler, GPUTarget, get_target  # noqa: E402
+from jaxllm.pallas_kernels.triton import Tiling, alternative_tilings, default_tiling  # noqa: E402
+
+_RESERVED_SHARED_MEMORY = 1024  # of each program, by the system
+_REGISTERS_PER_CORE = 65536
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", default="a100-80gb,l40s", help="default: %(default)s")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="default: %(default)s")
+    parser.add_argument("--heads", default="32,8,128", help="query heads, KV heads, head_dim")
+    parser.add_argument("--tilings", default="", help="more of them, such as k64,q32,w4,s2 (separated by /)")
+    parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
+    args = parser.parse_args(argv)
+    args.heads = tuple(map(int, args.heads.split(",")))
+    if len(args.heads) != 3:
+        parser.error("--heads takes three numbers")
+    args.tilings = [Tiling.parse(text) for text in args.tilings.split("/") if text]
+    return args
+
+
+def find_ptxas() -> str:
+    """The assembler of the CUDA toolkit."""
+    found = shutil.which("ptxas")
+    spec = None if found else importlib.util.find_spec("nvidia.cuda_nvcc")
+    if spec is not None and spec.submodule_search_locations:
+        found = shutil.which("ptxas", path=os.path.join(spec.submodule_search_locations[0], "bin"))
+    if found is None:
+        sys.exit("there is no ptxas: install the CUDA toolkit, or pip install nvidia-cuda-nvcc-cu12")
+    return found
+
+
+def arguments(op: str, heads: tuple[int, int, int], dtype: str) -> tuple[Any, ...]:
+    """Abstract arguments: 16 sequences, one row each or 2048 together."""
+    struct = jax.ShapeDtypeStruct
+    num_q, num_kv, dim = heads
+    pool = struct((512, 2, 2, num_kv, 16, dim), dtype)
+    tables, lengths = struct((16, 64), jnp.int32), struct((16,), jnp.int32)
+    if op == "decode":
+        return struct((16, num_q, dim), dtype), pool, tables, lengths
+    starts, num_seqs = struct((17,), jnp.int32), struct((), jnp.int32)
+    return struct((2048, num_q, dim), dtype), pool, tables, starts, lengths, num_seqs
+
+
+def inspect(
+    compiler: Compiler, target: GPUTarget, op: str, tiling: Tiling, args: tuple[Any, ...], ptxas: str
+) -> dict[str, Any]:
+    """What one kernel takes; `error` if it does not compile."""
+    folder = pathlib.Path(_DUMP.name)
+    for path in folder.iterdir():
+        path.unlink()
+    call = functools.partial(
+        getattr(pallas_kernels, f"{op}_attention"),
+        layer=1,
+        scale=args[0].shape[2] ** -0.5,
+        implementation=f"triton:{tiling}",
+    )
+    try:
+        compiler.compile(jax.jit(call), *compiler.struct(args))
+    except jax.errors.JaxRuntimeError as error:
+        return {"error": str(error).partition(", context")[0]}
+    name = f"paged_{op}_attention"
+    (thunks,) = folder.glob("*thunk_sequence.txt")
+    (line,) = [line for line in thunks.read_text().splitlines() if name in line]
+    shared = int(line.rpartition("shared_memory: ")[2].split()[0])
+    (ptx,) = [path for path in folder.glob("*.ptx") if f".entry {name}" in path.read_text()]
+    command = [ptxas, "-v", "--gpu-name", "sm_{}{}".format(*target.compute_capability), str(ptx)]
+    output = subprocess.run(
+        [*command, "-o", str(folder / "cubin")], capture_output=True, text=True, check=True
+    )
+    registers = int(_number(r"Used (\d+) registers", output.stderr))
+    threads = 32 * tiling.num_warps
+    programs = min(
+        _REGISTERS_PER_CORE // (-(-registers // 8) * 8 * threads),
+        target.shared_memory_per_core // (shared + _RESERVED_SHARED_MEMORY),
+        target.threads_per_core // threads,
+    )
+    kv_tile_bytes = 2 * tiling.kv_tile * args[1].shape[5] * jnp.dtype(args[1].dtype).itemsize
+    return {
+        "registers": registers,
+        "spilled_bytes": int(_number(r"(\d+) bytes spill stores", output.stderr)),
+        "shared_memory_bytes": shared,
+        "programs": programs,
+        "kv_bytes_in_flight": programs * kv_tile_bytes,
+        "is_asynchronous": "cp.async" in ptx.read_text(),
+        "uses_tensor_cores": "mma" in ptx.read_text(),
+    }
+
+
+def _number(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        sys.exit(f"ptxas did not say {pattern!r}, but:\n{text}")
+    return match.group(1)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print a table and write JSON."""
+    args = parse_args(argv)
+    ptxas = find_ptxas()
+    rows = []
+    print("| device | op | dtype | tiling | registers | spilled | shared memory | programs | KV in flight |")
+    print("|---|---|---|---|---:|---:|---:|---:|---:|")
+    for device in args.devices.split(","):
+        target = get_target(device)
+        with Compiler(target) as compiler:
+            for op in ("decode", "prefill"):
+                for dtype in args.dtypes.split(","):
+                    default = default_tiling(op, target.description, dtype)
+                    tilings = dict.fromkeys((default, *alternative_tilings(op, dtype), *args.tilings))
+                    for tiling in tilings:
+                        found = inspect(compiler, target, op, tiling, arguments(op, args.heads, dtype), ptxas)
+                        row = {"device": device, "op": op, "dtype": dtype, "tiling": str(tiling)}
+                        rows.append(row | {"is_default": tiling == default} | found)
+                        values = found.get("error") or " | ".join(
+                            f"{found[key]:,}"
+                            for key in (
+                                "registers",
+                                "spilled_bytes",
+                                "shared_memory_bytes",
+                                "programs",
+                                "kv_bytes_in_flight",
+                            )
+                        )
+                        mark = " (default)" * (tiling == default)
+                        print(f"| {' | '.join(row.values())}{mark} | {values} |", flush=True)
+    if args.out is not None:
+        version = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
+        report = {
+            "command": command_line(["python", *sys.argv]),
+            "versions": hardware.versions() | {"ptxas": version.strip().splitlines()[-2]},
+            "heads": args.heads,
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
