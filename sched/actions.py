@@ -11,6 +11,7 @@ import dataclasses
 import enum
 from typing import NamedTuple, Protocol
 
+from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.pressure import PoolState
 from jaxllm.types import MAX_STAGED_BLOCKS, Request
@@ -197,14 +198,27 @@ class OverlapAwareResume:
       or its copy is given up, and it takes its share of a prefill iteration.
     - While other copies keep the link busy for longer than a step, and new requests wait for the blocks, it
       stays where it is: that costs nothing.
+    - A return that costs something should last: it leaves `blocks_per_request` free for each request that
+      started, or comes later. One that is hidden takes what is there, for it may be preempted again for free.
 
     Args:
         costs: predicts seconds.
         gives_up: whether copies are given up at all.
+        blocks_per_request: what a return that is not hidden leaves free, in blocks.
+
+    Raises:
+        ConfigError: `blocks_per_request` is negative or not finite.
     """
 
     costs: CostModel
     gives_up: bool = True
+    blocks_per_request: float = 0.125
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.blocks_per_request < float("inf"):
+            raise ConfigError(
+                f"blocks_per_request must be at least 0 and finite, got {self.blocks_per_request}"
+            )
 
     def choose(
         self, request: Request, num_lost: int, copied_out_at: float, state: PoolState, now: float
@@ -227,6 +241,8 @@ class OverlapAwareResume:
             return ResumeDecision(ResumeAction.LATER, min(stall, idle), recompute, copy)
         if self.gives_up and recompute < min(stall, idle):
             return ResumeDecision(ResumeAction.RECOMPUTE, min(stall, idle), recompute)
+        if state.num_running and state.num_free - num_blocks < self.blocks_per_request * len(state.started):
+            return ResumeDecision(ResumeAction.LATER, min(stall, idle), recompute, copy)
         action = ResumeAction.AT_ONCE if stall <= idle else ResumeAction.IN_BACKGROUND
         return ResumeDecision(action, min(stall, idle), recompute, copy)
 

@@ -104,14 +104,15 @@ class Candidates:
         return self._waiting.visit(now, judge, self._least_too_long(num_free))
 
     def resumable(
-        self, now: float, num_free: int, decide: Callable[[Request], ResumeDecision] | None
+        self, now: float, num_free: int, decide: Callable[[Request, int], ResumeDecision] | None
     ) -> tuple[list[tuple[Request, ResumeDecision]], list[tuple[Request, ResumeDecision]]]:
         """Swapped requests that fit into `num_free` blocks with their next token, and how they come back.
 
         Args:
             now: the engine's clock.
             num_free: blocks.
-            decide: says how a request comes back; None lets the first that fits resume at once, alone.
+            decide: says how a request comes back when so many blocks are free; None lets the first that fits
+                resume at once, alone.
 
         Returns:
             Those that resume, and those whose copy is to be given up.
@@ -138,7 +139,7 @@ class Candidates:
             if request.num_in_flight:
                 return self._unsuited
             if decide is not None:
-                decision = decide(request)
+                decision = decide(request, num_free)
                 if decision.action is ResumeAction.LATER:
                     return Verdict.STOP
                 if decision.action is ResumeAction.RECOMPUTE:

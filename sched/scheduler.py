@@ -332,9 +332,10 @@ class Scheduler:
         """
         state: PoolState | None = None
 
-        def decide(request: Request) -> ResumeDecision:
+        def decide(request: Request, num_free: int) -> ResumeDecision:
             nonlocal state
-            state = state or self._pressure()
+            if state is None or state.num_free != num_free:
+                state = self._pressure(num_free)
             return self._how_to_resume(request, state, now)
 
         taken, given_up = self._candidates.resumable(now, num_free, decide if put_off else None)
@@ -546,7 +547,7 @@ class Scheduler:
         """Take a running request's blocks and slot, and queue it to be prefilled again or swapped in."""
         if victim not in self._running:
             raise ConfigError(f"{self.policy.victim} chose {victim!r}, which is not one of the candidates")
-        decision = self.policy.action.choose(victim, self._pressure(), now)
+        decision = self.policy.action.choose(victim, self._pressure(self._pool.num_free), now)
         num_blocks = len(victim.block_ids)
         if not isinstance(getattr(decision, "action", None), PreemptionAction):
             raise ConfigError(f"{self.policy.action} answered {decision!r}, which is not a Decision")
@@ -590,12 +591,12 @@ class Scheduler:
         self._copies.unmake(victim)
         self._queue_again(victim)
 
-    def _pressure(self) -> PoolState:
-        """The pools, with what the costs of an action depend on."""
+    def _pressure(self, num_free: int) -> PoolState:
+        """The pools when `num_free` blocks are left, with what the costs of an action depend on."""
         running = self._running.requests
         num_context_tokens = sum([one.num_tokens for one in running])
         return self._state(
-            self._pool.num_free,
+            num_free,
             self._started(),
             len(running),
             num_context_tokens,

@@ -4,8 +4,9 @@
     python scripts/sweep_actions.py --parts policies --out-dir out/sweep
 
 Part `actions`: always swap (while it fits), always recompute, the adaptive choice and hindsight, with
-everything else alike, in every cell; the link's speed goes from far too slow to far too fast. Part
-`policies`: what each of the policies of preset `adaptive` is worth, one changed at a time.
+everything else alike, in every cell; the link's speed goes from far too slow to far too fast. Part `mixed`:
+what restoring a dropped request in part from the host could gain at best. Part `policies`: what each of the
+policies of preset `adaptive` is worth, one changed at a time.
 
 The device is a roofline (`jaxllm.predictors.roofline`) times noise: ratios measured / predicted of a real
 profile. Predictors are fitted to other noisy samples. Without --samples there is no noise and predictions are
@@ -22,12 +23,24 @@ import multiprocessing
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 
-from sweep.cells import DEVICE, MODEL, make_cells, run_cell
+from sweep.cells import (
+    ALL_DATASETS,
+    ALL_MODELS,
+    DEVICE,
+    HOST_BLOCKS,
+    LINK_SPEEDS,
+    OUTPUT_LENGTHS,
+    make_cells,
+    run_cell,
+)
 from sweep.report import places, report
 
 from jaxllm.bench.command import command_line
+
+PARTS = ("actions", "mixed", "policies")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,15 +48,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="actions,policies", help="default: %(default)s")
-    parser.add_argument("--datasets", default="chatbot,summary", help="of actions (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--models", default=ALL_MODELS[0], help="default: %(default)s; policies: the first")
+    parser.add_argument("--datasets", default="chatbot,summary", help="default: %(default)s; policies: all")
+    parser.add_argument("--output-lengths", default=_shown(OUTPUT_LENGTHS), help="default: %(default)s")
+    parser.add_argument("--host-blocks", default=_shown(HOST_BLOCKS), help="default: %(default)s")
+    parser.add_argument("--link-speeds", default=_shown(LINK_SPEEDS), help="default: %(default)s")
+    parser.add_argument("--requests", type=int, default=300, help="at the longest outputs")
     parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    for name, known in (("parts", ("actions", "policies")), ("datasets", ("chatbot", "alpaca", "summary"))):
+    for name, known in (("parts", PARTS), ("models", ALL_MODELS), ("datasets", ALL_DATASETS)):
         values = getattr(args, name).split(",")
         if not set(values) <= set(known):
             parser.error(f"--{name} {','.join(values)}: name some of {', '.join(known)}")
@@ -51,7 +68,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.requests < 1 or args.jobs < 1:
         parser.error("--requests and --jobs must be at least 1")
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
+    args.output_lengths = [int(length) for length in args.output_lengths.split(",")]
+    args.host_blocks = [int(blocks) for blocks in args.host_blocks.split(",")]
+    args.link_speeds = [float(speed) for speed in args.link_speeds.split(",")]
+    if min(args.output_lengths) < 1 or min(args.host_blocks) < 0 or min(args.link_speeds) <= 0:
+        parser.error("--output-lengths start at 1, --host-blocks at 0, and --link-speeds above 0")
     return args
+
+
+def _shown(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,7 +88,17 @@ def main(argv: list[str] | None = None) -> None:
     )
     args.out_dir.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    cells = make_cells(args.parts, args.datasets, args.requests, args.seeds, args.samples)
+    cells = make_cells(
+        args.parts,
+        args.models,
+        args.datasets,
+        args.requests,
+        args.seeds,
+        args.samples,
+        output_lengths=args.output_lengths,
+        host_blocks=args.host_blocks,
+        link_speeds=args.link_speeds,
+    )
     if args.jobs == 1:
         rows = list(map(run_cell, cells))
     else:
@@ -71,11 +107,12 @@ def main(argv: list[str] | None = None) -> None:
             rows = list(pool.map(run_cell, cells, chunksize=8))
     values = {
         "command": args.command,
-        "model": MODEL,
+        "models": args.models,
         "device": DEVICE,
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "places": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows)],
+        "mixed": [row for row in rows if row["part"] == "mixed"],
         "policies": [row for row in rows if row["part"] == "policies"],
     }
     (args.out_dir / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

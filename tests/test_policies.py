@@ -246,8 +246,16 @@ def test_a_copy_out_waits_for_room_on_the_device():
     assert OverlapAwareAction(costs).choose(long, roomy, 0.0).swap_seconds == 2.0 * 18 + copy_in
 
 
-def returning(costs, num_lost=3, copied_out_at=0.0, num_blocks=9, num_waiting=0, **recent):
-    state = dataclasses.replace(pressured(**recent), num_blocks=num_blocks, num_waiting=num_waiting)
+def returning(
+    costs, num_lost=3, copied_out_at=0.0, num_blocks=9, num_waiting=0, num_free=9, started=(), **recent
+):
+    state = dataclasses.replace(
+        pressured(**recent),
+        num_blocks=num_blocks,
+        num_waiting=num_waiting,
+        num_free=num_free,
+        started=started,
+    )
     decision = OverlapAwareResume(costs).choose(make_request(0, 10), num_lost, copied_out_at, state, 0.0)
     return decision.action
 
@@ -277,6 +285,19 @@ def test_a_busy_link_is_waited_for_while_others_can_use_the_blocks():
     assert returning(costs, copy_in_until=4.0, num_waiting=1) is ResumeAction.LATER
     assert returning(costs, copy_in_until=4.0) is ResumeAction.IN_BACKGROUND
     assert returning(costs, copy_in_until=2.0, num_waiting=1) is ResumeAction.IN_BACKGROUND
+
+
+def test_a_return_that_costs_something_leaves_room_to_grow():
+    """Of three blocks, with an eighth of a block for each of eight requests."""
+    costs, hidden = LinearCosts(swap=1.5), LinearCosts(swap=0.5)
+    started = [make_request(i, 10) for i in range(8)]
+    assert returning(costs, num_free=4, started=started) is ResumeAction.IN_BACKGROUND
+    assert returning(costs, num_free=3, started=started) is ResumeAction.LATER
+    assert returning(hidden, num_free=3, started=started) is ResumeAction.AT_ONCE
+    dear = LinearCosts(prefill=1.0, swap=11.0)
+    assert returning(dear, num_free=3, started=started) is ResumeAction.RECOMPUTE
+    with pytest.raises(ConfigError, match="blocks_per_request must be at least 0 and finite, got -1"):
+        OverlapAwareResume(costs, blocks_per_request=-1)
 
 
 def test_recomputes_share_a_prefill_iteration():

@@ -18,7 +18,7 @@ from jaxllm.predictors.samples import save_samples
 
 def place(speed, swap, recompute, adaptive=1.0):
     rates = {"swap": {0: swap}, "recompute": {0: recompute}, "adaptive": {0: adaptive}}
-    return Place("chatbot", 64, 64, speed, rates, None)
+    return Place("opt-13b", "chatbot", 64, 64, speed, rates, None)
 
 
 def test_the_crossover_is_interpolated_on_a_logarithmic_scale():
@@ -31,20 +31,21 @@ def test_the_crossover_is_interpolated_on_a_logarithmic_scale():
 def test_actions_are_compared_seed_by_seed():
     rates = {"swap": {0: 1.0, 1: 10.0, 2: 4.0}, "recompute": {0: 1.1, 1: 9.0, 2: 4.4}}
     rates["adaptive"] = {0: 1.05, 1: 10.5, 2: 4.0}
-    found = Place("chatbot", 64, 64, 1.0, rates, None)
+    found = Place("opt-13b", "chatbot", 64, 64, 1.0, rates, None)
     assert found.ratio("adaptive", "swap") == pytest.approx(1.05)
     assert found.ratio("adaptive", "recompute") == pytest.approx(1.05 / 1.1)
     assert found.share == pytest.approx(1.05 / 1.1)
 
 
 def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep.cells, "LINK_SPEEDS", (0.01, 1.0))
-    monkeypatch.setattr(sweep.cells, "OUTPUT_LENGTHS", (64,))
+    monkeypatch.setattr(sweep.cells, "MIXED_LINK_SPEEDS", (0.1,))
+    monkeypatch.setattr(sweep.cells, "MIXED_OUTPUT_LENGTHS", (64,))
     monkeypatch.setattr(sweep.cells, "NUM_GPU_BLOCKS", 24)
     samples = tmp_path / "samples.json"
     save_samples(samples, measured(90, 1.2), {})
-    command = ["--requests", "20", "--seeds", "0,1", "--jobs", "1", "--datasets", "chatbot"]
-    command += ["--samples", str(samples), "--out-dir", str(tmp_path / "out"), "--parts", "actions"]
+    command = ["--requests", "10", "--seeds", "0,1", "--jobs", "1", "--datasets", "chatbot"]
+    command += ["--models", "llama-13b", "--output-lengths", "64", "--link-speeds", "0.01,1"]
+    command += ["--samples", str(samples), "--out-dir", str(tmp_path / "out"), "--parts", "actions,mixed"]
     sweep_actions.main(command)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert len(results["places"]) == 2 * 3
@@ -57,7 +58,12 @@ def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
     assert slow["rates"]["swap"]["0"] < slow["rates"]["recompute"]["0"] == fast["rates"]["recompute"]["0"]
     assert fast["rates"]["swap"]["0"] > slow["rates"]["swap"]["0"]
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "| chatbot | 64 | 64 |" in report
+    assert "| llama-13b | chatbot | 64 | 64 |" in report
+    assert len(results["mixed"]) == 2 * 2 * 3
+    assert {row["num_requests"] for row in results["mixed"]} == {20}  # of short outputs there are more
+    mixed = report.partition("## Mixed restore")[2]
+    (gain,) = [line.split(" | ")[-1] for line in mixed.splitlines() if "chatbot | 64 | 64 |" in line]
+    assert 0.9 < float(gain.strip(" |")) < 1.5
     assert "Regret, all decisions together" in report
     assert str(tmp_path) not in report
 
@@ -72,7 +78,13 @@ def test_every_policy_is_changed_once(tmp_path):
 
 
 def test_wrong_arguments(tmp_path, capsys):
-    for wrong in (["--parts", "all"], ["--datasets", "x"], ["--requests", "0"]):
+    for wrong in (
+        ["--parts", "all"],
+        ["--datasets", "x"],
+        ["--models", "gpt"],
+        ["--link-speeds", "0"],
+        ["--requests", "0"],
+    ):
         with pytest.raises(SystemExit):
             sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
-    assert "--parts all: name some of actions, policies" in capsys.readouterr().err
+    assert "--parts all: name some of actions, mixed, policies" in capsys.readouterr().err

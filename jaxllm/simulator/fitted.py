@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +11,9 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostKind, CostModel, ModelShape
 from jaxllm.predictors.regression import RegressionCostModel, Sample, fit
+from jaxllm.predictors.samples import load_samples
 from jaxllm.predictors.table import TableAxes, TableCostModel
+from jaxllm.simulator.truth import Residuals
 
 Ratios = Mapping[CostKind, Sequence[float]]
 
@@ -44,6 +47,48 @@ def held_out_ratios(samples: Mapping[CostKind, Sequence[Sample]], *, seed: int =
         ratios = [one.seconds / seconds for one, seconds in zip(held_out, predicted.tolist(), strict=True)]
         for_predictors[kind], for_truth[kind] = ratios[:third], ratios[third:]
     return for_predictors, for_truth
+
+
+def noise_and_predictor(
+    costs: CostModel,
+    model: ModelShape,
+    samples: str | None,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    num_gpu_blocks: int,
+    max_model_len: int,
+    block_size: int,
+    seed: int = 0,
+) -> tuple[Residuals, CostModel]:
+    """A simulated device's noise, and what policies predict by, which never saw it.
+
+    Args:
+        costs: of the device.
+        model: whose steps they are.
+        samples: file of a real profile's measurements, whose noise to take; None is a device without noise,
+            whose costs are known exactly.
+        max_num_batched_tokens, max_num_seqs, num_gpu_blocks, max_model_len, block_size: of the engine; the
+            largest work there is.
+        seed: of the noise, and of the predictor's samples.
+    """
+    if samples is None:
+        return Residuals({}), costs
+    for_predictors, for_truth = _ratios_of(samples)
+    axes = TableAxes.geometric(
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_context_tokens=num_gpu_blocks * block_size,
+        max_num_blocks=num_gpu_blocks,
+        max_prefill_context_tokens=max_model_len,
+    )
+    predictor = fit_predictor(costs, model, axes, for_predictors, block_size=block_size, seed=seed)
+    return Residuals(for_truth, seed=seed), predictor
+
+
+@functools.lru_cache(maxsize=1)
+def _ratios_of(samples: str) -> tuple[Ratios, Ratios]:
+    return held_out_ratios(load_samples(samples))
 
 
 def fit_predictor(

@@ -12,12 +12,10 @@ from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import RooflineCostModel
-from jaxllm.predictors.samples import load_samples
-from jaxllm.predictors.table import TableAxes
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.presets import make_preset
-from jaxllm.simulator.fitted import fit_predictor, held_out_ratios
+from jaxllm.simulator.fitted import noise_and_predictor
 from jaxllm.simulator.run import simulate
 from jaxllm.simulator.truth import Residuals
 from jaxllm.workloads import Trace, make_trace
@@ -95,34 +93,24 @@ def simulated_costs(model: str) -> RooflineCostModel:
     return RooflineCostModel(model_shape(model), device_spec(DEVICE), block_size=BLOCK_SIZE)
 
 
-@functools.lru_cache(maxsize=1)
-def _ratios(samples: str) -> Any:
-    return held_out_ratios(load_samples(samples))
-
-
 @functools.lru_cache(maxsize=16)
-def noise_and_predictor(model: str, samples: str | None, seed: int) -> tuple[Residuals | None, CostModel]:
-    """The truth's noise, and what policies predict by: exact costs where there is no noise."""
-    costs = simulated_costs(model)
-    if samples is None:
-        return None, costs
-    for_predictors, for_truth = _ratios(samples)
-    axes = TableAxes.geometric(
+def _noise_and_predictor(model: str, samples: str | None, seed: int) -> tuple[Residuals, CostModel]:
+    return noise_and_predictor(
+        simulated_costs(model),
+        model_shape(model),
+        samples,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_num_seqs=MAX_NUM_SEQS,
-        max_context_tokens=NUM_GPU_BLOCKS * BLOCK_SIZE,
-        max_num_blocks=NUM_GPU_BLOCKS,
-        max_prefill_context_tokens=MAX_MODEL_LEN,
+        num_gpu_blocks=NUM_GPU_BLOCKS,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        seed=seed,
     )
-    predictor = fit_predictor(
-        costs, model_shape(model), axes, for_predictors, block_size=BLOCK_SIZE, seed=seed
-    )
-    return Residuals(for_truth, seed=seed), predictor
 
 
 def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
     """Simulate one cell; the result holds the cell's fields and the summary."""
-    residuals, predicted = noise_and_predictor(cell.model, samples, cell.seed)
+    residuals, predicted = _noise_and_predictor(cell.model, samples, cell.seed)
     config = SchedulerConfig(
         num_gpu_blocks=NUM_GPU_BLOCKS,
         block_size=BLOCK_SIZE,

@@ -11,8 +11,6 @@ from typing import Any
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
-from jaxllm.predictors.samples import load_samples
-from jaxllm.predictors.table import TableAxes
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import (
     AdaptiveAction,
@@ -34,20 +32,25 @@ from jaxllm.sched.policies import (
 )
 from jaxllm.sched.presets import adaptive
 from jaxllm.simulator.executor import SimulatedExecutor
-from jaxllm.simulator.fitted import fit_predictor, held_out_ratios
+from jaxllm.simulator.fitted import noise_and_predictor
 from jaxllm.simulator.run import simulate
 from jaxllm.simulator.truth import HindsightAction, RegretMeter, Residuals
 from jaxllm.types import SchedulerOutput
 from jaxllm.workloads import make_trace
 
-MODEL, DEVICE = "opt-13b", "A800-80GB-PCIe"
+ALL_MODELS = ("opt-13b", "opt-30b", "llama-13b", "llama-32.5b")
+DEVICE = "A800-80GB-PCIe"
 NUM_GPU_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 128, 16, 2048
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2560
 LINK_SPEEDS = (0.01, 0.03, 0.06, 0.09, 0.12, 0.17, 0.25, 0.5, 1.0, 4.0)  # times the data sheet's
 HOST_BLOCKS = (16, 64, 256)
 OUTPUT_LENGTHS = (32, 64, 256)
+MORE_REQUESTS = {32: 4, 64: 2}
+"""How many times more requests a trace of shorter outputs has: there are few preemptions in each."""
 ALL_DATASETS = ("chatbot", "alpaca", "summary")
 ACTIONS = ("recompute", "swap", "adaptive", "hindsight")
 MIXED = "restore: mixed, at best"
+MIXED_OUTPUT_LENGTHS, MIXED_LINK_SPEEDS = (64, 256), (0.03, 0.06, 0.12, 0.25)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Cell:
     """One simulation; `variant` is an action, or a policy that differs from `adaptive`."""
 
     part: str
+    model: str
     dataset: str
     max_output_len: int
     num_host_blocks: int
@@ -67,8 +71,8 @@ class Cell:
 
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Simulate one cell."""
-    costs = device_costs(cell.link_speed)
-    residuals, predicted = noise_and_predictor(cell.samples, cell.link_speed, cell.seed)
+    costs = device_costs(cell.model, cell.link_speed)
+    residuals, predicted = _noise_and_predictor(cell.model, cell.samples, cell.link_speed, cell.seed)
     policy = adaptive(predicted)
     meter = None
     if cell.part == "actions":
@@ -88,8 +92,8 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         num_gpu_blocks=NUM_GPU_BLOCKS,
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=256,
-        max_num_batched_tokens=2560,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         num_host_blocks=cell.num_host_blocks,
     )
     trace = make_trace(
@@ -115,36 +119,28 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     return row
 
 
-def device_costs(link_speed: float) -> RooflineCostModel:
+def device_costs(model: str, link_speed: float) -> RooflineCostModel:
     """The device with a link of so many times its speed."""
     device = device_spec(DEVICE)
     device = dataclasses.replace(device, host_bandwidth=device.host_bandwidth * link_speed)
-    return RooflineCostModel(model_shape(MODEL), device, block_size=BLOCK_SIZE)
+    return RooflineCostModel(model_shape(model), device, block_size=BLOCK_SIZE)
 
 
 @functools.lru_cache(maxsize=64)
-def noise_and_predictor(samples: str | None, link_speed: float, seed: int) -> tuple[Residuals, CostModel]:
-    """The truth's noise, and what the policies predict by."""
-    costs = device_costs(link_speed)
-    if samples is None:
-        return Residuals({}), costs
-    for_predictors, for_truth = _ratios(samples)
-    axes = TableAxes.geometric(
-        max_num_batched_tokens=2560,
-        max_num_seqs=256,
-        max_context_tokens=NUM_GPU_BLOCKS * BLOCK_SIZE,
-        max_num_blocks=NUM_GPU_BLOCKS,
-        max_prefill_context_tokens=MAX_MODEL_LEN,
+def _noise_and_predictor(
+    model: str, samples: str | None, link_speed: float, seed: int
+) -> tuple[Residuals, CostModel]:
+    return noise_and_predictor(
+        device_costs(model, link_speed),
+        model_shape(model),
+        samples,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        num_gpu_blocks=NUM_GPU_BLOCKS,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        seed=seed,
     )
-    predictor = fit_predictor(
-        costs, model_shape(MODEL), axes, for_predictors, block_size=BLOCK_SIZE, seed=seed
-    )
-    return Residuals(for_truth, seed=seed), predictor
-
-
-@functools.lru_cache(maxsize=1)
-def _ratios(samples: str) -> Any:
-    return held_out_ratios(load_samples(samples))
 
 
 class MixedRestoreBound(SimulatedExecutor):
@@ -181,6 +177,9 @@ VARIANTS: dict[str, Change] = {
     "action: swap if it fits": _with(action=SwapIfItFits()),
     "action: serial costs": lambda policy, costs: dataclasses.replace(policy, action=AdaptiveAction(costs)),
     "resume: at once": _with(resume=ResumeAtOnce()),
+    "resume: leaving nothing free": lambda policy, costs: dataclasses.replace(
+        policy, resume=OverlapAwareResume(costs, blocks_per_request=0.0)
+    ),
     "resume: never given up": lambda policy, costs: dataclasses.replace(
         policy, resume=OverlapAwareResume(costs, gives_up=False)
     ),
@@ -201,22 +200,40 @@ VARIANTS: dict[str, Change] = {
 
 def make_cells(
     parts: Sequence[str],
+    models: Sequence[str],
     datasets: Sequence[str],
     num_requests: int,
     seeds: Sequence[int],
     samples: str | None,
+    *,
+    output_lengths: Sequence[int] = OUTPUT_LENGTHS,
+    host_blocks: Sequence[int] = HOST_BLOCKS,
+    link_speeds: Sequence[float] = LINK_SPEEDS,
 ) -> list[Cell]:
-    """Every simulation. Recomputing uses neither link nor host memory: once per data set, length and seed."""
+    """Every simulation. Recomputing uses neither link nor host memory: once per trace.
+
+    `num_requests` is that of the longest outputs; see `MORE_REQUESTS`.
+    """
     cells = []
+
+    def add(part: str, trace: tuple[str, str, int, int], host: int, speed: float, variant: str) -> None:
+        model, dataset, output, seed = trace
+        requests = num_requests * (MORE_REQUESTS.get(output, 1) if part != "policies" else 1)
+        cells.append(Cell(part, model, dataset, output, host, speed, variant, requests, seed, samples))
+
     if "actions" in parts:
-        for dataset, output, seed in itertools.product(datasets, OUTPUT_LENGTHS, seeds):
-            cells.append(Cell("actions", dataset, output, 0, 1.0, "recompute", num_requests, seed, samples))
-            for host, speed, action in itertools.product(HOST_BLOCKS, LINK_SPEEDS, ACTIONS):
+        for trace in itertools.product(models, datasets, output_lengths, seeds):
+            add("actions", trace, 0, 1.0, "recompute")
+            for host, speed, action in itertools.product(host_blocks, link_speeds, ACTIONS):
                 if action != "recompute":
-                    cells.append(
-                        Cell("actions", dataset, output, host, speed, action, num_requests, seed, samples)
-                    )
+                    add("actions", trace, host, speed, action)
+    if "mixed" in parts:
+        for trace in itertools.product(models, datasets, MIXED_OUTPUT_LENGTHS, seeds):
+            for host, speed, variant in itertools.product(
+                host_blocks, MIXED_LINK_SPEEDS, ("adaptive", MIXED)
+            ):
+                add("mixed", trace, host, speed, variant)
     if "policies" in parts:
         for dataset, seed, variant in itertools.product(ALL_DATASETS, seeds, VARIANTS):
-            cells.append(Cell("policies", dataset, 64, 64, 1.0, variant, num_requests, seed, samples))
-    return sorted(cells, key=lambda cell: (cell.link_speed, cell.seed))  # few predictors to fit
+            add("policies", (models[0], dataset, 64, seed), 64, 1.0, variant)
+    return sorted(cells, key=lambda cell: (cell.model, cell.link_speed, cell.seed))  # few predictors to fit

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sweep.cells import BLOCK_SIZE, DEVICE, MODEL, NUM_GPU_BLOCKS, VARIANTS
+from sweep.cells import BLOCK_SIZE, DEVICE, MIXED, MORE_REQUESTS, NUM_GPU_BLOCKS, VARIANTS
 
 LEAST_SHARE = 0.98
 NEAR_CROSSOVER = 2.0
@@ -26,6 +26,7 @@ class Place:
         regret: of the adaptive action against hindsight, as a share; None without decisions.
     """
 
+    model: str
     dataset: str
     output: int
     host: int
@@ -56,7 +57,7 @@ def places(rows: Iterable[dict[str, Any]]) -> list[Place]:
     for row in rows:
         if row["part"] != "actions":
             continue
-        trace = row["dataset"], row["max_output_len"]
+        trace = row["model"], row["dataset"], row["max_output_len"]
         if row["variant"] == "recompute":
             recomputed.setdefault(trace, {})[row["seed"]] = row["output_tokens_per_second"]
         else:
@@ -68,7 +69,7 @@ def places(rows: Iterable[dict[str, Any]]) -> list[Place]:
             variant: {seed: row["output_tokens_per_second"] for seed, row in of_variant.items()}
             for variant, of_variant in variants.items()
         }
-        rates["recompute"] = recomputed[key[:2]]
+        rates["recompute"] = recomputed[key[:3]]
         best = sum(row["regret"]["best_seconds"] for row in variants["adaptive"].values())
         lost = sum(row["regret"]["seconds"] for row in variants["adaptive"].values())
         result.append(Place(*key, rates, lost / best if best else None))
@@ -94,12 +95,14 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         "Columns are link speeds, in multiples of the data sheet's. `*`: within "
         f"{NEAR_CROSSOVER:g}x of the speed at which both fixed actions are equally fast.",
         "",
-        "| data | output | host blocks | crossover | " + " | ".join(f"{speed:g}" for speed in speeds) + " |",
-        "|---|---:|---:|---:|" + "---:|" * len(speeds),
+        "| model | data | output | host blocks | crossover | "
+        + " | ".join(f"{speed:g}" for speed in speeds)
+        + " |",
+        "|---|---|---:|---:|---:|" + "---:|" * len(speeds),
     ]
     near, losing = [], []
-    for (dataset, output, host), group in itertools.groupby(
-        found, key=lambda place: (place.dataset, place.output, place.host)
+    for (model, dataset, output, host), group in itertools.groupby(
+        found, key=lambda place: (place.model, place.dataset, place.output, place.host)
     ):
         line = list(group)
         crossing = crossover(line)
@@ -112,7 +115,7 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
             losing += [place] * (place.share < LEAST_SHARE)
             cells.append(f"{place.share:.3f}" + "*" * is_near)
         shown = "none" if crossing is None else f"{crossing:.3f}"
-        lines.append(f"| {dataset} | {output} | {host} | {shown} | " + " | ".join(cells) + " |")
+        lines.append(f"| {model} | {dataset} | {output} | {host} | {shown} | " + " | ".join(cells) + " |")
     behind = [place for place in near if place.share <= 1]
     regrets = [place.regret for place in found if place.regret is not None]
     lost = sum(row["regret"]["seconds"] for row in rows if "regret" in row)
@@ -142,9 +145,39 @@ def _median_share(near: Sequence[Place]) -> str:
 
 def _name(place: Place) -> str:
     return (
-        f"{place.dataset}, output {place.output}, {place.host} host blocks, link x{place.speed:g}: "
-        f"{place.share:.3f}"
+        f"{place.model}, {place.dataset}, output {place.output}, {place.host} host blocks, "
+        f"link x{place.speed:g}: {place.share:.3f}"
     )
+
+
+def mixed_report(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What restoring a dropped request in part from the host could gain."""
+    lines = [
+        "## Mixed restore, at best",
+        "",
+        "Tokens/s relative to `adaptive`, had each dropped request's first blocks been copied to the host "
+        "and come back for nothing: as many as copies hidden by the step before would carry, whether or not "
+        "the host pool had room. Medians over seeds of ratios on the same trace; columns are link speeds.",
+        "",
+    ]
+    found: dict[tuple[Any, ...], dict[float, dict[int, dict[str, float]]]] = {}
+    for row in rows:
+        if row["part"] == "mixed":
+            key = row["model"], row["dataset"], row["max_output_len"], row["num_host_blocks"]
+            of_seed = found.setdefault(key, {}).setdefault(row["link_speed"], {}).setdefault(row["seed"], {})
+            of_seed[row["variant"]] = row["output_tokens_per_second"]
+    speeds = sorted({speed for by_speed in found.values() for speed in by_speed})
+    lines += [
+        "| model | data | output | host blocks | " + " | ".join(f"{speed:g}" for speed in speeds) + " |",
+        "|---|---|---:|---:|" + "---:|" * len(speeds),
+    ]
+    for key, by_speed in sorted(found.items()):
+        gains = [
+            statistics.median(of[MIXED] / of["adaptive"] for of in by_speed[speed].values())
+            for speed in speeds
+        ]
+        lines.append("| " + " | ".join(map(str, key)) + " | " + " | ".join(f"{g:.3f}" for g in gains) + " |")
+    return [*lines, ""]
 
 
 def policies_report(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -152,8 +185,9 @@ def policies_report(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         "## The other policies, one changed at a time",
         "",
-        "Outputs uniform in 16 to 64 tokens, 64 host blocks, the data sheet's link. Tokens/s relative to "
-        "`adaptive`, mean weighted turnaround, preemptions (of them swapped); medians over seeds.",
+        f"{rows[0]['model']}. Outputs uniform in 16 to 64 tokens, 64 host blocks, the data sheet's link. "
+        "Tokens/s relative to `adaptive`, mean weighted turnaround, preemptions (of them swapped); medians "
+        "over seeds.",
         "",
         "| changed | " + " | ".join(("chatbot", "alpaca", "summary")) + " |",
         "|---|---:|---:|---:|",
@@ -180,6 +214,12 @@ def _median(rows: Sequence[dict[str, Any]], dataset: str, variant: str, value: s
     )
 
 
+def _more_requests() -> str:
+    return " and ".join(
+        f"{times} times as many for outputs up to {of}" for of, times in MORE_REQUESTS.items()
+    )
+
+
 def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     """The Markdown report."""
     noise = (
@@ -191,14 +231,16 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     lines = [
         "# Swap or recompute, simulated",
         "",
-        f"Command: `{args.command}`. {MODEL} on a roofline of {DEVICE}; {NUM_GPU_BLOCKS} device blocks of "
-        f"{BLOCK_SIZE} tokens; {args.requests} requests, all present at time 0, "
+        f"Command: `{args.command}`. A roofline of {DEVICE}; {NUM_GPU_BLOCKS} device blocks of "
+        f"{BLOCK_SIZE} tokens; {args.requests} requests ({_more_requests()}), all present at time 0, "
         "outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
         f"{args.seeds} of ratios on the same trace. {noise} Copies run beside computation.",
         "",
     ]
     if "actions" in args.parts:
         lines += actions_report(rows)
+    if "mixed" in args.parts:
+        lines += mixed_report(rows)
     if "policies" in args.parts:
         lines += policies_report(rows)
     return "\n".join(lines)
