@@ -33,6 +33,7 @@ import jax.numpy as jnp  # noqa: E402
 from jaxllm import pallas_kernels  # noqa: E402
 from jaxllm.bench import hardware  # noqa: E402
 from jaxllm.bench.command import command_line  # noqa: E402
+from jaxllm.errors import ConfigError  # noqa: E402
 from jaxllm.gpu.target import Compiler, GPUTarget, get_target  # noqa: E402
 from jaxllm.pallas_kernels.triton import Tiling, alternative_tilings, default_tiling  # noqa: E402
 
@@ -45,7 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", default="a100-80gb,l40s", help="default: %(default)s")
+    parser.add_argument("--devices", default="a100-80gb,l40", help="default: %(default)s")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="default: %(default)s")
     parser.add_argument("--heads", default="32,8,128", help="query heads, KV heads, head_dim")
     parser.add_argument("--tilings", default="", help="more of them, such as k64,q32,w4,s2 (separated by /)")
@@ -54,16 +55,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.heads = tuple(map(int, args.heads.split(",")))
     if len(args.heads) != 3:
         parser.error("--heads takes three numbers")
-    args.tilings = [Tiling.parse(text) for text in args.tilings.split("/") if text]
+    try:
+        args.tilings = [Tiling.parse(text) for text in args.tilings.split("/") if text]
+    except ConfigError as error:
+        parser.error(str(error))
     return args
 
 
 def find_ptxas() -> str:
-    """The assembler of the CUDA toolkit."""
+    """The assembler of the CUDA toolkit, or of NVIDIA's packages."""
     found = shutil.which("ptxas")
-    spec = None if found else importlib.util.find_spec("nvidia.cuda_nvcc")
-    if spec is not None and spec.submodule_search_locations:
-        found = shutil.which("ptxas", path=os.path.join(spec.submodule_search_locations[0], "bin"))
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        packaged = sorted(pathlib.Path(folder).glob("*/bin/ptxas"))
+        found = found or (str(packaged[0]) if packaged else None)
     if found is None:
         sys.exit("there is no ptxas: install the CUDA toolkit, or pip install nvidia-cuda-nvcc-cu12")
     return found

@@ -35,7 +35,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="folder of a checkpoint, or its config.json"
     )
-    parser.add_argument("--device", required=True, metavar="NAME", help="a100-80gb, h100, h200 or l40s")
+    parser.add_argument("--device", required=True, metavar="NAME", help="a100-80gb, h100, h200 or l40")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the model's")
     parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N")

@@ -102,8 +102,8 @@ TARGETS: Mapping[str, GPUTarget] = {
         memory_bandwidth=4_917_000_000_000,
         **_HOPPER,
     ),
-    "l40s": GPUTarget(
-        description="NVIDIA L40S",
+    "l40": GPUTarget(
+        description="NVIDIA L40",
         compute_capability=(8, 9),
         core_count=142,
         fpus_per_core=128,
@@ -112,7 +112,7 @@ TARGETS: Mapping[str, GPUTarget] = {
         l2_cache_size=100663296,
         memory_size=47_697_362_944,
         memory_bandwidth=864_000_000_000,
-        clock_rate_ghz=2.52,
+        clock_rate_ghz=2.49,
         threads_per_core=1536,
     ),
 }

@@ -104,7 +104,7 @@ def test_the_command_reports_and_refuses(tmp_path, capsys):
     written = json.loads(out.read_text())
     assert written["num_blocks"] == 8 * 32  # what eight sequences can use
     assert main(["plan", str(tmp_path), "--device", "h9"]) == 2
-    assert "known: a100-80gb, h100, h200, l40s" in capsys.readouterr().err
+    assert "known: a100-80gb, h100, h200, l40" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
