@@ -82,9 +82,9 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
 
     Against `paper` it starts new requests before it resumes swapped ones only if they are three times as
     urgent, where Algorithm 2 lets urgent new requests keep the host pool full of old ones; it leaves started
-    requests room to grow; it weighs delays instead of durations; it copies back beside the steps, or changes
-    its mind and recomputes; and it evicts a victim's blocks only as they are needed. docs/policies.md says
-    what each is worth.
+    requests room to grow; it weighs delays instead of durations; it copies back beside the steps, once there
+    is room to grow, or changes its mind and recomputes; and it evicts a victim's blocks only as they are
+    needed. docs/policies.md says what each is worth.
 
     Raises:
         ConfigError: `costs` is missing.

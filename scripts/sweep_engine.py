@@ -5,7 +5,9 @@
 The link is slowed down by the executor's experiment option (`host_bandwidth_limit`), to multiples of the
 speed at which copying a typical request out and back takes as long as one prefill of it. For each speed the
 swaps are measured and predictors fitted anew; prefill and decode are measured once. All three actions share
-every other policy of preset `adaptive`. They take turns within a seed, and medians are over seeds.
+every other policy of preset `adaptive`. They take turns within a seed, each seed beginning with another, and
+are compared on the same trace: the share is the median over seeds of the fixed action's seconds over those of
+the adaptive one, for the better fixed action.
 """
 
 from __future__ import annotations
@@ -106,8 +108,9 @@ def main(argv: list[str] | None = None) -> None:
             {**samples, **swaps}, profiler.fit({**samples, **swaps}, is_brief=True)
         ).table
         runs: dict[str, list[Any]] = {action: [] for action in ACTIONS}
-        for trace in traces.values():
-            for action in ACTIONS:
+        for turn, trace in enumerate(traces.values()):
+            for position in range(len(ACTIONS)):
+                action = ACTIONS[(turn + position) % len(ACTIONS)]
                 calibration = OnlineCalibration(costs)
                 policy = adaptive(calibration)
                 if action != "adaptive":
@@ -116,7 +119,14 @@ def main(argv: list[str] | None = None) -> None:
                     policy = dataclasses.replace(policy, action=fixed, resume=resume)
                 runs[action].append(replay(llm, trace, config, policy, costs=calibration))
         seconds = {action: statistics.median(run.seconds for run in of) for action, of in runs.items()}
-        share = min(seconds["recompute"], seconds["swap"]) / seconds["adaptive"]
+        ratios = {
+            action: statistics.median(
+                fixed.seconds / chosen.seconds
+                for fixed, chosen in zip(runs[action], runs["adaptive"], strict=True)
+            )
+            for action in ("recompute", "swap")
+        }
+        share = min(ratios.values())
         rows.append(
             {
                 "speed": speed,
@@ -124,6 +134,7 @@ def main(argv: list[str] | None = None) -> None:
                 "seconds": {action: [run.seconds for run in of] for action, of in runs.items()},
                 "preemptions": {action: [run.num_preemptions for run in of] for action, of in runs.items()},
                 "swaps": {action: [run.num_swaps for run in of] for action, of in runs.items()},
+                "ratios": ratios,
                 "share": share,
             }
         )

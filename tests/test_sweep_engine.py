@@ -1,0 +1,36 @@
+"""The sweep over a throttled link on the real engine, for a few requests."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import sweep_engine
+
+
+def test_every_action_runs_every_trace(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "sweep.json"
+    options = ["--speeds", "0.5", "--seeds", "0", "--requests", "8", "--gpu-blocks", "12"]
+    options += ["--host-blocks", "12", "--max-num-seqs", "4", "--output-len", "48", "--profile-seconds", "1"]
+    command = ["sweep_engine.py", *options, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    sweep_engine.main()
+    report = json.loads(out.read_text())
+    assert report["command"].startswith("python sweep_engine.py --speeds 0.5")
+    (row,) = report["rows"]
+    assert row["host_bandwidth_limit"] == 0.5 * report["equal_speed_bytes_per_second"]
+    for values in (row["seconds"], row["preemptions"], row["swaps"]):
+        assert {action: len(of) for action, of in values.items()} == dict.fromkeys(sweep_engine.ACTIONS, 1)
+    assert row["swaps"]["recompute"] == [0]
+    assert 0 < row["swaps"]["swap"][0] <= row["preemptions"]["swap"][0]
+    assert row["share"] == min(row["ratios"].values()) > 0
+    assert f"share {row['share']:.3f}" in capsys.readouterr().out
+
+
+def test_a_link_has_a_speed(capsys):
+    with pytest.raises(SystemExit):
+        sweep_engine.parse_args(["--speeds", "0"])
+    assert "--speeds must be above 0" in capsys.readouterr().err
