@@ -32,7 +32,7 @@ warnings.filterwarnings(
 
 _MIN_DOT = 16
 _MASKED = -1e30
-_SMALL_CORES = re.compile(r"\b(A10G?|A16|A2|A40|A[2456]000|L4|L20|L40S?|RTX|GeForce)\b")
+_SMALL_CORES = re.compile(r"\b(A10G?|A16|A2|A40|A[2456]000|L2|L4|L20|L40[SG]?|GB10|RTX|GeForce)\b")
 """Names of NVIDIA devices of compute capability 8.6, 8.9 and 12.0: 100 KiB of shared memory a core."""
 _TILING = re.compile(r"k(\d+),q(\d+),w(\d+),s(\d+)")
 
@@ -45,7 +45,8 @@ class Tiling:
         kv_tile: keys a program reads at a time; a power of two from 16 to 256.
         query_tile: query rows of a prefill program; a power of two from 16 to 256. Decoding has none.
         num_warps: of a program: 1, 2, 4, 8 or 16.
-        num_stages: tiles under way at a time, the one that is computed included; 1 to 8.
+        num_stages: depth of the software pipeline, 1 to 8: tiles of KV are asked for one ahead from 2 on, two
+            ahead from 5 on and three from 7 on, for what the block table says takes a stage as well.
     """
 
     kv_tile: int = 64

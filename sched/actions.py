@@ -199,26 +199,29 @@ class OverlapAwareResume:
     - While other copies keep the link busy for longer than a step, and new requests wait for the blocks, it
       stays where it is: that costs nothing.
     - A return that costs something should last: it leaves `blocks_per_request` free for each request that
-      started, or comes later. One that is hidden takes what is there, for it may be preempted again for free.
+      started, or comes later, but not for ever: others may start meanwhile. One that is hidden takes what is
+      there, for it may be preempted again for free.
 
     Args:
         costs: predicts seconds.
         gives_up: whether copies are given up at all.
         blocks_per_request: what a return that is not hidden leaves free, in blocks.
+        patience: decode steps in host memory after which a return need not leave anything free.
 
     Raises:
-        ConfigError: `blocks_per_request` is negative or not finite.
+        ConfigError: `blocks_per_request` or `patience` is negative or not finite.
     """
 
     costs: CostModel
     gives_up: bool = True
     blocks_per_request: float = 0.125
+    patience: float = 256.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.blocks_per_request < float("inf"):
-            raise ConfigError(
-                f"blocks_per_request must be at least 0 and finite, got {self.blocks_per_request}"
-            )
+        for name in ("blocks_per_request", "patience"):
+            value = getattr(self, name)
+            if not 0.0 <= value < float("inf"):
+                raise ConfigError(f"{name} must be at least 0 and finite, got {value}")
 
     def choose(
         self, request: Request, num_lost: int, copied_out_at: float, state: PoolState, now: float
@@ -241,7 +244,8 @@ class OverlapAwareResume:
             return ResumeDecision(ResumeAction.LATER, min(stall, idle), recompute, copy)
         if self.gives_up and recompute < min(stall, idle):
             return ResumeDecision(ResumeAction.RECOMPUTE, min(stall, idle), recompute)
-        if state.num_running and state.num_free - num_blocks < self.blocks_per_request * len(state.started):
+        has_room = state.num_free - num_blocks >= self.blocks_per_request * len(state.started)
+        if not has_room and now - copied_out_at < self.patience * step:
             return ResumeDecision(ResumeAction.LATER, min(stall, idle), recompute, copy)
         action = ResumeAction.AT_ONCE if stall <= idle else ResumeAction.IN_BACKGROUND
         return ResumeDecision(action, min(stall, idle), recompute, copy)

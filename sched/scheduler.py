@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -334,8 +335,10 @@ class Scheduler:
 
         def decide(request: Request, num_free: int) -> ResumeDecision:
             nonlocal state
-            if state is None or state.num_free != num_free:
+            if state is None:
                 state = self._pressure(num_free)
+            elif state.num_free != num_free:
+                state = dataclasses.replace(state, num_free=num_free)
             return self._how_to_resume(request, state, now)
 
         taken, given_up = self._candidates.resumable(now, num_free, decide if put_off else None)

@@ -108,10 +108,11 @@ def inspect(
     (line,) = [line for line in thunks.read_text().splitlines() if name in line]
     shared = int(line.rpartition("shared_memory: ")[2].split()[0])
     (ptx,) = [path for path in folder.glob("*.ptx") if f".entry {name}" in path.read_text()]
-    command = [ptxas, "-v", "--gpu-name", "sm_{}{}".format(*target.compute_capability), str(ptx)]
-    output = subprocess.run(
-        [*command, "-o", str(folder / "cubin")], capture_output=True, text=True, check=True
-    )
+    architecture = _number(r"\.target (sm_\w+)", ptx.read_text())
+    command = [ptxas, "-v", "--gpu-name", architecture, str(ptx), "-o", str(folder / "cubin")]
+    output = subprocess.run(command, capture_output=True, text=True)
+    if output.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{output.stderr}")
     registers = int(_number(r"Used (\d+) registers", output.stderr))
     threads = 32 * tiling.num_warps
     programs = min(
@@ -119,13 +120,14 @@ def inspect(
         target.shared_memory_per_core // (shared + _RESERVED_SHARED_MEMORY),
         target.threads_per_core // threads,
     )
+    num_tiles = max(1, (tiling.num_stages - 1) // 2)  # of KV; the block table's tiles take stages, too
     kv_tile_bytes = 2 * tiling.kv_tile * args[1].shape[5] * jnp.dtype(args[1].dtype).itemsize
     return {
         "registers": registers,
         "spilled_bytes": int(_number(r"(\d+) bytes spill stores", output.stderr)),
         "shared_memory_bytes": shared,
         "programs": programs,
-        "kv_bytes_in_flight": programs * kv_tile_bytes,
+        "kv_bytes_in_flight": programs * num_tiles * kv_tile_bytes,
         "is_asynchronous": "cp.async" in ptx.read_text(),
         "uses_tensor_cores": "mma" in ptx.read_text(),
     }
@@ -134,7 +136,7 @@ def inspect(
 def _number(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     if match is None:
-        sys.exit(f"ptxas did not say {pattern!r}, but:\n{text}")
+        sys.exit(f"found no {pattern!r} in:\n{text}")
     return match.group(1)
 
 

@@ -49,12 +49,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--models", default=ALL_MODELS[0], help="default: %(default)s; policies: the first")
-    parser.add_argument("--datasets", default="chatbot,summary", help="default: %(default)s; policies: all")
-    parser.add_argument("--output-lengths", default=_shown(OUTPUT_LENGTHS), help="default: %(default)s")
-    parser.add_argument("--host-blocks", default=_shown(HOST_BLOCKS), help="default: %(default)s")
-    parser.add_argument("--link-speeds", default=_shown(LINK_SPEEDS), help="default: %(default)s")
-    parser.add_argument("--requests", type=int, default=300, help="at the longest outputs")
+    parser.add_argument("--models", default=ALL_MODELS[0], help="policies: the first (default: %(default)s)")
+    parser.add_argument("--datasets", default="chatbot,summary", help="policies: all (default: %(default)s)")
+    for name, values, parts in (
+        ("--output-lengths", OUTPUT_LENGTHS, "actions"),
+        ("--host-blocks", HOST_BLOCKS, "actions and mixed"),
+        ("--link-speeds", LINK_SPEEDS, "actions"),
+    ):
+        parser.add_argument(name, default=_shown(values), help=f"of {parts} (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=300, help="more for short outputs; see the report")
     parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes")

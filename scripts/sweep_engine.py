@@ -18,6 +18,7 @@ import json
 import pathlib
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm import LLM
@@ -75,6 +76,22 @@ def load(args: argparse.Namespace) -> LLM:
     )
 
 
+def in_turn(turn: int) -> tuple[str, ...]:
+    """The actions in the order of a seed's runs."""
+    first = turn % len(ACTIONS)
+    return ACTIONS[first:] + ACTIONS[:first]
+
+
+def seed_by_seed(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """How many times longer each fixed action takes than the adaptive one, median over seeds."""
+    return {
+        action: statistics.median(
+            fixed / chosen for fixed, chosen in zip(seconds[action], seconds["adaptive"], strict=True)
+        )
+        for action in ("recompute", "swap")
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run it from the command line."""
     args = parse_args(argv)
@@ -109,8 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         ).table
         runs: dict[str, list[Any]] = {action: [] for action in ACTIONS}
         for turn, trace in enumerate(traces.values()):
-            for position in range(len(ACTIONS)):
-                action = ACTIONS[(turn + position) % len(ACTIONS)]
+            for action in in_turn(turn):
                 calibration = OnlineCalibration(costs)
                 policy = adaptive(calibration)
                 if action != "adaptive":
@@ -119,13 +135,7 @@ def main(argv: list[str] | None = None) -> None:
                     policy = dataclasses.replace(policy, action=fixed, resume=resume)
                 runs[action].append(replay(llm, trace, config, policy, costs=calibration))
         seconds = {action: statistics.median(run.seconds for run in of) for action, of in runs.items()}
-        ratios = {
-            action: statistics.median(
-                fixed.seconds / chosen.seconds
-                for fixed, chosen in zip(runs[action], runs["adaptive"], strict=True)
-            )
-            for action in ("recompute", "swap")
-        }
+        ratios = seed_by_seed({action: [run.seconds for run in of] for action, of in runs.items()})
         share = min(ratios.values())
         rows.append(
             {

@@ -3,14 +3,27 @@
 import contextlib
 import dataclasses
 
+import numpy as np
 import pytest
 from scheduler_helpers import NO_WATERMARK, LinearCosts, describe, make_request, make_scheduler, step
 
 from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import ResumeAction, ResumeDecision, ResumeFirst, SwapIfItFits
-from jaxllm.sched.presets import make_preset
+from jaxllm.sched.policies import (
+    OverlapAwareResume,
+    ResumeAction,
+    ResumeDecision,
+    ResumeFirst,
+    SwapIfItFits,
+)
+from jaxllm.sched.presets import adaptive, make_preset
+from jaxllm.simulator.run import simulate
 from jaxllm.types import CopyProgress, RequestStatus
+from jaxllm.workloads import Trace
 
 
 class Answer:
@@ -164,3 +177,33 @@ def test_the_default_preset_brings_requests_back_beside_steps():
         for request in out.ending:
             scheduler.finish(request, "length")
     assert any("~" in text for text in seen)
+
+
+def test_a_long_request_is_not_put_off_for_as_long_as_short_ones_arrive():
+    """A return that costs something waits for room, but short requests go on to take it."""
+    num_short, gap = 400, 0.0768
+    trace = Trace(
+        name="one long request, many short ones",
+        seed=0,
+        arrival_times=np.concatenate([[0.0], gap * np.arange(1, num_short + 1)]),
+        prompt_lens=[102] + [8] * num_short,
+        output_lens=[71] + [24] * num_short,
+    )
+    device = device_spec("A800-80GB-PCIe")
+    device = dataclasses.replace(device, host_bandwidth=device.host_bandwidth * 0.187)
+    costs = RooflineCostModel(model_shape("opt-13b"), device, block_size=16)
+    config = SchedulerConfig(
+        num_gpu_blocks=12,
+        block_size=16,
+        max_model_len=2048,
+        max_num_seqs=256,
+        max_num_batched_tokens=2560,
+        num_host_blocks=64,
+    )
+    finished_at = {}
+    for patience in (256.0, 1e9):
+        resume = OverlapAwareResume(costs, patience=patience)
+        policy = dataclasses.replace(adaptive(costs), resume=resume)
+        result = simulate(trace, config, policy, costs, overlap_swaps=True)
+        finished_at[patience] = float(result.finish_times[0])
+    assert finished_at[256.0] < 0.7 * trace.arrival_times[-1] < finished_at[1e9]

@@ -296,6 +296,12 @@ def test_a_return_that_costs_something_leaves_room_to_grow():
     assert returning(hidden, num_free=3, started=started) is ResumeAction.AT_ONCE
     dear = LinearCosts(prefill=1.0, swap=11.0)
     assert returning(dear, num_free=3, started=started) is ResumeAction.RECOMPUTE
+    state = dataclasses.replace(pressured(), num_blocks=9, num_free=3, started=started)
+    policy = OverlapAwareResume(costs, patience=4)  # steps, of 3 s each
+    for waited, expected in ((11.9, ResumeAction.LATER), (12.0, ResumeAction.IN_BACKGROUND)):
+        assert policy.choose(make_request(0, 10), 3, 0.0, state, waited).action is expected
+    with pytest.raises(ConfigError, match="patience must be at least 0 and finite, got nan"):
+        OverlapAwareResume(costs, patience=float("nan"))
     with pytest.raises(ConfigError, match="blocks_per_request must be at least 0 and finite, got -1"):
         OverlapAwareResume(costs, blocks_per_request=-1)
 

@@ -26,8 +26,18 @@ def test_every_action_runs_every_trace(tmp_path, monkeypatch, capsys):
         assert {action: len(of) for action, of in values.items()} == dict.fromkeys(sweep_engine.ACTIONS, 1)
     assert row["swaps"]["recompute"] == [0]
     assert 0 < row["swaps"]["swap"][0] <= row["preemptions"]["swap"][0]
-    assert row["share"] == min(row["ratios"].values()) > 0
+    assert row["ratios"] == sweep_engine.seed_by_seed(row["seconds"])
+    assert row["share"] == min(row["ratios"].values())
     assert f"share {row['share']:.3f}" in capsys.readouterr().out
+
+
+def test_actions_take_turns_and_are_compared_on_the_same_trace():
+    orders = [sweep_engine.in_turn(turn) for turn in range(4)]
+    assert {order[0] for order in orders[:3]} == set(sweep_engine.ACTIONS)
+    assert all(set(order) == set(sweep_engine.ACTIONS) for order in orders)
+    assert orders[3] == orders[0]
+    seconds = {"recompute": [1.0, 30.0, 9.0], "swap": [4.0, 20.0, 2.0], "adaptive": [2.0, 10.0, 3.0]}
+    assert sweep_engine.seed_by_seed(seconds) == {"recompute": 3.0, "swap": 2.0}  # medians: 9 / 3 and 4 / 3
 
 
 def test_a_link_has_a_speed(capsys):

@@ -49,6 +49,7 @@ MORE_REQUESTS = {32: 4, 64: 2}
 """How many times more requests a trace of shorter outputs has: there are few preemptions in each."""
 ALL_DATASETS = ("chatbot", "alpaca", "summary")
 ACTIONS = ("recompute", "swap", "adaptive", "hindsight")
+HINDSIGHT_HOST_BLOCKS = 64  # one pool is enough to see how far it is
 MIXED = "restore: mixed, at best"
 MIXED_OUTPUT_LENGTHS, MIXED_LINK_SPEEDS = (64, 256), (0.03, 0.06, 0.12, 0.25)
 
@@ -146,12 +147,12 @@ def _noise_and_predictor(
 class MixedRestoreBound(SimulatedExecutor):
     """What restoring a dropped request in part from host memory could save at best.
 
-    Loads, at no cost, as many of its blocks as the copies hidden by the step before would carry, without
-    asking whether the host pool had room for them; only the rest is prefilled.
+    Loads as many of its blocks as the link could have carried while it was idle during the step before; only
+    the rest is prefilled. Nobody asks whether the host pool had room for them, or when they were copied out.
     """
 
     def _prefill_seconds(self, scheduled: SchedulerOutput, num_tokens: int, context_tokens: int) -> float:
-        hidden = self._hidden
+        hidden = max(0.0, self.now - max(self._in_free_at, self.now - self._hidden))
         for chunk in scheduled.prefill:
             if chunk.is_recompute:
                 blocks = chunk.length // self.block_size
@@ -225,7 +226,7 @@ def make_cells(
         for trace in itertools.product(models, datasets, output_lengths, seeds):
             add("actions", trace, 0, 1.0, "recompute")
             for host, speed, action in itertools.product(host_blocks, link_speeds, ACTIONS):
-                if action != "recompute":
+                if action != "recompute" and (action != "hindsight" or host == HINDSIGHT_HOST_BLOCKS):
                     add("actions", trace, host, speed, action)
     if "mixed" in parts:
         for trace in itertools.product(models, datasets, MIXED_OUTPUT_LENGTHS, seeds):

@@ -11,7 +11,15 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sweep.cells import BLOCK_SIZE, DEVICE, MIXED, MORE_REQUESTS, NUM_GPU_BLOCKS, VARIANTS
+from sweep.cells import (
+    BLOCK_SIZE,
+    DEVICE,
+    HINDSIGHT_HOST_BLOCKS,
+    MIXED,
+    MORE_REQUESTS,
+    NUM_GPU_BLOCKS,
+    VARIANTS,
+)
 
 LEAST_SHARE = 0.98
 NEAR_CROSSOVER = 2.0
@@ -120,7 +128,13 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
     regrets = [place.regret for place in found if place.regret is not None]
     lost = sum(row["regret"]["seconds"] for row in rows if "regret" in row)
     best = sum(row["regret"]["best_seconds"] for row in rows if "regret" in row)
-    hindsight = [place.ratio("adaptive", "hindsight") for place in found]
+    hindsight = [place.ratio("adaptive", "hindsight") for place in found if "hindsight" in place.rates]
+    against_hindsight = (
+        f" Throughput over that of hindsight: median {statistics.median(hindsight):.3f}, least "
+        f"{min(hindsight):.3f} ({HINDSIGHT_HOST_BLOCKS} host blocks)."
+        if hindsight
+        else ""
+    )
     lines += [
         "",
         f"Cells below {LEAST_SHARE}: {len(losing)} of {len(found)}"
@@ -132,8 +146,7 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         "",
         f"Regret, all decisions together: {lost / max(best, 1e-12):.1%} of what hindsight would have spent"
         f" (cells: median {statistics.median(regrets or [0.0]):.1%}, largest "
-        f"{max(regrets, default=0.0):.1%}). Throughput over that of hindsight: median "
-        f"{statistics.median(hindsight):.3f}, least {min(hindsight):.3f}.",
+        f"{max(regrets, default=0.0):.1%}).{against_hindsight}",
         "",
     ]
     return lines
@@ -156,8 +169,9 @@ def mixed_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         "## Mixed restore, at best",
         "",
         "Tokens/s relative to `adaptive`, had each dropped request's first blocks been copied to the host "
-        "and come back for nothing: as many as copies hidden by the step before would carry, whether or not "
-        "the host pool had room. Medians over seeds of ratios on the same trace; columns are link speeds.",
+        "and come back for nothing: as many as the link could have carried while it was idle during the step "
+        "before, whether or not the host pool had room. Medians over seeds of ratios on the same trace; "
+        "columns are link speeds.",
         "",
     ]
     found: dict[tuple[Any, ...], dict[float, dict[int, dict[str, float]]]] = {}
@@ -180,14 +194,14 @@ def mixed_report(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-def policies_report(rows: Sequence[dict[str, Any]]) -> list[str]:
+def policies_report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """What every single change of `adaptive` does."""
     lines = [
         "## The other policies, one changed at a time",
         "",
-        f"{rows[0]['model']}. Outputs uniform in 16 to 64 tokens, 64 host blocks, the data sheet's link. "
-        "Tokens/s relative to `adaptive`, mean weighted turnaround, preemptions (of them swapped); medians "
-        "over seeds.",
+        f"{args.models[0]}, {args.requests} requests. Outputs uniform in 16 to 64 tokens, 64 host blocks, "
+        "the data sheet's link. Tokens/s relative to `adaptive`, mean weighted turnaround, preemptions (of "
+        "them swapped); medians over seeds.",
         "",
         "| changed | " + " | ".join(("chatbot", "alpaca", "summary")) + " |",
         "|---|---:|---:|---:|",
@@ -215,8 +229,8 @@ def _median(rows: Sequence[dict[str, Any]], dataset: str, variant: str, value: s
 
 
 def _more_requests() -> str:
-    return " and ".join(
-        f"{times} times as many for outputs up to {of}" for of, times in MORE_REQUESTS.items()
+    return ", ".join(
+        f"{times} times as many for outputs of at most {of}" for of, times in MORE_REQUESTS.items()
     )
 
 
@@ -242,5 +256,5 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     if "mixed" in args.parts:
         lines += mixed_report(rows)
     if "policies" in args.parts:
-        lines += policies_report(rows)
+        lines += policies_report(rows, args)
     return "\n".join(lines)
