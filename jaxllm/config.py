@@ -44,7 +44,8 @@ class EngineConfig:
         gpu_memory_utilization: fraction of device memory for weights, temporaries and pool.
         attention_implementation: "xla", "triton", "mosaic" (Hopper, 16 bits), or None for the default of the
             device (`pallas_kernels.default_implementation`); "fastest" measures at start which is the fastest
-            for each program.
+            for each program, and the compile report names it, such as "triton:k32,q64,w4,s2": those names are
+            taken, too.
         async_scheduling: let the host run one step ahead of the device.
         num_scheduler_steps: most decode iterations to compute in one device program while at most 16 requests
             run and none of them needs a decision; the host then has less to do, and streams advance by
@@ -99,8 +100,9 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} must be a list of sizes")
         _choice("dtype", self.dtype, ("auto", *DTYPES))
         _choice("load_format", self.load_format, LOAD_FORMATS)
-        if self.attention_implementation is not None:
-            _choice("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
+        implementation = self.attention_implementation
+        if implementation is not None and not str(implementation).startswith("triton:"):
+            _choice("attention_implementation", implementation, ATTENTION_IMPLEMENTATIONS)
         _integer("seed", self.seed, 0, 2**63 - 1)
         _integer("block_size", self.block_size, 1, 1024)
         _integer("max_model_len", self.max_model_len, 2, 2**24)

@@ -81,7 +81,7 @@ class Tiling:
         return f"k{self.kv_tile},q{self.query_tile},w{self.num_warps},s{self.num_stages}"
 
 
-def default_tiling(op: str, kind: str, dtype: Any) -> Tiling:
+def default_tiling(op: str, kind: str, dtype: Any, head_dim: int) -> Tiling:
     """What `op` ("decode" or "prefill") takes on a device of this kind for KV of this dtype.
 
     Chosen from what the compiled kernels need at head_dim 128 (`scripts/inspect_tilings.py`): no register is
@@ -90,7 +90,8 @@ def default_tiling(op: str, kind: str, dtype: Any) -> Tiling:
     no tensor cores.
     """
     if jnp.dtype(dtype).itemsize == 4:
-        return Tiling(32) if op == "decode" else Tiling(32, 32, 8)
+        kv_tile = 32 if head_dim <= 128 else 16
+        return Tiling(kv_tile) if op == "decode" else Tiling(kv_tile, 32, 8)
     return Tiling(32) if _SMALL_CORES.search(kind) else Tiling()
 
 
@@ -114,7 +115,7 @@ def decode_attention(
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash-decoding: the KV of a row is split over programs whose partial results are then combined."""
-    tiling = tiling or default_tiling("decode", device_kind(), pool.dtype)
+    tiling = tiling or default_tiling("decode", device_kind(), pool.dtype, q.shape[2])
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, tiling.kv_tile)
@@ -142,7 +143,7 @@ def prefill_attention(
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash attention over tiles of query rows; a tile holds rows of one sequence only."""
-    tiling = tiling or default_tiling("prefill", device_kind(), pool.dtype)
+    tiling = tiling or default_tiling("prefill", device_kind(), pool.dtype, q.shape[2])
     num_tokens, num_q_heads, _ = q.shape
     tile_rows = min(tiling.query_tile, max(_MIN_DOT, pl.next_power_of_2(num_tokens)))
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)

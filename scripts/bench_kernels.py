@@ -30,7 +30,7 @@ LAYER = 0
 def main() -> None:
     """Parse the options, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--implementation", choices=pallas_kernels.IMPLEMENTATIONS, default=None)
+    parser.add_argument("--implementation", help="xla, triton (also triton:k64,q64,w4,s2 and so on), mosaic")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--num-q-heads", type=int, default=12)
     parser.add_argument("--num-kv-heads", type=int, default=12)

@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         with Compiler(target) as compiler:
             for op in ("decode", "prefill"):
                 for dtype in args.dtypes.split(","):
-                    default = default_tiling(op, target.description, dtype)
+                    default = default_tiling(op, target.description, dtype, args.heads[2])
                     tilings = dict.fromkeys((default, *alternative_tilings(op, dtype), *args.tilings))
                     for tiling in tilings:
                         found = inspect(compiler, target, op, tiling, arguments(op, args.heads, dtype), ptxas)

@@ -16,7 +16,7 @@ from jaxllm.executor.fastest import AttentionShape, candidates, fastest
 from jaxllm.pallas_kernels import triton
 
 NAME = "llama_gqa"
-SHAPES = [AttentionShape(3, None, 20), AttentionShape(12, 2, 6)]
+SHAPES = [AttentionShape(3, None, 20), AttentionShape(12, 2, 6), AttentionShape(12, 2, 9, max_seqs=4)]
 POOL = jnp.zeros((8, 2, 2, 1, 4, 16))
 
 
@@ -38,13 +38,13 @@ def test_a_gpu_has_several_tilings_and_a_hopper_mosaic(monkeypatch, op):
     assert len(tilings) >= 3
     assert len(set(tilings)) == len(tilings)
     assert all(name.startswith("triton:k") for name in tilings)
-    assert f"triton:{triton.default_tiling(op, Device.device_kind, 'bfloat16')}" not in tilings
+    assert f"triton:{triton.default_tiling(op, Device.device_kind, 'bfloat16', 128)}" not in tilings
     assert candidates(op, Device(), "bfloat16", 72, 16) == (default, *tilings)
     assert candidates(op, Device(), "bfloat16", 128, 8) == (default, *tilings)
     assert candidates(op, Device(), "float32", 128, 16) == (default,)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["decode", "prefill"])
+@pytest.mark.parametrize("shape", SHAPES, ids=["decode", "prefill", "prefill with history"])
 @pytest.mark.parametrize("winner", ["xla", "triton"])
 def test_the_one_that_takes_the_least_time_is_chosen(monkeypatch, shape, winner):
     times = {"xla": 2.0, "triton": 2.0, winner: 1.0}
@@ -59,6 +59,24 @@ def test_the_one_that_takes_the_least_time_is_chosen(monkeypatch, shape, winner)
     monkeypatch.setattr(module, "_time", time)
     assert fastest(["xla", "triton"], shape, POOL, 2, 0.25) == winner
     assert set(asked) == {"xla", "triton"}
+
+
+def test_the_default_stays_unless_another_is_clearly_faster(monkeypatch):
+    for factor, expected in ((0.98, "xla"), (0.96, "triton")):
+        times = {"xla": 1.0, "triton": factor}
+        monkeypatch.setattr(
+            module, "_time", lambda call, _, times=times: times[call.__wrapped__.keywords["implementation"]]
+        )
+        assert fastest(["xla", "triton"], SHAPES[0], POOL, 2, 0.25) == expected
+
+
+def test_shapes_are_those_of_a_loaded_engine():
+    decode = AttentionShape.decode(16, max_model_len=2048, pool_tokens=8192)
+    assert (decode.num_rows, decode.num_seqs, decode.context) == (16, None, 512)
+    assert AttentionShape.decode(1, max_model_len=2048, pool_tokens=8192).context == 2048
+    prefill = AttentionShape.prefill(2048, 256, max_model_len=2048)
+    assert (prefill.num_seqs, prefill.context, prefill.max_seqs) == (16, 256, 256)
+    assert AttentionShape.prefill(32, 4, max_model_len=100) == AttentionShape(32, 1, 100, 4)
 
 
 def test_what_does_not_run_or_differs_is_left_out(monkeypatch, caplog):
@@ -99,5 +117,7 @@ def test_an_engine_uses_what_was_chosen(monkeypatch):
 
 
 def test_unknown_names_are_refused():
+    with pytest.raises(ConfigError, match="tiling 'k1' is not of the form 'k64,q64,w4,s2'"):
+        make_llm(golden_checkpoint(NAME), attention_implementation="triton:k1")
     with pytest.raises(ConfigError, match=r"attention_implementation='cuda' .* xla, triton, mosaic, fastest"):
         make_llm(golden_checkpoint(NAME), attention_implementation="cuda")

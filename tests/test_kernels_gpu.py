@@ -35,14 +35,16 @@ def test_splits_fill_the_device(programs, tokens, splits):
 
 @pytest.mark.parametrize("op", ["decode", "prefill"])
 def test_cores_with_little_shared_memory_get_small_tiles(op):
-    large = triton.default_tiling(op, "NVIDIA A100-SXM4-80GB", "bfloat16")
-    assert large == triton.default_tiling(op, "NVIDIA H100 80GB HBM3", "float16")
+    large = triton.default_tiling(op, "NVIDIA A100-SXM4-80GB", "bfloat16", 128)
+    assert large == triton.default_tiling(op, "NVIDIA H100 80GB HBM3", "float16", 64)
     for kind in ("NVIDIA L40S", "NVIDIA L4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090", "NVIDIA RTX A6000"):
-        small = triton.default_tiling(op, kind, "bfloat16")
+        small = triton.default_tiling(op, kind, "bfloat16", 128)
         assert small.kv_tile < large.kv_tile
         assert small in triton.alternative_tilings(op, "bfloat16")
-    single = triton.default_tiling(op, "NVIDIA A100-SXM4-80GB", "float32")
-    assert single.kv_tile < large.kv_tile
+    single, wide = (
+        triton.default_tiling(op, "NVIDIA A100-SXM4-80GB", "float32", head_dim) for head_dim in (128, 256)
+    )
+    assert wide.kv_tile < single.kv_tile < large.kv_tile
     assert not triton.alternative_tilings(op, "float32")
 
 

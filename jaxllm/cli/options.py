@@ -67,6 +67,12 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "num_scheduler_steps": (int, "N", "most decode steps in one device program (default: what takes 50 ms)"),
     "ledger": (str, "FILE", "write the scheduler's decisions there; see `jaxllm explain`"),
     "decode_buckets": (_sizes, "N,N,...", "batch sizes to compile decode programs for"),
+    "attention_implementation": (
+        str,
+        "NAME",
+        f"{', '.join(ATTENTION_IMPLEMENTATIONS)} (measured at start, program by program), or a tiling of "
+        "triton's such as triton:k64,q64,w4,s2 (default: by the device)",
+    ),
     "prefill_buckets": (_sizes, "N,N,...", "token counts to compile prefill programs for"),
     "compilation_cache_dir": (
         _cache_folder,
@@ -77,10 +83,6 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
 _CHOICES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "dtype": (("auto", *DTYPES), "of weights and KV (default: auto: float32 on CPUs, else the checkpoint's)"),
     "load_format": (LOAD_FORMATS, "dummy makes random weights (default: auto)"),
-    "attention_implementation": (
-        ATTENTION_IMPLEMENTATIONS,
-        "fastest: measured at start, program by program (default: by the device)",
-    ),
 }
 _NAMES = ("model", "async_scheduling", *_OPTIONS, *_CHOICES)
 

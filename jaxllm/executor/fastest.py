@@ -19,8 +19,10 @@ from jaxllm.errors import ConfigError
 FASTEST = "fastest"
 """The name of an implementation that stands for the fastest one, measured program by program."""
 _REPETITIONS = 7
+_LEAST_GAIN = 0.03  # below which the default one stays: what is measured differs from start to start
 _LARGEST_DIFFERENCE = 0.02  # of 16-bit results from each other
 _CHECKED_BLOCKS = 64
+_CHUNK = 128
 
 _logger = logging.getLogger(__name__)
 
@@ -29,12 +31,26 @@ _logger = logging.getLogger(__name__)
 class AttentionShape:
     """A program's attention: `num_rows` queries, each of its own sequence or (`num_seqs`) chunks of so many.
 
-    `num_seqs` is None for decoding. Sequences have `context` tokens of KV.
+    `num_seqs` is None for decoding. Sequences have `context` tokens of KV. A program may have room for more
+    sequences, up to `max_seqs`.
     """
 
     num_rows: int
     num_seqs: int | None
     context: int
+    max_seqs: int | None = None
+
+    @classmethod
+    def decode(cls, num_rows: int, *, max_model_len: int, pool_tokens: int) -> AttentionShape:
+        """Of a decode program: the rows share a full pool."""
+        return cls(num_rows, None, min(max_model_len, max(1, pool_tokens // num_rows)))
+
+    @classmethod
+    def prefill(cls, num_rows: int, max_seqs: int, *, max_model_len: int) -> AttentionShape:
+        """Of a prefill program: chunks of some 128 tokens, with some history where they are short."""
+        num_seqs = max(1, min(max_seqs, num_rows // _CHUNK))
+        context = min(max_model_len, max(num_rows // num_seqs, 2 * _CHUNK))
+        return cls(num_rows, num_seqs, context, max_seqs)
 
 
 def candidates(op: str, device: jax.Device, dtype: str, head_dim: int, block_size: int) -> tuple[str, ...]:
@@ -46,7 +62,7 @@ def candidates(op: str, device: jax.Device, dtype: str, head_dim: int, block_siz
     if names[0] == "triton":
         from jaxllm.pallas_kernels import triton
 
-        default = triton.default_tiling(op, device.device_kind, dtype)
+        default = triton.default_tiling(op, device.device_kind, dtype, head_dim)
         names += [f"triton:{one}" for one in triton.alternative_tilings(op, dtype) if one != default]
     is_hopper = str(getattr(device, "compute_capability", "")).startswith("9.")
     fits_mosaic = dtype != "float32" and head_dim % 16 == 0 and block_size in (16, 32, 64, 128)
@@ -61,7 +77,7 @@ def fastest(
     """The one of `names` that takes the least time for one layer's attention.
 
     The first is what the others are compared with: one that does not compile, or whose results differ, is
-    left out with a warning.
+    left out with a warning; one that is hardly faster is not worth a program of its own.
 
     Args:
         names: implementations, the default one first.
@@ -90,7 +106,10 @@ def fastest(
             _logger.warning("attention implementation %s is left out: it is off by %.2g", name, difference)
             continue
         seconds[name] = statistics.median(_time(call, arguments) for _ in range(_REPETITIONS))
-    return min(seconds, key=lambda name: seconds[name], default=names[0])
+    if not seconds:
+        return names[0]
+    best = min(seconds, key=lambda name: seconds[name])
+    return best if seconds[best] < (1 - _LEAST_GAIN) * seconds[names[0]] else names[0]
 
 
 def _time(call: jax.stages.Wrapped, arguments: tuple[jax.Array, ...]) -> float:
@@ -110,10 +129,11 @@ def _arguments(shape: AttentionShape, pool: jax.Array, num_q_heads: int) -> tupl
     rng = np.random.default_rng(0)
     num_blocks, block_size, head_dim = pool.shape[0], *pool.shape[4:]
     q = jnp.asarray(rng.standard_normal((shape.num_rows, num_q_heads, head_dim)), pool.dtype)
-    num_seqs = shape.num_rows if shape.num_seqs is None else shape.num_seqs
-    tables = rng.integers(0, num_blocks, (num_seqs, -(-shape.context // block_size)))
-    lengths = jnp.full(num_seqs, shape.context, jnp.int32)
+    num_tables = shape.num_rows if shape.num_seqs is None else shape.max_seqs or shape.num_seqs
+    blocks = rng.integers(0, num_blocks, (num_tables, -(-shape.context // block_size)))
+    tables, lengths = jnp.asarray(blocks, jnp.int32), jnp.full(num_tables, shape.context, jnp.int32)
     if shape.num_seqs is None:
-        return q, pool, jnp.asarray(tables, jnp.int32), lengths
-    starts = jnp.arange(num_seqs + 1, dtype=jnp.int32) * min(shape.num_rows // num_seqs, shape.context)
-    return q, pool, jnp.asarray(tables, jnp.int32), starts, lengths, jnp.int32(num_seqs)
+        return q, pool, tables, lengths
+    ends = np.minimum(np.arange(num_tables + 1), shape.num_seqs)
+    starts = jnp.asarray(ends * min(shape.num_rows // shape.num_seqs, shape.context), jnp.int32)
+    return q, pool, tables, starts, lengths, jnp.int32(shape.num_seqs)

@@ -160,7 +160,7 @@ class ModelExecutor:
             )
         self._set_history = jax.jit(_set_history, donate_argnums=0)
         self._keys = frozenset(config.program_keys(self._device.platform))
-        self._fastest: dict[ProgramKey, str] = {}
+        self._fastest: dict[AttentionShape, str] = {}
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
         self._program_seconds: dict[ProgramKey, float] = {}
         self.compile_seconds = 0.0
@@ -309,20 +309,22 @@ class ModelExecutor:
         config, model = self.config, self.model_config
         if config.implementation != FASTEST:
             return config.implementation
-        if key not in self._fastest:
-            num_seqs = key.prefill_seqs or None
-            pool_tokens = config.num_gpu_blocks * config.block_size
-            context = (
-                key.prefill_tokens // num_seqs
-                if num_seqs
-                else min(config.max_model_len, max(1, pool_tokens // key.decode_rows))
+        if key.prefill_tokens:
+            op = "prefill"
+            shape = AttentionShape.prefill(
+                key.prefill_tokens, key.prefill_seqs, max_model_len=config.max_model_len
             )
-            shape = AttentionShape(key.prefill_tokens or key.decode_rows, num_seqs, context)
-            op = "decode" if num_seqs is None else "prefill"
+        else:
+            op = "decode"
+            pool_tokens = config.num_gpu_blocks * config.block_size
+            shape = AttentionShape.decode(
+                key.decode_rows, max_model_len=config.max_model_len, pool_tokens=pool_tokens
+            )
+        if shape not in self._fastest:
             names = candidates(op, self._device, config.dtype, model.head_dim, config.block_size)
             scale = model.head_dim**-0.5
-            self._fastest[key] = fastest(names, shape, self._state.pool, model.num_heads, scale)
-        return self._fastest[key]
+            self._fastest[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
+        return self._fastest[shape]
 
     def _upload_params(self) -> SlotParams:
         # Copies: the CPU backend may alias host arrays, which change while steps are in flight.
