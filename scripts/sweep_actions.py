@@ -41,6 +41,19 @@ from sweep.report import places, report
 from jaxllm.bench.command import command_line
 
 PARTS = ("actions", "mixed", "policies")
+MIXED_COLUMNS = (
+    "model",
+    "dataset",
+    "max_output_len",
+    "num_host_blocks",
+    "link_speed",
+    "variant",
+    "num_requests",
+    "seed",
+    "output_tokens_per_second",
+    "num_preemptions",
+    "num_swaps",
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -57,6 +70,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         ("--link-speeds", LINK_SPEEDS, "actions"),
     ):
         parser.add_argument(name, default=_shown(values), help=f"of {parts} (default: %(default)s)")
+    parser.add_argument("--policies-output-length", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--policies-link-speed", type=float, default=1.0, help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=300, help="more for short outputs; see the report")
     parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
@@ -74,7 +89,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.output_lengths = [int(length) for length in args.output_lengths.split(",")]
     args.host_blocks = [int(blocks) for blocks in args.host_blocks.split(",")]
     args.link_speeds = [float(speed) for speed in args.link_speeds.split(",")]
-    if min(args.output_lengths) < 1 or min(args.host_blocks) < 0 or min(args.link_speeds) <= 0:
+    lengths, speeds = [*args.output_lengths, args.policies_output_length], [*args.link_speeds]
+    if min(lengths) < 1 or min(args.host_blocks) < 0 or min(*speeds, args.policies_link_speed) <= 0:
         parser.error("--output-lengths start at 1, --host-blocks at 0, and --link-speeds above 0")
     return args
 
@@ -101,6 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         output_lengths=args.output_lengths,
         host_blocks=args.host_blocks,
         link_speeds=args.link_speeds,
+        policies_at=(args.policies_output_length, args.policies_link_speed),
     )
     if args.jobs == 1:
         rows = list(map(run_cell, cells))
@@ -115,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "places": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows)],
-        "mixed": [row for row in rows if row["part"] == "mixed"],
+        "mixed": [{name: row[name] for name in MIXED_COLUMNS} for row in rows if row["part"] == "mixed"],
         "policies": [row for row in rows if row["part"] == "policies"],
     }
     (args.out_dir / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

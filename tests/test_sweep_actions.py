@@ -71,10 +71,14 @@ def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
 
 def test_every_policy_is_changed_once(tmp_path):
     command = ["--requests", "15", "--seeds", "0", "--jobs", "1", "--parts", "policies"]
+    command += ["--policies-link-speed", "0.25", "--policies-output-length", "32"]
     sweep_actions.main([*command, "--out-dir", str(tmp_path)])
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["policies"]) == 3 * len(sweep.cells.VARIANTS)
     report = (tmp_path / "report.md").read_text()
+    assert "Outputs uniform in 8 to 32 tokens, 64 host blocks, a link of 0.25 times" in report
+    assert {row["link_speed"] for row in results["policies"]} == {0.25}
+    assert {row["max_output_len"] for row in results["policies"]} == {32}
     assert all(f"| {variant} | " in report for variant in sweep.cells.VARIANTS)
 
 

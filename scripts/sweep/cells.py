@@ -50,6 +50,7 @@ MORE_REQUESTS = {32: 4, 64: 2}
 ALL_DATASETS = ("chatbot", "alpaca", "summary")
 ACTIONS = ("recompute", "swap", "adaptive", "hindsight")
 HINDSIGHT_HOST_BLOCKS = 64  # one pool is enough to see how far it is
+POLICIES_HOST_BLOCKS = 64
 MIXED = "restore: mixed, at best"
 MIXED_OUTPUT_LENGTHS, MIXED_LINK_SPEEDS = (64, 256), (0.03, 0.06, 0.12, 0.25)
 
@@ -210,10 +211,12 @@ def make_cells(
     output_lengths: Sequence[int] = OUTPUT_LENGTHS,
     host_blocks: Sequence[int] = HOST_BLOCKS,
     link_speeds: Sequence[float] = LINK_SPEEDS,
+    policies_at: tuple[int, float] = (64, 1.0),
 ) -> list[Cell]:
     """Every simulation. Recomputing uses neither link nor host memory: once per trace.
 
-    `num_requests` is that of the longest outputs; see `MORE_REQUESTS`.
+    `num_requests` is that of the longest outputs; see `MORE_REQUESTS`. `policies_at` is the output length and
+    the link speed of part `policies`.
     """
     cells = []
 
@@ -236,5 +239,6 @@ def make_cells(
                 add("mixed", trace, host, speed, variant)
     if "policies" in parts:
         for dataset, seed, variant in itertools.product(ALL_DATASETS, seeds, VARIANTS):
-            add("policies", (models[0], dataset, 64, seed), 64, 1.0, variant)
+            output, speed = policies_at
+            add("policies", (models[0], dataset, output, seed), POLICIES_HOST_BLOCKS, speed, variant)
     return sorted(cells, key=lambda cell: (cell.model, cell.link_speed, cell.seed))  # few predictors to fit

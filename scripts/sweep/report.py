@@ -18,6 +18,7 @@ from sweep.cells import (
     MIXED,
     MORE_REQUESTS,
     NUM_GPU_BLOCKS,
+    POLICIES_HOST_BLOCKS,
     VARIANTS,
 )
 
@@ -199,9 +200,10 @@ def policies_report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) ->
     lines = [
         "## The other policies, one changed at a time",
         "",
-        f"{args.models[0]}, {args.requests} requests. Outputs uniform in 16 to 64 tokens, 64 host blocks, "
-        "the data sheet's link. Tokens/s relative to `adaptive`, mean weighted turnaround, preemptions (of "
-        "them swapped); medians over seeds.",
+        f"{args.models[0]}, {args.requests} requests. Outputs uniform in {args.policies_output_length // 4} "
+        f"to {args.policies_output_length} tokens, {POLICIES_HOST_BLOCKS} host blocks, a link of "
+        f"{args.policies_link_speed:g} times the data sheet's speed. Tokens/s relative to `adaptive`, mean "
+        "weighted turnaround, preemptions (of them swapped); medians over seeds.",
         "",
         "| changed | " + " | ".join(("chatbot", "alpaca", "summary")) + " |",
         "|---|---:|---:|---:|",
