@@ -14,7 +14,18 @@ import sweep_engine
 def test_every_action_runs_every_trace(tmp_path, monkeypatch, capsys):
     out = tmp_path / "sweep.json"
     options = ["--speeds", "0.5", "--seeds", "0", "--requests", "8", "--gpu-blocks", "12"]
-    options += ["--host-blocks", "12", "--max-num-seqs", "4", "--output-len", "48", "--profile-seconds", "1"]
+    options += [
+        "--host-blocks",
+        "12",
+        "--max-num-seqs",
+        "4",
+        "--output-len",
+        "48",
+        "--profile-seconds",
+        "1",
+        "--repetitions",
+        "1",
+    ]
     command = ["sweep_engine.py", *options, "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
     sweep_engine.main()
