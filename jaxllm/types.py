@@ -124,6 +124,14 @@ class Request:
         return self.num_tokens - len(self.prompt_token_ids) - len(self.output_token_ids)
 
     @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end it when they are sampled."""
+        params = self.sampling_params
+        return frozenset(params.stop_token_ids or ()) | (
+            frozenset() if params.ignore_eos else self.eos_token_ids
+        )
+
+    @property
     def is_finished(self) -> bool:
         """Whether the request has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
@@ -191,7 +199,9 @@ class SchedulerOutput:
     like; then compute.
 
     With `num_decode_steps` of more than one this is that many decode iterations in a row, with blocks for
-    all their tokens.
+    all their tokens. The executor may compute fewer if a request samples one of its `end_token_ids`; then it
+    computes nothing of the iterations that were scheduled before it said so, and `Scheduler.rewind` takes
+    both back.
     """
 
     step_id: int
@@ -217,6 +227,11 @@ class SchedulerOutput:
         return bool(self.swap_out or self.swap_in or self.load or self.joined)
 
     @property
+    def may_end_early(self) -> bool:
+        """Whether an executor may compute fewer decode iterations than were scheduled."""
+        return self.num_decode_steps > 1 and any(request.end_token_ids for request in self.decode)
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens of all chunks together."""
         return sum(chunk.length for chunk in self.prefill)
@@ -239,9 +254,10 @@ class SampledTokens:
 
     `token_ids[i]` belongs to the i-th sampled request: the decode requests in order, then the
     requests of the prefill chunks with `is_last`, in order. Of several decode iterations the tokens come one
-    iteration after another; those after a request's end mean nothing. `logprobs[i]` is None unless asked for.
-    `prompt_logprobs[request_id]` lists positions `chunk.start + 1 ...` scored by a prefill chunk.
-    `num_decode_steps` iterations were computed: None for all, fewer if every request had ended by then.
+    iteration after another, of those that were computed. Tokens of a request that had ended before mean
+    nothing. `logprobs[i]` is None unless asked for. `prompt_logprobs[request_id]` lists positions
+    `chunk.start + 1 ...` scored by a prefill chunk. `num_decode_steps` iterations were computed: None for
+    all, fewer if a request ended.
     """
 
     token_ids: Sequence[int]

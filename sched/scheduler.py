@@ -134,6 +134,17 @@ class Scheduler:
         """Host blocks that are neither used nor in flight."""
         return self._host.num_free
 
+    @property
+    def decodes_on(self) -> bool:
+        """Whether the next iteration will do nothing but decode the requests that decode now."""
+        return (
+            len(self._running) > 0
+            and not (self._ending or self._swapped or self._copies.is_loading)
+            and self._prefilling is None
+            and not (self._waiting and self._free_slots)
+            and self._num_growing() <= self._pool.num_free
+        )
+
     def add(self, request: Request) -> None:
         """Queue a new request.
 
@@ -225,6 +236,36 @@ class Scheduler:
     def complete(self, step_id: int) -> None:
         """Note that the device has finished step `step_id` and those before it, with their copies."""
         self._copies.complete(step_id)
+
+    def rewind(self, requests: Sequence[Request], num_steps: int) -> None:
+        """Take back the last `num_steps` decode iterations that were scheduled for unfinished ones of these.
+
+        For iterations that were not computed after all. Of the blocks they would have filled, those without
+        a token are free again. Between the iterations and this call nothing may have been scheduled but
+        further iterations of the same requests (`decodes_on`), which must be taken back, too.
+
+        Raises:
+            KVCacheError: a request does not decode, or has not decoded as often.
+        """
+        requests = [request for request in requests if not request.is_finished]
+        for request in requests:
+            if request not in self._running and request not in self._ending:
+                raise KVCacheError(f"cannot rewind {request}: it does not decode")
+            if not 0 <= num_steps <= request.num_in_flight:
+                raise KVCacheError(
+                    f"cannot rewind {request} by {num_steps} tokens: {request.num_in_flight} are in flight"
+                )
+        for request in requests:
+            if request in self._ending:
+                self._ending.remove(request)
+            else:
+                self._running.leave(request)
+            request.num_tokens -= num_steps
+            request.num_computed_tokens -= num_steps
+            num_blocks = self._pool.blocks_for(request.num_computed_tokens)
+            self._pool.release(request.block_ids[num_blocks:])
+            del request.block_ids[num_blocks:]
+            self._running.join(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a live request in any state; what it holds is free at once.

@@ -42,17 +42,19 @@ def make_engine(
     scheduler_class=Scheduler,
     async_scheduling=True,
     num_scheduler_steps=1,
+    max_num_seqs=None,
 ):
     """A fresh engine on `llm`'s executor; fewer blocks than the pool has force preemptions."""
     config = llm.engine.scheduler.config
+    max_num_seqs = max_num_seqs or config.max_num_seqs
     scheduler = scheduler_class(
         SchedulerConfig(
             num_gpu_blocks=num_gpu_blocks or config.num_gpu_blocks,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_seqs=config.max_prefill_seqs,
+            max_prefill_seqs=min(config.max_prefill_seqs or max_num_seqs, max_num_seqs),
             num_host_blocks=num_host_blocks,
         ),
         policy or SchedulerPolicy(),

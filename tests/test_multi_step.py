@@ -10,7 +10,7 @@ from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, KVCacheError
 from jaxllm.executor.pending import PendingStep
 from jaxllm.executor.sampler import SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, run_decode_steps, run_step
@@ -208,7 +208,7 @@ def test_steps_stop_where_a_decision_is_due():
     assert decode_steps(waiting=1, count=2, num_gpu_blocks=2, total=5) == 1  # or might start at any time
 
 
-def test_a_row_that_has_ended_writes_nothing(llm, prompts):
+def test_a_program_ends_with_the_first_row(llm, prompts):
     config, params = llm.model_config, llm.executor._params
     block_size, num_blocks, length = 4, 16, 6
     tables = np.arange(num_blocks, dtype=np.int32).reshape(2, 8)
@@ -244,24 +244,129 @@ def test_a_row_that_has_ended_writes_nothing(llm, prompts):
     state, slot_params = start([end, -1])
     ended, outputs = run_decode_steps(config, params, state, slot_params, decode, jnp.int32(5), max_steps=6)
     history = np.asarray(ended.history)[:2, length : length + 6]
-    np.testing.assert_array_equal(history[1], expected[1])
-    np.testing.assert_array_equal(history[0, :num_kept], expected[0, :num_kept])
-    assert history[0, num_kept:].tolist() == [0] * (5 - num_kept) + [end], "the next program must see the end"
-    assert not np.asarray(ended.pool)[tables[0, (length + num_kept) // block_size :]].any()
+    assert outputs.num_steps == num_kept - 1
+    np.testing.assert_array_equal(history[:, :num_kept], expected[:, :num_kept])
+    assert history[:, num_kept:].tolist() == [[0] * (5 - num_kept) + [-1]] * 2, "the next one must not go on"
+    assert not np.asarray(ended.pool)[tables[:, (length + num_kept) // block_size :]].any()
     assert outputs.sampled.tokens.shape == (12,)
-    assert outputs.num_steps == 5
+    assert not np.asarray(outputs.sampled.tokens)[2 * (num_kept - 1) :].any()
 
-    ends = [int(expected[0, 1]), int(expected[1, 1])]
-    state, slot_params = start(ends)
-    both, outputs = run_decode_steps(config, params, state, slot_params, decode, jnp.int32(5), max_steps=6)
-    np.testing.assert_array_equal(np.asarray(both.history)[:2, length : length + 2], expected[:, :2])
-    assert np.asarray(both.history)[:2, length + 5].tolist() == ends
-    assert not np.asarray(both.history)[:2, length + 2 : length + 5].any()
-    assert outputs.num_steps == 1
-    assert not np.asarray(outputs.sampled.tokens)[2:].any(), "it went on after all had ended"
+    def next_program(state, lengths, num_steps=3):
+        inputs = DecodeInputs(jnp.arange(2), jnp.asarray(lengths), jnp.asarray(tables))
+        return run_decode_steps(config, params, state, slot_params, inputs, jnp.int32(num_steps), max_steps=6)
 
-    again = DecodeInputs(jnp.arange(2), jnp.full(2, length + 6), jnp.asarray(tables))
-    pool = np.asarray(both.pool)
-    after, outputs = run_decode_steps(config, params, both, slot_params, again, jnp.int32(5), max_steps=6)
-    assert outputs.num_steps == 0, "it computes rows that ended before"
-    np.testing.assert_array_equal(np.asarray(after.pool), pool)
+    pool = np.asarray(ended.pool)
+    for newest in (length + 5, length + 8):  # two that were dispatched before the host knew
+        ended, outputs = next_program(ended, [newest + 1] * 2)
+        assert outputs.num_steps == 0, "it goes on from tokens that are not there"
+        np.testing.assert_array_equal(np.asarray(ended.pool), pool)
+    resumed, outputs = next_program(ended, [0, length + num_kept], 6 - num_kept)
+    assert outputs.num_steps == 6 - num_kept
+    np.testing.assert_array_equal(np.asarray(resumed.history)[1, length : length + 6], expected[1])
+
+    # A row that ends with the program's last iteration is padding in the next one.
+    state, slot_params = start([end, -1])
+    inputs = DecodeInputs(jnp.arange(2), jnp.full(2, length + 1), jnp.asarray(tables))
+    ended, outputs = run_decode_steps(
+        config, params, state, slot_params, inputs, jnp.int32(num_kept - 1), max_steps=6
+    )
+    assert outputs.num_steps == num_kept - 1
+    pool = np.asarray(ended.pool)[tables[0]]
+    after, outputs = next_program(ended, [length + num_kept] * 2, 6 - num_kept)
+    assert outputs.num_steps == 6 - num_kept
+    history = np.asarray(after.history)[:2, length : length + 6]
+    np.testing.assert_array_equal(history[1], expected[1])
+    assert history[0].tolist() == [*expected[0, :num_kept], *[0] * (5 - num_kept), end]
+    np.testing.assert_array_equal(np.asarray(after.pool)[tables[0]], pool)
+
+
+def eos_request(index, num_prompt_tokens, **changes):
+    return make_request(index, num_prompt_tokens, eos_token_ids=frozenset([0]), **changes)
+
+
+def test_rewinding_gives_back_what_was_not_computed():
+    policy = SchedulerPolicy(admission=GrowthReserve(0.0))
+    scheduler = make_scheduler(policy, num_gpu_blocks=20, block_size=4)
+    first, second = eos_request(0, 4, max_total_tokens=9), eos_request(1, 6, max_total_tokens=30)
+    for request in (first, second):
+        scheduler.add(request)
+    assert len(scheduler.schedule(0.0).prefill) == 2
+    for request in (first, second):
+        request.output_token_ids.append(1)
+    assert scheduler.decodes_on
+    output = scheduler.schedule(1.0, max_decode_steps=8)
+    assert (output.num_decode_steps, output.ending) == (4, (first,))
+    assert output.may_end_early
+    assert not scheduler.decodes_on, "what the ending one holds would be given away"
+    assert (first.num_tokens, second.num_tokens) == (9, 11)
+    assert (len(first.block_ids), len(second.block_ids)) == (2, 3)
+
+    for request in (first, second):
+        request.output_token_ids.append(1)
+    scheduler.rewind(output.decode, 3)
+    scheduler.check()
+    assert (first.num_tokens, second.num_tokens) == (6, 8)
+    assert (len(first.block_ids), len(second.block_ids)) == (2, 2)
+    assert scheduler.num_free_blocks == 16
+    assert scheduler.decodes_on
+    output = scheduler.schedule(2.0, max_decode_steps=8)
+    assert (output.decode, output.num_decode_steps, output.ending) == ((first, second), 3, (first,))
+    scheduler.check()
+
+    with pytest.raises(KVCacheError, match="by 4 tokens: 3 are in flight"):
+        scheduler.rewind(output.decode, 4)
+    scheduler.check()
+    scheduler.finish(first, "stop")
+    scheduler.rewind(output.decode, 3)
+    assert (first.num_tokens, second.num_tokens) == (9, 8)
+    scheduler.check()
+    waiting = eos_request(2, 3)
+    scheduler.add(waiting)
+    assert not scheduler.decodes_on, "it could start"
+    with pytest.raises(KVCacheError, match="it does not decode"):
+        scheduler.rewind([waiting], 0)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_whoever_waits_gets_the_slot_of_the_first_to_end(llm, prompts, async_scheduling):
+    greedy = golden_data(NAME)["greedy"]
+    end = greedy[1][4]
+    num_tokens = greedy[1].index(end) + 1
+    engine = make_engine(
+        llm,
+        scheduler_class=Recording,
+        async_scheduling=async_scheduling,
+        num_scheduler_steps=8,
+        max_num_seqs=2,
+    )
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, stop_token_ids=[end], ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+    ]
+    outputs = run(engine, [prompts[i] for i in (1, 2, 3)], params)
+    assert [len(output.token_ids) for output in outputs] == [num_tokens, 30, 30]
+    for output, i in zip(outputs, (1, 2, 3), strict=True):
+        expected = greedy[i][: len(output.token_ids)]
+        assert output.token_ids[: len(expected)] == expected
+    scheduled = [one for one in engine.scheduler.scheduled if not one.is_empty]
+    prefills = [number for number, one in enumerate(scheduled) if one.prefill]
+    # The prompts, the program that ended early, with run-ahead the one that computed nothing, the third.
+    assert prefills == [0, 3 if async_scheduling else 2]
+    if async_scheduling:
+        assert not scheduled[2].prefill
+
+
+def test_the_rest_goes_on_with_run_ahead(llm, prompts):
+    """Every end makes one program compute nothing, and no token is lost or computed twice."""
+    greedy = golden_data(NAME)["greedy"]
+    params = [
+        SamplingParams(temperature=0, max_tokens=25, stop_token_ids=[greedy[i][3 + i]], ignore_eos=True)
+        for i in range(4)
+    ]
+    outputs = {}
+    for num_steps in (1, 8):
+        engine = make_engine(llm, num_scheduler_steps=num_steps)
+        outputs[num_steps] = [output.token_ids for output in run(engine, prompts[:4], params)]
+    assert outputs[1] == outputs[8]
+    assert len({len(token_ids) for token_ids in outputs[8]}) > 1

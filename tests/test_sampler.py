@@ -17,7 +17,9 @@ def run_sampler(params, logits, history=None, prompt_length=4, lengths=None, see
     host = SlotParams.host_zeros(SLOTS)
     for slot, param in enumerate(params):
         seed = slot if seeds is None else seeds[slot]
-        host.host_set(slot, param, seed=seed, prompt_length=prompt_length, eos_token_ids=eos)
+        host.host_set(
+            slot, param, seed=seed, prompt_length=prompt_length, eos_token_ids=eos, end_token_ids=eos
+        )
     slots = np.full(SLOTS, SLOTS, np.int32)
     slots[: len(params)] = np.arange(len(params))
     padded = np.zeros((SLOTS, VOCAB), np.float32)

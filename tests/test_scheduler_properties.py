@@ -20,7 +20,7 @@ from jaxllm.sched.policies import (
     WatermarkAdmission,
 )
 from jaxllm.sched.presets import make_preset
-from jaxllm.types import CopyProgress, RequestStatus
+from jaxllm.types import CopyProgress, RequestStatus, SchedulerOutput
 
 VOCAB_SIZE = 31
 MAX_MODEL_LEN = 40
@@ -44,10 +44,20 @@ def reference_output(request):
     return token_ids[request.num_prompt_tokens :]
 
 
+@dataclasses.dataclass
+class Pending:
+    """A step that was executed and not read; a void one computed nothing."""
+
+    output: SchedulerOutput
+    token_ids: list[int]
+    is_void: bool = False
+
+
 class FakeDevice:
     """A KV pool whose cells know what was written to them, copies on the host, a newest token per slot.
 
-    `forgets` wipes blocks as they are copied out, so that only the copy can bring them back.
+    `forgets` wipes blocks as they are copied out, so that only the copy can bring them back. Several decode
+    iterations end with the first request that does; those scheduled to follow them compute nothing.
     """
 
     def __init__(self, block_size, forgets):
@@ -55,6 +65,7 @@ class FakeDevice:
         self.forgets = forgets
         self.cells = {}
         self.newest_token = {}
+        self.num_tokens = {}
         self.host = {}
         self.handles = set()
         self.loading = {}  # handle -> whether its blocks are filled only when it joins
@@ -80,12 +91,24 @@ class FakeDevice:
             if not self.loading[swap.handle]:
                 self._bring_back(swap)
         sampled = []
-        for num_left in reversed(range(scheduled.num_decode_steps if scheduled.decode else 0)):
+        num_steps = scheduled.num_decode_steps if scheduled.decode else 0
+        behind = {r for r in scheduled.decode if self.num_tokens[r.slot] != r.num_tokens - num_steps}
+        if behind:
+            assert behind == set(scheduled.decode), "some go on from tokens that are not there"
+            return sampled
+        going_on = [r for r in scheduled.decode if self.newest_token[r.slot] not in r.end_token_ids]
+        for num_left in reversed(range(num_steps if going_on else 0)):
             for request in scheduled.decode:
+                if request not in going_on:
+                    sampled.append(0)  # it has ended, and nobody reads this
+                    continue
                 # It feeds its newest token, which the host may not know yet.
                 num_tokens = request.num_tokens - num_left
                 self._write(request, num_tokens - 2, [self.newest_token[request.slot]])
                 sampled.append(self._sample(request, num_tokens))
+            if any(self.newest_token[r.slot] in r.end_token_ids for r in going_on):
+                break
+        self.num_tokens.update({r.slot: r.num_tokens for r in scheduled.decode if r not in going_on})
         for chunk in scheduled.prefill:
             stop = chunk.start + chunk.length
             token_ids = chunk.request.token_ids(chunk.start, stop)
@@ -109,6 +132,7 @@ class FakeDevice:
             num_computed = request.num_computed_tokens - (num_steps - 1)  # before this iteration's
             assert len(known) >= num_computed, "resumes with a token in flight"
             self.newest_token[request.slot] = known[-1]
+            self.num_tokens[request.slot] = len(known)
 
     def _take_block(self, block_id):
         take = self.cells.pop if self.forgets else self.cells.get
@@ -129,6 +153,7 @@ class FakeDevice:
             context.append(token_id)
         token_id = next_token(context)
         self.newest_token[request.slot] = token_id
+        self.num_tokens[request.slot] = num_tokens
         return token_id
 
 
@@ -322,6 +347,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.invariants_hold()
 
     def _step(self):
+        if any(step.output.may_end_early and not step.is_void for step in self.pending):
+            while self.pending and not self.scheduler.decodes_on:
+                self._commit(self.pending.popleft())
         before = {r: (r.num_tokens, r.num_computed_tokens, r.status) for r in self.live.values()}
         arrived = {handle for handle in self.device.loading if draw(self.now, handle, 3) == 0}
         copies = CopyProgress(arrived, draw(self.now, 0, 40))
@@ -331,14 +359,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += 1.0
         self._check_decision(output, before)
         if not output.is_empty:
-            self.pending.append((output, self.device.execute(output)))
+            self.pending.append(Pending(output, self.device.execute(output)))
         # An empty iteration leaves the engine nothing to do but to read what is in flight.
         while len(self.pending) > (0 if output.is_empty else self.run_ahead):
-            self._commit(*self.pending.popleft())
+            self._commit(self.pending.popleft())
 
-    def _commit(self, output, token_ids):
+    def _commit(self, step):
+        output, token_ids = step.output, step.token_ids
         self.scheduler.complete(output.step_id)
-        requests = sampled_requests(output) * output.num_decode_steps
+        requests = sampled_requests(output)
+        num_steps = output.num_decode_steps
+        if output.decode:
+            num_steps = len(token_ids) // len(requests)
+            requests = requests * num_steps
+        assert not (step.is_void and token_ids)
         for request, token_id in zip(requests, token_ids, strict=True):
             if request.is_finished:
                 continue  # it ended while this token was in flight
@@ -347,6 +381,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._finish(request, "stop", token_id)
             elif request.num_prompt_tokens + len(request.output_token_ids) == request.max_total_tokens:
                 self._finish(request, "length")
+        goes_on = any(not request.is_finished for request in output.decode)
+        if num_steps < output.num_decode_steps and goes_on and not step.is_void:
+            self.scheduler.rewind(output.decode, output.num_decode_steps - num_steps)
+            for later in self.pending:
+                self.scheduler.rewind(later.output.decode, later.output.num_decode_steps)
+                later.is_void = True
 
     def _finish(self, request, reason, stop_reason=None):
         del self.live[request.request_id]  # a KeyError here: finished twice
@@ -473,7 +513,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         # Each prefill ends in a token, so a request is prefilled at most once per token it still needs.
         chunks_per_prefill = -(-MAX_MODEL_LEN // self.scheduler.config.max_num_batched_tokens)
-        tokens_left = sum(r.max_total_tokens - r.num_tokens for r in self.live.values())
+        tokens_left = sum(r.max_total_tokens - r.num_tokens + r.num_in_flight for r in self.live.values())
         bound = (tokens_left + len(self.live)) * (chunks_per_prefill + 1) + 2
         while self.live:
             assert bound > 0, "the drain does not end"
@@ -481,7 +521,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._step()
             self.invariants_hold()
         while self.pending:
-            self._commit(*self.pending.popleft())
+            self._commit(self.pending.popleft())
         assert self.scheduler.schedule(self.now).is_empty
         self.scheduler.check()
         assert self.scheduler.num_free_blocks == self.num_blocks

@@ -6,6 +6,7 @@ It knows the scheduler and the executor's protocol, never a concrete executor.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import math
 import time
@@ -35,6 +36,20 @@ _SECONDS_AT_A_TIME = 0.05
 _RATE = 0.1  # weight of the newest decode step
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclasses.dataclass(slots=True)
+class _Dispatched:
+    """A step under way, and when it was sent; a void one computes nothing, as the one before ended early."""
+
+    scheduled: SchedulerOutput
+    result: StepResult
+    dispatched: float
+    is_void: bool = False
+
+    @property
+    def may_end_early(self) -> bool:
+        return self.scheduled.may_end_early and not self.is_void
 
 
 class Engine:
@@ -94,7 +109,7 @@ class Engine:
         self._last_fetched = 0.0
         self._arrivals = itertools.count()
         self._states: dict[str, RequestState] = {}
-        self._in_flight: collections.deque[tuple[SchedulerOutput, StepResult, float]] = collections.deque()
+        self._in_flight: collections.deque[_Dispatched] = collections.deque()
         self._unreported: list[RequestOutput] = []
 
     @property
@@ -176,6 +191,10 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration; returns the requests that finished, and those streaming that advanced."""
+        if any(step.may_end_early for step in self._in_flight) and not self.scheduler.decodes_on:
+            # What to decide depends on how far they got.
+            while self._in_flight:
+                self._unreported = self._commit(self._in_flight.popleft())
         scheduled = self.scheduler.schedule(self._clock(), self._executor.copies(), self._max_decode_steps())
         self._dispatch(scheduled)
         return self._commit(self._oldest_due(scheduled))
@@ -202,22 +221,22 @@ class Engine:
     def _dispatch(self, scheduled: SchedulerOutput) -> None:
         if not scheduled.is_empty:
             dispatched = self._clock()
-            self._in_flight.append((scheduled, self._executor.execute(scheduled), dispatched))
+            self._in_flight.append(_Dispatched(scheduled, self._executor.execute(scheduled), dispatched))
 
-    def _oldest_due(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, StepResult, float] | None:
+    def _oldest_due(self, scheduled: SchedulerOutput) -> _Dispatched | None:
         """The step to read back now: the newest, or with run-ahead the one before it."""
         due = len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight)
         return self._in_flight.popleft() if due else None
 
-    def _commit(self, step: tuple[SchedulerOutput, StepResult, float] | None) -> list[RequestOutput]:
+    def _commit(self, step: _Dispatched | None) -> list[RequestOutput]:
         reports, self._unreported = self._unreported, []
         if step is None:
             return reports
-        scheduled, result, dispatched = step
-        sampled = result.fetch()
+        scheduled = step.scheduled
+        sampled = step.result.fetch()
         now = self._clock()
         # The device runs steps one after another: this one began when it was sent or the last one ended.
-        seconds = now - max(dispatched, self._last_fetched)
+        seconds = now - max(step.dispatched, self._last_fetched)
         self._last_fetched = now
         num_steps = sampled.num_decode_steps
         if num_steps is None:
@@ -230,7 +249,8 @@ class Engine:
         self.scheduler.complete(scheduled.step_id)
         self._commit_prompt_logprobs(scheduled, sampled)
         requests = [*scheduled.decode, *(chunk.request for chunk in scheduled.prefill if chunk.is_last)]
-        requests *= scheduled.num_decode_steps
+        if scheduled.decode:
+            requests *= num_steps
         logprobs = sampled.logprobs or [None] * len(requests)
         states = self._states
         streaming: dict[str, RequestState] = {}
@@ -246,7 +266,18 @@ class Engine:
             elif state.stream:
                 streaming[request.request_id] = state
         reports += [state.output() for state in streaming.values() if not state.request.is_finished]
+        if num_steps < scheduled.num_decode_steps and not step.is_void:
+            self._rewind(scheduled, scheduled.num_decode_steps - num_steps)
         return reports
+
+    def _rewind(self, scheduled: SchedulerOutput, num_steps: int) -> None:
+        """Take back the last iterations of a step, which ended early, and those dispatched to follow it."""
+        if all(request.is_finished for request in scheduled.decode):
+            return  # nobody is left to go on
+        self.scheduler.rewind(scheduled.decode, num_steps)
+        for later in self._in_flight:
+            self.scheduler.rewind(later.scheduled.decode, later.scheduled.num_decode_steps)
+            later.is_void = True
 
     def _commit_prompt_logprobs(self, scheduled: SchedulerOutput, sampled: SampledTokens) -> None:
         if sampled.prompt_logprobs:

@@ -34,9 +34,7 @@ class RequestState:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._primary_eos = primary_eos_token_id
-        self._stop_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            self._stop_ids |= request.eos_token_ids
+        self._stop_ids = request.end_token_ids
         self._min_tokens = params.min_tokens
         self._num_detokenized = 0
         self._cumulative_logprob = 0.0

@@ -152,7 +152,8 @@ class ModelExecutor:
         self._slot_params = self._upload_params()
         self._params_changed = False
         self._tables = np.zeros((config.max_num_seqs, self._max_blocks), np.int32)
-        self._table_sizes = np.zeros(config.max_num_seqs, np.int64).tolist()
+        self._table_ends = [(0, -1)] * config.max_num_seqs  # size and last block of each
+        self._is_loop_ahead = False  # whether the last program was one that may have ended early
         self._swapper = None
         if config.num_host_blocks:
             self._swapper = BlockSwapper(
@@ -248,8 +249,10 @@ class ModelExecutor:
         )
         num_steps = scheduled.num_decode_steps
         key = ProgramKey(decode_rows, *size)
-        if num_steps > 1 or (decode and key not in self._keys):
+        is_loop = num_steps > 1 or (bool(decode) and (self._is_loop_ahead or key not in self._keys))
+        if is_loop:
             key = key._replace(max_decode_steps=self.config.max_decode_steps)
+        self._is_loop_ahead = num_steps > 1
         packed_decode = self._pack_decode(decode, decode_rows, num_steps) if decode else None
         packed_prefill = self._pack_prefill(prefill, *size) if prefill else None
         outputs = self._run(key, packed_decode, packed_prefill)
@@ -348,6 +351,7 @@ class ModelExecutor:
             seed=seed & 0xFFFFFFFFFFFFFFFF,
             prompt_length=request.num_prompt_tokens,
             eos_token_ids=request.eos_token_ids,
+            end_token_ids=request.end_token_ids,
         )
         self._params_changed = True
 
@@ -379,17 +383,18 @@ class ModelExecutor:
 
     def _set_table(self, slot: int, block_ids: Sequence[int]) -> None:
         self._tables[slot, : len(block_ids)] = block_ids
-        self._table_sizes[slot] = len(block_ids)
+        self._table_ends[slot] = (len(block_ids), block_ids[-1])
 
     def _pack_decode(self, requests: Sequence[Request], rows: int, num_steps: int) -> np.ndarray:
         """`[rows, 3 + max_blocks]` int32: slot, length, iterations, block table."""
         packed = np.zeros((rows, 3 + self._max_blocks), np.int32)
         packed[:, 2] = num_steps
         if requests:
-            sizes = self._table_sizes
+            ends = self._table_ends
             slots = [_slot(request) for request in requests]
             for slot, request in zip(slots, requests, strict=True):
-                if sizes[slot] != len(request.block_ids):
+                # A table grows by at most one block from step to step, at its end, also after a rewind.
+                if ends[slot] != (len(request.block_ids), request.block_ids[-1]):
                     self._set_table(slot, request.block_ids)
             count = len(requests)
             packed[:count, 0] = slots

@@ -22,6 +22,7 @@ class PendingStep:
         rows = [step * decode_rows + i for step in range(num_steps) for i in range(len(scheduled.decode))]
         rows += [decode_rows + i for i, chunk in enumerate(scheduled.prefill) if chunk.is_last]
         self._rows = rows
+        self._num_decode = len(scheduled.decode)
         self._num_logprobs = [request.sampling_params.logprobs for request in sampled]
         self._prompt_chunks = [
             (chunk, start)
@@ -37,6 +38,9 @@ class PendingStep:
         """Wait for the device and return the step's tokens; call once."""
         assert self._sampled is not None, "a step is fetched once"
         tokens = np.asarray(self._sampled.tokens)
+        num_steps = None if self._num_steps is None else int(self._num_steps)
+        if num_steps is not None:  # a program of decode rows alone
+            del self._rows[num_steps * self._num_decode :], self._num_logprobs[num_steps * self._num_decode :]
         token_ids = tokens[self._rows].tolist() if self._rows else []
         logprobs = None
         if any(n is not None for n in self._num_logprobs):
@@ -53,7 +57,6 @@ class PendingStep:
                 for chunk, start in self._prompt_chunks
             }
         self._sampled = self._prompt = None
-        num_steps = None if self._num_steps is None else int(self._num_steps)
         return SampledTokens(token_ids, logprobs, prompt_logprobs, num_steps)
 
 

@@ -76,6 +76,7 @@ class SlotParams(NamedTuple):
         seed: int,
         prompt_length: int,
         eos_token_ids: frozenset[int],
+        end_token_ids: frozenset[int],
     ) -> None:
         """Write one request's parameters into a slot of the host arrays."""
         scalars = {
@@ -104,8 +105,7 @@ class SlotParams(NamedTuple):
             banned = sorted({*(params.stop_token_ids or ()), *eos_token_ids})
         host["banned_ids"][slot] = -1
         host["banned_ids"][slot, : len(banned)] = banned
-        ends = sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)})
-        ends = ends[:_MAX_END_IDS]
+        ends = sorted(end_token_ids)[:_MAX_END_IDS]
         host["end_ids"][slot] = -1
         host["end_ids"][slot, : len(ends)] = ends
 

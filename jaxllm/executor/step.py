@@ -22,6 +22,7 @@ from jaxllm.models.registry import AnyConfig, AnyModel, bind
 from jaxllm.sampling_params import MAX_LOGPROBS
 
 _PROMPT_LOGPROB_ROWS = 64
+_NOT_COMPUTED = -1  # in place of a token
 
 
 class DeviceState(NamedTuple):
@@ -275,8 +276,10 @@ def run_decode_steps(
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute several decode iterations, each on the tokens of the one before it.
 
-    A row that samples one of its `end_ids` is padding from then on, in this program and in the next, which
-    the host may dispatch before it knows. When all rows are, the program ends.
+    The program ends early when a row samples one of its `end_ids`. Where the next one, which the host may
+    dispatch before it knows, looks for the newest tokens there is `_NOT_COMPUTED` then: it computes nothing,
+    and neither do those after it, until one starts from tokens that are there. A row that had ended before
+    the program is padding.
 
     Args:
         config: the model's configuration (static).
@@ -290,8 +293,8 @@ def run_decode_steps(
 
     Returns:
         The state, and outputs with the number of iterations computed and `[max_steps * B]` rows, one
-        iteration after another; those of iterations that were not computed, or of rows that had ended, mean
-        nothing.
+        iteration after another; those of iterations that were not computed, or of rows that had ended
+        before, mean nothing.
     """
 
     def step(state: DeviceState, lengths: jax.Array) -> tuple[DeviceState, SampledRows]:
@@ -301,39 +304,43 @@ def run_decode_steps(
         )
         return state, outputs.sampled
 
+    is_real = decode.lengths > 0
+    newest = jnp.maximum(decode.lengths - 1, 0)
+
+    def ends(tokens: jax.Array) -> jax.Array:
+        return jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1)
+
     def unfinished(carry: tuple[jax.Array, DeviceState, jax.Array, SampledRows]) -> jax.Array:
-        i, _, lengths, _ = carry
-        return (i < num_steps) & jnp.any(lengths > 0)
+        i, _, is_over, _ = carry
+        return (i < num_steps) & ~is_over
 
     def body(
         carry: tuple[jax.Array, DeviceState, jax.Array, SampledRows],
     ) -> tuple[jax.Array, DeviceState, jax.Array, SampledRows]:
-        i, state, lengths, collected = carry
-        state, sampled = step(state, lengths)
+        i, state, _, collected = carry
+        state, sampled = step(state, jnp.where(is_live, decode.lengths + i, 0))
         collected = SampledRows(
             *(
                 lax.dynamic_update_index_in_dim(x, row, i, 0)
                 for x, row in zip(collected, sampled, strict=True)
             )
         )
-        has_ended = jnp.any(slot_params.end_ids[decode.slots] == sampled.tokens[:, None], axis=1)
-        return i + 1, state, jnp.where((lengths > 0) & ~has_ended, lengths + 1, 0), collected
+        return i + 1, state, jnp.any(is_live & ends(sampled.tokens)), collected
 
-    newest = jnp.maximum(decode.lengths - 1, 0)
     tokens = state.history[decode.slots, newest]
-    is_end = jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1)
-    has_ended = is_end & (newest >= slot_params.prompt_length[decode.slots])
-    lengths = jnp.where(has_ended, 0, decode.lengths)
-    shapes = jax.eval_shape(step, state, lengths)[1]
+    is_missing = tokens == _NOT_COMPUTED
+    has_ended = ends(tokens) & ~is_missing & (newest >= slot_params.prompt_length[decode.slots])
+    is_live = is_real & ~has_ended
+    is_over = ~jnp.any(is_live) | jnp.any(is_real & is_missing)
+    shapes = jax.eval_shape(step, state, decode.lengths)[1]
     empty = SampledRows(*(jnp.zeros((max_steps, *shape.shape), shape.dtype) for shape in shapes))
-    carry = (jnp.int32(0), state, lengths, empty)
-    computed, state, lengths, collected = lax.while_loop(unfinished, body, carry)
-    # Where the next program, which may be dispatched before this one is read, looks for the newest token.
+    carry = (jnp.int32(0), state, is_over, empty)
+    computed, state, _, collected = lax.while_loop(unfinished, body, carry)
+    # Where the next program looks for the newest tokens.
     place = jnp.minimum(newest + num_steps, state.history.shape[1] - 1)
-    last = state.history[decode.slots, place]
-    has_ended = (decode.lengths > 0) & (lengths == 0)
-    last = jnp.where(has_ended, slot_params.end_ids[decode.slots, 0], last)
-    slots = jnp.where(decode.lengths > 0, decode.slots, state.history.shape[0] - 1)
+    last = jnp.where(has_ended, tokens, state.history[decode.slots, place])
+    last = jnp.where((computed < num_steps) & jnp.any(is_live), _NOT_COMPUTED, last)
+    slots = jnp.where(is_real, decode.slots, state.history.shape[0] - 1)
     state = state._replace(history=state.history.at[slots, place].set(last))
     sampled = SampledRows(*(x.reshape(-1, *x.shape[2:]) for x in collected))
     return state, StepOutputs(sampled, None, computed)
