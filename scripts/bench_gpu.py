@@ -243,6 +243,11 @@ def table(values: dict[str, Any]) -> str:
             f"{row['out_share_of_pinned_copy']:.0%} / {row['in_share_of_pinned_copy']:.0%}, "
             f"{row['hidden_share']:.0%} |"
         )
+        copy = (values.get("ceilings") or {}).get("copy_bytes_per_second")
+        if copy:
+            shares = [row[f"{one}_bytes_per_second"] / copy for one in ("gather", "scatter")]
+            what = f"gather / scatter of {row['blocks']} blocks, of the copy"
+            lines.append(f"| {what} | {shares[0]:.0%} / {shares[1]:.0%} |")
     for name, part in values.items():
         if name.endswith(": steps"):
             for row in part or []:

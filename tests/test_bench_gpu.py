@@ -20,6 +20,9 @@ def test_every_part_runs_in_smoke_mode(tmp_path, capsys, monkeypatch):
     assert [row["batch"] for row in values["decode attention"]] == [1, 4]
     assert values["ceilings"]["copy_bytes_per_second"] > 0
     assert [row["blocks"] for row in values["swaps"]] == [1, 3]
+    assert all(
+        row["gather_bytes_per_second"] > 0 < row["scatter_bytes_per_second"] for row in values["swaps"]
+    )
     steps = values["smoke: steps"]
     assert [row["step"] for row in steps] == ["decode", "decode", "prefill"]
     assert {row["preset"] for row in values["smoke: presets"]} == {
@@ -34,6 +37,7 @@ def test_every_part_runs_in_smoke_mode(tmp_path, capsys, monkeypatch):
     assert "errors" not in values
     shown = capsys.readouterr().out
     assert "| kernel checks passed | 6 of 6 |" in shown
+    assert "| gather / scatter of 3 blocks, of the copy |" in shown
     assert "smoke, decode step, batch 4: ms, of its roofline" in shown
 
 

@@ -170,9 +170,12 @@ class Compiler:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), value
         )
 
-    def compile(self, jitted: jax.stages.Wrapped, *arguments: Any) -> jax.stages.Compiled:
-        """The program of a jitted function for arguments made by `struct`."""
-        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+    def compile(
+        self, jitted: jax.stages.Wrapped, *arguments: Any, options: dict[str, Any] | None = None
+    ) -> jax.stages.Compiled:
+        """The program of a jitted function for arguments made by `struct`; `options` are XLA's."""
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+        return lowered.compile(compiler_options=options)
 
 
 def check_plugin() -> None:

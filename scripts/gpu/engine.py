@@ -99,7 +99,9 @@ def swap_speeds(
 ) -> Iterator[dict[str, Any]]:
     """Bytes a second to the host and back by number of blocks, against one pinned copy of as many bytes.
 
-    `hidden_share` is the share of the copy out that a computation of its length hides.
+    `hidden_share` is the share of the copy out that a computation of its length hides. Gather and scatter
+    are what moves blocks between the pool and the arrays that are copied, both within the device's memory:
+    their bytes a second count reads and writes, as those of the copy ceiling do.
     """
     device = jax.devices()[0]
     swapper = BlockSwapper(device, max(counts))
@@ -130,6 +132,7 @@ def swap_speeds(
         out, back = float(np.median(outs)), float(np.median(ins))
         one = seconds_of(lambda: product(a), 5)
         repeats = max(1, round(out / one))
+        gathered, scattered, pool = device_copies(pool, next(size for size in swapper.sizes if size <= count))
         started = time.perf_counter()
         jax.block_until_ready([product(a) for _ in range(repeats)])
         alone = time.perf_counter() - started
@@ -147,8 +150,30 @@ def swap_speeds(
             "in_share_of_pinned_copy": plain_in / back,
             "out_bytes_per_second": num_bytes / out,
             "in_bytes_per_second": num_bytes / back,
+            "gather_bytes_per_second": gathered,
+            "scatter_bytes_per_second": scattered,
             "hidden_share": min(1.0, max(0.0, 1 - (together - alone) / out)),
         }
+
+
+def device_copies(pool: jax.Array, count: int) -> tuple[float, float, jax.Array]:
+    """Bytes a second, read and written, that `count` blocks are moved with out of the pool and into it.
+
+    `count` is the size of a piece. The pool is donated; it comes back as it was.
+    """
+    programs = {name: jitted for name, jitted, _ in BlockSwapper.programs(pool, count)}
+    gather, scatter = programs[f"swap out of {count}"], programs[f"swap in of {count}"]
+    ids = np.arange(count, dtype=np.int32)
+    piece = jax.block_until_ready(gather(pool, ids))
+    box = [pool]
+
+    def write() -> jax.Array:
+        box[0] = scatter(box[0], ids, piece)
+        return box[0]
+
+    out = seconds_of(lambda: gather(box[0], ids), 10)
+    back = seconds_of(write, 10)
+    return 2 * piece.nbytes / out, 2 * piece.nbytes / back, box[0]
 
 
 def step_speeds(
