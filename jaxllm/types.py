@@ -34,8 +34,8 @@ class RequestMetrics:
 
     `first_scheduled_time` is when its first prefill was scheduled, `first_token_time` when
     the host saw its first token, `finished_time` when it ended; `None` until then. `num_preemptions`
-    counts how often it lost its blocks, `num_swaps` how many of those times to host memory; a copy given up
-    for a prefill counts as none.
+    counts how often it lost its blocks, `num_swaps` how many of those times to host memory as a whole; a copy
+    given up for a prefill counts as none.
     """
 
     arrival_time: float
@@ -170,7 +170,7 @@ class PrefillChunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Swap:
-    """A copy of a request's KV between device blocks and host memory.
+    """A copy of a request's KV, or of its first blocks, between the device and host memory.
 
     `handle` names the copy in host memory and is never used twice. Token `i` of the request is in block
     `block_ids[i // block_size]`, on the way out as on the way in. On the way in the first `num_intact` blocks
@@ -196,7 +196,7 @@ class SchedulerOutput:
     Executors first finish the copies of `joined`, which a `load` of an earlier iteration started and whose
     blocks nobody else has touched since; then read the blocks of `swap_out`, which others may write in the
     same iteration; then fill those of `swap_in` and start the copies of `load`, which may end whenever they
-    like; then compute.
+    like; then compute. A `swap_in` of a request in `prefill` brings the KV of tokens before its chunk.
 
     With `num_decode_steps` of more than one this is that many decode iterations in a row, with blocks for
     all their tokens. The executor may compute fewer if a request samples one of its `end_token_ids`; then it

@@ -26,18 +26,23 @@ class PreemptionAction(enum.Enum):
     """Dropped, to be prefilled again."""
     SWAP = "swap"
     """Moved to host memory, to be moved back."""
+    MIXED = "mixed"
+    """Its head, the first blocks, moved to host memory; a prefill of the others then brings it back."""
 
 
 class Decision(NamedTuple):
-    """An action and what the policy predicted of both, in seconds; None where it predicted nothing.
+    """An action and what the policy predicted of each, in seconds; None where it predicted nothing.
 
-    `copy_seconds` is how long the copy to the host alone takes.
+    `copy_seconds` is how long the copy to the host alone takes. `num_blocks` is how many of the first blocks
+    are copied if the action is `MIXED`: at least one, and not all.
     """
 
     action: PreemptionAction
     swap_seconds: float | None = None
     recompute_seconds: float | None = None
     copy_seconds: float | None = None
+    mixed_seconds: float | None = None
+    num_blocks: int | None = None
 
 
 class ResumeAction(enum.Enum):
@@ -71,7 +76,8 @@ class ActionPolicy(Protocol):
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """The action for `victim`, which still holds its blocks.
 
-        `SWAP` is allowed only if as many host blocks are free as it holds device blocks.
+        `SWAP` is allowed only if as many host blocks are free as it holds device blocks, `MIXED` only if
+        as many are as the decision says.
         """
         ...
 
@@ -151,16 +157,48 @@ class OverlapAwareAction:
     - Recomputing costs an equal share of the prefill iteration it becomes part of, or what its tokens add to
       that iteration if they are many: every return takes a place that another start would have had.
     - Either is about the blocks that are lost by then, which with `lazy_eviction` may not be all.
+    - With `mixes`, of a victim that would be dropped as many of the first blocks are copied as cost nothing,
+      or, where swapping is cheaper, as the host pool has room for, if that is cheaper than to recompute all.
 
     Args:
         costs: predicts seconds.
+        mixes: whether a victim may be copied in part. In the sweep it gains nothing (docs/policies.md).
     """
 
     costs: CostModel
+    mixes: bool = False
 
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
-        """`SWAP` if it is predicted to delay less and fits the host pool."""
-        costs, recent, num_blocks = self.costs, state.recent, len(victim.block_ids)
+        """The cheapest of what the host pool has room for."""
+        num_blocks = len(victim.block_ids)
+        swap, copy_out = self._swap_seconds(num_blocks, state)
+        recompute = self._recompute_seconds(victim, victim.num_tokens, state)
+        decision = cheaper(victim, state, swap, recompute, copy_out)
+        if not self.mixes or decision.action is PreemptionAction.SWAP:
+            return decision
+        num_kept = min(num_blocks - 1, state.num_host_free - state.num_host_heads)
+        mixed = 0.0
+        if swap < recompute and num_kept > 0:
+            mixed, copy_out = self._swap_seconds(num_kept, state)
+        else:
+            num_kept = self._num_hidden(num_kept, state)
+            copy_out = self.costs.swap_out_seconds(num_kept) if num_kept > 0 else 0.0
+        mixed += self._recompute_seconds(victim, victim.num_tokens - num_kept * state.block_size, state)
+        if num_kept <= 0 or mixed >= recompute:
+            return decision
+        return Decision(PreemptionAction.MIXED, swap, recompute, copy_out, mixed, num_kept)
+
+    def _num_hidden(self, num_blocks: int, state: PoolState) -> int:
+        """Of so many blocks, how many cost nothing to copy out and back."""
+        num_blocks = min(num_blocks, MAX_STAGED_BLOCKS - state.num_leaving)
+        step = self.costs.decode_seconds(state.num_running, state.num_context_tokens)
+        while num_blocks > 0 and self.costs.swap_in_seconds(num_blocks) > _SURELY_HIDDEN * step:
+            num_blocks -= 1
+        return num_blocks
+
+    def _swap_seconds(self, num_blocks: int, state: PoolState) -> tuple[float, float]:
+        """What swapping costs, and how long the copy out takes."""
+        costs, recent = self.costs, state.recent
         lost_share = recent.lost_share
         copy_out = costs.swap_out_seconds(num_blocks)
         copy_in = costs.swap_in_seconds(int(num_blocks * lost_share + 0.5) or 1)
@@ -174,8 +212,12 @@ class OverlapAwareAction:
         num_over = state.num_leaving + num_blocks - MAX_STAGED_BLOCKS
         if num_over > 0:
             swap += costs.swap_out_seconds(num_over)
-        num_lost = int(victim.num_tokens * lost_share + 0.5) or 1
-        return cheaper(victim, state, swap, _shared_prefill(costs, victim, num_lost, state), copy_out)
+        return swap, copy_out
+
+    def _recompute_seconds(self, victim: Request, num_tokens: int, state: PoolState) -> float:
+        """What recomputing the last `num_tokens` costs."""
+        num_lost = int(num_tokens * state.recent.lost_share + 0.5) or 1
+        return _shared_prefill(self.costs, victim, num_lost, state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -225,6 +225,16 @@ class HostBudget:
         self._used[handle] = num_blocks
         return handle
 
+    def size(self, handle: int) -> int:
+        """Blocks of a loan that was not returned.
+
+        Raises:
+            KVCacheError: there is no such loan.
+        """
+        if handle not in self._used:
+            raise KVCacheError(f"there is no host loan {handle}: it was returned already or never made")
+        return self._used[handle]
+
     def start_return(self, handle: int) -> None:
         """Return a loan that is being copied out; `finish_return` frees its blocks.
 

@@ -13,8 +13,9 @@ class HostCopies:
     """The copies of all swapped requests.
 
     A copy is made when its request is preempted, and read when the request comes back: by the iteration it
-    decodes in, or by an earlier one that only starts to `load` it, until it joins the others. Its host blocks
-    are in flight until that iteration has ended. It may be given up at any moment.
+    decodes in, or by an earlier one that only starts to `load` it, until it joins the others; that of a head
+    by the iteration which prefills the rest. Its host blocks are in flight until that iteration has ended. It
+    may be given up at any moment; those of heads are where there is no room for others.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -24,6 +25,8 @@ class HostCopies:
         self._joined: list[Swap] = []
         self._discarded: list[int] = []
         self._in_flight: collections.deque[tuple[int, tuple[Swap, ...]]] = collections.deque()
+        self._heads: dict[int, Request] = {}  # executors were told of them
+        self._new_heads: dict[int, Request] = {}
 
     @property
     def loading(self) -> list[Request]:
@@ -35,22 +38,41 @@ class HostCopies:
         """Whether there are any."""
         return bool(self._loading)
 
-    def make(self, request: Request, block_ids: Sequence[int]) -> Swap:
-        """The copy to the host of a request that held `block_ids`."""
+    @property
+    def num_head_blocks(self) -> int:
+        """Host blocks that `make` may give up."""
+        return sum(map(self.budget.size, self._heads))
+
+    def make(self, request: Request, block_ids: Sequence[int], *, is_head: bool = False) -> Swap:
+        """The copy to the host of a request that held `block_ids`, or of its head.
+
+        Where there is no room for it, heads of other requests are given up, the oldest first.
+        """
+        while self.budget.num_free < len(block_ids) and self._heads:
+            self.give_up(next(iter(self._heads.values())))
         request.host_handle = self.budget.lend(len(block_ids))
+        if is_head:
+            self._new_heads[request.host_handle] = request
         return Swap(request, request.host_handle, tuple(block_ids))
+
+    def num_blocks(self, request: Request) -> int:
+        """Blocks of a request's copy; 0 if it has none."""
+        return 0 if request.host_handle is None else self.budget.size(request.host_handle)
 
     def give_up(self, request: Request) -> None:
         """Forget a request's copy, also one that is being loaded; executors are told."""
         handle = _handle(request)
         self._loading.pop(handle, None)
         self.budget.cancel(handle)
+        self._heads.pop(handle, None)
         self._discarded.append(handle)
         request.host_handle = None
 
     def unmake(self, request: Request) -> None:
         """Forget a copy that no executor was told of."""
-        self.budget.cancel(_handle(request))
+        handle = _handle(request)
+        self.budget.cancel(handle)
+        self._new_heads.pop(handle, None)
         request.host_handle = None
 
     def load(self, swap: Swap) -> None:
@@ -73,6 +95,7 @@ class HostCopies:
     def read(self, swap: Swap) -> None:
         """Let the iteration that is being decided read a copy; `emit` is told of it."""
         self._loading.pop(swap.handle, None)
+        self._heads.pop(swap.handle, None)
         self.budget.start_return(swap.handle)
         swap.request.host_handle = None
 
@@ -88,6 +111,8 @@ class HostCopies:
         """What to tell executors with a step that reads `swap_in`: loads that end, and discarded handles."""
         joined, self._joined = tuple(self._joined), []
         discarded, self._discarded = tuple(self._discarded), []
+        self._heads.update(self._new_heads)
+        self._new_heads.clear()
         if joined or swap_in:
             self._in_flight.append((step_id, (*joined, *swap_in)))
         return joined, discarded

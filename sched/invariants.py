@@ -61,14 +61,15 @@ def check_invariants(
             and request.host_handle is not None,
             f"swapped {request}",
         )
+    copied = [r for r in (*swapped, *loading, *waiting) if r.host_handle is not None]
     handles = [r.host_handle for r in live.values() if r.host_handle is not None]
-    _require(
-        len(handles) == len(set(handles)) == len(swapped) + len(loading), f"host handles {sorted(handles)}"
-    )
-    _require(
-        host.num_used == sum(pool.blocks_for(r.num_computed_tokens) for r in (*swapped, *loading)),
-        f"{host.num_used} host blocks are used",
-    )
+    _require(len(handles) == len(set(handles)) == len(copied), f"host handles {sorted(handles)}")
+    sizes = {handle: host.size(handle) for handle in handles}
+    _require(host.num_used == sum(sizes.values()), f"{host.num_used} host blocks are used")
+    for request in copied:
+        size, all_blocks = sizes[request.host_handle or 0], pool.blocks_for(request.num_tokens - 1)
+        is_whole = request.status is RequestStatus.SWAPPED
+        _require(size == all_blocks if is_whole else size < all_blocks, f"{request}: {size} host blocks")
     for request in waiting:
         _require(
             request.status is RequestStatus.WAITING and request.num_computed_tokens == 0,

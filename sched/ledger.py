@@ -18,7 +18,8 @@ class PreemptionRecord:
     """One preemption and, once the request is back, its restore.
 
     Times are seconds of the engine's clock, costs seconds. `scores` holds `[request id, urgency]` of the
-    running requests. `swap_seconds` and `recompute_seconds` are what the action policy predicted, or None;
+    running requests. `swap_seconds`, `recompute_seconds` and `mixed_seconds` are what the action policy
+    predicted, or None;
     `resume_action` is how a swapped request came back, and the two after it what was predicted then.
     `measured_seconds` is what the chosen action took: the copies out and back, or the request's share of
     the prefill that brought it back; None if the run ended before, or nobody measured.
@@ -39,6 +40,7 @@ class PreemptionRecord:
     resume_action: str | None = None
     resume_swap_seconds: float | None = None
     resume_recompute_seconds: float | None = None
+    mixed_seconds: float | None = None
 
     @property
     def is_copied_back(self) -> bool:
@@ -50,6 +52,8 @@ class PreemptionRecord:
         """What the chosen action was predicted to take; of a copy given up, what its prefill was."""
         if self.action == "swap" and not self.is_copied_back:
             return self.resume_recompute_seconds
+        if self.action == "mixed":
+            return self.mixed_seconds
         return self.swap_seconds if self.action == "swap" else self.recompute_seconds
 
     @property
@@ -58,7 +62,8 @@ class PreemptionRecord:
         if self.action == "swap" and not self.is_copied_back:
             other = self.resume_swap_seconds
         else:
-            other = self.recompute_seconds if self.action == "swap" else self.swap_seconds
+            # Who was copied in part did not fit the host pool as a whole.
+            other = self.swap_seconds if self.action == "recompute" else self.recompute_seconds
         if self.measured_seconds is None or other is None:
             return None
         return max(0.0, self.measured_seconds - other)
@@ -118,6 +123,7 @@ class Ledger:
             decision.action.value,
             decision.swap_seconds,
             decision.recompute_seconds,
+            mixed_seconds=decision.mixed_seconds,
         )
 
     def returns(self, request_id: str, decision: ResumeDecision) -> None:

@@ -56,11 +56,12 @@ class PoolState:
     """How full the pools are when a policy is asked.
 
     `num_free` and `num_blocks` count device blocks, `num_host_free` and `num_host_blocks` host blocks;
-    `started` are the requests that hold blocks of either kind.
+    `started` are the requests that hold blocks of either kind. Host blocks that hold the heads of requests
+    which wait to be prefilled count as free: they are given up for whoever is swapped next.
 
     The rest is filled in for `ActionPolicy` and `ResumePolicy` only: the running requests, their tokens
-    together, what the recent preemptions have led to, the waiting requests, and the blocks of device memory
-    beside the pool that copies out take.
+    together, what the recent preemptions have led to, the waiting requests, the blocks of device memory
+    beside the pool that copies out take, and the host blocks that hold heads.
     """
 
     num_free: int
@@ -74,3 +75,4 @@ class PoolState:
     recent: RecentPressure = dataclasses.field(default_factory=RecentPressure)
     num_waiting: int = 0
     num_leaving: int = 0
+    num_host_heads: int = 0

@@ -59,6 +59,7 @@ class Scheduler:
     device's programs, before whoever gets them next writes. Coming back it decodes in the same iteration, or
     is `loading` until the executor says that its copy has arrived; it cannot be preempted meanwhile. Host
     blocks it was swapped in from stay in flight until `complete` says that the step after the copy has ended.
+    Of a dropped request the head may be in host memory; it is swapped in by the iteration that prefills it.
 
     With `policy.lazy_eviction` what a preempted request held is free, but handed out last and tail first: of
     the blocks that nobody took until the request is back nothing is copied or computed again.
@@ -196,9 +197,9 @@ class Scheduler:
             num_free = self._pool.num_free
             if not self.policy.restore.prefill_first:
                 num_free -= self._num_growing()
-            chunks = self._prefill_all(self._startable(now, num_free), now)
+            chunks, heads = self._prefill_all(self._startable(now, num_free), now)
             if chunks:
-                return self._output(step_id, now, prefill=tuple(chunks))
+                return self._output(step_id, now, prefill=chunks, swap_in=heads)
         preempted, swap_out = self._make_room(step_id, now)
         swap_in: tuple[Swap, ...] = ()
         load: tuple[Swap, ...] = ()
@@ -208,7 +209,8 @@ class Scheduler:
             if load and not swap_in and not self.policy.restore.prefill_first:
                 starting = self._startable(now, self._pool.num_free - self._num_growing())
             if starting:
-                return self._output(step_id, now, prefill=tuple(self._prefill_all(starting, now)), load=load)
+                chunks, heads = self._prefill_all(starting, now)
+                return self._output(step_id, now, prefill=chunks, swap_in=heads, load=load)
         if not self._running and load:  # nothing to do but to wait for a copy
             swap_in, load = load[:1], load[1:]
             self._resume(swap_in[0])
@@ -285,6 +287,8 @@ class Scheduler:
             self._pool.forget(evicted)
         if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
+            if request.host_handle is not None:
+                self._copies.give_up(request)
         elif request.host_handle is not None:
             if request.slot is None:
                 self._swapped.remove(request)
@@ -411,8 +415,9 @@ class Scheduler:
     def _state(self, num_free: int, started: Sequence[Request], *more: Any) -> PoolState:
         """The pools when `num_free` blocks are left; `more` is what only action policies are told."""
         pool, host = self._pool, self._host
+        num_host_free = host.num_free + self._copies.num_head_blocks
         return PoolState(
-            num_free, pool.num_blocks, pool.block_size, host.num_free, host.num_blocks, started, *more
+            num_free, pool.num_blocks, pool.block_size, num_host_free, host.num_blocks, started, *more
         )
 
     def _started(self) -> list[Request]:
@@ -487,18 +492,39 @@ class Scheduler:
         self._recent.returned(lost_share)
 
     def _num_intact_tokens(self, request: Request) -> int:
-        """Tokens of a waiting request whose KV nobody has overwritten."""
+        """Tokens of a waiting request whose KV nobody has overwritten, or is in host memory."""
         evicted = self._evicted.get(request.request_id)
-        if evicted is None:
+        if evicted is None and request.host_handle is None:
             return 0
-        return min(self._pool.num_intact(evicted) * self._pool.block_size, request.num_tokens - 1)
+        num_blocks = self._copies.num_blocks(request)
+        if evicted is not None:
+            num_blocks = max(num_blocks, self._pool.num_intact(evicted))
+        return min(num_blocks * self._pool.block_size, request.num_tokens - 1)
+
+    def _swap_in_head(self, request: Request, num_intact: int) -> list[Swap]:
+        """The copy that fills the first blocks of a request to be prefilled, if any has to be filled."""
+        num_blocks, handle = self._copies.num_blocks(request), request.host_handle
+        if handle is None:
+            return []
+        if num_intact >= num_blocks:
+            self._copies.give_up(request)
+            return []
+        swap = Swap(request, handle, tuple(request.block_ids[:num_blocks]), num_intact)
+        self._copies.read(swap)
+        return [swap]
 
     # Prefill iterations
 
-    def _prefill_all(self, starting: Sequence[Request], now: float) -> list[PrefillChunk]:
-        """Prompt chunks of the partly prefilled request, if there is one, and of those that start."""
+    def _prefill_all(
+        self, starting: Sequence[Request], now: float
+    ) -> tuple[tuple[PrefillChunk, ...], tuple[Swap, ...]]:
+        """Prompt chunks of the partly prefilled request, if there is one, and of those that start.
+
+        With them go the copies that bring back the first blocks of the latter.
+        """
         budget = self.config.max_num_batched_tokens
         chunks: list[PrefillChunk] = []
+        heads: list[Swap] = []
         if self._prefilling is not None:
             chunks.append(self._prefill(self._prefilling, budget, is_first=False))
         for request in starting:
@@ -506,7 +532,9 @@ class Scheduler:
             self._waiting.remove(request)
             self._take_back(request)
         for request in starting:
+            num_intact = len(request.block_ids)
             self._hold(request, self._pool.blocks_for(request.num_tokens))
+            heads += self._swap_in_head(request, num_intact)
             request.status = RequestStatus.RUNNING
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
@@ -515,7 +543,7 @@ class Scheduler:
             chunks.append(self._prefill(request, budget, is_first=True))
         if chunks:
             self._recent.prefilled(sum([chunk.length for chunk in chunks]), len(chunks))
-        return chunks
+        return tuple(chunks), tuple(heads)
 
     def _prefill(self, request: Request, budget: int, *, is_first: bool) -> PrefillChunk:
         """Schedule up to `budget` tokens of an admitted request, and a sample if none remain."""
@@ -595,10 +623,18 @@ class Scheduler:
         num_blocks = len(victim.block_ids)
         if not isinstance(getattr(decision, "action", None), PreemptionAction):
             raise ConfigError(f"{self.policy.action} answered {decision!r}, which is not a Decision")
-        is_swap = decision.action is PreemptionAction.SWAP
-        if is_swap and num_blocks > self._host.num_free:
+        num_copied = {PreemptionAction.SWAP: num_blocks, PreemptionAction.MIXED: decision.num_blocks}.get(
+            decision.action, 0
+        )
+        if decision.action is PreemptionAction.MIXED and num_copied not in range(1, num_blocks):
             raise ConfigError(
-                f"{self.policy.action} swaps {num_blocks} blocks; {self._host.num_free} of "
+                f"{self.policy.action} copies {num_copied!r} of {num_blocks} blocks; MIXED copies some of "
+                "them: answer SWAP or RECOMPUTE for all or none"
+            )
+        assert num_copied is not None
+        if num_copied > self._host.num_free + self._copies.num_head_blocks:
+            raise ConfigError(
+                f"{self.policy.action} swaps {num_copied} blocks; {self._host.num_free} of "
                 f"{self._host.num_blocks} host blocks are free: drop the victim or raise num_host_blocks"
             )
         if self.ledger is not None:
@@ -608,18 +644,21 @@ class Scheduler:
         block_ids = tuple(victim.block_ids)
         self._release(victim, keep=self.policy.lazy_eviction)
         victim.metrics.num_preemptions += 1
-        if is_swap:
-            victim.metrics.num_swaps += 1
-            victim.status = RequestStatus.SWAPPED
-            swap = self._copies.make(victim, block_ids)
+        swap = None
+        if num_copied:
+            is_head = decision.action is PreemptionAction.MIXED
+            swap = self._copies.make(victim, block_ids[:num_copied], is_head=is_head)
             if decision.copy_seconds is not None:
                 ends_at = self._recent.copying_out(now, decision.copy_seconds)
                 self._copied_out_at[victim.request_id] = ends_at
-            self._num_leaving += num_blocks
+            self._num_leaving += num_copied
+        if decision.action is PreemptionAction.SWAP:
+            victim.metrics.num_swaps += 1
+            victim.status = RequestStatus.SWAPPED
             self._swapped.add(victim)
-            return swap
-        self._queue_again(victim)
-        return None
+        else:
+            self._queue_again(victim)
+        return swap
 
     def _queue_again(self, victim: Request) -> None:
         self._copied_out_at.pop(victim.request_id, None)
@@ -631,9 +670,10 @@ class Scheduler:
 
     def _drop_swapped(self, victim: Request) -> None:
         """Give up a copy that was decided but never started."""
-        self._swapped.remove(victim)
         self._copies.unmake(victim)
-        self._queue_again(victim)
+        if victim.status is RequestStatus.SWAPPED:
+            self._swapped.remove(victim)
+            self._queue_again(victim)
 
     def _pressure(self, num_free: int) -> PoolState:
         """The pools when `num_free` blocks are left, with what the costs of an action depend on."""
@@ -647,6 +687,7 @@ class Scheduler:
             self._recent,
             len(self._waiting),
             self._num_leaving,
+            self._copies.num_head_blocks,
         )
 
     def _release(self, request: Request, *, keep: bool = False) -> None:

@@ -5,8 +5,8 @@
 
 Part `actions`: always swap (while it fits), always recompute, the adaptive choice and hindsight, with
 everything else alike, in every cell; the link's speed goes from far too slow to far too fast. Part `mixed`:
-what restoring a dropped request in part from the host could gain at best. Part `policies`: what each of the
-policies of preset `adaptive` is worth, one changed at a time.
+what restoring a dropped request in part from the host gains, and could at best. Part `policies`: what each
+of the policies of preset `adaptive` is worth, one changed at a time.
 
 The device is a roofline (`jaxllm.predictors.roofline`) times noise: ratios measured / predicted of a real
 profile. Predictors are fitted to other noisy samples. Without --samples there is no noise and predictions are

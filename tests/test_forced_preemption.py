@@ -54,10 +54,13 @@ class ScriptedAction:
         self.script = script
 
     def choose(self, victim, state, now):
-        fits = len(victim.block_ids) <= state.num_host_free
-        return Decision(
-            PreemptionAction.SWAP if fits and next(self.script) % 2 else PreemptionAction.RECOMPUTE
-        )
+        num_blocks, wanted = len(victim.block_ids), next(self.script) % 3
+        if wanted == 1 and num_blocks <= state.num_host_free:
+            return Decision(PreemptionAction.SWAP)
+        most = min(num_blocks - 1, state.num_host_free)
+        if wanted == 2 and most > 0:
+            return Decision(PreemptionAction.MIXED, num_blocks=1 + next(self.script) % most)
+        return Decision(PreemptionAction.RECOMPUTE)
 
 
 class ScriptedResume:

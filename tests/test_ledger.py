@@ -12,6 +12,9 @@ from jaxllm.sched.ledger import Ledger, PreemptionRecord, read_ledger
 from jaxllm.sched.policies import AdaptiveAction, Decision, PreemptionAction, SwapIfItFits
 
 SWAP = Decision(PreemptionAction.SWAP, swap_seconds=2.0, recompute_seconds=3.0)
+MIXED = Decision(
+    PreemptionAction.MIXED, swap_seconds=1.0, recompute_seconds=3.0, mixed_seconds=2.0, num_blocks=1
+)
 RECOMPUTE = Decision(PreemptionAction.RECOMPUTE, swap_seconds=4.0, recompute_seconds=3.0)
 
 
@@ -63,6 +66,8 @@ def test_requests_that_were_not_preempted_leave_no_record():
         (SWAP, 3.5, 2.0, 0.5),  # recomputing would have taken 3 s
         (RECOMPUTE, 4.5, 3.0, 0.5),
         (SWAP, None, 2.0, None),
+        (MIXED, 2.5, 2.0, 0.0),
+        (MIXED, 3.5, 2.0, 0.5),  # recomputing would have taken 3 s, and a swap did not fit
         (Decision(PreemptionAction.SWAP), 3.5, None, None),
     ],
 )
@@ -105,6 +110,7 @@ def test_lines_of_json():
         "resume_action": None,
         "resume_swap_seconds": None,
         "resume_recompute_seconds": None,
+        "mixed_seconds": None,
         "regret_seconds": None,
     }
 

@@ -335,6 +335,28 @@ def test_the_overlap_aware_action_takes_the_cheaper_that_fits():
     assert cheap.choose(holder(0, 10, 3), full, 0.0).action is PreemptionAction.RECOMPUTE
 
 
+def test_the_overlap_aware_action_copies_heads_where_it_is_told_to():
+    def choose(swap, **changes):
+        policy = OverlapAwareAction(LinearCosts(swap=swap), mixes=True)
+        return policy.choose(holder(0, 10, 3), dataclasses.replace(pressured(), **changes), 0.0)
+
+    assert choose(0.1).action is SWAP
+    room_for_two = choose(0.1, num_host_free=2)
+    assert (room_for_two.action, room_for_two.num_blocks) == (PreemptionAction.MIXED, 2)
+    assert room_for_two.mixed_seconds < room_for_two.recompute_seconds
+    assert room_for_two.copy_seconds == pytest.approx(0.2)
+    # What holds the heads of others is not given up for the head of one more.
+    assert choose(0.1, num_host_free=2, num_host_heads=2).action is RECOMPUTE
+    # Swapping is dear, but a block or two may be hidden behind a step.
+    step = LinearCosts().decode_seconds(pressured().num_running, 0)
+    hidden = choose(step / 4)
+    assert hidden.swap_seconds is not None
+    if hidden.action is not SWAP:
+        assert (hidden.action, hidden.num_blocks) == (PreemptionAction.MIXED, 2)
+    assert choose(20.0).action is RECOMPUTE
+    assert choose(0.1, num_host_free=0).action is RECOMPUTE
+
+
 # Plugged into a scheduler
 
 

@@ -12,6 +12,7 @@ from scheduler_helpers import LinearCosts, make_request, make_scheduler, sampled
 from jaxllm.sched.policies import (
     Decision,
     HostBoundAdmission,
+    OverlapAwareAction,
     PreemptionAction,
     ResumeAction,
     ResumeDecision,
@@ -83,9 +84,13 @@ class FakeDevice:
             assert swap.handle not in self.handles, "a handle is used twice"
             self.handles.add(swap.handle)
             self.host[swap.handle] = [self._take_block(block_id) for block_id in swap.block_ids]
+        prefilled = {chunk.request for chunk in scheduled.prefill}
         for swap in scheduled.swap_in:
             self._bring_back(swap)
-            self._resume(swap, scheduled.num_decode_steps)
+            if swap.request in prefilled:
+                del self.host[swap.handle]
+            else:
+                self._resume(swap, scheduled.num_decode_steps)
         for swap in scheduled.load:
             self.loading[swap.handle] = swap.handle % 2 == 0
             if not self.loading[swap.handle]:
@@ -108,7 +113,8 @@ class FakeDevice:
                 sampled.append(self._sample(request, num_tokens))
             if any(self.newest_token[r.slot] in r.end_token_ids for r in going_on):
                 break
-        self.num_tokens.update({r.slot: r.num_tokens for r in scheduled.decode if r not in going_on})
+        if not going_on or len(sampled) == num_steps * len(scheduled.decode):
+            self.num_tokens.update({r.slot: r.num_tokens for r in scheduled.decode if r not in going_on})
         for chunk in scheduled.prefill:
             stop = chunk.start + chunk.length
             token_ids = chunk.request.token_ids(chunk.start, stop)
@@ -187,9 +193,15 @@ class ArbitraryAction:
     def choose(self, victim, state, now):
         assert 0 <= state.num_host_free <= state.num_host_blocks
         assert victim in state.started
-        fits = len(victim.block_ids) <= state.num_host_free
-        swaps = fits and draw(now, victim.arrival_index, 2)
-        return Decision(PreemptionAction.SWAP if swaps else PreemptionAction.RECOMPUTE)
+        num_blocks = len(victim.block_ids)
+        wanted = draw(now, victim.arrival_index, 3)
+        if wanted == 0 and num_blocks <= state.num_host_free:
+            return Decision(PreemptionAction.SWAP)
+        most = min(num_blocks - 1, state.num_host_free)
+        if wanted == 1 and most > 0:
+            num_copied = 1 + draw(now, num_blocks, most)
+            return Decision(PreemptionAction.MIXED, num_blocks=num_copied, copy_seconds=1.0)
+        return Decision(PreemptionAction.RECOMPUTE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +239,9 @@ ALWAYS_SWAP = {
 }
 POLICIES = {
     "adaptive": make_preset("adaptive", COSTS),
+    "adaptive, mixed": dataclasses.replace(
+        make_preset("adaptive", COSTS), action=OverlapAwareAction(LinearCosts(swap=0.3), mixes=True)
+    ),
     "paper": make_preset("paper", COSTS),
     "vllm": make_preset("vllm"),
     "no watermark": SchedulerPolicy(admission=NO_WATERMARK),
@@ -411,7 +426,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.num_prefill_tokens <= config.max_num_batched_tokens
         assert len(output.prefill) <= (config.max_prefill_seqs or config.max_num_seqs)
 
-        resumed = {swap.request for swap in (*output.swap_in, *output.joined)}
+        heads = {swap.request for swap in output.swap_in} if output.prefill else set()
+        resumed = {swap.request for swap in (*output.swap_in, *output.joined)} - heads
         started = {swap.request for swap in output.load}
         assert not resumed & started
         given_up = {
@@ -432,7 +448,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert chunk.length > 0
             assert chunk.is_last == (chunk.start + chunk.length == num_tokens)
             assert request.num_computed_tokens == chunk.start + chunk.length
-            if chunk.is_first and self.scheduler.policy.lazy_eviction:
+            head = [swap for swap in output.swap_in if swap.request is request]
+            if head:
+                assert chunk.is_first
+                assert chunk.start == min(len(head[0].block_ids) * config.block_size, num_tokens - 1)
+            elif chunk.is_first and self.scheduler.policy.lazy_eviction:
                 assert chunk.start % config.block_size == 0 or chunk.start == num_tokens - 1
             else:
                 assert chunk.start == (0 if request in given_up else num_computed)
@@ -469,16 +489,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not before or any(r.num_in_flight for r in before), "idles with nothing to wait for"
 
     def _check_swaps(self, output, before):
-        swapped = {swap.request for swap in output.swap_out}
-        assert swapped <= set(output.preempted)
+        copied = {swap.request: len(swap.block_ids) for swap in output.swap_out}
+        assert copied.keys() <= set(output.preempted)
+        swapped = {request for request in copied if request.status is RequestStatus.SWAPPED}
         assert not (output.preempted and output.swap_in), "swaps in where it preempted"
-        assert {swap.request for swap in output.swap_in} <= set(output.decode)
+        batch = {*output.decode, *(chunk.request for chunk in output.prefill if chunk.is_first)}
+        assert {swap.request for swap in output.swap_in} <= batch
         if not output.prefill:
             joined = {swap.request for swap in output.joined}
             assert joined <= set(output.decode) | set(output.preempted)
         for request in output.preempted:
             status = RequestStatus.SWAPPED if request in swapped else RequestStatus.WAITING
-            assert (request.status, request.host_handle is not None) == (status, request in swapped)
+            assert (request.status, request.host_handle is not None) == (status, request in copied)
             assert request.num_computed_tokens == (before[request][1] if request in swapped else 0)
         if self.must_swap:
             assert swapped == set(output.preempted), "the host pool is full"
@@ -495,11 +517,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
         swapped = {r.host_handle for r in self.live.values() if r.status is RequestStatus.SWAPPED}
         assert self.scheduler.num_swapped == len(swapped - self.device.loading.keys())
-        assert set(self.device.host) == swapped | set(self.scheduler._copies._discarded), (
+        copies = {r.host_handle for r in self.live.values() if r.host_handle is not None}
+        assert set(self.device.host) == copies | set(self.scheduler._copies._discarded), (
             "a copy is lost or kept"
         )
         host = self.scheduler._host
-        assert host.num_used == sum(len(self.device.host[handle]) for handle in swapped)
+        assert host.num_used == sum(len(self.device.host[handle]) for handle in copies)
         assert host.num_free + host.num_used + host.num_in_flight == self.num_host_blocks
         tables = [r.block_ids for r in self.live.values()]
         assert self.scheduler.num_free_blocks + sum(map(len, tables)) == self.num_blocks

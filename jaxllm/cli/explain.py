@@ -60,7 +60,7 @@ def summary(ledger: Ledger, top: int) -> str:
     """Counts, costs and regret by action, and the decisions that cost most."""
     records = ledger.preemptions
     lines = [f"{len(ledger.steps)} steps, {len(records)} preemptions"]
-    for action in ("recompute", "swap", "swap, then recompute"):
+    for action in ("recompute", "swap", "swap, then recompute", "mixed"):
         of_action = [record for record in records if _done(record) == action]
         if of_action:
             lines.append(f"  {action}: {_costs(of_action)}")
@@ -148,6 +148,7 @@ def _describe(record: PreemptionRecord) -> str:
         for name, seconds in (
             ("swap predicted", record.swap_seconds),
             ("recompute predicted", record.recompute_seconds),
+            ("mixed predicted", record.mixed_seconds),
             ("took", record.measured_seconds),
         )
     )

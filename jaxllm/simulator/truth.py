@@ -135,6 +135,7 @@ class RegretMeter:
         costs = {
             PreemptionAction.SWAP: best.swap_seconds,
             PreemptionAction.RECOMPUTE: best.recompute_seconds,
+            PreemptionAction.MIXED: best.mixed_seconds or best.recompute_seconds,
         }
         self.num_decisions += 1
         self.best_seconds += costs[best.action]

@@ -51,8 +51,8 @@ ALL_DATASETS = ("chatbot", "alpaca", "summary")
 ACTIONS = ("recompute", "swap", "adaptive", "hindsight")
 HINDSIGHT_HOST_BLOCKS = 64  # one pool is enough to see how far it is
 POLICIES_HOST_BLOCKS = 64
-MIXED = "restore: mixed, at best"
-MIXED_OUTPUT_LENGTHS, MIXED_LINK_SPEEDS = (64, 256), (0.03, 0.06, 0.12, 0.25)
+MIXED, MIXED_BOUND = "action: mixed", "action: mixed, at best"
+MIXED_OUTPUT_LENGTHS, MIXED_LINK_SPEEDS = (64, 256), (0.03, 0.06, 0.12, 0.25, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         costs,
         overlap_swaps=True,
         residuals=residuals,
-        executor_class=MixedRestoreBound if cell.variant == MIXED else SimulatedExecutor,
+        executor_class=MixedRestoreBound if cell.variant == MIXED_BOUND else SimulatedExecutor,
     )
     row = {**dataclasses.asdict(cell), **result.summary()}
     if meter is not None and cell.variant == "adaptive":
@@ -185,7 +185,8 @@ VARIANTS: dict[str, Change] = {
     "resume: never given up": lambda policy, costs: dataclasses.replace(
         policy, resume=OverlapAwareResume(costs, gives_up=False)
     ),
-    MIXED: _with(),
+    MIXED: lambda policy, costs: dataclasses.replace(policy, action=OverlapAwareAction(costs, mixes=True)),
+    MIXED_BOUND: _with(),
     "eviction: all blocks at once": _with(lazy_eviction=False),
     "priority: first come": _with(priority=FCFSPriority(), victim=LeastUrgentVictim(FCFSPriority())),
     "victim: latest arrival": _with(victim=LatestArrivalVictim()),
@@ -234,7 +235,7 @@ def make_cells(
     if "mixed" in parts:
         for trace in itertools.product(models, datasets, MIXED_OUTPUT_LENGTHS, seeds):
             for host, speed, variant in itertools.product(
-                host_blocks, MIXED_LINK_SPEEDS, ("adaptive", MIXED)
+                host_blocks, MIXED_LINK_SPEEDS, ("adaptive", MIXED, MIXED_BOUND)
             ):
                 add("mixed", trace, host, speed, variant)
     if "policies" in parts:
