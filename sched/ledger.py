@@ -71,7 +71,10 @@ class PreemptionRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The state in which one iteration starts to run, and what it does."""
+    """The state in which one iteration starts to run, and what it is to do.
+
+    Whose head alone is copied counts as swapped out, and as swapped in when it comes back.
+    """
 
     step_id: int
     time: float

@@ -6,9 +6,12 @@ The link is slowed down by the executor's experiment option (`host_bandwidth_lim
 speed at which copying a typical request out and back takes as long as one prefill of it. For each speed the
 swaps are measured and predictors fitted anew; prefill and decode are measured once. All three actions share
 every other policy of preset `adaptive`. They take turns within a seed, each seed beginning with another, and
-are compared on the same trace, each by the least of its repetitions, which others on the machine disturbed
-least: the share is the median over seeds of the fixed action's seconds over those of the adaptive one, for
-the better fixed action.
+are compared on the same trace: the share is the median over seeds of the fixed action's seconds over those
+of the adaptive one, for the better fixed action.
+
+A shared machine changes its speed from run to run. So a yardstick, some decode and prefill steps, is timed
+before and after each run; the link is set to that speed, too, and the run's seconds are divided by how many
+times longer than at first the yardstick took. Of the repetitions the median counts.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from jaxllm import LLM
 from jaxllm.bench import hardware
@@ -35,6 +38,16 @@ from jaxllm.workloads import UniformLengths, make_trace
 
 SPEEDS = (0.1, 0.35, 0.7, 1.4, 3.0, 10.0)
 ACTIONS = ("recompute", "swap", "adaptive")
+
+
+class Run(NamedTuple):
+    """A run's seconds at the machine's first speed, as measured, and how slow the machine was."""
+
+    seconds: float
+    measured_seconds: float
+    slowness: float
+    num_preemptions: int
+    num_swaps: int
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -84,6 +97,12 @@ def in_turn(turn: int) -> tuple[str, ...]:
     return ACTIONS[first:] + ACTIONS[:first]
 
 
+def yardstick(profiler: Profiler, args: argparse.Namespace) -> float:
+    """Seconds that a fixed piece of work takes now."""
+    decode = profiler.time_decode(args.max_num_seqs, 8, 20)
+    return 16 * decode + profiler.time_prefill(64, 1, 10)
+
+
 def seed_by_seed(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """How many times longer each fixed action takes than the adaptive one, median over seeds."""
     return {
@@ -107,6 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     block_size = llm.executor.block_size
     num_bytes = 2 * -(-num_tokens // block_size) * profiler.model.block_bytes(block_size)
     equal = num_bytes / table.prefill_seconds(num_tokens, 1)
+    first_yardstick = yardstick(profiler, args)
     traces = {
         seed: make_trace(
             UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len),
@@ -126,9 +146,9 @@ def main(argv: list[str] | None = None) -> None:
         costs = profiler.profile(
             {**samples, **swaps}, profiler.fit({**samples, **swaps}, is_brief=True)
         ).table
-        runs: dict[str, list[Any]] = {action: [] for action in ACTIONS}
+        runs: dict[str, list[Run]] = {action: [] for action in ACTIONS}
         for turn, trace in enumerate(traces.values()):
-            of_trace: dict[str, list[Any]] = {action: [] for action in ACTIONS}
+            of_trace: dict[str, list[Run]] = {action: [] for action in ACTIONS}
             for repetition in range(args.repetitions):
                 for action in in_turn(turn + repetition):
                     calibration = OnlineCalibration(costs)
@@ -137,9 +157,20 @@ def main(argv: list[str] | None = None) -> None:
                         fixed = AlwaysRecompute() if action == "recompute" else SwapIfItFits()
                         resume = OverlapAwareResume(calibration, gives_up=False)
                         policy = dataclasses.replace(policy, action=fixed, resume=resume)
-                    of_trace[action].append(replay(llm, trace, config, policy, costs=calibration))
+                    before = yardstick(profiler, args) / first_yardstick
+                    llm.executor.limit_host_bandwidth(speed * equal / before)
+                    result = replay(llm, trace, config, policy, costs=calibration)
+                    slowness = (before + yardstick(profiler, args) / first_yardstick) / 2
+                    run = Run(
+                        result.seconds / slowness,
+                        result.seconds,
+                        slowness,
+                        result.num_preemptions,
+                        result.num_swaps,
+                    )
+                    of_trace[action].append(run)
             for action, of in of_trace.items():
-                runs[action].append(min(of, key=lambda run: run.seconds))
+                runs[action].append(sorted(of)[len(of) // 2])
         seconds = {action: statistics.median(run.seconds for run in of) for action, of in runs.items()}
         ratios = seed_by_seed({action: [run.seconds for run in of] for action, of in runs.items()})
         share = min(ratios.values())
@@ -148,6 +179,10 @@ def main(argv: list[str] | None = None) -> None:
                 "speed": speed,
                 "host_bandwidth_limit": speed * equal,
                 "seconds": {action: [run.seconds for run in of] for action, of in runs.items()},
+                "measured_seconds": {
+                    action: [run.measured_seconds for run in of] for action, of in runs.items()
+                },
+                "slowness": {action: [run.slowness for run in of] for action, of in runs.items()},
                 "preemptions": {action: [run.num_preemptions for run in of] for action, of in runs.items()},
                 "swaps": {action: [run.num_swaps for run in of] for action, of in runs.items()},
                 "ratios": ratios,

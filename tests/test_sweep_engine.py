@@ -36,6 +36,11 @@ def test_every_action_runs_every_trace(tmp_path, monkeypatch, capsys):
     for values in (row["seconds"], row["preemptions"], row["swaps"]):
         assert {action: len(of) for action, of in values.items()} == dict.fromkeys(sweep_engine.ACTIONS, 1)
     assert row["swaps"]["recompute"] == [0]
+    for action in sweep_engine.ACTIONS:
+        (seconds,), (measured,), (slowness,) = (
+            row[name][action] for name in ("seconds", "measured_seconds", "slowness")
+        )
+        assert seconds == pytest.approx(measured / slowness)
     assert 0 < row["swaps"]["swap"][0] <= row["preemptions"]["swap"][0]
     assert row["ratios"] == sweep_engine.seed_by_seed(row["seconds"])
     assert row["share"] == min(row["ratios"].values())
