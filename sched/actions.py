@@ -77,7 +77,7 @@ class ActionPolicy(Protocol):
         """The action for `victim`, which still holds its blocks.
 
         `SWAP` is allowed only if as many host blocks are free as it holds device blocks, `MIXED` only if
-        as many are as the decision says.
+        as many are, not counting those of other heads, as the decision says.
         """
         ...
 

@@ -40,16 +40,20 @@ class HostCopies:
 
     @property
     def num_head_blocks(self) -> int:
-        """Host blocks that `make` may give up."""
+        """Host blocks that `make_room` may give up."""
         return sum(map(self.budget.size, self._heads))
 
-    def make(self, request: Request, block_ids: Sequence[int], *, is_head: bool = False) -> Swap:
-        """The copy to the host of a request that held `block_ids`, or of its head.
+    def make_room(self, num_blocks: int) -> list[Request]:
+        """Give up heads, the oldest first, until so many blocks are free or none is left; returns whose."""
+        given_up = []
+        while self.budget.num_free < num_blocks and self._heads:
+            request = next(iter(self._heads.values()))
+            self.give_up(request)
+            given_up.append(request)
+        return given_up
 
-        Where there is no room for it, heads of other requests are given up, the oldest first.
-        """
-        while self.budget.num_free < len(block_ids) and self._heads:
-            self.give_up(next(iter(self._heads.values())))
+    def make(self, request: Request, block_ids: Sequence[int], *, is_head: bool = False) -> Swap:
+        """The copy to the host of a request that held `block_ids`, or of its head."""
         request.host_handle = self.budget.lend(len(block_ids))
         if is_head:
             self._new_heads[request.host_handle] = request

@@ -20,7 +20,8 @@ class PreemptionRecord:
     Times are seconds of the engine's clock, costs seconds. `scores` holds `[request id, urgency]` of the
     running requests. `swap_seconds`, `recompute_seconds` and `mixed_seconds` are what the action policy
     predicted, or None;
-    `resume_action` is how a swapped request came back, and the two after it what was predicted then.
+    `resume_action` is how a swapped request came back, and the two after it what was predicted then; it is
+    "recompute" also if the head of a mixed restore was given up.
     `measured_seconds` is what the chosen action took: the copies out and back, or the request's share of
     the prefill that brought it back; None if the run ended before, or nobody measured.
     """
@@ -53,16 +54,20 @@ class PreemptionRecord:
         if self.action == "swap" and not self.is_copied_back:
             return self.resume_recompute_seconds
         if self.action == "mixed":
-            return self.mixed_seconds
+            return self.recompute_seconds if self.resume_action == "recompute" else self.mixed_seconds
         return self.swap_seconds if self.action == "swap" else self.recompute_seconds
 
     @property
     def regret_seconds(self) -> float | None:
-        """What was lost against the estimate of the action not taken; None where either is unknown."""
+        """What was lost against the estimate of the action not taken; None where either is unknown.
+
+        Of a mixed restore that is to recompute everything; if it came to that, to mix.
+        """
         if self.action == "swap" and not self.is_copied_back:
             other = self.resume_swap_seconds
+        elif self.action == "mixed" and self.resume_action == "recompute":
+            other = self.mixed_seconds
         else:
-            # Who was copied in part did not fit the host pool as a whole.
             other = self.swap_seconds if self.action == "recompute" else self.recompute_seconds
         if self.measured_seconds is None or other is None:
             return None
@@ -73,7 +78,8 @@ class PreemptionRecord:
 class StepRecord:
     """The state in which one iteration starts to run, and what it is to do.
 
-    Whose head alone is copied counts as swapped out, and as swapped in when it comes back.
+    Whose head alone is copied counts as swapped out, and as swapped in when it comes back. `num_decoded` are
+    the tokens scheduled: of several decode steps in one program fewer are computed if a request ends.
     """
 
     step_id: int
@@ -136,6 +142,12 @@ class Ledger:
             record.resume_action = decision.action.value
             record.resume_swap_seconds = decision.swap_seconds
             record.resume_recompute_seconds = decision.recompute_seconds
+
+    def head_given_up(self, request_id: str) -> None:
+        """Note that the copy of a request's head was given up: everything will be recomputed."""
+        record = self._open.get(request_id)
+        if record is not None:
+            record.resume_action = "recompute"
 
     def resumed(self, request: Request, step_id: int, now: float) -> None:
         """Note that the request's KV is being restored in step `step_id`."""

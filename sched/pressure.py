@@ -57,7 +57,7 @@ class PoolState:
 
     `num_free` and `num_blocks` count device blocks, `num_host_free` and `num_host_blocks` host blocks;
     `started` are the requests that hold blocks of either kind. Host blocks that hold the heads of requests
-    which wait to be prefilled count as free: they are given up for whoever is swapped next.
+    which wait to be prefilled count as free: they are given up for whoever is swapped as a whole.
 
     The rest is filled in for `ActionPolicy` and `ResumePolicy` only: the running requests, their tokens
     together, what the recent preemptions have led to, the waiting requests, the blocks of device memory

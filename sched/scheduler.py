@@ -632,9 +632,12 @@ class Scheduler:
                 "them: answer SWAP or RECOMPUTE for all or none"
             )
         assert num_copied is not None
-        if num_copied > self._host.num_free + self._copies.num_head_blocks:
+        num_host_free = self._host.num_free
+        if decision.action is PreemptionAction.SWAP:
+            num_host_free += self._copies.num_head_blocks
+        if num_copied > num_host_free:
             raise ConfigError(
-                f"{self.policy.action} swaps {num_copied} blocks; {self._host.num_free} of "
+                f"{self.policy.action} swaps {num_copied} blocks; {num_host_free} of "
                 f"{self._host.num_blocks} host blocks are free: drop the victim or raise num_host_blocks"
             )
         if self.ledger is not None:
@@ -646,6 +649,9 @@ class Scheduler:
         victim.metrics.num_preemptions += 1
         swap = None
         if num_copied:
+            for loser in self._copies.make_room(num_copied):
+                if self.ledger is not None:
+                    self.ledger.head_given_up(loser.request_id)
             is_head = decision.action is PreemptionAction.MIXED
             swap = self._copies.make(victim, block_ids[:num_copied], is_head=is_head)
             if decision.copy_seconds is not None:

@@ -57,7 +57,7 @@ class ScriptedAction:
         num_blocks, wanted = len(victim.block_ids), next(self.script) % 3
         if wanted == 1 and num_blocks <= state.num_host_free:
             return Decision(PreemptionAction.SWAP)
-        most = min(num_blocks - 1, state.num_host_free)
+        most = min(num_blocks - 1, state.num_host_free - state.num_host_heads)
         if wanted == 2 and most > 0:
             return Decision(PreemptionAction.MIXED, num_blocks=1 + next(self.script) % most)
         return Decision(PreemptionAction.RECOMPUTE)

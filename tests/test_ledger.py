@@ -7,6 +7,7 @@ import json
 import pytest
 from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request, make_scheduler, step
 
+from jaxllm.cli.explain import summary
 from jaxllm.errors import ConfigError
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, read_ledger
 from jaxllm.sched.policies import AdaptiveAction, Decision, PreemptionAction, SwapIfItFits
@@ -79,6 +80,18 @@ def test_regret(decision, measured, predicted, regret):
     ledger.close()
     (record,) = ledger.preemptions
     assert (record.predicted_seconds, record.regret_seconds) == (predicted, regret)
+
+
+def test_a_head_that_was_given_up_is_recomputed():
+    ledger = Ledger()
+    ledger.preempted(victim(), 0, 0.0, [], MIXED)
+    ledger.head_given_up("r0")
+    ledger.head_given_up("unknown")
+    ledger.measured("r0", 3.25, 99)
+    ledger.close()
+    (record,) = ledger.preemptions
+    assert (record.action, record.predicted_seconds, record.regret_seconds) == ("mixed", 3.0, 1.25)
+    assert "mixed, then recompute: 1 requests" in summary(ledger, 1)
 
 
 def test_lines_of_json():

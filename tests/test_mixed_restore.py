@@ -3,11 +3,14 @@
 import dataclasses
 
 import pytest
-from scheduler_helpers import NO_WATERMARK, make_request, make_scheduler, step
+from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request, make_scheduler, step
 
+from jaxllm.engine.observer import StepObserver
 from jaxllm.errors import ConfigError
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import Decision, PreemptionAction
-from jaxllm.types import RequestStatus
+from jaxllm.types import PrefillChunk, RequestStatus, SchedulerOutput, Swap
 
 SWAP = PreemptionAction.SWAP
 
@@ -73,7 +76,8 @@ def test_a_head_is_given_up_for_a_swap_and_with_its_request():
             return next(decisions)
 
     policy = dataclasses.replace(NO_WATERMARK, action=Next())
-    scheduler = make_scheduler(policy, num_gpu_blocks=6, num_host_blocks=3)
+    ledger = Ledger()
+    scheduler = make_scheduler(policy, ledger, num_gpu_blocks=6, num_host_blocks=3)
     requests = make_request(0, 4, 20), make_request(1, 4, 20), make_request(2, 9, 14)
     for request in requests:
         scheduler.add(request)
@@ -89,6 +93,22 @@ def test_a_head_is_given_up_for_a_swap_and_with_its_request():
         scheduler.finish(request, "abort")
         scheduler.check()
     assert scheduler.num_free_host_blocks == 3
+    assert [(r.action, r.resume_action) for r in ledger.preemptions] == [
+        ("mixed", "recompute"),
+        ("swap", None),
+    ]
+
+
+def test_a_head_is_not_given_up_for_another():
+    scheduler, first, second = mixed_scheduler(2)
+    for _ in range(5):
+        step(scheduler)
+    assert (second.host_handle is not None, len(first.block_ids)) == (True, 2)
+    assert scheduler._state(0, []).num_host_free == 2
+    scheduler.policy.action.decisions = [Decision(PreemptionAction.MIXED, num_blocks=1)]
+    with pytest.raises(ConfigError, match="swaps 1 blocks; 0 of 2 host blocks are free"):
+        scheduler._preempt(first, 99, 0.0)
+    scheduler.check()
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 3, 4, -1, "2"])
@@ -98,3 +118,26 @@ def test_a_head_is_some_of_the_blocks(wrong):
         step(scheduler)
     with pytest.raises(ConfigError, match="of 3 blocks; MIXED copies some of them"):
         step(scheduler)
+
+
+@pytest.mark.parametrize(("predicts", "expected"), [(True, [1.5, 0.25]), (False, [1.2, 0.4])])
+def test_the_observer_charges_a_copy_and_a_prefill_once(predicts, expected):
+    """Two recomputes of 3 and 1 tokens, the first of which waits for the copy of its head."""
+    ledger = Ledger()
+    requests = make_request(0, 11), make_request(1, 1)
+    decision = Decision(PreemptionAction.MIXED, num_blocks=2)
+    for request in requests:
+        ledger.preempted(request, 0, 0.0, [], decision)
+    chunks = [
+        PrefillChunk(request, start, length, True, True, True)
+        for request, start, length in zip(requests, (8, 0), (3, 1), strict=True)
+    ]
+    costs = OnlineCalibration(LinearCosts(prefill=0.25)) if predicts else None
+    swap = Swap(requests[0], 0, (0, 1))
+    output = SchedulerOutput(1, prefill=tuple(chunks), swap_in=(swap,))
+    seconds = 1.75 if predicts else 1.6  # 1 s of it predicted, for 4 tokens
+    StepObserver(costs, ledger).observe(output, seconds)
+    ledger.close()
+    measured = [record.measured_seconds for record in ledger.preemptions]
+    assert measured == pytest.approx(expected)
+    assert sum(measured) == pytest.approx(seconds)

@@ -11,12 +11,15 @@ from variants import golden_checkpoint, golden_data
 from jaxllm import SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, KVCacheError
+from jaxllm.executor import model_executor
+from jaxllm.executor.model_executor import ExecutorConfig
 from jaxllm.executor.pending import PendingStep
 from jaxllm.executor.sampler import SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, run_decode_steps, run_step
 from jaxllm.sched.policies import GrowthReserve, SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import make_preset
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.types import SampledTokens
 
 NAME = "llama_gqa"
 
@@ -370,3 +373,68 @@ def test_the_rest_goes_on_with_run_ahead(llm, prompts):
         outputs[num_steps] = [output.token_ids for output in run(engine, prompts[:4], params)]
     assert outputs[1] == outputs[8]
     assert len({len(token_ids) for token_ids in outputs[8]}) > 1
+
+
+@pytest.mark.parametrize("num_steps", [1, 8])
+def test_a_request_does_not_end_before_its_time(llm, num_steps):
+    """However much speaks for its stop token: before min_tokens neither host nor device takes it."""
+    stop = 5
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=20,
+        min_tokens=15,
+        ignore_eos=True,
+        repetition_penalty=1e-31,
+        stop_token_ids=[stop],
+        logit_bias={token: -100 for token in range(128) if token != stop},
+    )
+    beside = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    engine = make_engine(llm, num_scheduler_steps=num_steps)
+    output, other = run(engine, [[stop], [7, 8, 9]], [params, beside])
+    assert stop not in output.token_ids[:15]
+    assert output.token_ids[15:] == [stop]
+    assert output.outputs[0].finish_reason == "stop"
+    assert len(other.token_ids) == 12
+
+
+def test_an_executor_that_computes_nothing_is_an_error(llm, prompts, monkeypatch):
+    class Lazy(PendingStep):
+        def fetch(self):
+            sampled = super().fetch()
+            return sampled if sampled.num_decode_steps is None else SampledTokens([], num_decode_steps=0)
+
+    monkeypatch.setattr(model_executor, "PendingStep", Lazy)
+    engine = make_engine(llm, num_scheduler_steps=8, async_scheduling=False)
+    engine.add_request("0", prompts[1], SamplingParams(max_tokens=20))
+    engine.step()
+    with pytest.raises(KVCacheError, match="computed nothing of step 1"):
+        engine.step()
+
+
+def test_a_single_step_dispatched_ahead_computes_nothing_either(prompts, monkeypatch):
+    """Also where single steps have programs of their own, as on a GPU."""
+    keys = ExecutorConfig.program_keys
+    monkeypatch.setattr(ExecutorConfig, "program_keys", lambda config, platform: keys(config, "gpu"))
+    llm = make_llm(golden_checkpoint(NAME), num_scheduler_steps=8, block_size=8)
+    computed = []
+    fetch = PendingStep.fetch
+
+    def recording(self):
+        sampled = fetch(self)
+        computed.append((len(sampled.token_ids), sampled.num_decode_steps))
+        return sampled
+
+    monkeypatch.setattr(PendingStep, "fetch", recording)
+    greedy = golden_data(NAME)["greedy"]
+    end = greedy[1][3]
+    num_tokens = greedy[1].index(end) + 1
+    engine = make_engine(llm, num_scheduler_steps=8)
+    params = [
+        SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[end], ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),  # the prefill's, eight, and one
+    ]
+    outputs = run(engine, [prompts[1], prompts[2]], params)
+    assert [output.token_ids for output in outputs] == [greedy[1][:num_tokens], greedy[2][:10]]
+    # The prompts; what ended early, for two; the single step after it; what was left of the second.
+    assert computed[:3] == [(2, None), (2 * (num_tokens - 1), num_tokens - 1), (0, 0)]
+    assert computed[3][1] == 10 - num_tokens

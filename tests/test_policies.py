@@ -31,6 +31,7 @@ from jaxllm.sched.policies import (
     WatermarkAdmission,
 )
 from jaxllm.sched.pressure import RecentPressure
+from jaxllm.types import MAX_STAGED_BLOCKS
 
 RECOMPUTE, SWAP = PreemptionAction.RECOMPUTE, PreemptionAction.SWAP
 
@@ -335,6 +336,13 @@ def test_the_overlap_aware_action_takes_the_cheaper_that_fits():
     assert cheap.choose(holder(0, 10, 3), full, 0.0).action is PreemptionAction.RECOMPUTE
 
 
+class SteepCosts(LinearCosts):
+    """Two blocks cost next to nothing, three more than any prefill."""
+
+    def swap_in_seconds(self, num_blocks):
+        return 1000.0 if num_blocks > 2 else 0.1 * num_blocks
+
+
 def test_the_overlap_aware_action_copies_heads_where_it_is_told_to():
     def choose(swap, **changes):
         policy = OverlapAwareAction(LinearCosts(swap=swap), mixes=True)
@@ -347,12 +355,13 @@ def test_the_overlap_aware_action_copies_heads_where_it_is_told_to():
     assert room_for_two.copy_seconds == pytest.approx(0.2)
     # What holds the heads of others is not given up for the head of one more.
     assert choose(0.1, num_host_free=2, num_host_heads=2).action is RECOMPUTE
-    # Swapping is dear, but a block or two may be hidden behind a step.
-    step = LinearCosts().decode_seconds(pressured().num_running, 0)
-    hidden = choose(step / 4)
-    assert hidden.swap_seconds is not None
-    if hidden.action is not SWAP:
-        assert (hidden.action, hidden.num_blocks) == (PreemptionAction.MIXED, 2)
+    # Swapping all is dear, but half a step hides two blocks.
+    hidden = OverlapAwareAction(SteepCosts(), mixes=True).choose(holder(0, 10, 3), pressured(), 0.0)
+    assert hidden.swap_seconds > hidden.recompute_seconds > hidden.mixed_seconds
+    assert (hidden.action, hidden.num_blocks) == (PreemptionAction.MIXED, 2)
+    leaving = dataclasses.replace(pressured(), num_leaving=MAX_STAGED_BLOCKS - 1)
+    found = OverlapAwareAction(SteepCosts(), mixes=True).choose(holder(0, 10, 3), leaving, 0.0)
+    assert (found.action, found.num_blocks) == (PreemptionAction.MIXED, 1)  # else the copy out would wait
     assert choose(20.0).action is RECOMPUTE
     assert choose(0.1, num_host_free=0).action is RECOMPUTE
 

@@ -197,7 +197,7 @@ class ArbitraryAction:
         wanted = draw(now, victim.arrival_index, 3)
         if wanted == 0 and num_blocks <= state.num_host_free:
             return Decision(PreemptionAction.SWAP)
-        most = min(num_blocks - 1, state.num_host_free)
+        most = min(num_blocks - 1, state.num_host_free - state.num_host_heads)
         if wanted == 1 and most > 0:
             num_copied = 1 + draw(now, num_blocks, most)
             return Decision(PreemptionAction.MIXED, num_blocks=num_copied, copy_seconds=1.0)

@@ -60,7 +60,7 @@ def summary(ledger: Ledger, top: int) -> str:
     """Counts, costs and regret by action, and the decisions that cost most."""
     records = ledger.preemptions
     lines = [f"{len(ledger.steps)} steps, {len(records)} preemptions"]
-    for action in ("recompute", "swap", "swap, then recompute", "mixed"):
+    for action in ("recompute", "swap", "swap, then recompute", "mixed", "mixed, then recompute"):
         of_action = [record for record in records if _done(record) == action]
         if of_action:
             lines.append(f"  {action}: {_costs(of_action)}")
@@ -138,8 +138,8 @@ def _costs(records: Sequence[PreemptionRecord]) -> str:
 
 
 def _done(record: PreemptionRecord) -> str:
-    is_given_up = record.action == "swap" and not record.is_copied_back
-    return "swap, then recompute" if is_given_up else record.action
+    is_given_up = record.action != "recompute" and record.resume_action == "recompute"
+    return f"{record.action}, then recompute" if is_given_up else record.action
 
 
 def _describe(record: PreemptionRecord) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm import tokenizer as tokenization
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.output_processor import RequestState
-from jaxllm.errors import ConfigError, RequestError, SamplingParamsError
+from jaxllm.errors import ConfigError, KVCacheError, RequestError, SamplingParamsError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, SamplingParams
 from jaxllm.sched.scheduler import Scheduler
@@ -274,6 +274,10 @@ class Engine:
         """Take back the last iterations of a step, which ended early, and those dispatched to follow it."""
         if all(request.is_finished for request in scheduled.decode):
             return  # nobody is left to go on
+        if num_steps == scheduled.num_decode_steps:  # it would be scheduled again and again
+            raise KVCacheError(
+                f"the executor computed nothing of step {scheduled.step_id}, which is not over"
+            )
         self.scheduler.rewind(scheduled.decode, num_steps)
         for later in self._in_flight:
             self.scheduler.rewind(later.scheduled.decode, later.scheduled.num_decode_steps)

@@ -15,8 +15,10 @@ class StepObserver:
 
     A recompute is charged with its share of the prefill, by tokens. A swap is charged with what the steps in
     which its copies start take longer than predicted, by blocks: copies run beside steps, so that their own
-    durations would say nothing; the charge holds the error of the prediction, too. Steps with copies are left
-    out of the comparison; of the others the first 64 are compared, then one in four.
+    durations would say nothing; the charge holds the error of the prediction, too. Of a prefill with copies
+    recomputes share what was predicted, or all where nothing was; who comes back by both is charged with
+    both. Steps with copies are left out of the comparison; of the others the first 64 are compared, then one
+    in four.
 
     Args:
         costs: corrected as steps are observed; None compares nothing, and leaves swaps unmeasured.
@@ -39,11 +41,13 @@ class StepObserver:
         if seconds <= 0.0 or (scheduled.decode and not num_decode_steps):
             return
         self._num_steps += 1
+        prefill_seconds = seconds
         is_compared = self._num_steps <= _ALL_COMPARED or self._num_steps % _COMPARED_EACH == 0
         if self.costs is not None and (is_compared or scheduled.has_copies):
             predicted = self._predicted(self.costs, scheduled, num_decode_steps)
             if scheduled.has_copies and predicted > 0.0:
                 self._charge_swaps(scheduled, max(0.0, seconds - predicted))
+                prefill_seconds = min(seconds, predicted)
             elif scheduled.has_copies:
                 pass
             elif scheduled.prefill and not scheduled.decode:
@@ -51,7 +55,7 @@ class StepObserver:
             elif scheduled.decode and not scheduled.prefill:
                 self.costs.observe("decode", predicted / num_decode_steps, seconds / num_decode_steps)
         if self._ledger is not None and scheduled.prefill:
-            per_token = seconds / scheduled.num_prefill_tokens
+            per_token = prefill_seconds / scheduled.num_prefill_tokens
             for chunk in scheduled.prefill:
                 if chunk.is_recompute:
                     self._ledger.measured(

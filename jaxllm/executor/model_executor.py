@@ -369,9 +369,10 @@ class ModelExecutor:
         for swap in scheduled.load:
             swapper.load(swap.handle, swap.block_ids, swap.num_intact)
         self._state = self._state._replace(pool=swapper.advance(pool))
+        prefilled = {chunk.request for chunk in scheduled.prefill}
         for swap in (*scheduled.joined, *scheduled.swap_in):
-            if swap.request.slot is None:
-                continue  # preempted again in this very iteration
+            if swap.request.slot is None or swap.request in prefilled:
+                continue  # preempted again in this very iteration, or opened with its chunk
             self._restore_history(swap.request.slot, swap.request.token_ids(0, swap.request.num_tokens))
             self._set_table(swap.request.slot, swap.request.block_ids)
             self._open_slot(swap.request)

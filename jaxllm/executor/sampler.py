@@ -151,7 +151,7 @@ def sample(
 def _adjust(
     logits: jax.Array, rows: SlotParams, history: jax.Array, slots: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """Logit bias, the ban on ending before min_tokens, and penalties."""
+    """Logit bias, penalties, and the ban on ending before min_tokens."""
     row_ids = jnp.arange(logits.shape[0])[:, None]
     vocab_size = logits.shape[1]
 
@@ -182,11 +182,11 @@ def _adjust(
         return logits
 
     logits = lax.cond(jnp.any(rows.bias_ids >= 0), biased, keep, logits)
-    logits = lax.cond(jnp.any(lengths < rows.min_length), banned, keep, logits)
     has_penalty = (
         (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
     )
-    return lax.cond(jnp.any(has_penalty), penalized, keep, logits)
+    logits = lax.cond(jnp.any(has_penalty), penalized, keep, logits)
+    return lax.cond(jnp.any(lengths < rows.min_length), banned, keep, logits)  # last: nothing may undo it
 
 
 def _sample_random(logits: jax.Array, rows: SlotParams, lengths: jax.Array) -> jax.Array:

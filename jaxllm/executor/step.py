@@ -307,8 +307,11 @@ def run_decode_steps(
     is_real = decode.lengths > 0
     newest = jnp.maximum(decode.lengths - 1, 0)
 
-    def ends(tokens: jax.Array) -> jax.Array:
-        return jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1)
+    def ends(tokens: jax.Array, places: jax.Array) -> jax.Array:
+        """Whether these tokens, at these places of the history, end their requests; as the host decides."""
+        is_end = jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1) & (tokens >= 0)
+        least = jnp.maximum(slot_params.prompt_length + 1, slot_params.min_length)[decode.slots]
+        return is_end & (places + 1 >= least)
 
     def unfinished(carry: tuple[jax.Array, DeviceState, jax.Array, SampledRows]) -> jax.Array:
         i, _, is_over, _ = carry
@@ -325,13 +328,12 @@ def run_decode_steps(
                 for x, row in zip(collected, sampled, strict=True)
             )
         )
-        return i + 1, state, jnp.any(is_live & ends(sampled.tokens)), collected
+        return i + 1, state, jnp.any(is_live & ends(sampled.tokens, decode.lengths + i)), collected
 
     tokens = state.history[decode.slots, newest]
-    is_missing = tokens == _NOT_COMPUTED
-    has_ended = ends(tokens) & ~is_missing & (newest >= slot_params.prompt_length[decode.slots])
+    has_ended = ends(tokens, newest)
     is_live = is_real & ~has_ended
-    is_over = ~jnp.any(is_live) | jnp.any(is_real & is_missing)
+    is_over = ~jnp.any(is_live) | jnp.any(is_real & (tokens == _NOT_COMPUTED))
     shapes = jax.eval_shape(step, state, decode.lengths)[1]
     empty = SampledRows(*(jnp.zeros((max_steps, *shape.shape), shape.dtype) for shape in shapes))
     carry = (jnp.int32(0), state, is_over, empty)
