@@ -293,6 +293,25 @@ class OverlapAwareResume:
         return ResumeDecision(action, min(stall, idle), recompute, copy)
 
 
+def num_copied_blocks(policy: ActionPolicy, decision: Decision, num_blocks: int) -> int:
+    """How many blocks of a victim that holds `num_blocks` a decision copies to the host: the first ones.
+
+    Raises:
+        ConfigError: `policy` answered something that is not a decision, or not one on this victim.
+    """
+    if not isinstance(getattr(decision, "action", None), PreemptionAction):
+        raise ConfigError(f"{policy} answered {decision!r}, which is not a Decision")
+    if decision.action is not PreemptionAction.MIXED:
+        return num_blocks if decision.action is PreemptionAction.SWAP else 0
+    num_copied = decision.num_blocks
+    if not isinstance(num_copied, int) or isinstance(num_copied, bool) or not 0 < num_copied < num_blocks:
+        raise ConfigError(
+            f"{policy} copies {num_copied!r} of {num_blocks} blocks; MIXED copies some of them: answer SWAP "
+            "or RECOMPUTE for all or none"
+        )
+    return num_copied
+
+
 def cheaper(
     victim: Request,
     state: PoolState,

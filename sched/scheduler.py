@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError, KVCacheError, RequestError
+from jaxllm.sched.actions import num_copied_blocks
 from jaxllm.sched.block_manager import BlockPool, EvictedBlocks
 from jaxllm.sched.candidates import Candidates
 from jaxllm.sched.config import SchedulerConfig
@@ -620,18 +621,7 @@ class Scheduler:
         if victim not in self._running:
             raise ConfigError(f"{self.policy.victim} chose {victim!r}, which is not one of the candidates")
         decision = self.policy.action.choose(victim, self._pressure(self._pool.num_free), now)
-        num_blocks = len(victim.block_ids)
-        if not isinstance(getattr(decision, "action", None), PreemptionAction):
-            raise ConfigError(f"{self.policy.action} answered {decision!r}, which is not a Decision")
-        num_copied = {PreemptionAction.SWAP: num_blocks, PreemptionAction.MIXED: decision.num_blocks}.get(
-            decision.action, 0
-        )
-        if decision.action is PreemptionAction.MIXED and num_copied not in range(1, num_blocks):
-            raise ConfigError(
-                f"{self.policy.action} copies {num_copied!r} of {num_blocks} blocks; MIXED copies some of "
-                "them: answer SWAP or RECOMPUTE for all or none"
-            )
-        assert num_copied is not None
+        num_copied = num_copied_blocks(self.policy.action, decision, len(victim.block_ids))
         num_host_free = self._host.num_free
         if decision.action is PreemptionAction.SWAP:
             num_host_free += self._copies.num_head_blocks

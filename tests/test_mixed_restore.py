@@ -111,7 +111,7 @@ def test_a_head_is_not_given_up_for_another():
     scheduler.check()
 
 
-@pytest.mark.parametrize("wrong", [None, 0, 3, 4, -1, "2"])
+@pytest.mark.parametrize("wrong", [None, 0, 3, 4, -1, "2", 1.0, True])
 def test_a_head_is_some_of_the_blocks(wrong):
     scheduler, *_ = mixed_scheduler(wrong)
     for _ in range(4):
