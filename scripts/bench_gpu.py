@@ -5,10 +5,11 @@
 
 Checks every kernel against a float32 oracle on fresh random data; measures the device's copy bandwidth and
 bf16 matmul ceiling, kernels and whole steps of random-weight models as shares of them, swaps against plain
-pinned copies and beside computation, cold and warm start times, predictor errors, and the presets against
-each other with 128 device and 64 host blocks; with torch and transformers installed also throughput against
-transformers, by `compare_frameworks.py`. Needs the repository and an installed JAX. The JSON is written after
-every part, so that an interrupted run loses nothing; a part that fails is reported, and the others go on.
+pinned copies and beside matmuls and decode steps, cold and warm start times, predictor errors, and the
+presets against each other with 128 device and 64 host blocks; with torch and transformers installed also
+throughput against transformers, by `compare_frameworks.py`. Needs the repository and an installed JAX. The
+JSON is written after every part, so that an interrupted run loses nothing; a part that fails is reported, and
+the others go on.
 
 Exit status: 0; 1 if a kernel misses its limit or a part failed.
 """
@@ -153,6 +154,10 @@ def measure_model(report: Report, name: str, sizes: Sizes, found: dict[str, floa
             )
         ),
     )
+    report.part(
+        f"{name}: swaps beside decode",
+        lambda: list(engine.hidden_swaps(llm, sizes.swap_blocks, sizes.batches[1], sizes.context)),
+    )
     predicted = report.part(
         f"{name}: predictors",
         lambda: engine.predictor_errors(llm, sizes.profile_seconds),
@@ -239,7 +244,7 @@ def table(values: dict[str, Any]) -> str:
         lines.append(f"| {what} | {row['share_of_matmul']:.0%} |")
     for row in values.get("swaps") or []:
         lines.append(
-            f"| swap of {row['blocks']} blocks, out / in of a pinned copy, hidden | "
+            f"| swap of {row['blocks']} blocks, out / in of a pinned copy, hidden by matmuls | "
             f"{row['out_share_of_pinned_copy']:.0%} / {row['in_share_of_pinned_copy']:.0%}, "
             f"{row['hidden_share']:.0%} |"
         )
@@ -255,6 +260,13 @@ def table(values: dict[str, Any]) -> str:
                 what = f"{name.removesuffix(': steps')}, {row['step']} step, {size}"
                 lines.append(
                     f"| {what}: ms, of its roofline | {1e3 * row['seconds']:.2f}, {row['share']:.0%} |"
+                )
+        if name.endswith(": swaps beside decode"):
+            for row in part or []:
+                what = f"{name.removesuffix(': swaps beside decode')}, {row['blocks']} blocks out / in"
+                lines.append(
+                    f"| {what}, hidden by decode of {row['batch']} | "
+                    f"{row['out_hidden']:.0%} / {row['in_hidden']:.0%} |"
                 )
         if name.endswith(": presets"):
             for row in part or []:

@@ -34,9 +34,13 @@ def test_every_part_runs_in_smoke_mode(tmp_path, capsys, monkeypatch):
     }
     assert values["smoke: predictors"]["decode"]["mape"] >= 0
     assert values["start times"]["warm"]["seconds"] > 0
+    hidden = values["smoke: swaps beside decode"]
+    assert [(row["blocks"], row["batch"]) for row in hidden] == [(1, 4), (3, 4)]
+    assert all(0 <= row[name] <= 1 for row in hidden for name in ("out_hidden", "in_hidden"))
     assert "errors" not in values
     shown = capsys.readouterr().out
     assert "| kernel checks passed | 6 of 6 |" in shown
+    assert "smoke, 3 blocks out / in, hidden by decode of 4" in shown
     assert "| gather / scatter of 3 blocks, of the copy |" in shown
     assert "smoke, decode step, batch 4: ms, of its roofline" in shown
 

@@ -87,6 +87,15 @@ def test_a_profile_is_stored_and_found(llm, profiler, samples, tmp_path):
         profiler.profile(samples, {"prefill": fits["prefill"], "decode": fits["decode"]})
 
 
+def test_swaps_beside_decode_steps(profiler, llm):
+    shares = profiler.hidden_swap_shares(3, 2, 8, repetitions=1)
+    assert all(0 <= share <= 1 for share in shares)
+    assert not llm.executor._swapper.handles, "a copy is left behind"
+    too_many = llm.executor.num_gpu_blocks + 1
+    with pytest.raises(ConfigError, match=f"{too_many} blocks are more than the pool's"):
+        profiler.hidden_swap_shares(too_many, 2, 8)
+
+
 def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog, monkeypatch):
     shape = shape_of(llm.model_config, "tiny", "float32")
     costs, source = find_costs(shape, "cpu", 4, tmp_path)

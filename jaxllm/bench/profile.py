@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 import statistics
 import time
@@ -18,7 +20,7 @@ from jaxllm.predictors.regression import Fit, RegressionCostModel, Sample, fit
 from jaxllm.predictors.store import Profile
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.types import PrefillChunk, Request, SchedulerOutput
+from jaxllm.types import PrefillChunk, Request, SchedulerOutput, Swap
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 _MIN_SAMPLES = 60
@@ -101,6 +103,57 @@ class Profiler:
         chunks = [PrefillChunk(r, 0, length, True) for r, length in zip(requests, lengths, strict=True)]
         scheduled = SchedulerOutput(0, prefill=tuple(chunks))
         return statistics.median(self._time(scheduled) for _ in range(repetitions + 1))
+
+    def hidden_swap_shares(
+        self, num_blocks: int, batch: int, context: int, repetitions: int = 5
+    ) -> tuple[float, float]:
+        """Shares, 0 to 1, of a copy of `num_blocks` to the host, and of one back, that decode steps hide.
+
+        A copy runs beside as many steps of `batch` sequences of `context` tokens as take as long as it does
+        alone; whatever both together take longer than the steps was not hidden. Medians.
+
+        Raises:
+            ConfigError: they do not fit the pool, or the engine has no host blocks.
+        """
+        executor = self._executor
+        if num_blocks > self._config.num_gpu_blocks:
+            raise ConfigError(f"{num_blocks} blocks are more than the pool's {self._config.num_gpu_blocks}")
+        step = self.time_decode(batch, context)
+        alone = [executor.time_swap(num_blocks) for _ in range(repetitions)]
+        out_alone, in_alone = (statistics.median(times) for times in zip(*alone, strict=True))
+        requests = self._requests([context + 1] * batch)
+        assert requests is not None  # `time_decode` had them, too
+        decode = SchedulerOutput(0, decode=tuple(requests))
+        swap = Swap(
+            Request("", [0], _GREEDY, arrival_time=0.0, arrival_index=-1, max_total_tokens=2),
+            -2,
+            tuple(range(num_blocks)),
+        )  # -1 is that of `time_swap`
+
+        def seconds(num_steps: int, first: SchedulerOutput, last: SchedulerOutput) -> float:
+            started = time.perf_counter()
+            steps = [executor.execute(one) for one in (first, *[decode] * (num_steps - 1), last)]
+            for one in steps:
+                one.fetch()
+            while executor.copies().num_leaving:
+                time.sleep(1e-5)
+            return time.perf_counter() - started
+
+        shares: tuple[list[float], list[float]] = ([], [])
+        start_out = dataclasses.replace(decode, swap_out=(swap,))
+        start_in, end_in = (
+            dataclasses.replace(decode, load=(swap,)),
+            dataclasses.replace(decode, joined=(swap,)),
+        )
+        for _ in range(repetitions):
+            num_steps = max(1, math.ceil(out_alone / step))
+            without = seconds(num_steps, decode, decode)
+            shares[0].append(1 - (seconds(num_steps, start_out, decode) - without) / out_alone)
+            num_steps = max(1, math.ceil(in_alone / step))
+            without = seconds(num_steps, decode, decode)
+            shares[1].append(1 - (seconds(num_steps, start_in, end_in) - without) / in_alone)
+        out_share, in_share = (min(1.0, max(0.0, statistics.median(of))) for of in shares)
+        return out_share, in_share
 
     def swap_samples(self, count: int) -> dict[CostKind, list[Sample]]:
         """Measure `count` swaps out and back.

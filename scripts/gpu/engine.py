@@ -205,6 +205,15 @@ def step_speeds(
     yield {"step": "prefill", "tokens": prefill_tokens, "seconds": seconds, "share": least / seconds}
 
 
+def hidden_swaps(llm: LLM, counts: tuple[int, ...], batch: int, context: int) -> Iterator[dict[str, Any]]:
+    """Shares of copies to the host and back, by number of blocks, that decode steps hide."""
+    shape = shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype)
+    profiler = Profiler(llm.executor, shape)
+    for count in counts:
+        out, back = profiler.hidden_swap_shares(count, batch, context)
+        yield {"blocks": count, "batch": batch, "context": context, "out_hidden": out, "in_hidden": back}
+
+
 def predictor_errors(llm: LLM, seconds: float) -> tuple[dict[str, Any], OnlineCalibration]:
     """Held-out errors of predictors fitted in so many seconds of measurements, and their table."""
     shape = shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype)
