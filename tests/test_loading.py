@@ -1,8 +1,11 @@
 """Reading, checking and converting checkpoints."""
 
+import asyncio
+import gc
 import json
 import logging
 import shlex
+import sys
 import tracemalloc
 import warnings
 
@@ -418,6 +421,40 @@ def test_a_damaged_array_of_converted_weights_is_named(tmp_path):
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(WeightsError, match="cannot read the Orbax checkpoint"):
         load_params(folder, read_config(folder), "float32")
+
+
+def test_reads_left_suspended_by_a_failed_one_print_nothing(converted, monkeypatch, capfd):
+    import orbax.checkpoint
+
+    async def suspended():
+        try:
+            await asyncio.sleep(60)
+        except BaseException as error:
+            raise Exception("a read that was given up") from error
+
+    async def failing():
+        await asyncio.sleep(0)
+        raise ValueError("damaged")
+
+    async def read_all():
+        reads = [suspended(), failing()]
+        await asyncio.gather(*reads)
+
+    def restore(*_):
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(read_all())
+        finally:
+            loop.close()
+
+    monkeypatch.setattr(orbax.checkpoint.StandardCheckpointer, "restore", restore)
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with pytest.raises(WeightsError, match=r"cannot read the Orbax checkpoint.*damaged"):
+        load_params(converted, read_config(converted), "float32")
+    gc.collect()
+    assert unraisable == []
+    assert capfd.readouterr().err == ""
 
 
 def test_an_interrupted_conversion_leaves_nothing_that_looks_valid(tmp_path, monkeypatch):

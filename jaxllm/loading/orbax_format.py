@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -81,9 +84,27 @@ def load_orbax(
             try:
                 restored = checkpointer.restore(path, targets)
             except Exception as error:
+                _discard_suspended_reads(error)
                 raise _unreadable(path, error) from error
             while restored:
                 yield restored.popitem()
+
+
+def _discard_suspended_reads(error: Exception) -> None:
+    """Collect, in silence, the coroutines that Orbax left suspended when a read failed with `error`.
+
+    Each prints a traceback when it is collected, at whatever moment that happens to be.
+    """
+    hook, logger = sys.unraisablehook, logging.getLogger("asyncio")
+    level = logger.level
+    try:
+        sys.unraisablehook = lambda _: None
+        logger.setLevel(logging.CRITICAL)
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+        logger.setLevel(level)
 
 
 def stored_dtype(folder: Path) -> str | None:
