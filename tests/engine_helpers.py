@@ -28,8 +28,9 @@ class RestlessScheduler(Scheduler):
     """Preempts the latest running request every third iteration, on top of its policy."""
 
     def schedule(self, now, copies=NO_COPIES, max_decode_steps=1):
-        if self._step_id % 3 == 2 and len(self._running) > 1:
-            self._preempt(self._running.requests[-1], self._step_id, now)
+        running = self._state.running
+        if self._step_id % 3 == 2 and len(running) > 1:
+            self._preemption.preempt(running.requests[-1], self._step_id, now)
         return super().schedule(now, copies, max_decode_steps)
 
 

@@ -54,16 +54,16 @@ def swapped(policy=BACKGROUND, *, running=(4, 6), victim=(4, 6), num_gpu_blocks=
 
 def test_a_request_joins_when_its_copy_has_arrived():
     scheduler = swapped(running=(4, 8), victim=(3, 6), num_gpu_blocks=3)
-    victim = scheduler._live["r1"]
+    victim = scheduler._state.live["r1"]
     assert step(scheduler) == "D r0"  # its third block is gone: r1 does not fit
-    scheduler.finish(scheduler._live["r0"], "abort")
+    scheduler.finish(scheduler._state.live["r0"], "abort")
     scheduler.add(make_request(2, 1, max_new_tokens=8))
     out = scheduler.schedule(0.0)
     scheduler.check()
     assert describe(out) == "P r2[0:1]! ~r1"
     (load,) = out.load
     assert (victim.status, victim.block_ids) == (RequestStatus.SWAPPED, list(load.block_ids))
-    for request in (scheduler._live["r2"],):
+    for request in (scheduler._state.live["r2"],):
         request.output_token_ids.append(0)
     assert step(scheduler, arrived=()) == "D r2"
     assert scheduler.num_free_host_blocks == 8 - len(load.block_ids)
@@ -74,21 +74,21 @@ def test_a_request_joins_when_its_copy_has_arrived():
 
 def test_nobody_waits_for_a_copy_alone_without_joining_it():
     scheduler = swapped()
-    while "r0" in scheduler._live:
+    while "r0" in scheduler._state.live:
         step(scheduler)
     assert step(scheduler) == "D r1 >r1"  # nobody said that it has arrived
 
 
 def test_an_abort_in_mid_copy_frees_everything():
     scheduler = swapped(running=(4, 8), victim=(3, 6))
-    scheduler.finish(scheduler._live["r0"], "abort")
+    scheduler.finish(scheduler._state.live["r0"], "abort")
     scheduler.add(make_request(2, 4, max_new_tokens=8))
     out = scheduler.schedule(0.0)
     (load,) = out.load
     scheduler.finish(load.request, "abort")
     scheduler.check()
     assert scheduler.num_free_host_blocks == 8
-    scheduler._live["r2"].output_token_ids.append(0)
+    scheduler._state.live["r2"].output_token_ids.append(0)
     later = scheduler.schedule(0.0, CopyProgress({load.handle}))
     assert later.discarded == (load.handle,)
     assert later.joined == ()
@@ -97,10 +97,10 @@ def test_an_abort_in_mid_copy_frees_everything():
 def test_the_last_runner_that_needs_a_block_waits_for_a_copy():
     """r1's copy holds the blocks that r2 needs: r1 joins, so that one of them can be preempted."""
     scheduler = swapped(running=(4, 8), victim=(3, 6))
-    scheduler.finish(scheduler._live["r0"], "abort")
+    scheduler.finish(scheduler._state.live["r0"], "abort")
     scheduler.add(make_request(2, 4, max_new_tokens=8))
     assert describe(scheduler.schedule(0.0)) == "P r2[0:4]! ~r1"
-    scheduler._live["r2"].output_token_ids.append(0)
+    scheduler._state.live["r2"].output_token_ids.append(0)
     seen = [step(scheduler) for _ in range(12)]
     joined = next(place for place, text in enumerate(seen) if ">r1" in text)
     assert seen[joined] in ("D r1 <r2 >r1", "D r2 <r1 >r1")
@@ -109,8 +109,8 @@ def test_the_last_runner_that_needs_a_block_waits_for_a_copy():
 def test_a_copy_given_up_is_prefilled_and_recorded():
     ledger = Ledger()
     scheduler = swapped(dataclasses.replace(SWAP, resume=Answer(ResumeAction.RECOMPUTE)), ledger=ledger)
-    handle = scheduler._live["r1"].host_handle
-    while "r0" in scheduler._live:
+    handle = scheduler._state.live["r1"].host_handle
+    while "r0" in scheduler._state.live:
         assert ">r1" not in step(scheduler)
     out = scheduler.schedule(0.0)
     assert describe(out) == "P r1[0:5]!"

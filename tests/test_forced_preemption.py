@@ -19,6 +19,7 @@ from jaxllm.sched.policies import (
     SchedulerPolicy,
     WatermarkAdmission,
 )
+from jaxllm.sched.preemption import Preemption
 from jaxllm.sched.scheduler import Scheduler
 
 PROMPTS = ["import os\n\ndef ", "class Reader:\n    def __init__(self", "def add(a, b):\n", "for i in range("]
@@ -33,17 +34,19 @@ PARAMS = [
 ]
 
 
-class ScriptedScheduler(Scheduler):
+class ScriptedPreemption(Preemption):
     """Preempts more than it must, whom the script says."""
 
-    script: itertools.cycle
+    def __init__(self, state, script):
+        super().__init__(state)
+        self.script = script
 
-    def _make_room(self, step_id, now):
-        preempted, swaps = super()._make_room(step_id, now)
-        draw = next(self.script)
-        if draw % 3 == 0 and len(self._running) > 1:
-            victim = self._running.requests[draw // 3 % len(self._running)]
-            swap = self._preempt(victim, step_id, now)
+    def make_room(self, step_id, now):
+        preempted, swaps = super().make_room(step_id, now)
+        draw, running = next(self.script), self._state.running
+        if draw % 3 == 0 and len(running) > 1:
+            victim = running.requests[draw // 3 % len(running)]
+            swap = self.preempt(victim, step_id, now)
             preempted.append(victim)
             swaps += [] if swap is None else [swap]
         return preempted, swaps
@@ -89,8 +92,8 @@ def complete(llm, script, *, num_host_blocks, lazy, async_scheduling):
         lazy_eviction=lazy,
     )
     limits = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    scheduler = ScriptedScheduler(type(config)(**limits | {"num_host_blocks": num_host_blocks}), policy)
-    scheduler.script = numbers
+    scheduler = Scheduler(type(config)(**limits | {"num_host_blocks": num_host_blocks}), policy)
+    scheduler._preemption = ScriptedPreemption(scheduler._state, numbers)
     engine = Engine(
         llm.executor,
         scheduler,

@@ -101,8 +101,8 @@ def test_a_swapped_request_copies_only_what_is_lost():
 def test_an_aborted_request_gives_up_its_claim():
     scheduler = preempted(DROP)
     scheduler.schedule(0.0)
-    victim = next(iter(scheduler._waiting))
+    victim = next(iter(scheduler._state.waiting))
     scheduler.finish(victim, "abort")
     scheduler.check()
-    assert not scheduler._evicted
-    assert not scheduler._pool._evicted
+    assert not scheduler._state.evicted
+    assert not scheduler._state.pool._evicted

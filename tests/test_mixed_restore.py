@@ -104,10 +104,10 @@ def test_a_head_is_not_given_up_for_another():
     for _ in range(5):
         step(scheduler)
     assert (second.host_handle is not None, len(first.block_ids)) == (True, 2)
-    assert scheduler._state(0, []).num_host_free == 2
+    assert scheduler._state.pools(0, []).num_host_free == 2
     scheduler.policy.action.decisions = [Decision(PreemptionAction.MIXED, num_blocks=1)]
     with pytest.raises(ConfigError, match="swaps 1 blocks; 0 of 2 host blocks are free"):
-        scheduler._preempt(first, 99, 0.0)
+        scheduler._preemption.preempt(first, 99, 0.0)
     scheduler.check()
 
 

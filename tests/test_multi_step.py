@@ -193,7 +193,7 @@ def test_steps_stop_where_a_decision_is_due():
         assert scheduler.schedule(0.0).prefill
         for index in range(count, count + waiting):
             scheduler.add(make_request(index, 3, max_total_tokens=total))
-        for request in list(scheduler._running):
+        for request in list(scheduler._state.running):
             request.output_token_ids.append(0)
         output = scheduler.schedule(1.0, max_decode_steps=limit)
         scheduler.check()

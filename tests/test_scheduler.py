@@ -394,19 +394,19 @@ def _leak_a_block(scheduler, request):
 
 
 def _drop_a_request(scheduler, request):
-    scheduler._running.requests.remove(request)
+    scheduler._state.running.requests.remove(request)
 
 
 def _share_a_slot(scheduler, request):
-    scheduler._free_slots[0] = request.slot
+    scheduler._state.free_slots[0] = request.slot
 
 
 def _queue_twice(scheduler, request):
-    scheduler._waiting.add(request)
+    scheduler._state.waiting.add(request)
 
 
 def _forget_growth(scheduler, request):
-    for bucket in scheduler._running._growing:
+    for bucket in scheduler._state.running._growing:
         bucket.clear()
 
 

@@ -518,10 +518,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         swapped = {r.host_handle for r in self.live.values() if r.status is RequestStatus.SWAPPED}
         assert self.scheduler.num_swapped == len(swapped - self.device.loading.keys())
         copies = {r.host_handle for r in self.live.values() if r.host_handle is not None}
-        assert set(self.device.host) == copies | set(self.scheduler._copies._discarded), (
+        assert set(self.device.host) == copies | set(self.scheduler._state.copies._discarded), (
             "a copy is lost or kept"
         )
-        host = self.scheduler._host
+        host = self.scheduler._state.host
         assert host.num_used == sum(len(self.device.host[handle]) for handle in copies)
         assert host.num_free + host.num_used + host.num_in_flight == self.num_host_blocks
         tables = [r.block_ids for r in self.live.values()]
