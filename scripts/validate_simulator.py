@@ -4,8 +4,11 @@
 
 Loads MODEL, measures its costs (`jaxllm profile`), runs a trace on the real engine under every preset, in a
 pool too small for it, and simulates each run with the distilled profile. Prints predicted and real seconds
-and preemptions. Costs are measured before the runs; a machine that changed its speed since is seen in the
-online correction, which is reported too.
+and preemptions.
+
+A shared machine changes its speed all the time. So the presets take turns, and before each turn costs are
+measured again for a while: the simulations use what was measured over all of it. Of the repetitions the
+median counts.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import json
 import pathlib
 import statistics
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jaxllm import LLM
 from jaxllm.bench import hardware
@@ -24,41 +28,52 @@ from jaxllm.bench.command import command_line
 from jaxllm.bench.profile import Profiler
 from jaxllm.bench.replay import replay
 from jaxllm.costs import shape_of
-from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.base import CostKind, CostModel
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.regression import Sample
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.simulator.run import simulate
 from jaxllm.workloads import Trace, UniformLengths, make_trace
+from jaxllm.workloads.result import RunResult
 
 
-def validate(
-    llm: LLM, costs: CostModel, trace: Trace, config: SchedulerConfig, preset: str, repetitions: int
+class Run(NamedTuple):
+    """A run of the real engine, and what its predictions had to be multiplied with."""
+
+    result: RunResult
+    factors: dict[str, float]
+
+
+def run(llm: LLM, costs: CostModel, trace: Trace, config: SchedulerConfig, preset: str) -> Run:
+    """One run of the real engine under a preset."""
+    calibration = OnlineCalibration(costs)
+    result = replay(llm, trace, config, make_preset(preset, calibration), costs=calibration)
+    return Run(result, {kind: one.factor for kind, one in calibration.report().items()})
+
+
+def compare(
+    preset: str, runs: Sequence[Run], trace: Trace, config: SchedulerConfig, costs: CostModel
 ) -> dict[str, Any]:
-    """One preset: the real runs, and the simulation of them."""
+    """One preset: its runs, and the simulation of them."""
     simulated = simulate(trace, config, make_preset(preset, costs), costs, overlap_swaps=True)
-    runs, factors = [], []
-    for _ in range(repetitions):
-        calibration = OnlineCalibration(costs)
-        runs.append(replay(llm, trace, config, make_preset(preset, calibration), costs=calibration))
-        factors.append({kind: one.factor for kind, one in calibration.report().items()})
-    seconds = [run.seconds for run in runs]
-    preemptions = [run.num_preemptions for run in runs]
-    real = statistics.median(seconds)
+    seconds = [run.result.seconds for run in runs]
+    preemptions = [run.result.num_preemptions for run in runs]
+    typical = sorted(runs, key=lambda run: run.result.seconds)[len(runs) // 2]
     return {
         "preset": preset,
         "seconds": seconds,
         "simulated_seconds": simulated.seconds,
-        "seconds_error": simulated.seconds / real - 1,
+        "seconds_error": _error(simulated.seconds, statistics.median(seconds)),
         "preemptions": preemptions,
         "simulated_preemptions": simulated.num_preemptions,
         "preemptions_error": _error(simulated.num_preemptions, statistics.median(preemptions)),
-        "swaps": [run.num_swaps for run in runs],
+        "swaps": [run.result.num_swaps for run in runs],
         "simulated_swaps": simulated.num_swaps,
-        "weighted_turnaround": [float(run.weighted_turnaround.mean()) for run in runs],
+        "weighted_turnaround": [float(run.result.weighted_turnaround.mean()) for run in runs],
         "simulated_weighted_turnaround": float(simulated.weighted_turnaround.mean()),
-        "online_factors": factors,
-        "real_spent": dataclasses.asdict(runs[0].spent),
+        "online_factors": [run.factors for run in runs],
+        "real_spent": dataclasses.asdict(typical.result.spent),
         "simulated_spent": dataclasses.asdict(simulated.spent),
     }
 
@@ -93,10 +108,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run it from the command line."""
-    args = parse_args(argv)
-    llm = LLM(
+def load(args: argparse.Namespace) -> LLM:
+    """The engine, with a pool that a batch of the profile fits into."""
+    return LLM(
         args.model,
         skip_tokenizer_init=True,
         max_model_len=max(128, args.prompt_len + args.output_len),
@@ -108,11 +122,14 @@ def main(argv: list[str] | None = None) -> None:
         prefill_buckets=[32, 128],
         profile_seconds=0.0,
     )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run it from the command line."""
+    args = parse_args(argv)
+    llm = load(args)
     name = pathlib.Path(llm.config.model).resolve().name
     profiler = Profiler(llm.executor, shape_of(llm.model_config, name, llm.dtype), seed=args.seed)
-    print(f"measuring costs for {args.profile_seconds:g} s", file=sys.stderr)
-    samples = profiler.samples(args.profile_seconds)
-    profile = profiler.profile(samples, profiler.fit(samples))
     config = dataclasses.replace(
         llm.engine.scheduler.config, num_gpu_blocks=args.gpu_blocks, num_host_blocks=args.host_blocks
     )
@@ -125,9 +142,20 @@ def main(argv: list[str] | None = None) -> None:
         name="validation",
     )
     replay(llm, trace.head(min(4, len(trace))), config, make_preset("vllm"))  # warm-up
+    samples: dict[CostKind, list[Sample]] = {}
+    runs: dict[str, list[Run]] = {preset: [] for preset in args.presets}
+    for turn in range(args.repetitions):
+        print(f"turn {turn + 1} of {args.repetitions}: measuring costs, running the presets", file=sys.stderr)
+        for kind, more in profiler.samples(args.profile_seconds / args.repetitions).items():
+            samples[kind] = samples.get(kind, []) + more
+        costs = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
+        first = turn % len(args.presets)
+        for preset in args.presets[first:] + args.presets[:first]:
+            runs[preset].append(run(llm, costs, trace, config, preset))
+    profile = profiler.profile(samples, profiler.fit(samples))
     rows = []
-    for preset in args.presets:
-        row = validate(llm, profile.table, trace, config, preset, args.repetitions)
+    for preset, of_preset in runs.items():
+        row = compare(preset, of_preset, trace, config, profile.table)
         rows.append(row)
         print(
             f"{preset}: real {statistics.median(row['seconds']):.2f} s "
