@@ -7,8 +7,8 @@ pool too small for it, and simulates each run with the distilled profile. Prints
 and preemptions.
 
 A shared machine changes its speed all the time. So the presets take turns, and before each turn costs are
-measured again for a while: the simulations use what was measured over all of it. Of the repetitions the
-median counts.
+measured again for a while. The simulations use costs that are fitted to all of it, so what they are compared
+with is the mean of the repetitions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def compare(
         "preset": preset,
         "seconds": seconds,
         "simulated_seconds": simulated.seconds,
-        "seconds_error": _error(simulated.seconds, statistics.median(seconds)),
+        "seconds_error": _error(simulated.seconds, statistics.fmean(seconds)),
         "preemptions": preemptions,
         "simulated_preemptions": simulated.num_preemptions,
         "preemptions_error": _error(simulated.num_preemptions, statistics.median(preemptions)),
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
         row = compare(preset, of_preset, trace, config, profile.table)
         rows.append(row)
         print(
-            f"{preset}: real {statistics.median(row['seconds']):.2f} s "
+            f"{preset}: real {statistics.fmean(row['seconds']):.2f} s "
             f"({min(row['seconds']):.2f}..{max(row['seconds']):.2f}), simulated "
             f"{row['simulated_seconds']:.2f} s ({row['seconds_error']:+.1%}); preemptions "
             f"{row['preemptions']} (swaps {row['swaps']}), simulated {row['simulated_preemptions']} "

@@ -224,11 +224,11 @@ def test_an_interruption_says_how_to_go_on(run, llm, tmp_path, capsys, monkeypat
 
 
 def test_killed_and_resumed_equals_uninterrupted(run, model, cache, tmp_path):
-    num_prompts = 40
+    num_prompts = 24
     source = tmp_path / "in.txt"
     source.write_text("".join(f"x = {number}\n" for number in range(num_prompts)))
     killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
-    arguments = ["generate", "--input", str(source), "--max-tokens=100", "--ignore-eos"]
+    arguments = ["generate", "--input", str(source), "--max-tokens=60", "--ignore-eos"]
     command = [sys.executable, "-m", "jaxllm", *arguments, "--output", str(killed), "--model", model]
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": cache,
