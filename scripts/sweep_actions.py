@@ -2,9 +2,12 @@
 
     python scripts/sweep_actions.py --samples benchmarks/profile-cpu-samples.json --out-dir out/sweep
     python scripts/sweep_actions.py --parts policies --out-dir out/sweep
+    python scripts/sweep_actions.py --parts near --near-of out/sweep/results.json --requests 1200 \\
+        --samples benchmarks/profile-cpu-samples.json --out-dir out/near
 
 Part `actions`: always swap (while it fits), always recompute, the adaptive choice and hindsight, with
-everything else alike, in every cell; the link's speed goes from far too slow to far too fast. Part `mixed`:
+everything else alike, in every cell; the link's speed goes from far too slow to far too fast. Part `near`:
+the cells near a crossover of an earlier sweep once more, on traces as long as one likes. Part `mixed`:
 what restoring a dropped request in part from the host gains, and could at best. Part `policies`: what each
 of the policies of preset `adaptive` is worth, one changed at a time.
 
@@ -36,11 +39,12 @@ from sweep.cells import (
     make_cells,
     run_cell,
 )
-from sweep.report import places, report
+from sweep.report import load_near, places, report
 
 from jaxllm.bench.command import command_line
 
 PARTS = ("actions", "mixed", "policies")
+ALL_PARTS = (*PARTS, "near")
 MIXED_COLUMNS = (
     "model",
     "dataset",
@@ -61,7 +65,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="some of " + ", ".join(ALL_PARTS) + " (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--near-of", type=pathlib.Path, nargs="+", help="near: results.json of the earlier sweeps"
+    )
     parser.add_argument("--models", default=ALL_MODELS[0], help="policies: the first (default: %(default)s)")
     parser.add_argument("--datasets", default="chatbot,summary", help="policies: all (default: %(default)s)")
     for name, values, parts in (
@@ -78,11 +87,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    for name, known in (("parts", PARTS), ("models", ALL_MODELS), ("datasets", ALL_DATASETS)):
+    for name, known in (("parts", ALL_PARTS), ("models", ALL_MODELS), ("datasets", ALL_DATASETS)):
         values = getattr(args, name).split(",")
         if not set(values) <= set(known):
             parser.error(f"--{name} {','.join(values)}: name some of {', '.join(known)}")
         setattr(args, name, values)
+    if ("near" in args.parts) != (args.near_of is not None):
+        parser.error("--parts near and --near-of RESULTS go together")
     if args.requests < 1 or args.jobs < 1:
         parser.error("--requests and --jobs must be at least 1")
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
@@ -118,6 +129,11 @@ def main(argv: list[str] | None = None) -> None:
         host_blocks=args.host_blocks,
         link_speeds=args.link_speeds,
         policies_at=(args.policies_output_length, args.policies_link_speed),
+        near=[
+            (place.model, place.dataset, place.output, place.host, place.speed)
+            for path in args.near_of or ()
+            for place in load_near(path)
+        ],
     )
     if args.jobs == 1:
         rows = list(map(run_cell, cells))
@@ -132,6 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "places": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows)],
+        "near": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows, "near")],
         "mixed": [{name: row[name] for name in MIXED_COLUMNS} for row in rows if row["part"] == "mixed"],
         "policies": [row for row in rows if row["part"] == "policies"],
     }

@@ -1,5 +1,6 @@
 """The sweep over actions, and over the other policies, on a few requests."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -71,6 +72,24 @@ def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
     assert str(tmp_path) not in report
 
 
+def test_cells_near_a_crossover_are_simulated_again(tmp_path):
+    earlier = [place(0.02, 0.5, 1.0), place(0.08, 0.9, 1.0), place(0.12, 1.1, 1.0), place(4.0, 2.0, 1.0)]
+    (tmp_path / "results.json").write_text(
+        json.dumps({"places": [{**dataclasses.asdict(one), "share": one.share} for one in earlier]})
+    )
+    command = ["--parts", "near", "--near-of", str(tmp_path / "results.json"), "--requests", "20"]
+    sweep_actions.main([*command, "--seeds", "0,1", "--jobs", "1", "--out-dir", str(tmp_path / "near")])
+    results = json.loads((tmp_path / "near" / "results.json").read_text())
+    assert results["places"] == []
+    assert [found["speed"] for found in results["near"]] == [0.08, 0.12]
+    for found in results["near"]:
+        assert found["rates"].keys() == set(sweep.cells.ACTIONS)
+        assert all(len(rates) == 2 for rates in found["rates"].values())
+    report = (tmp_path / "near" / "report.md").read_text()
+    assert "| opt-13b | chatbot | 64 | 64 | 0.08 |" in report
+    assert "of 2 cells (median share" in report
+
+
 def test_every_policy_is_changed_once(tmp_path):
     command = ["--requests", "15", "--seeds", "0", "--jobs", "1", "--parts", "policies"]
     command += ["--policies-link-speed", "0.25", "--policies-output-length", "32"]
@@ -91,7 +110,8 @@ def test_wrong_arguments(tmp_path, capsys):
         ["--models", "gpt"],
         ["--link-speeds", "0"],
         ["--requests", "0"],
+        ["--parts", "near"],
     ):
         with pytest.raises(SystemExit):
             sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
-    assert "--parts all: name some of actions, mixed, policies" in capsys.readouterr().err
+    assert "--parts all: name some of actions, mixed, policies, near" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxllm.predictors.base import CostModel, model_shape
@@ -77,7 +77,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     residuals, predicted = _noise_and_predictor(cell.model, cell.samples, cell.link_speed, cell.seed)
     policy = adaptive(predicted)
     meter = None
-    if cell.part == "actions":
+    if cell.part in ("actions", "near"):
         hindsight = HindsightAction(OverlapAwareAction, costs, residuals)
         meter = RegretMeter(policy.action, hindsight)
         action = {
@@ -213,11 +213,13 @@ def make_cells(
     host_blocks: Sequence[int] = HOST_BLOCKS,
     link_speeds: Sequence[float] = LINK_SPEEDS,
     policies_at: tuple[int, float] = (64, 1.0),
+    near: Iterable[tuple[str, str, int, int, float]] = (),
 ) -> list[Cell]:
     """Every simulation. Recomputing uses neither link nor host memory: once per trace.
 
     `num_requests` is that of the longest outputs; see `MORE_REQUESTS`. `policies_at` is the output length and
-    the link speed of part `policies`.
+    the link speed of part `policies`, `near` lists model, data set, output length, host blocks and link speed
+    of the cells of part `near`.
     """
     cells = []
 
@@ -232,6 +234,13 @@ def make_cells(
             for host, speed, action in itertools.product(host_blocks, link_speeds, ACTIONS):
                 if action != "recompute" and (action != "hindsight" or host == HINDSIGHT_HOST_BLOCKS):
                     add("actions", trace, host, speed, action)
+    if "near" in parts:
+        chosen = list(near)
+        for trace in itertools.product(dict.fromkeys(cell[:3] for cell in chosen), seeds):
+            add("near", (*trace[0], trace[1]), 0, 1.0, "recompute")
+        for (*of_trace, host, speed), seed in itertools.product(chosen, seeds):
+            for action in ("swap", "adaptive", "hindsight"):
+                add("near", (*of_trace, seed), host, speed, action)
     if "mixed" in parts:
         for trace in itertools.product(models, datasets, MIXED_OUTPUT_LENGTHS, seeds):
             for host, speed, variant in itertools.product(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import pathlib
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sweep.cells import (
@@ -52,7 +53,11 @@ class Place:
     @property
     def share(self) -> float:
         """Throughput of the adaptive action over that of the better fixed one."""
-        return min(self.ratio("adaptive", "swap"), self.ratio("adaptive", "recompute"))
+        return self.share_of("adaptive")
+
+    def share_of(self, action: str) -> float:
+        """Throughput of an action over that of the better fixed one."""
+        return min(self.ratio(action, "swap"), self.ratio(action, "recompute"))
 
     @property
     def advantage(self) -> float:
@@ -60,12 +65,12 @@ class Place:
         return math.log(self.ratio("swap", "recompute"))
 
 
-def places(rows: Iterable[dict[str, Any]]) -> list[Place]:
-    """The rows of part `actions`, by cell."""
+def places(rows: Iterable[dict[str, Any]], part: str = "actions") -> list[Place]:
+    """The rows of part `actions`, or `near`, by cell."""
     found: dict[tuple[Any, ...], dict[str, dict[int, dict[str, Any]]]] = {}
     recomputed: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
-        if row["part"] != "actions":
+        if row["part"] != part:
             continue
         trace = row["model"], row["dataset"], row["max_output_len"]
         if row["variant"] == "recompute":
@@ -95,6 +100,28 @@ def crossover(line: Sequence[Place]) -> float | None:
     return None
 
 
+def lines_of(found: Iterable[Place]) -> Iterator[tuple[float | None, list[Place]]]:
+    """Cells that differ by the link's speed alone, each line with its crossover."""
+    for _, group in itertools.groupby(
+        found, key=lambda place: (place.model, place.dataset, place.output, place.host)
+    ):
+        line = list(group)
+        yield crossover(line), line
+
+
+def is_near(place: Place, crossing: float | None) -> bool:
+    """Whether swapping and recomputing are about equal in a cell, whose line has this crossover."""
+    return crossing is not None and abs(math.log(place.speed / crossing)) <= math.log(NEAR_CROSSOVER)
+
+
+def load_near(path: pathlib.Path) -> list[Place]:
+    """The cells near a crossover in the results of an earlier sweep."""
+    found = json.loads(path.read_text(encoding="utf-8"))["places"]
+    names = [field.name for field in dataclasses.fields(Place)]
+    known = [Place(**{name: place[name] for name in names}) for place in found]
+    return [place for crossing, line in lines_of(known) for place in line if is_near(place, crossing)]
+
+
 def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Shares of every cell, losing cells, crossovers and regret."""
     found = places(rows)
@@ -111,21 +138,15 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---|---:|---:|---:|" + "---:|" * len(speeds),
     ]
     near, losing = [], []
-    for (model, dataset, output, host), group in itertools.groupby(
-        found, key=lambda place: (place.model, place.dataset, place.output, place.host)
-    ):
-        line = list(group)
-        crossing = crossover(line)
+    for crossing, line in lines_of(found):
         cells = []
         for place in line:
-            is_near = crossing is not None and abs(math.log(place.speed / crossing)) <= math.log(
-                NEAR_CROSSOVER
-            )
-            near += [place] * is_near
+            starred = is_near(place, crossing)
+            near += [place] * starred
             losing += [place] * (place.share < LEAST_SHARE)
-            cells.append(f"{place.share:.3f}" + "*" * is_near)
+            cells.append(f"{place.share:.3f}" + "*" * starred)
         shown = "none" if crossing is None else f"{crossing:.3f}"
-        lines.append(f"| {model} | {dataset} | {output} | {host} | {shown} | " + " | ".join(cells) + " |")
+        lines.append(f"{_keys(line[0])} | {shown} | " + " | ".join(cells) + " |")
     behind = [place for place in near if place.share <= 1]
     regrets = [place.regret for place in found if place.regret is not None]
     lost = sum(row["regret"]["seconds"] for row in rows if "regret" in row)
@@ -152,6 +173,40 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         "",
     ]
     return lines
+
+
+def near_report(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The cells near a crossover on longer traces: what chance makes of few preemptions averages out."""
+    near = places(rows, "near")
+    lines = [
+        "## Near the crossover",
+        "",
+        f"The cells within {NEAR_CROSSOVER:g}x of a crossover of an earlier sweep, see the command. Tokens/s "
+        "of the adaptive choice, and of hindsight's, over the better of always-swap and always-recompute; in "
+        "brackets the seeds of the former, over the action that is better by the median.",
+        "",
+        "| model | data | output | host blocks | link | adaptive | hindsight |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for place in near:
+        better = min(("swap", "recompute"), key=lambda action: place.ratio("adaptive", action))
+        of_seeds = sorted(rate / place.rates[better][seed] for seed, rate in place.rates["adaptive"].items())
+        lines.append(
+            f"{_keys(place)} | {place.speed:g} | {place.share:.4f} ({of_seeds[0]:.3f} to {of_seeds[-1]:.3f}) "
+            f"| {place.share_of('hindsight'):.4f} |"
+        )
+    ahead = [place for place in near if place.share > 1]
+    lines += [
+        "",
+        f"Strictly faster than both: {len(ahead)} of {len(near)} cells (median share {_median_share(near)}); "
+        f"hindsight: {sum(place.share_of('hindsight') > 1 for place in near)}.",
+        "",
+    ]
+    return lines
+
+
+def _keys(place: Place) -> str:
+    return f"| {place.model} | {place.dataset} | {place.output} | {place.host}"
 
 
 def _median_share(near: Sequence[Place]) -> str:
@@ -261,6 +316,8 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     ]
     if "actions" in args.parts:
         lines += actions_report(rows)
+    if "near" in args.parts:
+        lines += near_report(rows)
     if "mixed" in args.parts:
         lines += mixed_report(rows)
     if "policies" in args.parts:
