@@ -65,12 +65,20 @@ class Scheduler:
     ) -> None:
         """An empty scheduler within the limits of `config`; `ledger` records its decisions."""
         self.config = config
-        self.policy = policy
-        self.ledger = ledger
         self._state = SchedulerState(config, policy, ledger)
         self._preemption = Preemption(self._state)
         self._returns = Returns(self._state)
         self._step_id = 0
+
+    @property
+    def policy(self) -> SchedulerPolicy:
+        """What decides."""
+        return self._state.policy
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """What decisions are written to."""
+        return self._state.ledger
 
     @property
     def has_unfinished(self) -> bool:
@@ -162,10 +170,10 @@ class Scheduler:
         if not copies.num_leaving:  # whatever was predicted, the link is idle
             state.recent.copy_out_until = min(state.recent.copy_out_until, now)
         if state.prefilling is not None or (
-            state.waiting and not state.swapped and self.policy.restore.prefill_first
+            state.waiting and not state.swapped and state.policy.restore.prefill_first
         ):
             num_free = state.pool.num_free
-            if not self.policy.restore.prefill_first:
+            if not state.policy.restore.prefill_first:
                 num_free -= state.num_growing()
             chunks, heads = self._prefill_all(self._returns.startable(now, num_free), now)
             if chunks:
@@ -176,7 +184,7 @@ class Scheduler:
         if not preempted and (state.waiting or state.swapped):
             starting, resuming = self._returns.choose(now)
             swap_in, load = self._returns.swap_in(resuming, step_id, now)
-            if load and not swap_in and not self.policy.restore.prefill_first:
+            if load and not swap_in and not state.policy.restore.prefill_first:
                 starting = self._returns.startable(now, state.pool.num_free - state.num_growing())
             if starting:
                 chunks, heads = self._prefill_all(starting, now)
@@ -277,8 +285,8 @@ class Scheduler:
             state.copies.leave(request)
             state.release(request)
         del state.live[request.request_id]
-        if self.ledger is not None:
-            self.ledger.finished(request.request_id)
+        if state.ledger is not None:
+            state.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -288,13 +296,13 @@ class Scheduler:
         joined, discarded = state.copies.emit(step_id, parts.get("swap_in", ()))
         ending = tuple(state.ending)
         output = SchedulerOutput(step_id, discarded=discarded, joined=joined, ending=ending, **parts)
-        if self.ledger is not None:
+        if state.ledger is not None:
             self._record(output, now)
         return output
 
     def _record(self, output: SchedulerOutput, now: float) -> None:
         state = self._state
-        assert self.ledger is not None
+        assert state.ledger is not None
         record = StepRecord(
             step_id=output.step_id,
             time=now,
@@ -309,7 +317,7 @@ class Scheduler:
             num_swapped_out=len(output.swap_out),
             num_swapped_in=len(output.swap_in) + len(output.joined),
         )
-        self.ledger.step(record)
+        state.ledger.step(record)
 
     # Prefill iterations
 
@@ -337,8 +345,8 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
-            elif self.ledger is not None:
-                self.ledger.resumed(request, self._step_id - 1, now)
+            elif state.ledger is not None:
+                state.ledger.resumed(request, self._step_id - 1, now)
             chunks.append(self._prefill(request, budget, is_first=True))
         if chunks:
             state.recent.prefilled(sum([chunk.length for chunk in chunks]), len(chunks))
@@ -369,7 +377,7 @@ class Scheduler:
         running = state.running
         if len(running) > MULTI_STEP_SEQS or state.swapped or state.copies.is_loading:
             return 1
-        if self.policy.decode_needs_free_block:
+        if state.policy.decode_needs_free_block:
             return 1  # there may be a decision at any block that is taken
         if state.waiting and state.free_slots:
             return 1  # whoever waits starts as soon as there are blocks

@@ -69,7 +69,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--parts", default=",".join(PARTS), help="some of " + ", ".join(ALL_PARTS) + " (default: %(default)s)"
     )
     parser.add_argument(
-        "--near-of", type=pathlib.Path, nargs="+", help="near: results.json of the earlier sweeps"
+        "--near-of",
+        type=pathlib.Path,
+        nargs="+",
+        help="near: results.json of the earlier sweeps, whose cells are taken",
     )
     parser.add_argument("--models", default=ALL_MODELS[0], help="policies: the first (default: %(default)s)")
     parser.add_argument("--datasets", default="chatbot,summary", help="policies: all (default: %(default)s)")
@@ -118,6 +121,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     args.out_dir.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
+    near = [
+        (place.model, place.dataset, place.output, place.host, place.speed)
+        for path in args.near_of or ()
+        for place in load_near(path)
+    ]
+    if args.near_of and not near:
+        sys.exit("--near-of: no cell of these sweeps is near a crossover")
     cells = make_cells(
         args.parts,
         args.models,
@@ -129,11 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         host_blocks=args.host_blocks,
         link_speeds=args.link_speeds,
         policies_at=(args.policies_output_length, args.policies_link_speed),
-        near=[
-            (place.model, place.dataset, place.output, place.host, place.speed)
-            for path in args.near_of or ()
-            for place in load_near(path)
-        ],
+        near=near,
     )
     if args.jobs == 1:
         rows = list(map(run_cell, cells))
@@ -143,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
             rows = list(pool.map(run_cell, cells, chunksize=8))
     values = {
         "command": args.command,
-        "models": args.models,
+        "models": sorted({cell.model for cell in cells}),
         "device": DEVICE,
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},

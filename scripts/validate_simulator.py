@@ -7,8 +7,8 @@ pool too small for it, and simulates each run with the distilled profile. Prints
 and preemptions.
 
 A shared machine changes its speed all the time. So the presets take turns, and before each turn costs are
-measured again for a while. The simulations use costs that are fitted to all of it, so what they are compared
-with is the mean of the repetitions.
+measured again for a while. The simulations use costs that are fitted to all of it, and are compared with the
+mean of the repetitions (a fit of relative errors lies somewhat below the mean of what it was given).
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ def compare(
     simulated = simulate(trace, config, make_preset(preset, costs), costs, overlap_swaps=True)
     seconds = [run.result.seconds for run in runs]
     preemptions = [run.result.num_preemptions for run in runs]
-    typical = sorted(runs, key=lambda run: run.result.seconds)[len(runs) // 2]
+    spent = [dataclasses.asdict(run.result.spent) for run in runs]
     return {
         "preset": preset,
         "seconds": seconds,
         "simulated_seconds": simulated.seconds,
+        "seconds_standard_error": _standard_error(seconds),
         "seconds_error": _error(simulated.seconds, statistics.fmean(seconds)),
         "preemptions": preemptions,
         "simulated_preemptions": simulated.num_preemptions,
@@ -73,9 +74,13 @@ def compare(
         "weighted_turnaround": [float(run.result.weighted_turnaround.mean()) for run in runs],
         "simulated_weighted_turnaround": float(simulated.weighted_turnaround.mean()),
         "online_factors": [run.factors for run in runs],
-        "real_spent": dataclasses.asdict(typical.result.spent),
+        "real_spent": {part: statistics.fmean(one[part] for one in spent) for part in spent[0]},
         "simulated_spent": dataclasses.asdict(simulated.spent),
     }
+
+
+def _standard_error(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 def _error(predicted: float, real: float) -> float | None:

@@ -27,14 +27,16 @@ def run(script, llm, options, monkeypatch, out):
     monkeypatch.setattr(script, "load", lambda args: llm)
     command = [f"{script.__name__}.py", *OPTIONS, *options, "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
-    script.main()
+    try:
+        script.main()
+    finally:
+        llm.executor.limit_host_bandwidth(None)
     return json.loads(out.read_text())
 
 
 def test_every_action_runs_every_trace(llm, tmp_path, monkeypatch, capsys):
     options = ["--speeds", "4", "--seeds", "0"]
     report = run(sweep_engine, llm, options, monkeypatch, tmp_path / "sweep.json")
-    llm.executor.limit_host_bandwidth(None)
     assert report["command"].startswith("python sweep_engine.py --requests 8")
     (row,) = report["rows"]
     assert row["host_bandwidth_limit"] == 4 * report["equal_speed_bytes_per_second"]

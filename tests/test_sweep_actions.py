@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import sweep.cells
 import sweep_actions
-from sweep.report import Place, crossover
+from sweep.report import Place, actions_report, crossover
 
 from jaxllm.predictors.samples import save_samples
 
@@ -88,6 +88,21 @@ def test_cells_near_a_crossover_are_simulated_again(tmp_path):
     report = (tmp_path / "near" / "report.md").read_text()
     assert "| opt-13b | chatbot | 64 | 64 | 0.08 |" in report
     assert "of 2 cells (median share" in report
+    (tmp_path / "results.json").write_text(json.dumps({"places": []}))
+    with pytest.raises(SystemExit, match="no cell of these sweeps is near a crossover"):
+        sweep_actions.main([*command, "--out-dir", str(tmp_path / "none")])
+
+
+def test_regret_is_that_of_its_own_part():
+    row = {"model": "opt-13b", "dataset": "chatbot", "max_output_len": 64, "num_host_blocks": 64}
+    row |= {"link_speed": 1.0, "seed": 0, "output_tokens_per_second": 1.0}
+    regret = {"seconds": 1.0, "best_seconds": 100.0}
+    rows = [row | {"part": "actions", "variant": variant} for variant in ("recompute", "swap")]
+    rows.append(row | {"part": "actions", "variant": "adaptive", "regret": regret})
+    rows.append(
+        row | {"part": "near", "variant": "adaptive", "regret": {"seconds": 9.0, "best_seconds": 1.0}}
+    )
+    assert "Regret, all decisions together: 1.0%" in "\n".join(actions_report(rows))
 
 
 def test_every_policy_is_changed_once(tmp_path):

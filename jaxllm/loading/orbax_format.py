@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import sys
 import traceback
@@ -93,14 +94,25 @@ def load_orbax(
 def _discard_suspended_reads(error: Exception) -> None:
     """Collect, in silence, the coroutines that Orbax left suspended when a read failed with `error`.
 
-    Each prints a traceback when it is collected, at whatever moment that happens to be.
+    Each prints a traceback when it is collected, at whatever moment that happens to be. What else is
+    collected here and fails is reported as ever.
     """
     hook, logger = sys.unraisablehook, logging.getLogger("asyncio")
     level = logger.level
+
+    def report(unraisable: sys.UnraisableHookArgs) -> None:
+        if not inspect.iscoroutine(unraisable.object):
+            hook(unraisable)
+
+    chain: list[BaseException] = [error]
+    for one in chain:  # frames of any of them may hold the coroutines
+        linked = (one.__cause__, one.__context__)
+        chain += [other for other in linked if other is not None and other not in chain]
     try:
-        sys.unraisablehook = lambda _: None
+        sys.unraisablehook = report
         logger.setLevel(logging.CRITICAL)
-        traceback.clear_frames(error.__traceback__)
+        for one in chain:
+            traceback.clear_frames(one.__traceback__)
         gc.collect()
     finally:
         sys.unraisablehook = hook

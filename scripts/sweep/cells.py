@@ -235,7 +235,7 @@ def make_cells(
                 if action != "recompute" and (action != "hindsight" or host == HINDSIGHT_HOST_BLOCKS):
                     add("actions", trace, host, speed, action)
     if "near" in parts:
-        chosen = list(near)
+        chosen = list(dict.fromkeys(near))
         for trace in itertools.product(dict.fromkeys(cell[:3] for cell in chosen), seeds):
             add("near", (*trace[0], trace[1]), 0, 1.0, "recompute")
         for (*of_trace, host, speed), seed in itertools.product(chosen, seeds):

@@ -149,8 +149,9 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(f"{_keys(line[0])} | {shown} | " + " | ".join(cells) + " |")
     behind = [place for place in near if place.share <= 1]
     regrets = [place.regret for place in found if place.regret is not None]
-    lost = sum(row["regret"]["seconds"] for row in rows if "regret" in row)
-    best = sum(row["regret"]["best_seconds"] for row in rows if "regret" in row)
+    metered = [row["regret"] for row in rows if row["part"] == "actions" and "regret" in row]
+    lost = sum(regret["seconds"] for regret in metered)
+    best = sum(regret["best_seconds"] for regret in metered)
     hindsight = [place.ratio("adaptive", "hindsight") for place in found if "hindsight" in place.rates]
     against_hindsight = (
         f" Throughput over that of hindsight: median {statistics.median(hindsight):.3f}, least "
