@@ -1,66 +1,22 @@
-"""Reading, checking and converting checkpoints."""
+"""Reading and checking checkpoints."""
 
-import asyncio
-import gc
-import json
-import logging
 import shlex
-import sys
 import tracemalloc
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from checkpoint_helpers import GQA, assert_same, read_config, stored, write
+from safetensors.numpy import load_file
 from variants import VARIANTS, golden_checkpoint
 
 from jaxllm.errors import ConfigError, WeightsError
-from jaxllm.loading import (
-    convert_checkpoint,
-    load_params,
-    orbax_format,
-    resolve_dtype,
-    safetensors_format,
-)
+from jaxllm.loading import load_params, resolve_dtype, safetensors_format
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.registry import abstract_params
 
-GQA = "llama_gqa"
 QKV = "layers.0.self_attn.qkv_proj.weight"
-
-
-def read_config(folder):
-    return config_from_dict(read_hf_config(folder))
-
-
-def stored(name):
-    return load_file(golden_checkpoint(name) / "model.safetensors")
-
-
-def write(folder, tensors, *, like=GQA, num_shards=1, **config_changes):
-    """A checkpoint folder of `tensors` with the config of a golden one; big and small shards alternate."""
-    folder.mkdir(exist_ok=True)
-    config = read_hf_config(golden_checkpoint(like)) | config_changes
-    (folder / "config.json").write_text(json.dumps(config))
-    if num_shards == 1:
-        save_file(tensors, folder / "model.safetensors")
-        return folder
-    weight_map = {}
-    for i in range(num_shards):
-        file = f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
-        names = sorted(tensors)[i::num_shards]
-        save_file({name: tensors[name] for name in names}, folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return folder
-
-
-def assert_same(ours, expected):
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(np.asarray(ours[name]), np.asarray(value), err_msg=name)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -350,137 +306,3 @@ def test_host_memory_stays_below_a_shard(tmp_path):
         peak(lambda: load_file(max(folder.glob("*.safetensors"), key=lambda f: f.stat().st_size))) > largest
     )
     assert peak(lambda: load_params(folder, config, "float32")) < 0.6 * largest
-
-
-def test_convert_round_trips_through_orbax_quietly(tmp_path, monkeypatch, caplog, capfd):
-    source = write(tmp_path / "source", stored(GQA), num_shards=2)
-    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja", "notes.txt"):
-        (source / name).write_text(name)
-    monkeypatch.setattr(orbax_format, "_GROUP_BYTES", 40_000)
-    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        converted = convert_checkpoint(source, tmp_path / "new" / "converted", "bfloat16")
-        config = read_config(converted)
-        restored = load_params(converted, config)
-        cast = load_params(converted, config, "float32")
-    assert not caplog.records
-    assert capfd.readouterr().err == ""
-    assert sorted(path.name for path in converted.iterdir()) == [
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "params",
-        "tokenizer.json",
-    ]
-    assert len(list((converted / "params").iterdir())) > 2
-    assert resolve_dtype(converted) == "bfloat16"
-    assert read_hf_config(converted)["hidden_size"] == 64
-    assert_same(restored, load_params(source, config, "bfloat16"))
-    assert_same(cast, load_params(source, config, "float32"))  # the source is bfloat16: nothing was lost
-    assert all(value.committed for value in cast.values())
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    return convert_checkpoint(
-        golden_checkpoint("opt_post_norm"), tmp_path_factory.mktemp("orbax") / "m", "float32"
-    )
-
-
-def test_converted_weights_are_checked_against_the_config(converted):
-    changed = {"ffn_dim": 64, "num_hidden_layers": 1, "tie_word_embeddings": False}
-    config = config_from_dict(read_hf_config(converted) | changed)
-    with pytest.raises(WeightsError) as error:
-        load_params(converted, config, "float32")
-    missing, unexpected, wrong = str(error.value).split("; ")
-    assert "lm_head.weight" in missing
-    assert "layers.1.fc1.weight" in unexpected
-    assert "layers.0.fc1.weight is [128, 64], expected [64, 64]" in wrong
-
-
-def test_converted_checkpoints_convert_again(converted, tmp_path):
-    again = convert_checkpoint(converted, tmp_path / "again", "float16")
-    assert resolve_dtype(again) == "float16"
-    config = read_config(again)
-    assert_same(load_params(again, config), load_params(converted, config, "float16"))
-
-
-def test_corrupt_converted_weights_are_named(converted, tmp_path):
-    config = read_config(converted)
-    (tmp_path / "params" / "00000").mkdir(parents=True)
-    with pytest.raises(WeightsError, match=r"cannot read the Orbax checkpoint .*00000.*jaxllm convert"):
-        load_params(tmp_path, config, "float32")
-    (tmp_path / "params" / "00000").rmdir()
-    with pytest.raises(WeightsError, match="missing: "):
-        load_params(tmp_path, config, "float32")
-
-
-def test_a_damaged_array_of_converted_weights_is_named(tmp_path):
-    folder = convert_checkpoint(golden_checkpoint(GQA), tmp_path / "damaged", "float32")
-    data = max((folder / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
-    data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(WeightsError, match="cannot read the Orbax checkpoint"):
-        load_params(folder, read_config(folder), "float32")
-
-
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_reads_left_suspended_by_a_failed_one_print_nothing(converted, monkeypatch, capfd, is_wrapped):
-    import orbax.checkpoint
-
-    async def suspended():
-        try:
-            await asyncio.sleep(60)
-        except BaseException as error:
-            raise Exception("a read that was given up") from error
-
-    async def failing():
-        await asyncio.sleep(0)
-        raise ValueError("damaged")
-
-    async def read_all():
-        reads = [suspended(), failing()]
-        await asyncio.gather(*reads)
-
-    def restore(*_):
-        loop = asyncio.new_event_loop()
-        try:
-            loop.run_until_complete(read_all())
-        except ValueError as error:
-            if is_wrapped:
-                raise Exception("not restored: damaged") from error
-            raise
-        finally:
-            loop.close()
-
-    monkeypatch.setattr(orbax.checkpoint.StandardCheckpointer, "restore", restore)
-    unraisable = []
-    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    with pytest.raises(WeightsError, match=r"cannot read the Orbax checkpoint.*damaged"):
-        load_params(converted, read_config(converted), "float32")
-    gc.collect()
-    assert [one.object for one in unraisable] == []
-    assert capfd.readouterr().err == ""
-
-
-def test_an_interrupted_conversion_leaves_nothing_that_looks_valid(tmp_path, monkeypatch):
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    target = tmp_path / "target"
-    with monkeypatch.context() as patch:
-        patch.setattr(orbax_format, "_save_group", fail)
-        with pytest.raises(KeyboardInterrupt):
-            convert_checkpoint(golden_checkpoint(GQA), target, "float32")
-    assert list(tmp_path.iterdir()) == []
-    # What a killed process leaves is not `target` either, and does not stop the next attempt.
-    (tmp_path / ".target.partial" / "params").mkdir(parents=True)
-    target.mkdir()
-    convert_checkpoint(golden_checkpoint(GQA), target, "float32")
-    assert [path.name for path in tmp_path.iterdir()] == ["target"]
-
-
-def test_convert_refuses_what_it_would_overwrite(tmp_path):
-    (tmp_path / "file").touch()
-    for target in (tmp_path, tmp_path / "file", golden_checkpoint(GQA)):
-        with pytest.raises(ConfigError, match="exists and is not an empty folder"):
-            convert_checkpoint(golden_checkpoint(GQA), target, "float32")

@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import memory
-from jaxllm.executor.model_executor import ProgramKey, step_program
+from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.models.config import config_from_dict
 
 GIB = 2**30

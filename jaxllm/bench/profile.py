@@ -124,11 +124,8 @@ class Profiler:
         requests = self._requests([context + 1] * batch)
         assert requests is not None  # `time_decode` had them, too
         decode = SchedulerOutput(0, decode=tuple(requests))
-        swap = Swap(
-            Request("", [0], _GREEDY, arrival_time=0.0, arrival_index=-1, max_total_tokens=2),
-            -2,
-            tuple(range(num_blocks)),
-        )  # -1 is that of `time_swap`
+        nobody = Request("", [0], _GREEDY, arrival_time=0.0, arrival_index=-1, max_total_tokens=2)
+        swap = Swap(nobody, -2, tuple(range(num_blocks)))  # handle -1 is that of `time_swap`
 
         def seconds(num_steps: int, first: SchedulerOutput, last: SchedulerOutput) -> float:
             started = time.perf_counter()
@@ -141,10 +138,8 @@ class Profiler:
 
         shares: tuple[list[float], list[float]] = ([], [])
         start_out = dataclasses.replace(decode, swap_out=(swap,))
-        start_in, end_in = (
-            dataclasses.replace(decode, load=(swap,)),
-            dataclasses.replace(decode, joined=(swap,)),
-        )
+        start_in = dataclasses.replace(decode, load=(swap,))
+        end_in = dataclasses.replace(decode, joined=(swap,))
         for _ in range(repetitions):
             num_steps = max(1, math.ceil(out_alone / step))
             without = seconds(num_steps, decode, decode)

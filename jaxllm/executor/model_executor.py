@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +17,11 @@ from jaxllm.executor import compile_stats
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
 from jaxllm.executor.pending import PendingStep
+from jaxllm.executor.programs import CompiledProgram, ProgramKey, jitted_step, state_shapes
 from jaxllm.executor.sampler import SlotParams
-from jaxllm.executor.step import (
-    DecodeInputs,
-    DeviceState,
-    PrefillInputs,
-    StepOutputs,
-    run_decode_steps,
-    run_step,
-)
+from jaxllm.executor.step import DeviceState, StepOutputs
 from jaxllm.executor.swapper import BlockSwapper
-from jaxllm.models.registry import AnyConfig, Params, abstract_params
+from jaxllm.models.registry import AnyConfig, Params
 from jaxllm.types import (
     NO_COPIES,
     CopyProgress,
@@ -40,26 +32,6 @@ from jaxllm.types import (
 
 _COMPILE_THREADS = 4  # XLA compiles outside the interpreter lock
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
-
-
-class ProgramKey(NamedTuple):
-    """Static shape of a step: decode rows, prefill tokens, prefill sequences; 0 where a slice is absent.
-
-    With `max_decode_steps` of more than one it is a program of up to so many decode iterations.
-    """
-
-    decode_rows: int
-    prefill_tokens: int
-    prefill_seqs: int
-    max_decode_steps: int = 1
-
-    @property
-    def name(self) -> str:
-        """What the program computes."""
-        if not self.decode_rows:
-            return f"prefill of {self.prefill_tokens} tokens, {self.prefill_seqs} prompts"
-        steps = f", up to {self.max_decode_steps} steps" if self.max_decode_steps > 1 else ""
-        return f"decode of {self.decode_rows}{steps}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,28 +65,6 @@ class ExecutorConfig:
         return keys
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledProgram:
-    """What a program took to compile and needs to run. Bytes; None where the device does not tell.
-
-    `aliased_bytes` of the arguments are updated in place; the others are only read. `implementation` is of
-    its attention.
-    """
-
-    key: ProgramKey
-    implementation: str
-    compile_seconds: float
-    argument_bytes: int | None
-    aliased_bytes: int | None
-    temporary_bytes: int | None
-    output_bytes: int | None
-
-    @property
-    def name(self) -> str:
-        """What it computes."""
-        return self.key.name
-
-
 class ModelExecutor:
     """Executes steps of one model on one device. One thread owns it: every step donates the pool."""
 
@@ -131,7 +81,7 @@ class ModelExecutor:
         self._params = params
         self._device = device or jax.devices()[0]
         self._max_blocks = -(-config.max_model_len // config.block_size)
-        shapes = _state_shapes(
+        shapes = state_shapes(
             model_config,
             dtype=config.dtype,
             num_gpu_blocks=config.num_gpu_blocks,
@@ -304,7 +254,7 @@ class ModelExecutor:
     def _lower(
         self, key: ProgramKey, decode: np.ndarray | None, prefill: np.ndarray | None
     ) -> jax.stages.Lowered:
-        jitted = _jitted_step(self.model_config, key, self._max_blocks, self._implementation(key))
+        jitted = jitted_step(self.model_config, key, self._max_blocks, self._implementation(key))
         return jitted.lower(self._params, self._state, self._slot_params, decode, prefill)
 
     def _implementation(self, key: ProgramKey) -> str | None:
@@ -404,7 +354,7 @@ class ModelExecutor:
         return packed
 
     def _pack_prefill(self, chunks: Sequence[PrefillChunk], num_tokens: int, num_seqs: int) -> np.ndarray:
-        """A flat int32 array; see `_unpack_prefill`."""
+        """A flat int32 array; see `programs._unpack_prefill`."""
         tokens = np.zeros(num_tokens, np.int32)
         targets = np.zeros(num_tokens, np.int32)
         starts = np.zeros(num_seqs + 1, np.int32)
@@ -427,65 +377,6 @@ class ModelExecutor:
         )
 
 
-def step_program(
-    model_config: AnyConfig,
-    key: ProgramKey,
-    *,
-    dtype: str,
-    num_gpu_blocks: int,
-    block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    implementation: str | None = None,
-) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
-    """A step's program and its abstract arguments, from shapes alone.
-
-    Lowered with them and compiled it tells the memory it needs. The second argument is the `DeviceState`.
-    """
-    max_blocks = -(-max_model_len // block_size)
-    state = _state_shapes(
-        model_config,
-        dtype=dtype,
-        num_gpu_blocks=num_gpu_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-    )
-    slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SlotParams.host_zeros(max_num_seqs)))
-    decode = prefill = None
-    if key.decode_rows:
-        decode = jax.ShapeDtypeStruct((key.decode_rows, 3 + max_blocks), jnp.int32)
-    if key.prefill_tokens:
-        size = sum(_prefill_sizes(key.prefill_tokens, key.prefill_seqs, max_blocks))
-        prefill = jax.ShapeDtypeStruct((size,), jnp.int32)
-    jitted = _jitted_step(model_config, key, max_blocks, implementation)
-    return jitted, (abstract_params(model_config, dtype), state, slot_params, decode, prefill)
-
-
-def _state_shapes(
-    model: AnyConfig,
-    *,
-    dtype: str,
-    num_gpu_blocks: int,
-    block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-) -> DeviceState:
-    pool = (num_gpu_blocks, model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
-    history = (max_num_seqs + 1, max_model_len + 1)
-    return DeviceState(
-        jax.ShapeDtypeStruct(pool, jnp.dtype(dtype)),  # type: ignore[arg-type]
-        jax.ShapeDtypeStruct(history, jnp.int32),  # type: ignore[arg-type]
-    )
-
-
-def _jitted_step(
-    model_config: AnyConfig, key: ProgramKey, max_blocks: int, implementation: str | None
-) -> jax.stages.Wrapped:
-    step = functools.partial(_packed_step, model_config, key, max_blocks, implementation)
-    return jax.jit(step, donate_argnums=(1,))
-
-
 def _timed_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
     started = time.perf_counter()
     return lowered.compile(), time.perf_counter() - started
@@ -494,48 +385,6 @@ def _timed_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, fl
 def _slot(request: Request) -> int:
     assert request.slot is not None  # whatever is scheduled holds one
     return request.slot
-
-
-def _prefill_sizes(num_tokens: int, num_seqs: int, max_blocks: int) -> tuple[int, ...]:
-    return (num_tokens, num_tokens, num_seqs + 1, num_seqs, num_seqs, num_seqs, 1, num_seqs * max_blocks)
-
-
-def _unpack_prefill(packed: jax.Array, num_tokens: int, num_seqs: int, max_blocks: int) -> PrefillInputs:
-    sizes = _prefill_sizes(num_tokens, num_seqs, max_blocks)
-    ends = np.cumsum(sizes)
-    parts = [packed[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
-    parts[-1] = parts[-1].reshape(num_seqs, max_blocks)
-    return PrefillInputs(*parts)
-
-
-def _packed_step(
-    model_config: AnyConfig,
-    key: ProgramKey,
-    max_blocks: int,
-    implementation: str | None,
-    params: Params,
-    state: DeviceState,
-    slot_params: SlotParams,
-    packed_decode: jax.Array | None,
-    packed_prefill: jax.Array | None,
-) -> tuple[DeviceState, StepOutputs]:
-    decode = prefill = None
-    if packed_decode is not None:
-        decode = DecodeInputs(packed_decode[:, 0], packed_decode[:, 1], packed_decode[:, 3:])
-        if key.max_decode_steps > 1:
-            return run_decode_steps(
-                model_config,
-                params,
-                state,
-                slot_params,
-                decode,
-                packed_decode[0, 2],
-                max_steps=key.max_decode_steps,
-                implementation=implementation,
-            )
-    if packed_prefill is not None:
-        prefill = _unpack_prefill(packed_prefill, key.prefill_tokens, key.prefill_seqs, max_blocks)
-    return run_step(model_config, params, state, slot_params, decode, prefill, implementation=implementation)
 
 
 def _set_history(history: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 from jaxllm.errors import CapacityError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
-from jaxllm.executor.model_executor import ProgramKey, step_program
+from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.gpu.target import Compiler, GPUTarget
 from jaxllm.models.registry import AnyConfig, abstract_params
