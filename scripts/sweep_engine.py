@@ -1,53 +1,49 @@
-"""Swap, recompute, or choose, on the real engine: over the speed of a throttled link to the host.
+"""Swap, recompute, or choose, on the real engine: over link speed, host pool and output length.
 
-    python scripts/sweep_engine.py --out sweep-engine.json
+    python scripts/sweep_engine.py --out-dir out/sweep-engine
 
 The link is slowed down by the executor's experiment option (`host_bandwidth_limit`), to multiples of the
 speed at which copying a typical request out and back takes as long as one prefill of it. For each speed the
 swaps are measured and predictors fitted anew; prefill and decode are measured once. All three actions share
-every other policy of preset `adaptive`. They take turns within a seed, each seed beginning with another, and
-are compared on the same trace: the share is the median over seeds of the fixed action's seconds over those
-of the adaptive one, for the better fixed action.
+every other policy of preset `adaptive`, and are compared seed by seed on the same trace.
 
-A shared machine changes its speed from run to run. So a yardstick, some decode and prefill steps, is timed
-before and after each run; the link is set to that speed, too, and the run's seconds are divided by how many
-times longer than at first the yardstick took. Of the repetitions the median counts.
+A shared machine changes its speed from second to second. So the actions run side by side, on an engine each,
+in turns of 50 ms, and each is timed by a clock that goes only while it has its turn, as does its link. A
+second adaptive engine runs beside them: how far the two differ is what chance does.
+
+Writes results.json and report.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
+
+from sweep.report import Place, shares_report
 
 from jaxllm import LLM
 from jaxllm.bench import hardware
 from jaxllm.bench.command import command_line
 from jaxllm.bench.profile import Profiler
-from jaxllm.bench.replay import replay
+from jaxllm.bench.replay import Replay, Stopwatch, replay_side_by_side
 from jaxllm.costs import shape_of
+from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.sched.policies import AlwaysRecompute, OverlapAwareResume, SwapIfItFits
+from jaxllm.sched.policies import AlwaysRecompute, OverlapAwareResume, SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import adaptive
-from jaxllm.workloads import UniformLengths, make_trace
+from jaxllm.workloads import Trace, UniformLengths, make_trace
+from jaxllm.workloads.result import RunResult
 
-SPEEDS = (0.1, 0.35, 0.7, 1.4, 3.0, 10.0)
-ACTIONS = ("recompute", "swap", "adaptive")
-
-
-class Run(NamedTuple):
-    """A run's seconds at the machine's first speed, as measured, and how slow the machine was."""
-
-    seconds: float
-    measured_seconds: float
-    slowness: float
-    num_preemptions: int
-    num_swaps: int
+SPEEDS = (0.02, 0.1, 0.4, 1.0, 10.0)
+AGAIN = "adaptive again"
+ACTIONS = ("recompute", "swap", "adaptive", AGAIN)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -57,154 +53,189 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", help="folder of a checkpoint (default: the demo model)")
     parser.add_argument("--speeds", default=",".join(map(str, SPEEDS)), help="default: %(default)s")
-    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--host-blocks", default="12,48", help="default: %(default)s")
+    parser.add_argument("--output-lengths", default="32,64", help="longest outputs (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--prompt-len", type=int, default=96, help="longest; the shortest is a quarter")
-    parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--gpu-blocks", type=int, default=64)
-    parser.add_argument("--host-blocks", type=int, default=64)
+    parser.add_argument("--gpu-blocks", type=int, default=36)
     parser.add_argument("--profile-seconds", type=float, default=30.0)
     parser.add_argument("--seeds", default="0,1,2,3,4")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each run")
-    parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
+    parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
     args.speeds = [float(speed) for speed in args.speeds.split(",")]
-    args.seeds = [int(seed) for seed in args.seeds.split(",")]
-    if min(args.speeds) <= 0 or args.repetitions < 1:
-        parser.error("--speeds must be above 0, and --repetitions at least 1")
+    for name in ("host_blocks", "output_lengths", "seeds"):
+        setattr(args, name, [int(value) for value in getattr(args, name).split(",")])
+    if min(args.speeds) <= 0 or min(args.host_blocks) < 1 or min(args.output_lengths) < 1:
+        parser.error("--speeds must be above 0, --host-blocks and --output-lengths at least 1")
     return args
 
 
 def load(args: argparse.Namespace) -> LLM:
-    """The engine, with a pool that is too small for the workload."""
+    """An engine with a pool that is too small for the workload."""
     return LLM(
         args.model,
         skip_tokenizer_init=True,
-        max_model_len=max(128, args.prompt_len + args.output_len),
+        max_model_len=max(128, args.prompt_len + max(args.output_lengths)),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=256,
         num_gpu_blocks_override=args.gpu_blocks,
-        num_host_blocks=args.host_blocks,
+        num_host_blocks=max(args.host_blocks),
         decode_buckets=[args.max_num_seqs],
         prefill_buckets=[64, 256],
         profile_seconds=0.0,
     )
 
 
-def in_turn(turn: int) -> tuple[str, ...]:
-    """The actions in the order of a seed's runs."""
-    first = turn % len(ACTIONS)
-    return ACTIONS[first:] + ACTIONS[:first]
+def policy_of(action: str, costs: CostModel) -> SchedulerPolicy:
+    """Preset `adaptive` with another action."""
+    policy = adaptive(costs)
+    if action in ("adaptive", AGAIN):
+        return policy
+    fixed = AlwaysRecompute() if action == "recompute" else SwapIfItFits()
+    return dataclasses.replace(policy, action=fixed, resume=OverlapAwareResume(costs, gives_up=False))
 
 
-def yardstick(profiler: Profiler, args: argparse.Namespace) -> float:
-    """Seconds that a fixed piece of work takes now."""
-    decode = profiler.time_decode(args.max_num_seqs, 8, 20)
-    return 16 * decode + profiler.time_prefill(64, 1, 10)
+def side_by_side(
+    engines: Sequence[LLM], trace: Trace, costs: CostModel, num_host_blocks: int, bandwidth: float
+) -> dict[str, RunResult]:
+    """Run a trace with every action, each on its own engine, behind links of `bandwidth` bytes per second."""
+    runs = []
+    for llm, action in zip(engines, ACTIONS, strict=True):
+        watch, calibration = Stopwatch(), OnlineCalibration(costs)
+        llm.executor.limit_host_bandwidth(bandwidth, watch)
+        config = dataclasses.replace(llm.engine.scheduler.config, num_host_blocks=num_host_blocks)
+        policy = policy_of(action, calibration)
+        run = Replay(llm, trace, config, policy, costs=calibration, async_scheduling=False, clock=watch)
+        runs.append((run, watch))
+    return dict(zip(ACTIONS, replay_side_by_side(runs), strict=True))
 
 
-def seed_by_seed(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """How many times longer each fixed action takes than the adaptive one, median over seeds."""
+def rate(run: RunResult) -> float:
+    """Tokens per second."""
+    return run.num_output_tokens / run.seconds
+
+
+ByAction = Mapping[str, Mapping[int, RunResult]]
+
+
+def row_of(place: Place, by_action: ByAction, bandwidth: float) -> dict[str, Any]:
+    """A cell, for the results."""
+
+    def of_each(name: str) -> dict[str, list[Any]]:
+        return {action: [getattr(run, name) for run in of.values()] for action, of in by_action.items()}
+
     return {
-        action: statistics.median(
-            fixed / chosen for fixed, chosen in zip(seconds[action], seconds["adaptive"], strict=True)
-        )
-        for action in ("recompute", "swap")
+        **dataclasses.asdict(place),
+        "share": place.share,
+        "host_bandwidth_limit": bandwidth,
+        "seconds": of_each("seconds"),
+        "preemptions": of_each("num_preemptions"),
+        "swaps": of_each("num_swaps"),
     }
+
+
+def line_of(place: Place, by_action: ByAction) -> str:
+    """A cell, for the screen."""
+    seconds = {
+        action: statistics.median(run.seconds for run in of.values()) for action, of in by_action.items()
+    }
+    counts = [f"{run.num_swaps}/{run.num_preemptions}" for run in by_action["adaptive"].values()]
+    return (
+        f"link x{place.speed:g}, output {place.output}, {place.host} host blocks: "
+        + ", ".join(f"{action} {value:.2f} s" for action, value in seconds.items())
+        + f"; share {place.share:.3f}; swapped {counts}"
+    )
+
+
+def noise_report(found: Sequence[Place]) -> list[str]:
+    """How far two runs differ that do the same."""
+    of_seeds = [
+        abs(place.rates[AGAIN][seed] / rate - 1)
+        for place in found
+        for seed, rate in place.rates["adaptive"].items()
+    ]
+    of_places = [abs(place.ratio(AGAIN, "adaptive") - 1) for place in found]
+    again = sum(place.share_of(AGAIN) > 1 for place in found)
+    return [
+        "## Noise",
+        "",
+        "Two adaptive engines on the same trace, side by side, differ by "
+        f"{statistics.median(of_seeds):.1%} (median over cells and seeds; at most {max(of_seeds):.1%}); the "
+        f"medians over seeds, by {statistics.median(of_places):.1%} (at most {max(of_places):.1%}). "
+        f"The second is faster than both fixed actions in {again} of {len(found)} cells, the first in "
+        f"{sum(place.share > 1 for place in found)}.",
+        "",
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run it from the command line."""
     args = parse_args(argv)
-    llm = load(args)
+    command = command_line(["python", "scripts/sweep_engine.py", *(sys.argv[1:] if argv is None else argv)])
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    engines = [load(args) for _ in ACTIONS]
+    llm = engines[0]
     name = pathlib.Path(llm.config.model).resolve().name
     profiler = Profiler(llm.executor, shape_of(llm.model_config, name, llm.dtype))
     print(f"measuring costs for {args.profile_seconds:g} s", file=sys.stderr)
+    llm.executor.limit_host_bandwidth(None)
     samples = profiler.samples(args.profile_seconds)
     table = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
-    num_tokens = (args.prompt_len * 5 // 8) + args.output_len // 2
+    num_tokens = (args.prompt_len * 5 // 8) + max(args.output_lengths) // 2
     block_size = llm.executor.block_size
     num_bytes = 2 * -(-num_tokens // block_size) * profiler.model.block_bytes(block_size)
     equal = num_bytes / table.prefill_seconds(num_tokens, 1)
-    first_yardstick = yardstick(profiler, args)
-    traces = {
-        seed: make_trace(
-            UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len),
-            args.requests,
-            args.output_len,
-            outputs="uniform",
-            seed=seed,
-            name="sweep",
-        )
-        for seed in args.seeds
-    }
-    config = llm.engine.scheduler.config
-    rows = []
+    prompts = UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len)
+    rows, found = [], []
     for speed in args.speeds:
-        llm.executor.limit_host_bandwidth(speed * equal)
-        swaps = profiler.swap_samples(60)
-        costs = profiler.profile(
-            {**samples, **swaps}, profiler.fit({**samples, **swaps}, is_brief=True)
-        ).table
-        runs: dict[str, list[Run]] = {action: [] for action in ACTIONS}
-        for turn, trace in enumerate(traces.values()):
-            of_trace: dict[str, list[Run]] = {action: [] for action in ACTIONS}
-            for repetition in range(args.repetitions):
-                for action in in_turn(turn + repetition):
-                    calibration = OnlineCalibration(costs)
-                    policy = adaptive(calibration)
-                    if action != "adaptive":
-                        fixed = AlwaysRecompute() if action == "recompute" else SwapIfItFits()
-                        resume = OverlapAwareResume(calibration, gives_up=False)
-                        policy = dataclasses.replace(policy, action=fixed, resume=resume)
-                    before = yardstick(profiler, args) / first_yardstick
-                    llm.executor.limit_host_bandwidth(speed * equal / before)
-                    result = replay(llm, trace, config, policy, costs=calibration)
-                    slowness = (before + yardstick(profiler, args) / first_yardstick) / 2
-                    run = Run(
-                        result.seconds / slowness,
-                        result.seconds,
-                        slowness,
-                        result.num_preemptions,
-                        result.num_swaps,
-                    )
-                    of_trace[action].append(run)
-            for action, of in of_trace.items():
-                runs[action].append(sorted(of)[len(of) // 2])
-        seconds = {action: statistics.median(run.seconds for run in of) for action, of in runs.items()}
-        ratios = seed_by_seed({action: [run.seconds for run in of] for action, of in runs.items()})
-        share = min(ratios.values())
-        rows.append(
-            {
-                "speed": speed,
-                "host_bandwidth_limit": speed * equal,
-                "seconds": {action: [run.seconds for run in of] for action, of in runs.items()},
-                "measured_seconds": {
-                    action: [run.measured_seconds for run in of] for action, of in runs.items()
-                },
-                "slowness": {action: [run.slowness for run in of] for action, of in runs.items()},
-                "preemptions": {action: [run.num_preemptions for run in of] for action, of in runs.items()},
-                "swaps": {action: [run.num_swaps for run in of] for action, of in runs.items()},
-                "ratios": ratios,
-                "share": share,
-            }
-        )
-        shown = ", ".join(f"{action} {value:.2f} s" for action, value in seconds.items())
-        counts = [f"{run.num_swaps}/{run.num_preemptions}" for run in runs["adaptive"]]
-        print(
-            f"link x{speed:g} ({speed * equal / 1e6:.1f} MB/s): {shown}; share {share:.3f}; swapped {counts}",
-            flush=True,
-        )
-    if args.out is not None:
-        report = {
-            "command": command_line(["python", *sys.argv]),
-            "hardware": hardware.describe_hardware(),
-            "versions": hardware.versions(),
-            "model": name,
-            "equal_speed_bytes_per_second": equal,
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        bandwidth = speed * equal
+        llm.executor.limit_host_bandwidth(bandwidth)
+        measured = {**samples, **profiler.swap_samples(60)}
+        costs = profiler.profile(measured, profiler.fit(measured, is_brief=True)).table
+        for output_len, num_host_blocks in itertools.product(args.output_lengths, args.host_blocks):
+            results = {}
+            for seed in args.seeds:
+                trace = make_trace(
+                    prompts, args.requests, output_len, outputs="uniform", seed=seed, name="sweep"
+                )
+                results[seed] = side_by_side(engines, trace, costs, num_host_blocks, bandwidth)
+            by_action = {action: {seed: of[action] for seed, of in results.items()} for action in ACTIONS}
+            place = Place(
+                name,
+                "uniform",
+                output_len,
+                num_host_blocks,
+                speed,
+                {action: {seed: rate(run) for seed, run in of.items()} for action, of in by_action.items()},
+                None,
+            )
+            found.append(place)
+            rows.append(row_of(place, by_action, bandwidth))
+            print(line_of(place, by_action), flush=True)
+    values = {
+        "command": command,
+        "hardware": hardware.describe_hardware(),
+        "versions": hardware.versions(),
+        "model": name,
+        "equal_speed_bytes_per_second": equal,
+        "rows": rows,
+    }
+    (args.out_dir / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    found.sort(key=lambda place: (place.output, place.host, place.speed))
+    lines = [
+        "# Swap or recompute, on the real engine",
+        "",
+        f"Command: `{command}`. {name} on {values['hardware']['cpu']}, {args.gpu_blocks} device blocks of "
+        f"{block_size} tokens; {args.requests} requests at time 0, prompts of at most {args.prompt_len} "
+        "tokens, outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
+        f"{args.seeds} of ratios on the same trace. Speed 1 is {equal / 1e6:.1f} MB/s: copying a request of "
+        f"{num_tokens} tokens out and back then takes as long as one prefill of it.",
+        "",
+        *shares_report(found, "that at which a copy takes as long as a prefill"),
+        *noise_report(found),
+    ]
+    (args.out_dir / "report.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

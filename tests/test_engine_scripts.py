@@ -1,7 +1,8 @@
-"""Scripts that run the engine itself: the sweep over a throttled link, and the simulator's validation."""
+"""Scripts that run the engine itself: the sweep behind a throttled link, and the simulator's validation."""
 
 import functools
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -11,63 +12,74 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import sweep_engine
 import validate_simulator
+from sweep.report import Place
 
 from jaxllm.bench.profile import Profiler
 
 OPTIONS = ["--requests", "8", "--gpu-blocks", "12", "--host-blocks", "12", "--max-num-seqs", "4"]
-OPTIONS += ["--output-len", "48", "--profile-seconds", "1", "--repetitions", "1"]
+OPTIONS += ["--profile-seconds", "1"]
+SWEEP_OPTIONS = [*OPTIONS, "--output-lengths", "48", "--seeds", "0,1", "--out-dir"]
 
 
 @pytest.fixture(scope="module")
-def llm():
-    return sweep_engine.load(sweep_engine.parse_args(OPTIONS))
+def llms():
+    """Four: the first takes most of the time, for the others find its programs compiled."""
+    args = sweep_engine.parse_args([*SWEEP_OPTIONS, "out"])
+    return [sweep_engine.load(args) for _ in sweep_engine.ACTIONS]
 
 
-def run(script, llm, options, monkeypatch, out):
-    monkeypatch.setattr(script, "load", lambda args: llm)
-    command = [f"{script.__name__}.py", *OPTIONS, *options, "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", command)
-    try:
-        script.main()
-    finally:
-        llm.executor.limit_host_bandwidth(None)
-    return json.loads(out.read_text())
+def test_every_action_runs_every_trace(llms, tmp_path, monkeypatch, capsys):
+    waiting = iter(llms)
+    monkeypatch.setattr(sweep_engine, "load", lambda args: next(waiting))
+    sweep_engine.main([*SWEEP_OPTIONS, str(tmp_path / "out"), "--speeds", "0.01,4"])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["command"].startswith("python scripts/sweep_engine.py --requests 8")
+    slow, fast = results["rows"]
+    assert (slow["speed"], fast["speed"]) == (0.01, 4.0)
+    assert fast["host_bandwidth_limit"] == 4 * results["equal_speed_bytes_per_second"]
+    for row in (slow, fast):
+        for values in (row["seconds"], row["preemptions"], row["swaps"]):
+            assert {action: len(of) for action, of in values.items()} == dict.fromkeys(
+                sweep_engine.ACTIONS, 2
+            )
+        assert row["swaps"]["recompute"] == [0, 0]
+        assert 0 < row["swaps"]["swap"][0] <= row["preemptions"]["swap"][0]
+        ratios = [
+            statistics.median(row["rates"]["adaptive"][seed] / row["rates"][other][seed] for seed in "01")
+            for other in ("swap", "recompute")
+        ]
+        assert row["share"] == pytest.approx(min(ratios))
+    assert sum(slow["seconds"]["swap"]) > sum(fast["seconds"]["swap"])  # it waits for its copies
+    assert f"share {fast['share']:.3f}" in capsys.readouterr().out
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| demo_model | uniform | 48 | 12 |" in report
+    assert f"| {slow['share']:.3f}" in report
+    assert "Two adaptive engines on the same trace" in report
+    assert str(tmp_path) not in report
 
 
-def test_every_action_runs_every_trace(llm, tmp_path, monkeypatch, capsys):
-    options = ["--speeds", "4", "--seeds", "0"]
-    report = run(sweep_engine, llm, options, monkeypatch, tmp_path / "sweep.json")
-    assert report["command"].startswith("python sweep_engine.py --requests 8")
-    (row,) = report["rows"]
-    assert row["host_bandwidth_limit"] == 4 * report["equal_speed_bytes_per_second"]
-    for values in (row["seconds"], row["preemptions"], row["swaps"]):
-        assert {action: len(of) for action, of in values.items()} == dict.fromkeys(sweep_engine.ACTIONS, 1)
-    assert row["swaps"]["recompute"] == [0]
-    for action in sweep_engine.ACTIONS:
-        (seconds,), (measured,), (slowness,) = (
-            row[name][action] for name in ("seconds", "measured_seconds", "slowness")
-        )
-        assert seconds == pytest.approx(measured / slowness)
-    assert 0 < row["swaps"]["swap"][0] <= row["preemptions"]["swap"][0]
-    assert row["ratios"] == sweep_engine.seed_by_seed(row["seconds"])
-    assert row["share"] == min(row["ratios"].values())
-    assert f"share {row['share']:.3f}" in capsys.readouterr().out
+def test_noise_is_what_two_runs_alike_differ_by():
+    rates = {action: {0: 1.0, 1: 1.0, 2: 1.0} for action in ("swap", "recompute", "adaptive")}
+    places = [
+        Place("demo", "uniform", 64, 12, speed, rates | {sweep_engine.AGAIN: dict(enumerate(again))}, None)
+        for speed, again in ((1.0, (1.01, 0.98, 1.03)), (2.0, (1.0, 0.96, 0.99)))
+    ]
+    text = "\n".join(sweep_engine.noise_report(places))
+    assert "differ by 1.5% (median over cells and seeds; at most 4.0%)" in text
+    assert "the medians over seeds, by 1.0% (at most 1.0%)" in text
+    assert "The second is faster than both fixed actions in 1 of 2 cells, the first in 0." in text
 
 
-def test_actions_take_turns_and_are_compared_on_the_same_trace():
-    orders = [sweep_engine.in_turn(turn) for turn in range(4)]
-    assert {order[0] for order in orders[:3]} == set(sweep_engine.ACTIONS)
-    assert all(set(order) == set(sweep_engine.ACTIONS) for order in orders)
-    assert orders[3] == orders[0]
-    seconds = {"recompute": [1.0, 30.0, 9.0], "swap": [4.0, 20.0, 2.0], "adaptive": [2.0, 10.0, 3.0]}
-    assert sweep_engine.seed_by_seed(seconds) == {"recompute": 3.0, "swap": 2.0}  # medians: 9 / 3 and 4 / 3
-
-
-def test_every_preset_is_run_and_simulated(llm, tmp_path, monkeypatch, capsys):
+def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     briefly = functools.partial(Profiler.fit, is_brief=True)  # the whole fit is tested elsewhere
     monkeypatch.setattr(Profiler, "fit", lambda self, samples, is_brief=False: briefly(self, samples))
     options = ["--presets", "vllm,vllm_swap_both"]
-    report = run(validate_simulator, llm, options, monkeypatch, tmp_path / "validation.json")
+    options += ["--output-len", "48", "--repetitions", "1", "--out", str(tmp_path / "validation.json")]
+    monkeypatch.setattr(validate_simulator, "load", lambda args: llms[0])
+    monkeypatch.setattr(sys, "argv", ["validate_simulator.py", *OPTIONS, *options])
+    llms[0].executor.limit_host_bandwidth(None)
+    validate_simulator.main()
+    report = json.loads((tmp_path / "validation.json").read_text())
     assert [row["preset"] for row in report["rows"]] == ["vllm", "vllm_swap_both"]
     for row in report["rows"]:
         (seconds,) = row["seconds"]
@@ -78,5 +90,5 @@ def test_every_preset_is_run_and_simulated(llm, tmp_path, monkeypatch, capsys):
 
 def test_a_link_has_a_speed(capsys):
     with pytest.raises(SystemExit):
-        sweep_engine.parse_args(["--speeds", "0"])
+        sweep_engine.parse_args(["--speeds", "0", "--out-dir", "out"])
     assert "--speeds must be above 0" in capsys.readouterr().err

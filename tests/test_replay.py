@@ -1,6 +1,7 @@
 """A trace on the real engine gives the figures a simulation gives."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from engine_helpers import make_llm
 from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
-from jaxllm.bench.replay import replay
+from jaxllm.bench.replay import Replay, Stopwatch, replay, replay_side_by_side
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger
@@ -45,6 +46,51 @@ def test_every_preset_runs_every_request(llm, trace, preset):
     if preset in ("vllm_swap", "vllm_swap_both"):
         assert result.num_swaps == result.num_preemptions
     assert costs.report()["decode"].count > 20
+
+
+def test_a_stopwatch_goes_only_while_it_is_entered():
+    watch = Stopwatch()
+    assert watch() == 0.0
+    with watch:
+        time.sleep(0.01)
+        seen = watch()
+    assert seen >= 0.01
+    stopped = watch()
+    time.sleep(0.01)
+    assert watch() == stopped >= seen
+    with watch:
+        pass
+    assert stopped <= watch() < stopped + 0.01
+
+
+def test_runs_side_by_side_are_timed_apart(llm, trace):
+    other = make_llm(golden_checkpoint("llama_gqa"), scheduler_policy="adaptive", num_host_blocks=40)
+    config = dataclasses.replace(llm.engine.scheduler.config, num_gpu_blocks=20)
+    runs, tables = [], []
+    for engine in (llm, other):
+        watch, costs, ledger = Stopwatch(), OnlineCalibration(llm.costs.model), Ledger()
+        engine.executor.limit_host_bandwidth(1e6, watch)
+        policy = make_preset("vllm_swap_both", costs)
+        run = Replay(
+            engine, trace, config, policy, costs=costs, ledger=ledger, async_scheduling=False, clock=watch
+        )
+        runs.append((run, watch))
+        tables.append(ledger)
+    started = time.perf_counter()
+    results = replay_side_by_side(runs, slice_seconds=0.005)
+    elapsed = time.perf_counter() - started
+    assert sum(result.seconds for result in results) <= elapsed
+    for result, (run, watch), ledger in zip(results, runs, tables, strict=True):
+        assert run.is_over
+        assert result.num_output_tokens == 12 * 24
+        assert result.num_swaps == result.num_preemptions == len(ledger.preemptions) > 0
+        assert result.finish_times.max() <= watch()
+        # The link's time is the run's own, too: it cannot have brought blocks faster than it carries them.
+        copied = sum(record.num_blocks for record in ledger.preemptions)
+        assert result.seconds >= copied * llm.executor.pool_bytes / llm.executor.num_gpu_blocks / 1e6
+    for engine in (llm, other):
+        assert not engine.executor._swapper.handles
+        engine.executor.limit_host_bandwidth(None)
 
 
 def test_limits_are_checked(llm, trace):

@@ -137,12 +137,18 @@ class Clock:
         self.now += seconds
 
 
+def limited_to_a_block_a_second(clock, pool):
+    limited = BlockSwapper(jax.devices()[0], max_blocks=8)
+    limited.limit_bandwidth(pool[0].nbytes, clock.perf_counter)
+    return limited
+
+
 def test_a_limited_link_delays_the_copy_back_and_changes_no_bit(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("jaxllm.executor.swapper.time", clock)
     pool = random_pool(8, "float32")
     before = bits_of(pool)
-    limited = BlockSwapper(jax.devices()[0], max_blocks=8, bandwidth_limit=pool[0].nbytes)  # a block a second
+    limited = limited_to_a_block_a_second(clock, pool)
     limited.swap_out(pool, 0, (0, 1, 2, 3))
     limited.swap_out(pool, 1, (4, 5, 6, 7))
     pool = limited.swap_in(pool, 1, (0, 1, 2, 3))
@@ -190,7 +196,7 @@ def test_a_limited_link_delays_a_load(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("jaxllm.executor.swapper.time", clock)
     pool = random_pool(8, "float32")
-    limited = BlockSwapper(jax.devices()[0], max_blocks=8, bandwidth_limit=pool[0].nbytes)
+    limited = limited_to_a_block_a_second(clock, pool)
     for handle in range(2):
         limited.swap_out(pool, handle, (0, 1))
         limited.load(handle, (2, 3))

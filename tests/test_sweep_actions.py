@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -12,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import sweep.cells
 import sweep_actions
-from sweep.report import Place, actions_report, crossover
+from sweep.report import Place, actions_report, crossover, near_report
 
 from jaxllm.predictors.samples import save_samples
 
@@ -36,6 +38,27 @@ def test_actions_are_compared_seed_by_seed():
     assert found.ratio("adaptive", "swap") == pytest.approx(1.05)
     assert found.ratio("adaptive", "recompute") == pytest.approx(1.05 / 1.1)
     assert found.share == pytest.approx(1.05 / 1.1)
+    mean, error = found.mean_share()  # over recomputing, which is better by the median
+    ratios = [1.05 / 1.1, 10.5 / 9.0, 4.0 / 4.4]
+    assert mean == pytest.approx(statistics.fmean(ratios))
+    assert error == pytest.approx(statistics.stdev(ratios) / 3**0.5)
+
+
+def test_cells_are_faster_or_slower_by_more_than_their_errors():
+    def of(*ratios):
+        rates = {"swap": dict.fromkeys(range(3), 0.5), "recompute": dict.fromkeys(range(3), 1.0)}
+        rates |= {"adaptive": dict(enumerate(ratios)), "hindsight": dict.fromkeys(range(3), 1.2)}
+        return Place("opt-13b", "chatbot", 64, 64, 1.0, rates, None)
+
+    near = [of(1.01, 1.011, 1.012), of(0.9, 0.99, 1.2), of(0.98, 0.981, 0.982), of(0.98, 1.0, 1.03)]
+    (verdict,) = [line for line in near_report(near) if line.startswith("Strictly faster")]
+    assert "by the median: 1 of 4 cells" in verdict
+    assert (
+        "hindsight: 4. By the mean 3; faster by more than two standard errors: 1, slower by more: 1."
+        in verdict
+    )
+    single = Place("opt-13b", "chatbot", 64, 64, 1.0, {a: {0: 1.0} for a in near[0].rates}, None)
+    assert single.mean_share() == (1.0, math.inf)
 
 
 def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
@@ -88,6 +111,7 @@ def test_cells_near_a_crossover_are_simulated_again(tmp_path):
     report = (tmp_path / "near" / "report.md").read_text()
     assert "| opt-13b | chatbot | 64 | 64 | 0.08 |" in report
     assert "of 2 cells (median share" in report
+    assert f"{Place(**{k: v for k, v in found.items() if k != 'share'}).mean_share()[0]:.4f} ± " in report
     (tmp_path / "results.json").write_text(json.dumps({"places": []}))
     with pytest.raises(SystemExit, match="no cell of these sweeps is near a crossover"):
         sweep_actions.main([*command, "--out-dir", str(tmp_path / "none")])

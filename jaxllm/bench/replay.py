@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,110 @@ if TYPE_CHECKING:
     from jaxllm.outputs import RequestOutput
 
 
+class Replay:
+    """A run of every request of `trace` to its full output length, at the times it arrives.
+
+    Args:
+        llm: whose executor computes; it must have nothing to do.
+        trace: arrivals, prompts and output lengths.
+        config: limits of the scheduler, within those of `llm`: fewer blocks make preemptions.
+        policy: the scheduler's decisions.
+        costs: predictions to compare with what happens; None compares nothing.
+        ledger: collects the decisions.
+        async_scheduling: whether a step is dispatched before the one before it is read; None as `llm` does.
+        clock: time in seconds.
+
+    Raises:
+        ConfigError: `llm` is busy, or `config` exceeds what it was built for.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        trace: Trace,
+        config: SchedulerConfig,
+        policy: SchedulerPolicy,
+        *,
+        costs: OnlineCalibration | None = None,
+        ledger: Ledger | None = None,
+        async_scheduling: bool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        _check(llm, config)
+        self.clock = clock
+        self._keeper = _TimeKeeper(costs, ledger)
+        self._action, self._resume = _Timed(policy.action), _Timed(policy.resume)
+        timed: dict[str, Any] = {"action": self._action, "resume": self._resume}
+        self._scheduler = _TimedScheduler(config, dataclasses.replace(policy, **timed), ledger=ledger)
+        self._engine = Engine(
+            llm.executor,
+            self._scheduler,
+            vocab_size=llm.model_config.vocab_size,
+            async_scheduling=llm.config.async_scheduling if async_scheduling is None else async_scheduling,
+            num_scheduler_steps=1,  # every iteration is counted and timed
+            clock=clock,
+            observer=self._keeper,
+        )
+        self._trace = trace
+        self._prompts = [trace.token_ids(index, llm.model_config.vocab_size) for index in range(len(trace))]
+        self._arrivals: list[float] | None = None
+        self._outputs: dict[str, RequestOutput] = {}
+        self._num_added = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every request has finished."""
+        return self._num_added == len(self._trace) and not self._engine.has_unfinished_requests
+
+    def advance(self) -> None:
+        """One step, or the wait for the next arrival. The first call is the trace's beginning.
+
+        Raises:
+            RequestTooLargeError: a request of the trace can never fit.
+        """
+        trace, engine, now = self._trace, self._engine, self.clock()
+        if self._arrivals is None:
+            self._arrivals = (trace.arrival_times + (now - float(trace.arrival_times[0]))).tolist()
+        arrivals = self._arrivals
+        while self._num_added < len(trace) and arrivals[self._num_added] <= self.clock():
+            index = self._num_added
+            params = SamplingParams(temperature=0, max_tokens=int(trace.output_lens[index]), ignore_eos=True)
+            engine.add_request(str(index), self._prompts[index], params, arrival_time=arrivals[index])
+            self._num_added += 1
+        if engine.has_unfinished_requests:
+            self._outputs.update({output.request_id: output for output in engine.step()})
+        elif not self.is_over:
+            time.sleep(max(0.0, arrivals[self._num_added] - self.clock()))
+
+    def result(self) -> RunResult:
+        """Figures of the whole run, which must be over."""
+        assert self.is_over
+        assert self._arrivals is not None
+        trace, keeper, arrivals = self._trace, self._keeper, self._arrivals
+        metrics = [self._outputs[str(index)].metrics for index in range(len(trace))]
+        first = np.array([one.first_scheduled_time for one in metrics])  # type: ignore[union-attr]
+        finished = np.array([one.finished_time for one in metrics])  # type: ignore[union-attr]
+        seconds = float(finished.max()) - arrivals[0]
+        spent = keeper.spent
+        spent.idle = max(0.0, seconds - spent.prefill - spent.recompute - spent.decode - spent.swap_stall)
+        return RunResult(
+            seconds=seconds,
+            num_output_tokens=int(trace.output_lens.sum()),
+            num_steps=keeper.num_prefill_steps + keeper.num_decode_steps,
+            num_prefill_steps=keeper.num_prefill_steps,
+            num_prefill_tokens=keeper.num_prefill_tokens,
+            num_preemptions=keeper.num_preemptions,
+            num_swaps=keeper.num_swaps,
+            mean_decode_batch=keeper.num_decoded / max(1, keeper.num_decode_steps),
+            spent=spent,
+            arrival_times=np.asarray(arrivals),
+            first_scheduled_times=first,
+            finish_times=finished,
+            scheduling_seconds=self._scheduler.seconds,
+            prediction_seconds=self._action.seconds + self._resume.seconds + keeper.seconds,
+        )
+
+
 def replay(
     llm: LLM,
     trace: Trace,
@@ -36,70 +140,57 @@ def replay(
     costs: OnlineCalibration | None = None,
     ledger: Ledger | None = None,
 ) -> RunResult:
-    """Run every request of `trace` to its full output length, at the times it arrives.
-
-    Args:
-        llm: whose executor computes; it must have nothing to do.
-        trace: arrivals, prompts and output lengths.
-        config: limits of the scheduler, within those of `llm`: fewer blocks make preemptions.
-        policy: the scheduler's decisions.
-        costs: predictions to compare with what happens; None compares nothing.
-        ledger: collects the decisions.
+    """A `Replay` from beginning to end.
 
     Raises:
         ConfigError: `llm` is busy, or `config` exceeds what it was built for.
         RequestTooLargeError: a request of the trace can never fit.
     """
-    _check(llm, config)
-    keeper = _TimeKeeper(costs, ledger)
-    action, resume = _Timed(policy.action), _Timed(policy.resume)
-    timed: dict[str, Any] = {"action": action, "resume": resume}
-    scheduler = _TimedScheduler(config, dataclasses.replace(policy, **timed), ledger=ledger)
-    engine = Engine(
-        llm.executor,
-        scheduler,
-        vocab_size=llm.model_config.vocab_size,
-        async_scheduling=llm.config.async_scheduling,
-        num_scheduler_steps=1,  # every iteration is counted and timed
-        clock=time.perf_counter,
-        observer=keeper,
-    )
-    prompts = [trace.token_ids(index, llm.model_config.vocab_size) for index in range(len(trace))]
-    offset = time.perf_counter() - float(trace.arrival_times[0])
-    arrivals = (trace.arrival_times + offset).tolist()
-    outputs: dict[str, RequestOutput] = {}
-    added = 0
-    while added < len(trace) or engine.has_unfinished_requests:
-        while added < len(trace) and arrivals[added] <= time.perf_counter():
-            params = SamplingParams(temperature=0, max_tokens=int(trace.output_lens[added]), ignore_eos=True)
-            engine.add_request(str(added), prompts[added], params, arrival_time=arrivals[added])
-            added += 1
-        if not engine.has_unfinished_requests:
-            time.sleep(max(0.0, arrivals[added] - time.perf_counter()))
-            continue
-        outputs.update({output.request_id: output for output in engine.step()})
-    metrics = [outputs[str(index)].metrics for index in range(len(trace))]
-    first = np.array([one.first_scheduled_time for one in metrics])  # type: ignore[union-attr]
-    finished = np.array([one.finished_time for one in metrics])  # type: ignore[union-attr]
-    seconds = float(finished.max()) - arrivals[0]
-    spent = keeper.spent
-    spent.idle = max(0.0, seconds - spent.prefill - spent.recompute - spent.decode - spent.swap_stall)
-    return RunResult(
-        seconds=seconds,
-        num_output_tokens=int(trace.output_lens.sum()),
-        num_steps=keeper.num_prefill_steps + keeper.num_decode_steps,
-        num_prefill_steps=keeper.num_prefill_steps,
-        num_prefill_tokens=keeper.num_prefill_tokens,
-        num_preemptions=keeper.num_preemptions,
-        num_swaps=keeper.num_swaps,
-        mean_decode_batch=keeper.num_decoded / max(1, keeper.num_decode_steps),
-        spent=spent,
-        arrival_times=np.asarray(arrivals),
-        first_scheduled_times=first,
-        finish_times=finished,
-        scheduling_seconds=scheduler.seconds,
-        prediction_seconds=action.seconds + resume.seconds + keeper.seconds,
-    )
+    run = Replay(llm, trace, config, policy, costs=costs, ledger=ledger)
+    while not run.is_over:
+        run.advance()
+    return run.result()
+
+
+class Stopwatch:
+    """A clock that goes only while it is entered."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._started: float | None = None
+
+    def __call__(self) -> float:
+        """Seconds it has gone."""
+        return self._before + (0.0 if self._started is None else time.perf_counter() - self._started)
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._before, self._started = self(), None
+
+
+def replay_side_by_side(
+    runs: Sequence[tuple[Replay, Stopwatch]], slice_seconds: float = 0.05
+) -> list[RunResult]:
+    """Runs on engines of their own that take turns, so that a change of the machine's speed meets them all.
+
+    The one whose watch shows least goes on, for about `slice_seconds`. Steps must not be dispatched ahead
+    (`async_scheduling=False`): the next one's turn would pay for them.
+
+    Args:
+        runs: each with the stopwatch that is its clock, and that of its throttled link, if it has one.
+        slice_seconds: length of a turn.
+    """
+    unfinished = list(runs)
+    while unfinished:
+        run, watch = min(unfinished, key=lambda one: one[1]())
+        with watch:
+            until = watch() + slice_seconds
+            while not run.is_over and watch() < until:
+                run.advance()
+        unfinished = [one for one in unfinished if not one[0].is_over]
+    return [run.result() for run, _ in runs]
 
 
 def _check(llm: LLM, config: SchedulerConfig) -> None:

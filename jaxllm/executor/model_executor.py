@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -212,17 +212,28 @@ class ModelExecutor:
         """How far the copies between device and host are."""
         return NO_COPIES if self._swapper is None else self._swapper.progress()
 
-    def limit_host_bandwidth(self, bytes_per_second: float | None) -> None:
+    def limit_host_bandwidth(
+        self, bytes_per_second: float | None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """Slow the link to the host down in each direction, for experiments; None lifts the limit.
 
+        Args:
+            bytes_per_second: what it seems to carry; it can only be less than it does.
+            clock: seconds of the link's time.
+
         Raises:
-            ConfigError: the executor has no host blocks, or the number is not positive.
+            ConfigError: the executor has no host blocks or holds swapped requests, or the number is not
+                positive.
         """
         if self._swapper is None:
             raise ConfigError("there is no link to limit: num_host_blocks=0 turns swaps off")
         if bytes_per_second is not None and not 0 < bytes_per_second < float("inf"):
             raise ConfigError(f"bytes_per_second={bytes_per_second!r} must be a positive number or None")
-        self._swapper.bandwidth_limit = bytes_per_second
+        if self._swapper.handles:
+            raise ConfigError(
+                "the link cannot be changed while requests are swapped out; let them finish first"
+            )
+        self._swapper.limit_bandwidth(bytes_per_second, clock)
 
     def time_swap(self, num_blocks: int) -> tuple[float, float]:
         """Seconds to copy `num_blocks` blocks of the pool (some twice if it has fewer) out and back.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -38,13 +38,9 @@ class _Load:
         """Blocks of device memory it takes beside the pool."""
         return sum(len(ids) for ids, _ in self.staged)
 
-    def has_arrived(self) -> bool:
+    def has_arrived(self, now: float) -> bool:
         """Whether everything is on the device."""
-        return (
-            not self.waiting
-            and all(_is_ready(piece) for _, piece in self.staged)
-            and time.perf_counter() >= self.ready_at
-        )
+        return not self.waiting and all(_is_ready(piece) for _, piece in self.staged) and now >= self.ready_at
 
 
 class BlockSwapper:
@@ -76,8 +72,14 @@ class BlockSwapper:
         self._loads: dict[int, _Load] = {}
         self._staged: collections.deque[jax.Array] = collections.deque()
         self._num_staged = 0
-        self.bandwidth_limit = bandwidth_limit
         self._out_done_at: dict[int, float] = {}
+        self.limit_bandwidth(bandwidth_limit)
+
+    def limit_bandwidth(
+        self, bandwidth_limit: float | None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Pretend another link, idle by its `clock` in seconds; no copy may be under way."""
+        self.bandwidth_limit, self._clock = bandwidth_limit, clock
         self._out_free_at = self._in_free_at = 0.0
 
     @property
@@ -119,7 +121,7 @@ class BlockSwapper:
             self._num_staged += len(ids)
         if self.bandwidth_limit is not None:
             seconds = sum(piece.nbytes for piece in pieces) / self.bandwidth_limit
-            self._out_free_at = max(time.perf_counter(), self._out_free_at) + seconds
+            self._out_free_at = max(self._clock(), self._out_free_at) + seconds
             self._out_done_at[handle] = self._out_free_at
 
     def swap_in(
@@ -132,7 +134,7 @@ class BlockSwapper:
         """
         self._trim_staged(MAX_STAGED_BLOCKS)
         missing = self._take_missing(handle, block_ids, num_intact)
-        time.sleep(max(0.0, self._arrival(handle, missing) - time.perf_counter()))
+        time.sleep(max(0.0, self._arrival(handle, missing) - self._clock()))
         return self._write(pool, missing)
 
     def load(self, handle: int, block_ids: Sequence[int], num_intact: int = 0) -> None:
@@ -147,7 +149,8 @@ class BlockSwapper:
 
     def arrived(self) -> list[int]:
         """Handles of the loads that are on the device as a whole."""
-        return [handle for handle, load in self._loads.items() if load.has_arrived()]
+        now = self._clock()
+        return [handle for handle, load in self._loads.items() if load.has_arrived(now)]
 
     def progress(self) -> CopyProgress:
         """The loads that have arrived, and the blocks of copies out that have not left."""
@@ -166,14 +169,14 @@ class BlockSwapper:
     def join(self, pool: jax.Array, handle: int) -> jax.Array:
         """Write what is left of a load into the donated `pool`; waits for what has not arrived."""
         load = self._loads.pop(handle)
-        time.sleep(max(0.0, load.ready_at - time.perf_counter()))
+        time.sleep(max(0.0, load.ready_at - self._clock()))
         return self._write(pool, [*load.staged, *load.waiting])
 
     def wait(self, handle: int) -> None:
         """Wait until a copy has reached the host."""
         jax.block_until_ready(self._pieces[handle])
         if handle in self._out_done_at:
-            time.sleep(max(0.0, self._out_done_at[handle] - time.perf_counter()))
+            time.sleep(max(0.0, self._out_done_at[handle] - self._clock()))
 
     def discard(self, handle: int) -> None:
         """Forget a copy that nobody will read."""
@@ -222,7 +225,7 @@ class BlockSwapper:
         num_bytes = sum(piece.nbytes for _, piece in missing)
         if self.bandwidth_limit is None or not num_bytes:
             return 0.0
-        start = max(time.perf_counter(), copied_out, self._in_free_at)
+        start = max(self._clock(), copied_out, self._in_free_at)
         self._in_free_at = start + num_bytes / self.bandwidth_limit
         return self._in_free_at
 

@@ -59,6 +59,14 @@ class Place:
         """Throughput of an action over that of the better fixed one."""
         return min(self.ratio(action, "swap"), self.ratio(action, "recompute"))
 
+    def mean_share(self) -> tuple[float, float]:
+        """Mean over seeds of the share, and its standard error: infinite with one seed."""
+        better = min(("swap", "recompute"), key=lambda action: self.ratio("adaptive", action))
+        of_seeds = [rate / self.rates[better][seed] for seed, rate in self.rates["adaptive"].items()]
+        if len(of_seeds) == 1:
+            return of_seeds[0], math.inf
+        return statistics.fmean(of_seeds), statistics.stdev(of_seeds) / math.sqrt(len(of_seeds))
+
     @property
     def advantage(self) -> float:
         """Of swapping over recomputing, as a logarithm."""
@@ -122,14 +130,13 @@ def load_near(path: pathlib.Path) -> list[Place]:
     return [place for crossing, line in lines_of(known) for place in line if is_near(place, crossing)]
 
 
-def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Shares of every cell, losing cells, crossovers and regret."""
-    found = places(rows)
+def shares_report(found: Sequence[Place], unit: str) -> list[str]:
+    """The adaptive choice's shares, and the cells that lose; `unit` is that of the link's speeds."""
     speeds = sorted({place.speed for place in found})
     lines = [
         "## The action: tokens/s of the adaptive choice over the better of always-swap and always-recompute",
         "",
-        "Columns are link speeds, in multiples of the data sheet's. `*`: within "
+        f"Columns are link speeds, in multiples of {unit}. `*`: within "
         f"{NEAR_CROSSOVER:g}x of the speed at which both fixed actions are equally fast.",
         "",
         "| model | data | output | host blocks | crossover | "
@@ -148,6 +155,22 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         shown = "none" if crossing is None else f"{crossing:.3f}"
         lines.append(f"{_keys(line[0])} | {shown} | " + " | ".join(cells) + " |")
     behind = [place for place in near if place.share <= 1]
+    return [
+        *lines,
+        "",
+        f"Cells below {LEAST_SHARE}: {len(losing)} of {len(found)}"
+        + (": " + "; ".join(_name(place) for place in losing) if losing else "")
+        + f". Strictly faster than both within {NEAR_CROSSOVER:g}x of the crossover: "
+        f"{len(near) - len(behind)} of {len(near)} cells (median share {_median_share(near)})"
+        + ("; not in " + "; ".join(_name(place) for place in behind) if behind else "")
+        + ".",
+        "",
+    ]
+
+
+def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Shares of every cell, losing cells, crossovers and regret."""
+    found = places(rows)
     regrets = [place.regret for place in found if place.regret is not None]
     metered = [row["regret"] for row in rows if row["part"] == "actions" and "regret" in row]
     lost = sum(regret["seconds"] for regret in metered)
@@ -159,51 +182,45 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         if hindsight
         else ""
     )
-    lines += [
-        "",
-        f"Cells below {LEAST_SHARE}: {len(losing)} of {len(found)}"
-        + (": " + "; ".join(_name(place) for place in losing) if losing else "")
-        + f". Strictly faster than both within {NEAR_CROSSOVER:g}x of the crossover: "
-        f"{len(near) - len(behind)} of {len(near)} cells (median share {_median_share(near)})"
-        + ("; not in " + "; ".join(_name(place) for place in behind) if behind else "")
-        + ".",
-        "",
+    return [
+        *shares_report(found, "the data sheet's"),
         f"Regret, all decisions together: {lost / max(best, 1e-12):.1%} of what hindsight would have spent"
         f" (cells: median {statistics.median(regrets or [0.0]):.1%}, largest "
         f"{max(regrets, default=0.0):.1%}).{against_hindsight}",
         "",
     ]
-    return lines
 
 
-def near_report(rows: Sequence[dict[str, Any]]) -> list[str]:
+def near_report(near: Sequence[Place]) -> list[str]:
     """The cells near a crossover on longer traces: what chance makes of few preemptions averages out."""
-    near = places(rows, "near")
     lines = [
         "## Near the crossover",
         "",
         f"The cells within {NEAR_CROSSOVER:g}x of a crossover of an earlier sweep, see the command. Tokens/s "
-        "of the adaptive choice, and of hindsight's, over the better of always-swap and always-recompute; in "
-        "brackets the seeds of the former, over the action that is better by the median.",
+        "of the adaptive choice, and of hindsight's, over the better of always-swap and always-recompute, "
+        "medians over seeds; then the mean of the former and its standard error.",
         "",
-        "| model | data | output | host blocks | link | adaptive | hindsight |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| model | data | output | host blocks | link | adaptive | hindsight | mean |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for place in near:
-        better = min(("swap", "recompute"), key=lambda action: place.ratio("adaptive", action))
-        of_seeds = sorted(rate / place.rates[better][seed] for seed, rate in place.rates["adaptive"].items())
+        mean, error = place.mean_share()
         lines.append(
-            f"{_keys(place)} | {place.speed:g} | {place.share:.4f} ({of_seeds[0]:.3f} to {of_seeds[-1]:.3f}) "
-            f"| {place.share_of('hindsight'):.4f} |"
+            f"{_keys(place)} | {place.speed:g} | {place.share:.4f} | {place.share_of('hindsight'):.4f} "
+            f"| {mean:.4f} ± {error:.4f} |"
         )
     ahead = [place for place in near if place.share > 1]
-    lines += [
+    means = [place.mean_share() for place in near]
+    return [
+        *lines,
         "",
-        f"Strictly faster than both: {len(ahead)} of {len(near)} cells (median share {_median_share(near)}); "
-        f"hindsight: {sum(place.share_of('hindsight') > 1 for place in near)}.",
+        f"Strictly faster than both by the median: {len(ahead)} of {len(near)} cells (median share "
+        f"{_median_share(near)}); hindsight: {sum(place.share_of('hindsight') > 1 for place in near)}. By "
+        f"the mean {sum(mean > 1 for mean, _ in means)}; faster by more than two standard errors: "
+        f"{sum(mean - 1 > 2 * error for mean, error in means)}, slower by more: "
+        f"{sum(1 - mean > 2 * error for mean, error in means)}.",
         "",
     ]
-    return lines
 
 
 def _keys(place: Place) -> str:
@@ -318,7 +335,7 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     if "actions" in args.parts:
         lines += actions_report(rows)
     if "near" in args.parts:
-        lines += near_report(rows)
+        lines += near_report(places(rows, "near"))
     if "mixed" in args.parts:
         lines += mixed_report(rows)
     if "policies" in args.parts:
