@@ -26,7 +26,6 @@ import multiprocessing
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
 from importlib.metadata import version
 
 from sweep.cells import (
@@ -45,6 +44,16 @@ from jaxllm.bench.command import command_line
 
 PARTS = ("actions", "mixed", "policies")
 ALL_PARTS = (*PARTS, "near")
+OPTIONS_OF_PARTS = {
+    "models": (ALL_MODELS[0], PARTS),  # part `policies` takes the first
+    "datasets": ("chatbot,summary", ("actions", "mixed")),
+    "output_lengths": (",".join(map(str, OUTPUT_LENGTHS)), ("actions",)),
+    "host_blocks": (",".join(map(str, HOST_BLOCKS)), ("actions", "mixed")),
+    "link_speeds": (",".join(f"{speed:g}" for speed in LINK_SPEEDS), ("actions",)),
+    "policies_output_length": ("64", ("policies",)),
+    "policies_link_speed": ("1", ("policies",)),
+}
+"""Options that parts of the sweep have: their defaults, and which parts."""
 MIXED_COLUMNS = (
     "model",
     "dataset",
@@ -74,22 +83,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         help="near: results.json of the earlier sweeps, whose cells are taken",
     )
-    parser.add_argument("--models", default=ALL_MODELS[0], help="policies: the first (default: %(default)s)")
-    parser.add_argument("--datasets", default="chatbot,summary", help="policies: all (default: %(default)s)")
-    for name, values, parts in (
-        ("--output-lengths", OUTPUT_LENGTHS, "actions"),
-        ("--host-blocks", HOST_BLOCKS, "actions and mixed"),
-        ("--link-speeds", LINK_SPEEDS, "actions"),
-    ):
-        parser.add_argument(name, default=_shown(values), help=f"of {parts} (default: %(default)s)")
-    parser.add_argument("--policies-output-length", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--policies-link-speed", type=float, default=1.0, help="default: %(default)s")
+    for name, (default, parts) in OPTIONS_OF_PARTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", help=f"of {', '.join(parts)} (default: {default})")
     parser.add_argument("--requests", type=int, default=300, help="more for short outputs; see the report")
     parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
+    for name, (default, parts) in OPTIONS_OF_PARTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif not set(parts) & set(args.parts.split(",")):
+            parser.error(f"--{name.replace('_', '-')} is of parts {', '.join(parts)}, not of {args.parts}")
     for name, known in (("parts", ALL_PARTS), ("models", ALL_MODELS), ("datasets", ALL_DATASETS)):
         values = getattr(args, name).split(",")
         if not set(values) <= set(known):
@@ -99,18 +105,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--parts near and --near-of RESULTS go together")
     if args.requests < 1 or args.jobs < 1:
         parser.error("--requests and --jobs must be at least 1")
-    args.seeds = [int(seed) for seed in args.seeds.split(",")]
-    args.output_lengths = [int(length) for length in args.output_lengths.split(",")]
-    args.host_blocks = [int(blocks) for blocks in args.host_blocks.split(",")]
-    args.link_speeds = [float(speed) for speed in args.link_speeds.split(",")]
+    try:
+        for name in ("seeds", "output_lengths", "host_blocks"):
+            setattr(args, name, [int(value) for value in getattr(args, name).split(",")])
+        args.link_speeds = [float(speed) for speed in args.link_speeds.split(",")]
+        args.policies_output_length = int(args.policies_output_length)
+        args.policies_link_speed = float(args.policies_link_speed)
+    except ValueError as error:
+        parser.error(f"not a number, or a list of numbers between commas: {error}")
     lengths, speeds = [*args.output_lengths, args.policies_output_length], [*args.link_speeds]
     if min(lengths) < 1 or min(args.host_blocks) < 0 or min(*speeds, args.policies_link_speed) <= 0:
         parser.error("--output-lengths start at 1, --host-blocks at 0, and --link-speeds above 0")
     return args
-
-
-def _shown(values: Sequence[float]) -> str:
-    return ",".join(f"{value:g}" for value in values)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -63,9 +63,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    args.speeds = [float(speed) for speed in args.speeds.split(",")]
-    for name in ("host_blocks", "output_lengths", "seeds"):
-        setattr(args, name, [int(value) for value in getattr(args, name).split(",")])
+    try:
+        args.speeds = [float(speed) for speed in args.speeds.split(",")]
+        for name in ("host_blocks", "output_lengths", "seeds"):
+            setattr(args, name, [int(value) for value in getattr(args, name).split(",")])
+    except ValueError as error:
+        parser.error(f"not a list of numbers between commas: {error}")
     if min(args.speeds) <= 0 or min(args.host_blocks) < 1 or min(args.output_lengths) < 1:
         parser.error("--speeds must be above 0, --host-blocks and --output-lengths at least 1")
     return args

@@ -150,7 +150,11 @@ def test_wrong_arguments(tmp_path, capsys):
         ["--link-speeds", "0"],
         ["--requests", "0"],
         ["--parts", "near"],
+        ["--host-blocks", "many"],
     ):
         with pytest.raises(SystemExit):
             sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
     assert "--parts all: name some of actions, mixed, policies, near" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sweep_actions.main(["--parts", "policies", "--link-speeds", "1", "--out-dir", str(tmp_path)])
+    assert "--link-speeds is of parts actions, not of policies" in capsys.readouterr().err
