@@ -26,7 +26,9 @@ import multiprocessing
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 from sweep.cells import (
     ALL_DATASETS,
@@ -44,16 +46,16 @@ from jaxllm.bench.command import command_line
 
 PARTS = ("actions", "mixed", "policies")
 ALL_PARTS = (*PARTS, "near")
-OPTIONS_OF_PARTS = {
-    "models": (ALL_MODELS[0], PARTS),  # part `policies` takes the first
-    "datasets": ("chatbot,summary", ("actions", "mixed")),
-    "output_lengths": (",".join(map(str, OUTPUT_LENGTHS)), ("actions",)),
-    "host_blocks": (",".join(map(str, HOST_BLOCKS)), ("actions", "mixed")),
-    "link_speeds": (",".join(f"{speed:g}" for speed in LINK_SPEEDS), ("actions",)),
-    "policies_output_length": ("64", ("policies",)),
-    "policies_link_speed": ("1", ("policies",)),
+OPTIONS_OF_PARTS: dict[str, tuple[Callable[[str], Any], Any, tuple[str, ...], str]] = {
+    "models": (str, ALL_MODELS[:1], PARTS, "; policies takes one"),
+    "datasets": (str, ("chatbot", "summary"), ("actions", "mixed"), "; policies takes all"),
+    "output-lengths": (int, OUTPUT_LENGTHS, ("actions",), ""),
+    "host-blocks": (int, HOST_BLOCKS, ("actions", "mixed"), ""),
+    "link-speeds": (float, LINK_SPEEDS, ("actions",), ""),
+    "policies-output-length": (int, 64, ("policies",), ""),
+    "policies-link-speed": (float, 1.0, ("policies",), ""),
 }
-"""Options that parts of the sweep have: their defaults, and which parts."""
+"""Options that parts of the sweep have: type, default (several go with commas), the parts, and a remark."""
 MIXED_COLUMNS = (
     "model",
     "dataset",
@@ -75,7 +77,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--parts", default=",".join(PARTS), help="some of " + ", ".join(ALL_PARTS) + " (default: %(default)s)"
+        "--parts",
+        type=_list_of(str),
+        default=",".join(PARTS),
+        help="some of " + ", ".join(ALL_PARTS) + " (default: %(default)s)",
     )
     parser.add_argument(
         "--near-of",
@@ -83,40 +88,54 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         help="near: results.json of the earlier sweeps, whose cells are taken",
     )
-    for name, (default, parts) in OPTIONS_OF_PARTS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", help=f"of {', '.join(parts)} (default: {default})")
+    for name, (kind, default, parts, remark) in OPTIONS_OF_PARTS.items():
+        several = isinstance(default, tuple)
+        shown = ",".join(map(str, default)) if several else default
+        parser.add_argument(
+            f"--{name}",
+            type=_list_of(kind) if several else kind,
+            help=f"of {', '.join(parts)}{remark} (default: {shown})",
+        )
     parser.add_argument("--requests", type=int, default=300, help="more for short outputs; see the report")
-    parser.add_argument("--seeds", default="0,1,2,3,4", help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=_list_of(int), default="0,1,2,3,4", help="comma-separated (default: %(default)s)"
+    )
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    for name, (default, parts) in OPTIONS_OF_PARTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-        elif not set(parts) & set(args.parts.split(",")):
-            parser.error(f"--{name.replace('_', '-')} is of parts {', '.join(parts)}, not of {args.parts}")
-    for name, known in (("parts", ALL_PARTS), ("models", ALL_MODELS), ("datasets", ALL_DATASETS)):
-        values = getattr(args, name).split(",")
+    if not set(args.parts) <= set(ALL_PARTS):
+        parser.error(f"--parts {','.join(args.parts)}: name some of {', '.join(ALL_PARTS)}")
+    for name, (_, default, parts, _) in OPTIONS_OF_PARTS.items():
+        field = name.replace("-", "_")
+        if getattr(args, field) is None:
+            setattr(args, field, default)
+        elif not set(parts) & set(args.parts):
+            parser.error(f"--{name} is of parts {', '.join(parts)}, not of {', '.join(args.parts)}")
+    for name, known in (("models", ALL_MODELS), ("datasets", ALL_DATASETS)):
+        values = getattr(args, name)
         if not set(values) <= set(known):
             parser.error(f"--{name} {','.join(values)}: name some of {', '.join(known)}")
-        setattr(args, name, values)
+    if args.parts == ["policies"] and len(args.models) > 1:
+        parser.error(f"part policies takes one model, not {', '.join(args.models)}")
     if ("near" in args.parts) != (args.near_of is not None):
         parser.error("--parts near and --near-of RESULTS go together")
     if args.requests < 1 or args.jobs < 1:
         parser.error("--requests and --jobs must be at least 1")
-    try:
-        for name in ("seeds", "output_lengths", "host_blocks"):
-            setattr(args, name, [int(value) for value in getattr(args, name).split(",")])
-        args.link_speeds = [float(speed) for speed in args.link_speeds.split(",")]
-        args.policies_output_length = int(args.policies_output_length)
-        args.policies_link_speed = float(args.policies_link_speed)
-    except ValueError as error:
-        parser.error(f"not a number, or a list of numbers between commas: {error}")
+    if len(set(args.seeds)) < len(args.seeds):
+        parser.error(f"--seeds {args.seeds}: one of them comes twice")
     lengths, speeds = [*args.output_lengths, args.policies_output_length], [*args.link_speeds]
     if min(lengths) < 1 or min(args.host_blocks) < 0 or min(*speeds, args.policies_link_speed) <= 0:
         parser.error("--output-lengths start at 1, --host-blocks at 0, and --link-speeds above 0")
     return args
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def parse(text: str) -> list[Any]:
+        return [kind(value) for value in text.split(",")]
+
+    parse.__name__ = f"list of {kind.__name__}"  # type: ignore[attr-defined]
+    return parse
 
 
 def main(argv: list[str] | None = None) -> None:

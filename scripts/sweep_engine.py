@@ -8,8 +8,11 @@ swaps are measured and predictors fitted anew; prefill and decode are measured o
 every other policy of preset `adaptive`, and are compared seed by seed on the same trace.
 
 A shared machine changes its speed from second to second. So the actions run side by side, on an engine each,
-in turns of 50 ms, and each is timed by a clock that goes only while it has its turn, as does its link. A
-second adaptive engine runs beside them: how far the two differ is what chance does.
+in turns of 50 ms, and each is timed by a clock that goes only while it has its turn, as does its link; so no
+step is dispatched ahead, as the engine otherwise does. Which engine runs which action changes from seed to
+seed. A second adaptive engine runs beside them: how far the two differ is what chance does. What is left is
+that a run which takes longer than the others ends alone, and that a link whose speed is fixed is another
+multiple of a machine whose speed is not: a prefill is timed at the end again.
 
 Writes results.json and report.md.
 """
@@ -20,6 +23,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -68,9 +72,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         for name in ("host_blocks", "output_lengths", "seeds"):
             setattr(args, name, [int(value) for value in getattr(args, name).split(",")])
     except ValueError as error:
-        parser.error(f"not a list of numbers between commas: {error}")
-    if min(args.speeds) <= 0 or min(args.host_blocks) < 1 or min(args.output_lengths) < 1:
-        parser.error("--speeds must be above 0, --host-blocks and --output-lengths at least 1")
+        parser.error(f"lists are numbers with commas between them: {error}")
+    if not all(0 < speed < math.inf for speed in args.speeds):
+        parser.error("--speeds must be above 0, and finite")
+    if min(args.requests, *args.host_blocks, *args.output_lengths) < 1:
+        parser.error("--requests, --host-blocks and --output-lengths must be at least 1")
+    if len(set(args.seeds)) < len(args.seeds):
+        parser.error(f"--seeds {args.seeds}: one of them comes twice")
     return args
 
 
@@ -109,13 +117,17 @@ def side_by_side(
         llm.executor.limit_host_bandwidth(bandwidth, watch)
         config = dataclasses.replace(llm.engine.scheduler.config, num_host_blocks=num_host_blocks)
         policy = policy_of(action, calibration)
-        run = Replay(llm, trace, config, policy, costs=calibration, async_scheduling=False, clock=watch)
-        runs.append((run, watch))
-    return dict(zip(ACTIONS, replay_side_by_side(runs), strict=True))
+        runs.append(
+            Replay(llm, trace, config, policy, costs=calibration, async_scheduling=False, clock=watch)
+        )
+    results = replay_side_by_side(runs)
+    for llm in engines:
+        llm.executor.limit_host_bandwidth(None)
+    return dict(zip(ACTIONS, results, strict=True))
 
 
-def rate(run: RunResult) -> float:
-    """Tokens per second."""
+def tokens_per_second(run: RunResult) -> float:
+    """Of all requests together."""
     return run.num_output_tokens / run.seconds
 
 
@@ -189,6 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     block_size = llm.executor.block_size
     num_bytes = 2 * -(-num_tokens // block_size) * profiler.model.block_bytes(block_size)
     equal = num_bytes / table.prefill_seconds(num_tokens, 1)
+    prefill_seconds = [profiler.time_prefill(num_tokens, 1)]
     prompts = UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len)
     rows, found = [], []
     for speed in args.speeds:
@@ -198,11 +211,12 @@ def main(argv: list[str] | None = None) -> None:
         costs = profiler.profile(measured, profiler.fit(measured, is_brief=True)).table
         for output_len, num_host_blocks in itertools.product(args.output_lengths, args.host_blocks):
             results = {}
-            for seed in args.seeds:
+            for turn, seed in enumerate(args.seeds):
                 trace = make_trace(
                     prompts, args.requests, output_len, outputs="uniform", seed=seed, name="sweep"
                 )
-                results[seed] = side_by_side(engines, trace, costs, num_host_blocks, bandwidth)
+                turned = engines[turn % len(engines) :] + engines[: turn % len(engines)]
+                results[seed] = side_by_side(turned, trace, costs, num_host_blocks, bandwidth)
             by_action = {action: {seed: of[action] for seed, of in results.items()} for action in ACTIONS}
             place = Place(
                 name,
@@ -210,18 +224,24 @@ def main(argv: list[str] | None = None) -> None:
                 output_len,
                 num_host_blocks,
                 speed,
-                {action: {seed: rate(run) for seed, run in of.items()} for action, of in by_action.items()},
+                {
+                    action: {seed: tokens_per_second(run) for seed, run in of.items()}
+                    for action, of in by_action.items()
+                },
                 None,
             )
             found.append(place)
             rows.append(row_of(place, by_action, bandwidth))
             print(line_of(place, by_action), flush=True)
+    llm.executor.limit_host_bandwidth(None)
+    prefill_seconds.append(profiler.time_prefill(num_tokens, 1))
     values = {
         "command": command,
         "hardware": hardware.describe_hardware(),
         "versions": hardware.versions(),
         "model": name,
         "equal_speed_bytes_per_second": equal,
+        "prefill_seconds": prefill_seconds,
         "rows": rows,
     }
     (args.out_dir / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -233,7 +253,9 @@ def main(argv: list[str] | None = None) -> None:
         f"{block_size} tokens; {args.requests} requests at time 0, prompts of at most {args.prompt_len} "
         "tokens, outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
         f"{args.seeds} of ratios on the same trace. Speed 1 is {equal / 1e6:.1f} MB/s: copying a request of "
-        f"{num_tokens} tokens out and back then takes as long as one prefill of it.",
+        f"{num_tokens} tokens out and back then takes as long as one prefill of it "
+        f"({prefill_seconds[0] * 1e3:.2f} ms at first, {prefill_seconds[1] * 1e3:.2f} ms at the end). "
+        "The actions ran side by side, in turns of 50 ms, on an engine each that dispatches no step ahead.",
         "",
         *shares_report(found, "that at which a copy takes as long as a prefill"),
         *noise_report(found),

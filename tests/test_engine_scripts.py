@@ -31,11 +31,11 @@ def llms():
 def test_every_action_runs_every_trace(llms, tmp_path, monkeypatch, capsys):
     waiting = iter(llms)
     monkeypatch.setattr(sweep_engine, "load", lambda args: next(waiting))
-    sweep_engine.main([*SWEEP_OPTIONS, str(tmp_path / "out"), "--speeds", "0.01,4"])
+    sweep_engine.main([*SWEEP_OPTIONS, str(tmp_path / "out"), "--speeds", "0.1,4"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["command"].startswith("python scripts/sweep_engine.py --requests 8")
     slow, fast = results["rows"]
-    assert (slow["speed"], fast["speed"]) == (0.01, 4.0)
+    assert (slow["speed"], fast["speed"]) == (0.1, 4.0)
     assert fast["host_bandwidth_limit"] == 4 * results["equal_speed_bytes_per_second"]
     for row in (slow, fast):
         for values in (row["seconds"], row["preemptions"], row["swaps"]):
@@ -77,7 +77,6 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     options += ["--output-len", "48", "--repetitions", "1", "--out", str(tmp_path / "validation.json")]
     monkeypatch.setattr(validate_simulator, "load", lambda args: llms[0])
     monkeypatch.setattr(sys, "argv", ["validate_simulator.py", *OPTIONS, *options])
-    llms[0].executor.limit_host_bandwidth(None)
     validate_simulator.main()
     report = json.loads((tmp_path / "validation.json").read_text())
     assert [row["preset"] for row in report["rows"]] == ["vllm", "vllm_swap_both"]
@@ -88,7 +87,17 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("vllm: real ")
 
 
-def test_a_link_has_a_speed(capsys):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--speeds", "0"], "--speeds must be above 0"),
+        (["--speeds", "nan"], "--speeds must be above 0"),
+        (["--host-blocks", "few"], "numbers with commas between them"),
+        (["--requests", "0"], "must be at least 1"),
+        (["--seeds", "1,1"], "one of them comes twice"),
+    ],
+)
+def test_wrong_options(wrong, message, capsys):
     with pytest.raises(SystemExit):
-        sweep_engine.parse_args(["--speeds", "0", "--out-dir", "out"])
-    assert "--speeds must be above 0" in capsys.readouterr().err
+        sweep_engine.parse_args([*wrong, "--out-dir", "out"])
+    assert message in capsys.readouterr().err

@@ -48,49 +48,69 @@ def test_every_preset_runs_every_request(llm, trace, preset):
     assert costs.report()["decode"].count > 20
 
 
-def test_a_stopwatch_goes_only_while_it_is_entered():
+def test_a_stopwatch_goes_only_while_it_is_entered(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
     watch = Stopwatch()
+    now += 1.0
     assert watch() == 0.0
     with watch:
-        time.sleep(0.01)
-        seen = watch()
-    assert seen >= 0.01
-    stopped = watch()
-    time.sleep(0.01)
-    assert watch() == stopped >= seen
+        now += 2.0
+        assert watch() == 2.0
+    now += 4.0
+    assert watch() == 2.0
     with watch:
-        pass
-    assert stopped <= watch() < stopped + 0.01
+        now += 8.0
+    assert watch() == 10.0
 
 
-def test_runs_side_by_side_are_timed_apart(llm, trace):
-    other = make_llm(golden_checkpoint("llama_gqa"), scheduler_policy="adaptive", num_host_blocks=40)
+@pytest.fixture(scope="module")
+def other_llm():
+    return make_llm(golden_checkpoint("llama_gqa"), scheduler_policy="adaptive", num_host_blocks=40)
+
+
+def start(llm, trace, clock, ledger=None, **options):
+    """A run in a small pool that swaps every victim."""
+    costs = OnlineCalibration(llm.costs.model)
     config = dataclasses.replace(llm.engine.scheduler.config, num_gpu_blocks=20)
-    runs, tables = [], []
-    for engine in (llm, other):
-        watch, costs, ledger = Stopwatch(), OnlineCalibration(llm.costs.model), Ledger()
+    policy = make_preset("vllm_swap_both", costs)
+    return Replay(llm, trace, config, policy, costs=costs, ledger=ledger, clock=clock, **options)
+
+
+def test_runs_side_by_side_are_timed_apart(llm, other_llm, trace):
+    runs, ledgers = [], [Ledger(), Ledger()]
+    for engine, ledger in zip((llm, other_llm), ledgers, strict=True):
+        watch = Stopwatch()
         engine.executor.limit_host_bandwidth(1e6, watch)
-        policy = make_preset("vllm_swap_both", costs)
-        run = Replay(
-            engine, trace, config, policy, costs=costs, ledger=ledger, async_scheduling=False, clock=watch
-        )
-        runs.append((run, watch))
-        tables.append(ledger)
+        runs.append(start(engine, trace, watch, ledger, async_scheduling=False))
     started = time.perf_counter()
     results = replay_side_by_side(runs, slice_seconds=0.005)
     elapsed = time.perf_counter() - started
     assert sum(result.seconds for result in results) <= elapsed
-    for result, (run, watch), ledger in zip(results, runs, tables, strict=True):
+    for run, result, ledger in zip(runs, results, ledgers, strict=True):
         assert run.is_over
         assert result.num_output_tokens == 12 * 24
         assert result.num_swaps == result.num_preemptions == len(ledger.preemptions) > 0
-        assert result.finish_times.max() <= watch()
-        # The link's time is the run's own, too: it cannot have brought blocks faster than it carries them.
-        copied = sum(record.num_blocks for record in ledger.preemptions)
-        assert result.seconds >= copied * llm.executor.pool_bytes / llm.executor.num_gpu_blocks / 1e6
-    for engine in (llm, other):
-        assert not engine.executor._swapper.handles
-        engine.executor.limit_host_bandwidth(None)
+        assert result.seconds <= result.finish_times.max() <= run.clock()
+        # The link's time is the run's own, too, not that of the wall.
+        assert 0 < run.executor._swapper._out_free_at <= run.clock()
+        assert 0 < run.executor._swapper._in_free_at <= run.clock()
+        run.executor.limit_host_bandwidth(None)
+
+
+def test_what_runs_side_by_side_need(llm, other_llm, trace):
+    watch = Stopwatch()
+    alike = [start(one, trace, watch, async_scheduling=False) for one in (llm, other_llm)]
+    with pytest.raises(ConfigError, match="a Stopwatch each"):
+        replay_side_by_side(alike)
+    with pytest.raises(ConfigError, match="an LLM and a Stopwatch each"):
+        replay_side_by_side([start(llm, trace, Stopwatch(), async_scheduling=False) for _ in range(2)])
+    for run in (
+        start(llm, trace, Stopwatch(), async_scheduling=True),
+        start(llm, trace, time.perf_counter, async_scheduling=False),
+    ):
+        with pytest.raises(ConfigError, match=r"clock=Stopwatch\(\) and async_scheduling=False"):
+            replay_side_by_side([run])
 
 
 def test_limits_are_checked(llm, trace):

@@ -38,27 +38,35 @@ def test_actions_are_compared_seed_by_seed():
     assert found.ratio("adaptive", "swap") == pytest.approx(1.05)
     assert found.ratio("adaptive", "recompute") == pytest.approx(1.05 / 1.1)
     assert found.share == pytest.approx(1.05 / 1.1)
-    mean, error = found.mean_share()  # over recomputing, which is better by the median
-    ratios = [1.05 / 1.1, 10.5 / 9.0, 4.0 / 4.4]
-    assert mean == pytest.approx(statistics.fmean(ratios))
-    assert error == pytest.approx(statistics.stdev(ratios) / 3**0.5)
+    mean, low, high = found.interval("adaptive", "recompute")
+    logarithms = [math.log(ratio) for ratio in (1.05 / 1.1, 10.5 / 9.0, 4.0 / 4.4)]
+    assert math.log(mean) == pytest.approx(statistics.fmean(logarithms))
+    half = 4.302653 * statistics.stdev(logarithms) / 3**0.5  # Student's t, two degrees of freedom
+    assert math.log(low) == pytest.approx(math.log(mean) - half)
+    assert math.log(high) == pytest.approx(math.log(mean) + half)
 
 
-def test_cells_are_faster_or_slower_by_more_than_their_errors():
-    def of(*ratios):
-        rates = {"swap": dict.fromkeys(range(3), 0.5), "recompute": dict.fromkeys(range(3), 1.0)}
-        rates |= {"adaptive": dict(enumerate(ratios)), "hindsight": dict.fromkeys(range(3), 1.2)}
+def test_cells_are_faster_or_slower_by_more_than_chance():
+    def of(over_recompute, over_swap=(2.0, 2.0, 2.0)):
+        rates = {"adaptive": dict.fromkeys(range(3), 1.0), "hindsight": dict.fromkeys(range(3), 1.2)}
+        for name, ratios in (("recompute", over_recompute), ("swap", over_swap)):
+            rates[name] = {seed: 1.0 / ratio for seed, ratio in enumerate(ratios)}
         return Place("opt-13b", "chatbot", 64, 64, 1.0, rates, None)
 
-    near = [of(1.01, 1.011, 1.012), of(0.9, 0.99, 1.2), of(0.98, 0.981, 0.982), of(0.98, 1.0, 1.03)]
+    near = [
+        of((1.01, 1.011, 1.012)),
+        of((0.9, 0.99, 1.2)),
+        of((0.98, 0.981, 0.982)),
+        of((0.98, 1.0, 1.03)),
+        of((1.0, 1.0, 0.8), (0.99, 0.99, 1.2)),  # better than one by the median, than the other by the mean
+        of((1.01, 1.011, 1.012), (0.98, 0.981, 0.982)),
+    ]
     (verdict,) = [line for line in near_report(near) if line.startswith("Strictly faster")]
-    assert "by the median: 1 of 4 cells" in verdict
-    assert (
-        "hindsight: 4. By the mean 3; faster by more than two standard errors: 1, slower by more: 1."
-        in verdict
-    )
+    assert "by the median: 1 of 6 cells" in verdict
+    assert "hindsight: 6. By the mean: 3." in verdict
+    assert "With 95 % confidence faster than both: 1; slower than one of them: 2" in verdict
     single = Place("opt-13b", "chatbot", 64, 64, 1.0, {a: {0: 1.0} for a in near[0].rates}, None)
-    assert single.mean_share() == (1.0, math.inf)
+    assert single.interval("adaptive", "swap") == (1.0, 0.0, math.inf)
 
 
 def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
@@ -111,7 +119,9 @@ def test_cells_near_a_crossover_are_simulated_again(tmp_path):
     report = (tmp_path / "near" / "report.md").read_text()
     assert "| opt-13b | chatbot | 64 | 64 | 0.08 |" in report
     assert "of 2 cells (median share" in report
-    assert f"{Place(**{k: v for k, v in found.items() if k != 'share'}).mean_share()[0]:.4f} ± " in report
+    del found["share"]
+    mean, low, high = min(Place(**found).interval("adaptive", fixed) for fixed in ("swap", "recompute"))
+    assert f"| {mean:.4f} ({low:.4f} to {high:.4f}) |" in report
     (tmp_path / "results.json").write_text(json.dumps({"places": []}))
     with pytest.raises(SystemExit, match="no cell of these sweeps is near a crossover"):
         sweep_actions.main([*command, "--out-dir", str(tmp_path / "none")])
@@ -150,11 +160,17 @@ def test_wrong_arguments(tmp_path, capsys):
         ["--link-speeds", "0"],
         ["--requests", "0"],
         ["--parts", "near"],
-        ["--host-blocks", "many"],
     ):
         with pytest.raises(SystemExit):
             sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
     assert "--parts all: name some of actions, mixed, policies, near" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        sweep_actions.main(["--parts", "policies", "--link-speeds", "1", "--out-dir", str(tmp_path)])
-    assert "--link-speeds is of parts actions, not of policies" in capsys.readouterr().err
+    for wrong, message in (
+        (["--parts", "policies", "--link-speeds", "1"], "--link-speeds is of parts actions, not of policies"),
+        (["--parts", "typo", "--link-speeds", "1"], "--parts typo: name some of"),
+        (["--parts", "policies", "--models", "opt-13b,opt-30b"], "takes one model, not opt-13b, opt-30b"),
+        (["--host-blocks", "many"], "--host-blocks: invalid list of int value: 'many'"),
+        (["--seeds", "1,1"], "one of them comes twice"),
+    ):
+        with pytest.raises(SystemExit):
+            sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
+        assert message in capsys.readouterr().err

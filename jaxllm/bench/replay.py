@@ -38,7 +38,12 @@ class Replay:
         costs: predictions to compare with what happens; None compares nothing.
         ledger: collects the decisions.
         async_scheduling: whether a step is dispatched before the one before it is read; None as `llm` does.
-        clock: time in seconds.
+        clock: time in seconds, which must go during `advance`.
+
+    Attributes:
+        clock: as given.
+        executor: that of `llm`.
+        runs_ahead: whether steps are dispatched ahead.
 
     Raises:
         ConfigError: `llm` is busy, or `config` exceeds what it was built for.
@@ -57,7 +62,8 @@ class Replay:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         _check(llm, config)
-        self.clock = clock
+        self.clock, self.executor = clock, llm.executor
+        self.runs_ahead = llm.config.async_scheduling if async_scheduling is None else async_scheduling
         self._keeper = _TimeKeeper(costs, ledger)
         self._action, self._resume = _Timed(policy.action), _Timed(policy.resume)
         timed: dict[str, Any] = {"action": self._action, "resume": self._resume}
@@ -66,7 +72,7 @@ class Replay:
             llm.executor,
             self._scheduler,
             vocab_size=llm.model_config.vocab_size,
-            async_scheduling=llm.config.async_scheduling if async_scheduling is None else async_scheduling,
+            async_scheduling=self.runs_ahead,
             num_scheduler_steps=1,  # every iteration is counted and timed
             clock=clock,
             observer=self._keeper,
@@ -88,9 +94,10 @@ class Replay:
         Raises:
             RequestTooLargeError: a request of the trace can never fit.
         """
-        trace, engine, now = self._trace, self._engine, self.clock()
+        trace, engine = self._trace, self._engine
         if self._arrivals is None:
-            self._arrivals = (trace.arrival_times + (now - float(trace.arrival_times[0]))).tolist()
+            offset = self.clock() - float(trace.arrival_times[0])
+            self._arrivals = (trace.arrival_times + offset).tolist()
         arrivals = self._arrivals
         while self._num_added < len(trace) and arrivals[self._num_added] <= self.clock():
             index = self._num_added
@@ -164,33 +171,46 @@ class Stopwatch:
         return self._before + (0.0 if self._started is None else time.perf_counter() - self._started)
 
     def __enter__(self) -> None:
+        assert self._started is None
         self._started = time.perf_counter()
 
     def __exit__(self, *exc_info: object) -> None:
         self._before, self._started = self(), None
 
 
-def replay_side_by_side(
-    runs: Sequence[tuple[Replay, Stopwatch]], slice_seconds: float = 0.05
-) -> list[RunResult]:
+def replay_side_by_side(runs: Sequence[Replay], slice_seconds: float = 0.05) -> list[RunResult]:
     """Runs on engines of their own that take turns, so that a change of the machine's speed meets them all.
 
-    The one whose watch shows least goes on, for about `slice_seconds`. Steps must not be dispatched ahead
-    (`async_scheduling=False`): the next one's turn would pay for them.
+    The one whose stopwatch shows least goes on, for about `slice_seconds`, and until its copies between
+    device and host have ended: the next one's turn would pay for them. Who takes longest is alone at the end.
 
     Args:
-        runs: each with the stopwatch that is its clock, and that of its throttled link, if it has one.
+        runs: each with an executor of its own, and a `Stopwatch` of its own as its clock, and as that of its
+            throttled link if it has one.
         slice_seconds: length of a turn.
+
+    Raises:
+        ConfigError: two runs share an executor or a clock, a clock is no `Stopwatch`, or steps are dispatched
+            ahead.
     """
-    unfinished = list(runs)
+    if len({id(run.executor) for run in runs}) < len(runs) or len({id(run.clock) for run in runs}) < len(
+        runs
+    ):
+        raise ConfigError("runs side by side need an LLM and a Stopwatch each; two of these share one")
+    unfinished: list[tuple[Replay, Stopwatch]] = []
+    for run in runs:
+        if not isinstance(run.clock, Stopwatch) or run.runs_ahead:
+            raise ConfigError("runs side by side need clock=Stopwatch() and async_scheduling=False")
+        unfinished.append((run, run.clock))
     while unfinished:
         run, watch = min(unfinished, key=lambda one: one[1]())
         with watch:
             until = watch() + slice_seconds
             while not run.is_over and watch() < until:
                 run.advance()
+            run.executor.settle_copies()
         unfinished = [one for one in unfinished if not one[0].is_over]
-    return [run.result() for run, _ in runs]
+    return [run.result() for run in runs]
 
 
 def _check(llm: LLM, config: SchedulerConfig) -> None:

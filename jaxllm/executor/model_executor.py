@@ -212,6 +212,11 @@ class ModelExecutor:
         """How far the copies between device and host are."""
         return NO_COPIES if self._swapper is None else self._swapper.progress()
 
+    def settle_copies(self) -> None:
+        """Wait until no copy is really under way, whatever a limited link still has to carry."""
+        if self._swapper is not None:
+            self._swapper.settle()
+
     def limit_host_bandwidth(
         self, bytes_per_second: float | None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
@@ -219,10 +224,10 @@ class ModelExecutor:
 
         Args:
             bytes_per_second: what it seems to carry; it can only be less than it does.
-            clock: seconds of the link's time.
+            clock: seconds of the limited link's time.
 
         Raises:
-            ConfigError: the executor has no host blocks or holds swapped requests, or the number is not
+            ConfigError: the executor has no host blocks or holds copies of requests, or the number is not
                 positive.
         """
         if self._swapper is None:
@@ -230,9 +235,7 @@ class ModelExecutor:
         if bytes_per_second is not None and not 0 < bytes_per_second < float("inf"):
             raise ConfigError(f"bytes_per_second={bytes_per_second!r} must be a positive number or None")
         if self._swapper.handles:
-            raise ConfigError(
-                "the link cannot be changed while requests are swapped out; let them finish first"
-            )
+            raise ConfigError("the link cannot be changed while copies are held; finish all requests first")
         self._swapper.limit_bandwidth(bytes_per_second, clock)
 
     def time_swap(self, num_blocks: int) -> tuple[float, float]:

@@ -172,6 +172,10 @@ class BlockSwapper:
         time.sleep(max(0.0, load.ready_at - self._clock()))
         return self._write(pool, [*load.staged, *load.waiting])
 
+    def settle(self) -> None:
+        """Wait until no copy is really under way, whatever a limited link still has to carry."""
+        jax.block_until_ready([*self._staged, *(p for load in self._loads.values() for _, p in load.staged)])
+
     def wait(self, handle: int) -> None:
         """Wait until a copy has reached the host."""
         jax.block_until_ready(self._pieces[handle])

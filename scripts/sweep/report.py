@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from scipy.stats import t as student_t
+
 from sweep.cells import (
     BLOCK_SIZE,
     DEVICE,
@@ -25,6 +27,7 @@ from sweep.cells import (
 )
 
 LEAST_SHARE = 0.98
+FIXED = ("swap", "recompute")
 NEAR_CROSSOVER = 2.0
 
 
@@ -57,15 +60,17 @@ class Place:
 
     def share_of(self, action: str) -> float:
         """Throughput of an action over that of the better fixed one."""
-        return min(self.ratio(action, "swap"), self.ratio(action, "recompute"))
+        return min(self.ratio(action, fixed) for fixed in FIXED)
 
-    def mean_share(self) -> tuple[float, float]:
-        """Mean over seeds of the share, and its standard error: infinite with one seed."""
-        better = min(("swap", "recompute"), key=lambda action: self.ratio("adaptive", action))
-        of_seeds = [rate / self.rates[better][seed] for seed, rate in self.rates["adaptive"].items()]
-        if len(of_seeds) == 1:
-            return of_seeds[0], math.inf
-        return statistics.fmean(of_seeds), statistics.stdev(of_seeds) / math.sqrt(len(of_seeds))
+    def interval(self, action: str, other: str) -> tuple[float, float, float]:
+        """Geometric mean over seeds of the ratio of throughputs, and the ends of its 95 % interval."""
+        rates, others = self.rates[action], self.rates[other]
+        logarithms = [math.log(rates[seed] / others[seed]) for seed in rates]
+        mean, half = statistics.fmean(logarithms), math.inf
+        if len(logarithms) > 1:
+            error = statistics.stdev(logarithms) / math.sqrt(len(logarithms))
+            half = float(student_t.ppf(0.975, len(logarithms) - 1)) * error
+        return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
     @property
     def advantage(self) -> float:
@@ -198,27 +203,28 @@ def near_report(near: Sequence[Place]) -> list[str]:
         "",
         f"The cells within {NEAR_CROSSOVER:g}x of a crossover of an earlier sweep, see the command. Tokens/s "
         "of the adaptive choice, and of hindsight's, over the better of always-swap and always-recompute, "
-        "medians over seeds; then the mean of the former and its standard error.",
+        "medians over seeds; then the geometric mean of the former, and its 95 % interval over the seeds.",
         "",
-        "| model | data | output | host blocks | link | adaptive | hindsight | mean |",
+        "| model | data | output | host blocks | link | adaptive | hindsight | mean (95 %) |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for place in near:
-        mean, error = place.mean_share()
+    intervals = [[place.interval("adaptive", fixed) for fixed in FIXED] for place in near]
+    for place, of_place in zip(near, intervals, strict=True):
+        mean, low, high = min(of_place)
         lines.append(
             f"{_keys(place)} | {place.speed:g} | {place.share:.4f} | {place.share_of('hindsight'):.4f} "
-            f"| {mean:.4f} ± {error:.4f} |"
+            f"| {mean:.4f} ({low:.4f} to {high:.4f}) |"
         )
     ahead = [place for place in near if place.share > 1]
-    means = [place.mean_share() for place in near]
     return [
         *lines,
         "",
         f"Strictly faster than both by the median: {len(ahead)} of {len(near)} cells (median share "
         f"{_median_share(near)}); hindsight: {sum(place.share_of('hindsight') > 1 for place in near)}. By "
-        f"the mean {sum(mean > 1 for mean, _ in means)}; faster by more than two standard errors: "
-        f"{sum(mean - 1 > 2 * error for mean, error in means)}, slower by more: "
-        f"{sum(1 - mean > 2 * error for mean, error in means)}.",
+        f"the mean: {sum(min(of_place)[0] > 1 for of_place in intervals)}. With 95 % confidence faster than "
+        f"both: {sum(all(low > 1 for _, low, _ in of_place) for of_place in intervals)}; slower than one of "
+        f"them: {sum(any(high < 1 for *_, high in of_place) for of_place in intervals)} (were all equal, "
+        f"chance would name {0.05 * len(near):.0f}).",
         "",
     ]
 
