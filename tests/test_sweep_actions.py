@@ -62,6 +62,9 @@ def test_cells_are_faster_or_slower_by_more_than_chance():
         of((1.01, 1.011, 1.012), (0.98, 0.981, 0.982)),
     ]
     (verdict,) = [line for line in near_report(near) if line.startswith("Strictly faster")]
+    (behind,) = [line for line in near_report(near) if line.startswith("Not strictly faster: ")]
+    assert behind.count("link x1: ") == 5
+    assert "link x1: 0.9810" in behind
     assert "by the median: 1 of 6 cells" in verdict
     assert "hindsight: 6. By the mean: 3." in verdict
     assert "With 95 % confidence faster than both: 1; slower than one of them: 2" in verdict

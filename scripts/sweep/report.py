@@ -226,6 +226,10 @@ def near_report(near: Sequence[Place]) -> list[str]:
         f"them: {sum(any(high < 1 for *_, high in of_place) for of_place in intervals)} (were all equal, "
         f"chance would name {0.05 * len(near):.0f}).",
         "",
+        "Not strictly faster: "
+        + ("; ".join(_name(place, 4) for place in near if place.share <= 1) or "none")
+        + ".",
+        "",
     ]
 
 
@@ -237,10 +241,10 @@ def _median_share(near: Sequence[Place]) -> str:
     return f"{statistics.median(place.share for place in near):.3f}" if near else "-"
 
 
-def _name(place: Place) -> str:
+def _name(place: Place, digits: int = 3) -> str:
     return (
         f"{place.model}, {place.dataset}, output {place.output}, {place.host} host blocks, "
-        f"link x{place.speed:g}: {place.share:.3f}"
+        f"link x{place.speed:g}: {place.share:.{digits}f}"
     )
 
 
