@@ -101,9 +101,9 @@ def test_runs_side_by_side_are_timed_apart(llm, other_llm, trace):
 def test_what_runs_side_by_side_need(llm, other_llm, trace):
     watch = Stopwatch()
     alike = [start(one, trace, watch, async_scheduling=False) for one in (llm, other_llm)]
-    with pytest.raises(ConfigError, match="a Stopwatch each"):
+    with pytest.raises(ConfigError, match="a Stopwatch each; two share their clock"):
         replay_side_by_side(alike)
-    with pytest.raises(ConfigError, match="an LLM and a Stopwatch each"):
+    with pytest.raises(ConfigError, match="an LLM and a Stopwatch each; two share their executor"):
         replay_side_by_side([start(llm, trace, Stopwatch(), async_scheduling=False) for _ in range(2)])
     for run in (
         start(llm, trace, Stopwatch(), async_scheduling=True),

@@ -193,10 +193,9 @@ def replay_side_by_side(runs: Sequence[Replay], slice_seconds: float = 0.05) -> 
         ConfigError: two runs share an executor or a clock, a clock is no `Stopwatch`, or steps are dispatched
             ahead.
     """
-    if len({id(run.executor) for run in runs}) < len(runs) or len({id(run.clock) for run in runs}) < len(
-        runs
-    ):
-        raise ConfigError("runs side by side need an LLM and a Stopwatch each; two of these share one")
+    for name in ("executor", "clock"):
+        if len({id(getattr(run, name)) for run in runs}) < len(runs):
+            raise ConfigError(f"runs side by side need an LLM and a Stopwatch each; two share their {name}")
     unfinished: list[tuple[Replay, Stopwatch]] = []
     for run in runs:
         if not isinstance(run.clock, Stopwatch) or run.runs_ahead:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import gc
-import inspect
 import logging
-import sys
-import traceback
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -37,6 +35,37 @@ def _quiet_orbax() -> Iterator[ModuleType]:
             yield orbax.checkpoint
         finally:
             logger.setLevel(level)
+
+
+class _FinishingLoop(asyncio.SelectorEventLoop):
+    """An event loop that ends what it has begun before it closes.
+
+    Orbax closes its loop as soon as one of many reads fails. The others would stay suspended, each with a
+    traceback to print when it is collected, and TensorStore's threads would call a loop that is closed.
+    """
+
+    def close(self) -> None:
+        """Close it when every task has ended, and whoever waits for one knows; their errors are nobody's."""
+        while not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        if not self.is_closed():
+            self.run_until_complete(asyncio.sleep(0))
+        super().close()
+
+
+_LOOPS_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _finishing_loops() -> Iterator[None]:
+    """Has Orbax, which makes its event loops itself, make such as finish."""
+    with _LOOPS_LOCK:
+        new_event_loop = asyncio.new_event_loop
+        asyncio.new_event_loop = _FinishingLoop
+        try:
+            yield
+        finally:
+            asyncio.new_event_loop = new_event_loop
 
 
 def has_orbax_params(folder: Path) -> bool:
@@ -83,40 +112,12 @@ def load_orbax(
                 for name, array in arrays.items()
             }
             try:
-                restored = checkpointer.restore(path, targets)
+                with _finishing_loops():
+                    restored = checkpointer.restore(path, targets)
             except Exception as error:
-                _discard_suspended_reads(error)
                 raise _unreadable(path, error) from error
             while restored:
                 yield restored.popitem()
-
-
-def _discard_suspended_reads(error: Exception) -> None:
-    """Collect, in silence, the coroutines that Orbax left suspended when a read failed with `error`.
-
-    Each prints a traceback when it is collected, at whatever moment that happens to be. What else is
-    collected here and fails is reported as ever.
-    """
-    hook, logger = sys.unraisablehook, logging.getLogger("asyncio")
-    level = logger.level
-
-    def report(unraisable: sys.UnraisableHookArgs) -> None:
-        if not inspect.iscoroutine(unraisable.object):
-            hook(unraisable)
-
-    chain: list[BaseException] = [error]
-    for one in chain:  # frames of any of them may hold the coroutines
-        linked = (one.__cause__, one.__context__)
-        chain += [other for other in linked if other is not None and other not in chain]
-    try:
-        sys.unraisablehook = report
-        logger.setLevel(logging.CRITICAL)
-        for one in chain:
-            traceback.clear_frames(one.__traceback__)
-        gc.collect()
-    finally:
-        sys.unraisablehook = hook
-        logger.setLevel(level)
 
 
 def stored_dtype(folder: Path) -> str | None:
@@ -131,7 +132,8 @@ def stored_dtype(folder: Path) -> str | None:
 
 def _metadata(checkpointer: Any, path: Path) -> dict[str, Any]:
     try:
-        return dict(checkpointer.metadata(path).item_metadata.tree)
+        with _finishing_loops():
+            return dict(checkpointer.metadata(path).item_metadata.tree)
     except Exception as error:  # Orbax raises many types, KeyError and ValueError among them
         raise _unreadable(path, error) from error
 
