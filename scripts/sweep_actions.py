@@ -40,6 +40,7 @@ from sweep.cells import (
     make_cells,
     run_cell,
 )
+from sweep.options import list_of
 from sweep.report import load_near, places, report
 
 from jaxllm.bench.command import command_line
@@ -78,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--parts",
-        type=_list_of(str),
+        type=list_of(str),
         default=",".join(PARTS),
         help="some of " + ", ".join(ALL_PARTS) + " (default: %(default)s)",
     )
@@ -93,12 +94,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         shown = ",".join(map(str, default)) if several else default
         parser.add_argument(
             f"--{name}",
-            type=_list_of(kind) if several else kind,
+            type=list_of(kind) if several else kind,
             help=f"of {', '.join(parts)}{remark} (default: {shown})",
         )
     parser.add_argument("--requests", type=int, default=300, help="more for short outputs; see the report")
     parser.add_argument(
-        "--seeds", type=_list_of(int), default="0,1,2,3,4", help="comma-separated (default: %(default)s)"
+        "--seeds", type=list_of(int), default="0,1,2,3,4", help="comma-separated (default: %(default)s)"
     )
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
@@ -122,20 +123,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--parts near and --near-of RESULTS go together")
     if args.requests < 1 or args.jobs < 1:
         parser.error("--requests and --jobs must be at least 1")
-    if len(set(args.seeds)) < len(args.seeds):
-        parser.error(f"--seeds {args.seeds}: one of them comes twice")
     lengths, speeds = [*args.output_lengths, args.policies_output_length], [*args.link_speeds]
     if min(lengths) < 1 or min(args.host_blocks) < 0 or min(*speeds, args.policies_link_speed) <= 0:
         parser.error("--output-lengths start at 1, --host-blocks at 0, and --link-speeds above 0")
     return args
-
-
-def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def parse(text: str) -> list[Any]:
-        return [kind(value) for value in text.split(",")]
-
-    parse.__name__ = f"list of {kind.__name__}"  # type: ignore[attr-defined]
-    return parse
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -30,6 +30,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sweep.options import list_of
 from sweep.report import Place, shares_report
 
 from jaxllm import LLM
@@ -56,29 +57,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder of a checkpoint (default: the demo model)")
-    parser.add_argument("--speeds", default=",".join(map(str, SPEEDS)), help="default: %(default)s")
-    parser.add_argument("--host-blocks", default="12,48", help="default: %(default)s")
-    parser.add_argument("--output-lengths", default="32,64", help="longest outputs (default: %(default)s)")
+    parser.add_argument(
+        "--speeds", type=list_of(float), default=",".join(map(str, SPEEDS)), help="default: %(default)s"
+    )
+    parser.add_argument("--host-blocks", type=list_of(int), default="12,48", help="default: %(default)s")
+    parser.add_argument(
+        "--output-lengths", type=list_of(int), default="32,64", help="longest outputs (default: %(default)s)"
+    )
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--prompt-len", type=int, default=96, help="longest; the shortest is a quarter")
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--gpu-blocks", type=int, default=36)
     parser.add_argument("--profile-seconds", type=float, default=30.0)
-    parser.add_argument("--seeds", default="0,1,2,3,4")
+    parser.add_argument("--seeds", type=list_of(int), default="0,1,2,3,4")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    try:
-        args.speeds = [float(speed) for speed in args.speeds.split(",")]
-        for name in ("host_blocks", "output_lengths", "seeds"):
-            setattr(args, name, [int(value) for value in getattr(args, name).split(",")])
-    except ValueError as error:
-        parser.error(f"lists are numbers with commas between them: {error}")
     if not all(0 < speed < math.inf for speed in args.speeds):
         parser.error("--speeds must be above 0, and finite")
     if min(args.requests, *args.host_blocks, *args.output_lengths) < 1:
         parser.error("--requests, --host-blocks and --output-lengths must be at least 1")
-    if len(set(args.seeds)) < len(args.seeds):
-        parser.error(f"--seeds {args.seeds}: one of them comes twice")
     return args
 
 

@@ -91,9 +91,9 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     [
         (["--speeds", "0"], "--speeds must be above 0"),
         (["--speeds", "nan"], "--speeds must be above 0"),
-        (["--host-blocks", "few"], "numbers with commas between them"),
+        (["--host-blocks", "few"], "--host-blocks: 'few' is no list with commas"),
         (["--requests", "0"], "must be at least 1"),
-        (["--seeds", "1,1"], "one of them comes twice"),
+        (["--seeds", "1,1"], "--seeds: '1,1' names something twice"),
     ],
 )
 def test_wrong_options(wrong, message, capsys):

@@ -171,8 +171,8 @@ def test_wrong_arguments(tmp_path, capsys):
         (["--parts", "policies", "--link-speeds", "1"], "--link-speeds is of parts actions, not of policies"),
         (["--parts", "typo", "--link-speeds", "1"], "--parts typo: name some of"),
         (["--parts", "policies", "--models", "opt-13b,opt-30b"], "takes one model, not opt-13b, opt-30b"),
-        (["--host-blocks", "many"], "--host-blocks: invalid list of int value: 'many'"),
-        (["--seeds", "1,1"], "one of them comes twice"),
+        (["--host-blocks", "many"], "--host-blocks: 'many' is no list with commas"),
+        (["--seeds", "1,1"], "--seeds: '1,1' names something twice"),
     ):
         with pytest.raises(SystemExit):
             sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
