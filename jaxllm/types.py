@@ -17,6 +17,19 @@ MULTI_STEP_SEQS = 16
 """Most requests that several decode iterations are computed for in one device program."""
 MAX_STAGED_BLOCKS = 32
 """Blocks of device memory beside the pool that copies under way may take, in each direction."""
+MAX_PIECE_BLOCKS = 16
+"""Most blocks that one program gathers for a copy, or scatters."""
+
+
+def piece_sizes(num_blocks: int) -> list[int]:
+    """The pieces that so many blocks are copied in: powers of two, the largest first.
+
+    On their way to the host the last piece goes first. Then all but `MAX_STAGED_BLOCKS` of a long copy have
+    left as soon as they can, for what is beyond a multiple of `MAX_PIECE_BLOCKS` is not behind large pieces.
+    """
+    num_largest, rest = divmod(num_blocks, MAX_PIECE_BLOCKS)
+    small = [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
+    return [MAX_PIECE_BLOCKS] * num_largest + small
 
 
 class RequestStatus(enum.Enum):

@@ -240,27 +240,30 @@ class OverlapAwareResume:
       or its copy is given up, and it takes its share of a prefill iteration.
     - While other copies keep the link busy for longer than a step, and new requests wait for the blocks, it
       stays where it is: that costs nothing.
-    - A return that costs something should last: it leaves `blocks_per_request` free for each request that
-      started, or comes later, but not for ever: others may start meanwhile. One that is hidden takes what is
-      there, for it may be preempted again for free.
+    - A return that costs something should last: it leaves each request that started room for a share of the
+      mean output, or comes later, but not for ever: others may start meanwhile. One that is hidden takes what
+      is there, for it may be preempted again for free.
+    - A copy is given up only when the request could come back: asked at every step of its stay, it would be
+      given up for whatever a prefill costs at the best moment, and then be prefilled at another.
 
     Args:
         costs: predicts seconds.
         gives_up: whether copies are given up at all.
-        blocks_per_request: what a return that is not hidden leaves free, in blocks.
+        output_share: of the mean output, what a return that is not hidden leaves room for; admission asks
+            for twice as much (`OutputReserve`).
         patience: decode steps in host memory after which a return need not leave anything free.
 
     Raises:
-        ConfigError: `blocks_per_request` or `patience` is negative or not finite.
+        ConfigError: `output_share` or `patience` is negative or not finite.
     """
 
     costs: CostModel
     gives_up: bool = True
-    blocks_per_request: float = 0.125
+    output_share: float = 0.04
     patience: float = 256.0
 
     def __post_init__(self) -> None:
-        for name in ("blocks_per_request", "patience"):
+        for name in ("output_share", "patience"):
             value = getattr(self, name)
             if not 0.0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be at least 0 and finite, got {value}")
@@ -284,11 +287,11 @@ class OverlapAwareResume:
         recompute = _shared_prefill(costs, request, lost_tokens, state)
         if waits > step and state.num_waiting:
             return ResumeDecision(ResumeAction.LATER, min(stall, idle), recompute, copy)
-        if self.gives_up and recompute < min(stall, idle):
-            return ResumeDecision(ResumeAction.RECOMPUTE, min(stall, idle), recompute)
-        has_room = state.num_free - num_blocks >= self.blocks_per_request * len(state.started)
+        has_room = state.num_free - num_blocks >= state.num_to_grow(self.output_share)
         if not has_room and now - copied_out_at < self.patience * step:
             return ResumeDecision(ResumeAction.LATER, min(stall, idle), recompute, copy)
+        if self.gives_up and recompute < min(stall, idle):
+            return ResumeDecision(ResumeAction.RECOMPUTE, min(stall, idle), recompute)
         action = ResumeAction.AT_ONCE if stall <= idle else ResumeAction.IN_BACKGROUND
         return ResumeDecision(action, min(stall, idle), recompute, copy)
 

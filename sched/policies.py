@@ -3,7 +3,7 @@
 Who is most urgent?
     `PriorityPolicy`: `FCFSPriority`, `FairPriority`.
 May this waiting request start now?
-    `AdmissionPolicy`: `WatermarkAdmission`, `GrowthReserve`, `HostBoundAdmission`.
+    `AdmissionPolicy`: `WatermarkAdmission`, `GrowthReserve`, `OutputReserve`, `HostBoundAdmission`.
 How large may a prompt batch be?
     `BatchingPolicy`: `RaggedBatching`, `PaddedBatching`.
 Whom to preempt when blocks run out?
@@ -56,6 +56,7 @@ __all__ = [
     "LatestArrivalVictim",
     "LeastUrgentVictim",
     "MoreUrgentFirst",
+    "OutputReserve",
     "OverlapAwareAction",
     "OverlapAwareResume",
     "PaddedBatching",
@@ -258,6 +259,31 @@ class GrowthReserve:
     def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
         """Whether the reserve is left."""
         return state.num_free - num_needed >= self.blocks_per_request * len(state.started)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputReserve:
+    """Leaves each request that started room for a share of the mean output.
+
+    As `GrowthReserve`, but by the lengths of the outputs seen so far: the longer they are, the longer it
+    takes until somebody finishes and leaves blocks to the others. docs/policies.md sets both side by side.
+
+    Args:
+        share: of the mean output of the recently finished requests (`RecentPressure.output_tokens`).
+
+    Raises:
+        ConfigError: `share` is negative or not finite.
+    """
+
+    share: float = 0.08
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share < float("inf"):
+            raise ConfigError(f"share must be at least 0 and finite, got {self.share}")
+
+    def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
+        """Whether the room is left."""
+        return state.num_free - num_needed >= state.num_to_grow(self.share)
 
 
 # Prompt batches

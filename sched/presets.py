@@ -13,11 +13,11 @@ from jaxllm.sched.policies import (
     AlwaysRecompute,
     FairPriority,
     FCFSPriority,
-    GrowthReserve,
     HostBoundAdmission,
     LatestArrivalVictim,
     LeastUrgentVictim,
     MoreUrgentFirst,
+    OutputReserve,
     OverlapAwareAction,
     OverlapAwareResume,
     PaddedBatching,
@@ -91,7 +91,7 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     """
     return SchedulerPolicy(
         priority=FairPriority(),
-        admission=GrowthReserve(),
+        admission=OutputReserve(),
         victim=LeastUrgentVictim(FairPriority()),
         action=OverlapAwareAction(_required("adaptive", costs)),
         resume=OverlapAwareResume(_required("adaptive", costs)),

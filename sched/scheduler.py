@@ -285,6 +285,8 @@ class Scheduler:
             state.copies.leave(request)
             state.release(request)
         del state.live[request.request_id]
+        if reason != "abort":
+            state.recent.finished(request.num_tokens - request.num_prompt_tokens)
         if state.ledger is not None:
             state.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED

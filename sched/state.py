@@ -34,7 +34,7 @@ class SchedulerState:
         ending: those whose last token has been scheduled, and which still hold what they held.
         evicted: what preempted requests left on the device, by id.
         copied_out_at: when copies to the host end by prediction, by id, on the engine's clock.
-        recent: what preemptions have led to of late.
+        recent: what happened of late.
         num_leaving: blocks of device memory beside the pool that copies out take.
     """
 
@@ -95,7 +95,14 @@ class SchedulerState:
         pool, host = self.pool, self.host
         num_host_free = host.num_free + self.copies.num_head_blocks
         return PoolState(
-            num_free, pool.num_blocks, pool.block_size, num_host_free, host.num_blocks, started, *more
+            num_free,
+            pool.num_blocks,
+            pool.block_size,
+            num_host_free,
+            host.num_blocks,
+            started,
+            self.recent,
+            *more,
         )
 
     def pressure(self, num_free: int) -> PoolState:
@@ -107,7 +114,6 @@ class SchedulerState:
             self.started(),
             len(running),
             num_context_tokens,
-            self.recent,
             len(self.waiting),
             self.num_leaving,
             self.copies.num_head_blocks,

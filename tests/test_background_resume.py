@@ -14,6 +14,7 @@ from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import (
+    GrowthReserve,
     OverlapAwareResume,
     ResumeAction,
     ResumeDecision,
@@ -202,8 +203,8 @@ def test_a_long_request_is_not_put_off_for_as_long_as_short_ones_arrive():
     )
     finished_at = {}
     for patience in (256.0, 1e9):
-        resume = OverlapAwareResume(costs, patience=patience)
-        policy = dataclasses.replace(adaptive(costs), resume=resume)
+        resume = OverlapAwareResume(costs, output_share=1 / 12, patience=patience)
+        policy = dataclasses.replace(adaptive(costs), admission=GrowthReserve(), resume=resume)
         result = simulate(trace, config, policy, costs, overlap_swaps=True)
         finished_at[patience] = float(result.finish_times[0])
     assert finished_at[256.0] < 0.7 * trace.arrival_times[-1] < finished_at[1e9]

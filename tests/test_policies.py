@@ -17,6 +17,7 @@ from jaxllm.sched.policies import (
     LatestArrivalVictim,
     LeastUrgentVictim,
     MoreUrgentFirst,
+    OutputReserve,
     OverlapAwareAction,
     OverlapAwareResume,
     PaddedBatching,
@@ -211,6 +212,34 @@ def test_the_growth_reserve_counts_who_started():
             GrowthReserve(bad)
 
 
+def test_the_output_reserve_grows_with_the_outputs_seen():
+    started = [make_request(index, 4) for index in range(4)]
+    for mean, num_needed in ((50.0, 4), (20.0, 7)):  # 10 or 4 tokens each: 10 or 4 blocks of 4 tokens
+        pools = state(14, 20, started=started)
+        pools = dataclasses.replace(pools, recent=RecentPressure(output_tokens=mean))
+        policy = OutputReserve(0.2)
+        assert policy.admits(make_request(9, 4), num_needed, pools)
+        assert not policy.admits(make_request(9, 4), num_needed + 4, pools)
+    assert OutputReserve(0.2).admits(make_request(9, 4), 14, state(14, 20))
+    for bad in (-0.1, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="share must be at least 0 and finite"):
+            OutputReserve(bad)
+
+
+def test_the_mean_output_starts_with_a_guess_and_follows_those_seen():
+    recent = RecentPressure()
+    assert recent.output_tokens == 50.0
+    recent.finished(10)
+    assert recent.output_tokens == (50 + 10) / 2
+    recent.finished(30)
+    assert recent.output_tokens == pytest.approx((50 + 10 + 30) / 3)
+    for _ in range(200):
+        recent.finished(8)
+    assert recent.output_tokens == pytest.approx(8, rel=0.1)
+    recent.finished(108)
+    assert recent.output_tokens == pytest.approx(10, rel=0.1)  # a fiftieth of the difference
+
+
 def pressured(**recent):
     """Three requests of ten tokens run; host blocks are plenty."""
     return dataclasses.replace(
@@ -289,22 +318,27 @@ def test_a_busy_link_is_waited_for_while_others_can_use_the_blocks():
 
 
 def test_a_return_that_costs_something_leaves_room_to_grow():
-    """Of three blocks, with an eighth of a block for each of eight requests."""
+    """Of three blocks, with an eighth of a block, half a token, for each of eight requests."""
     costs, hidden = LinearCosts(swap=1.5), LinearCosts(swap=0.5)
-    started = [make_request(i, 10) for i in range(8)]
-    assert returning(costs, num_free=4, started=started) is ResumeAction.IN_BACKGROUND
-    assert returning(costs, num_free=3, started=started) is ResumeAction.LATER
-    assert returning(hidden, num_free=3, started=started) is ResumeAction.AT_ONCE
+    outputs = {"started": [make_request(i, 10) for i in range(8)], "output_tokens": 0.5 / 0.04}
+    assert returning(costs, num_free=4, **outputs) is ResumeAction.IN_BACKGROUND
+    assert returning(costs, num_free=3, **outputs) is ResumeAction.LATER
+    assert returning(costs, num_free=3, **{**outputs, "output_tokens": 0.0}) is ResumeAction.IN_BACKGROUND
+    assert returning(hidden, num_free=3, **outputs) is ResumeAction.AT_ONCE
     dear = LinearCosts(prefill=1.0, swap=11.0)
-    assert returning(dear, num_free=3, started=started) is ResumeAction.RECOMPUTE
-    state = dataclasses.replace(pressured(), num_blocks=9, num_free=3, started=started)
+    assert returning(dear, num_free=4, **outputs) is ResumeAction.RECOMPUTE
+    assert returning(dear, num_free=3, **outputs) is ResumeAction.LATER  # not before it could come back
+    recent = RecentPressure(output_tokens=outputs["output_tokens"])
+    state = dataclasses.replace(
+        pressured(), num_blocks=9, num_free=3, started=outputs["started"], recent=recent
+    )
     policy = OverlapAwareResume(costs, patience=4)  # steps, of 3 s each
     for waited, expected in ((11.9, ResumeAction.LATER), (12.0, ResumeAction.IN_BACKGROUND)):
         assert policy.choose(make_request(0, 10), 3, 0.0, state, waited).action is expected
     with pytest.raises(ConfigError, match="patience must be at least 0 and finite, got nan"):
         OverlapAwareResume(costs, patience=float("nan"))
-    with pytest.raises(ConfigError, match="blocks_per_request must be at least 0 and finite, got -1"):
-        OverlapAwareResume(costs, blocks_per_request=-1)
+    with pytest.raises(ConfigError, match="output_share must be at least 0 and finite, got -1"):
+        OverlapAwareResume(costs, output_share=-1)
 
 
 def test_recomputes_share_a_prefill_iteration():

@@ -182,8 +182,23 @@ def test_adaptive_resumes_before_it_starts():
 
 
 def test_adaptive_leaves_room_to_grow():
-    # After four requests are in, the fifth would leave no block for them: 0 < 0.25 x 4.
-    scheduler = make_scheduler(make_preset("adaptive", SWAP_IS_CHEAP), num_gpu_blocks=5)
-    for index in range(5):
-        add(scheduler, index, 2, arrival=0)
+    # A fifth request would leave 2 blocks, where 4 are asked for: 0.08 x 50 tokens each, in blocks of 4.
+    scheduler = make_scheduler(make_preset("adaptive", SWAP_IS_CHEAP), num_gpu_blocks=7, max_num_seqs=8)
+    for index in range(7):
+        add(scheduler, index, 2, new=2, arrival=0)
     assert step(scheduler, 1.0) == "P r0[0:2]! r1[0:2]! r2[0:2]! r3[0:2]!"
+    assert step(scheduler, 2.0) == "D r0 r1 r2 r3"  # which ends them: a mean of (50 + 4 x 2) / 5 tokens
+    assert step(scheduler, 3.0) == "P r4[0:2]! r5[0:2]! r6[0:2]!"
+
+
+def test_aborted_requests_say_nothing_of_the_length_of_outputs():
+    scheduler = make_scheduler(make_preset("adaptive", SWAP_IS_CHEAP))
+    requests = [make_request(index, 2) for index in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler, 1.0)
+    scheduler.finish(requests[0], "abort")
+    assert scheduler._state.recent.num_finished == 0
+    scheduler.finish(requests[1], "stop")
+    assert scheduler._state.recent.num_finished == 1
+    assert scheduler._state.recent.output_tokens == (50 + 1) / 2

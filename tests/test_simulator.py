@@ -21,7 +21,7 @@ from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.simulator.executor import SimulatedExecutor
 from jaxllm.simulator.run import simulate
 from jaxllm.simulator.truth import HindsightAction, RegretMeter, Residuals, key_of
-from jaxllm.types import SchedulerOutput, Swap
+from jaxllm.types import MAX_STAGED_BLOCKS, SchedulerOutput, Swap
 from jaxllm.workloads.result import TimeSpent
 from jaxllm.workloads.trace import Trace
 
@@ -117,6 +117,15 @@ def test_several_decode_steps_take_as_long_as_one_after_another():
     step = executor.execute(SchedulerOutput(0, decode=(request,), num_decode_steps=4))
     assert executor.now == executor.spent.decode == 4 * 2.0
     assert step.fetch().token_ids == [0] * 4
+
+
+@pytest.mark.parametrize("num_blocks", [31, 32, 33, 40, 47, 48, 50, 79])
+def test_a_long_copy_out_waits_only_for_the_blocks_that_have_no_room(num_blocks):
+    executor = SimulatedExecutor(LinearCosts(), num_gpu_blocks=80, block_size=4, overlap_swaps=True)
+    long = Swap(make_request(0, 4 * num_blocks - 1), 0, tuple(range(num_blocks)))
+    executor.execute(SchedulerOutput(0, swap_out=(long,)))
+    assert executor.now == pytest.approx(max(0, num_blocks - MAX_STAGED_BLOCKS))
+    assert executor.copies().num_leaving == min(num_blocks, MAX_STAGED_BLOCKS)
 
 
 def test_copies_out_wait_for_staging_memory():

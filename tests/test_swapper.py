@@ -22,6 +22,7 @@ from jaxllm.sched.policies import (
     SwapIfItFits,
     WatermarkAdmission,
 )
+from jaxllm.types import piece_sizes
 
 
 class InBackground:
@@ -112,6 +113,16 @@ def test_intact_blocks_are_not_copied(swapper):
     pool = swapper.swap_in(pool, 31, (3, 4, 5), num_intact=3)
     np.testing.assert_array_equal(bits_of(pool)[1:], kept[1:])
     assert not swapper.handles
+
+
+def test_the_last_and_smallest_piece_leaves_first(swapper, monkeypatch):
+    """So that a copy that is too long for the staging memory waits for no more than it must."""
+    pool, gather, sizes = random_pool(40, "float32"), swapper._gather, []
+    monkeypatch.setattr(swapper, "_gather", lambda pool, ids: sizes.append(len(ids)) or gather(pool, ids))
+    swapper.swap_out(pool, 35, tuple(range(37)))
+    assert sizes == [1, 4, 16, 16]
+    assert [piece.shape[0] for piece in swapper._pieces[35]] == piece_sizes(37) == [16, 16, 4, 1]
+    swapper.discard(35)
 
 
 def test_copies_out_are_let_go_when_they_have_left(swapper):

@@ -14,9 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from jaxllm.types import MAX_STAGED_BLOCKS, CopyProgress
-
-_LARGEST_PIECE = 16  # blocks
+from jaxllm.types import MAX_PIECE_BLOCKS, MAX_STAGED_BLOCKS, CopyProgress, piece_sizes
 
 Piece = tuple[np.ndarray, jax.Array]
 """Block ids, and their contents on the host or the device."""
@@ -66,7 +64,7 @@ class BlockSwapper:
     def __init__(self, device: jax.Device, max_blocks: int, *, bandwidth_limit: float | None = None) -> None:
         self._on_device = SingleDeviceSharding(device)
         self._on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
-        self.sizes = _piece_sizes(max_blocks)
+        self.sizes = _program_sizes(max_blocks)
         self._gather, self._scatter = _jitted()
         self._pieces: dict[int, list[jax.Array]] = {}
         self._loads: dict[int, _Load] = {}
@@ -91,7 +89,7 @@ class BlockSwapper:
     def programs(pool: Any, max_blocks: int) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
         """Names, functions and abstract arguments of every program that swaps a `pool` of this shape."""
         gather, scatter = _jitted()
-        for size in _piece_sizes(max_blocks):
+        for size in _program_sizes(max_blocks):
             ids = jax.ShapeDtypeStruct((size,), jnp.int32)
             piece = jax.ShapeDtypeStruct((size, *pool.shape[1:]), pool.dtype)
             yield f"swap out of {size}", gather, (pool, ids)
@@ -112,13 +110,14 @@ class BlockSwapper:
 
         Waits for the oldest copies while more than `MAX_STAGED_BLOCKS` are under way.
         """
-        self._pieces[handle] = pieces = []
-        for ids in self._cut(block_ids):
+        pieces = []
+        for ids in reversed(self._cut(block_ids)):
             self._trim_staged(MAX_STAGED_BLOCKS - len(ids))
             piece = jax.device_put(self._gather(pool, ids), self._on_host)
             pieces.append(piece)
             self._staged.append(piece)
             self._num_staged += len(ids)
+        self._pieces[handle] = pieces[::-1]
         if self.bandwidth_limit is not None:
             seconds = sum(piece.nbytes for piece in pieces) / self.bandwidth_limit
             self._out_free_at = max(self._clock(), self._out_free_at) + seconds
@@ -235,10 +234,9 @@ class BlockSwapper:
 
     def _cut(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         ids, pieces = np.asarray(block_ids, np.int32), []
-        for size in self.sizes:
-            while len(ids) >= size:
-                pieces.append(ids[:size])
-                ids = ids[size:]
+        for size in piece_sizes(len(ids)):
+            pieces.append(ids[:size])
+            ids = ids[size:]
         return pieces
 
 
@@ -246,12 +244,9 @@ def _is_ready(array: jax.Array) -> bool:
     return array.is_ready()  # type: ignore[attr-defined]
 
 
-def _piece_sizes(max_blocks: int) -> tuple[int, ...]:
-    """Powers of two, the largest first."""
-    sizes = [1]
-    while 2 * sizes[-1] <= min(max_blocks, _LARGEST_PIECE):
-        sizes.append(2 * sizes[-1])
-    return tuple(reversed(sizes))
+def _program_sizes(max_blocks: int) -> tuple[int, ...]:
+    """All that a piece of at most `max_blocks` may have, the largest first."""
+    return tuple(1 << bit for bit in reversed(range(min(max_blocks, MAX_PIECE_BLOCKS).bit_length())))
 
 
 def _jitted() -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:

@@ -14,10 +14,9 @@ from jaxllm.types import (
     SampledTokens,
     SchedulerOutput,
     Swap,
+    piece_sizes,
 )
 from jaxllm.workloads.result import TimeSpent
-
-_LARGEST_PIECE = 16  # blocks, as the real executor cuts them
 
 
 class SimulatedExecutor:
@@ -157,10 +156,8 @@ class SimulatedExecutor:
     def _stage(self, num_blocks: int, seconds: float) -> None:
         """Queue a copy out, in pieces that leave one by one; wait until few enough are left."""
         start, staged = max(self.now, self._out_free_at), self._staged
-        num_left, piece = num_blocks, _LARGEST_PIECE
-        while num_left:
-            while piece > num_left:
-                piece //= 2
+        num_left = num_blocks
+        for piece in reversed(piece_sizes(num_blocks)):  # as in the real executor
             num_left -= piece
             self._out_free_at = start + seconds * (num_blocks - num_left) / num_blocks
             staged.append((self._out_free_at, piece))

@@ -21,6 +21,7 @@ from jaxllm.sched.policies import (
     LatestArrivalVictim,
     LeastUrgentVictim,
     MoreUrgentFirst,
+    OutputReserve,
     OverlapAwareAction,
     OverlapAwareResume,
     PrefillFirst,
@@ -180,7 +181,7 @@ VARIANTS: dict[str, Change] = {
     "action: serial costs": lambda policy, costs: dataclasses.replace(policy, action=AdaptiveAction(costs)),
     "resume: at once": _with(resume=ResumeAtOnce()),
     "resume: leaving nothing free": lambda policy, costs: dataclasses.replace(
-        policy, resume=OverlapAwareResume(costs, blocks_per_request=0.0)
+        policy, resume=OverlapAwareResume(costs, output_share=0.0)
     ),
     "resume: never given up": lambda policy, costs: dataclasses.replace(
         policy, resume=OverlapAwareResume(costs, gives_up=False)
@@ -195,7 +196,10 @@ VARIANTS: dict[str, Change] = {
     "restore: prefill first": _with(restore=PrefillFirst()),
     "admission: none": _with(admission=WatermarkAdmission(0.0)),
     "admission: 1 % watermark": _with(admission=WatermarkAdmission(0.01)),
+    "admission: half the share": _with(admission=OutputReserve(0.04)),
+    "admission: twice the share": _with(admission=OutputReserve(0.16)),
     "admission: 1/8 block each": _with(admission=GrowthReserve(0.125)),
+    "admission: 1/4 block each": _with(admission=GrowthReserve(0.25)),
     "admission: 1/2 block each": _with(admission=GrowthReserve(0.5)),
     "admission: 1 block each": _with(admission=GrowthReserve(1.0)),
 }
