@@ -188,10 +188,13 @@ class LLM:
             weakref.finalize(self, _close_ledger, ledger, file)
         self.costs, self.costs_source = scheduling.costs, scheduling.source
         self._settle_costs(shape, scheduling, has_swaps=num_host_blocks > 0)
-        observer = StepObserver(self.costs, ledger) if self.costs is not None or ledger is not None else None
+        scheduler = Scheduler(scheduler_config, scheduling.policy, ledger=ledger)
+        observer = None
+        if self.costs is not None or ledger is not None:
+            observer = StepObserver(self.costs, ledger, scheduler.recent)
         self.engine = Engine(
             self.executor,
-            Scheduler(scheduler_config, scheduling.policy, ledger=ledger),
+            scheduler,
             observer=observer,
             vocab_size=model_config.vocab_size,
             tokenizer=self.tokenizer,
