@@ -188,13 +188,10 @@ class LLM:
             weakref.finalize(self, _close_ledger, ledger, file)
         self.costs, self.costs_source = scheduling.costs, scheduling.source
         self._settle_costs(shape, scheduling, has_swaps=num_host_blocks > 0)
-        scheduler = Scheduler(scheduler_config, scheduling.policy, ledger=ledger)
-        observer = None
-        if self.costs is not None or ledger is not None:
-            observer = StepObserver(self.costs, ledger, scheduler.recent)
+        observer = StepObserver(self.costs, ledger) if self.costs is not None or ledger is not None else None
         self.engine = Engine(
             self.executor,
-            scheduler,
+            Scheduler(scheduler_config, scheduling.policy, ledger=ledger),
             observer=observer,
             vocab_size=model_config.vocab_size,
             tokenizer=self.tokenizer,

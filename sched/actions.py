@@ -154,8 +154,6 @@ class OverlapAwareAction:
     - Copying in costs the cheaper of what `OverlapAwareResume` chooses from: what is left of it after its
       share of the decode step it runs beside, which requests that resume together divide; or the share of
       the pool that the request holds without using it.
-    - Either direction also costs what steps with copies were seen to take longer than others: blocks are read
-      and written by programs of their own, and a CPU copies with the cores that compute.
     - Recomputing costs an equal share of the prefill iteration it becomes part of, or what its tokens add to
       that iteration if they are many: every return takes a place that another start would have had.
     - Either is about the blocks that are lost by then, which with `lazy_eviction` may not be all.
@@ -203,8 +201,7 @@ class OverlapAwareAction:
         costs, recent = self.costs, state.recent
         lost_share = recent.lost_share
         copy_out = costs.swap_out_seconds(num_blocks)
-        num_lost = int(num_blocks * lost_share + 0.5) or 1
-        copy_in = costs.swap_in_seconds(num_lost)
+        copy_in = costs.swap_in_seconds(int(num_blocks * lost_share + 0.5) or 1)
         num_seqs = recent.swap_in_seqs if recent.swap_in_seqs > 1.0 else 1.0
         swap = copy_in - costs.decode_seconds(state.num_running, state.num_context_tokens) / num_seqs
         idle = copy_in * num_blocks / state.num_blocks
@@ -215,7 +212,7 @@ class OverlapAwareAction:
         num_over = state.num_leaving + num_blocks - MAX_STAGED_BLOCKS
         if num_over > 0:
             swap += costs.swap_out_seconds(num_over)
-        return swap + (num_blocks + num_lost) * recent.seconds_per_copied_block, copy_out
+        return swap, copy_out
 
     def _recompute_seconds(self, victim: Request, num_tokens: int, state: PoolState) -> float:
         """What recomputing the last `num_tokens` costs."""
@@ -288,16 +285,15 @@ class OverlapAwareResume:
         idle = max(step, waits + copy) * num_blocks / state.num_blocks
         lost_tokens = max(1, request.num_tokens - (num_blocks - num_lost) * block_size)
         recompute = _shared_prefill(costs, request, lost_tokens, state)
-        swap = min(stall, idle) + num_lost * state.recent.seconds_per_copied_block
         if waits > step and state.num_waiting:
-            return ResumeDecision(ResumeAction.LATER, swap, recompute, copy)
+            return ResumeDecision(ResumeAction.LATER, min(stall, idle), recompute, copy)
         has_room = state.num_free - num_blocks >= state.num_to_grow(self.output_share)
         if not has_room and now - copied_out_at < self.patience * step:
-            return ResumeDecision(ResumeAction.LATER, swap, recompute, copy)
-        if self.gives_up and recompute < swap:
-            return ResumeDecision(ResumeAction.RECOMPUTE, swap, recompute)
+            return ResumeDecision(ResumeAction.LATER, min(stall, idle), recompute, copy)
+        if self.gives_up and recompute < min(stall, idle):
+            return ResumeDecision(ResumeAction.RECOMPUTE, min(stall, idle), recompute)
         action = ResumeAction.AT_ONCE if stall <= idle else ResumeAction.IN_BACKGROUND
-        return ResumeDecision(action, swap, recompute, copy)
+        return ResumeDecision(action, min(stall, idle), recompute, copy)
 
 
 def num_copied_blocks(policy: ActionPolicy, decision: Decision, num_blocks: int) -> int:

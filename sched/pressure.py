@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from jaxllm.types import Request
 
 _RATE = 0.1  # weight of the newest value
-_SLOW_RATE = 0.02  # the same, where values differ more
+_OUTPUT_RATE = 0.02  # the same, of outputs, which differ more
 _UNKNOWN_OUTPUT = 50.0  # tokens
-_UNSEEN_BLOCKS = 50.0  # copied for nothing, before any copy was seen
 
 
 @dataclasses.dataclass(slots=True)
@@ -22,8 +21,6 @@ class RecentPressure:
         swap_in_seqs: requests that resume together, in iterations in which any do.
         lost_share: of a preempted request's blocks, those that were overwritten by then.
         copy_out_until, copy_in_until: when the copies under way end by prediction, on the engine's clock.
-        copy_seconds, copy_blocks: what steps took longer than predicted in which copies to the host start,
-            and their blocks, sums in which old ones fade; on real devices only.
         output_tokens: tokens that a finished request had generated; a guess of 50 counts as the first.
         num_finished: requests that finished by themselves.
     """
@@ -34,8 +31,6 @@ class RecentPressure:
     lost_share: float = 1.0
     copy_out_until: float = float("-inf")
     copy_in_until: float = float("-inf")
-    copy_seconds: float = 0.0
-    copy_blocks: float = _UNSEEN_BLOCKS
     output_tokens: float = _UNKNOWN_OUTPUT
     num_finished: int = 0
 
@@ -52,23 +47,10 @@ class RecentPressure:
         """Take a request that is restored, be it by a copy or by a prefill."""
         self.lost_share += _RATE * (lost_share - self.lost_share)
 
-    @property
-    def seconds_per_copied_block(self) -> float:
-        """What copying a block in one direction costs however well it is hidden; 0.0 if unknown.
-
-        Measured on copies out, for nobody waits for those.
-        """
-        return max(0.0, self.copy_seconds / self.copy_blocks)
-
-    def copied_out(self, num_blocks: int, seconds: float) -> None:
-        """Take a step that took `seconds` more than predicted, and started copies of so many blocks."""
-        self.copy_seconds += seconds - _SLOW_RATE * self.copy_seconds
-        self.copy_blocks += num_blocks - _SLOW_RATE * self.copy_blocks
-
     def finished(self, num_tokens: int) -> None:
         """Take a request that has generated so many tokens and will generate no more."""
         self.num_finished += 1
-        rate = max(1 / (self.num_finished + 1), _SLOW_RATE)
+        rate = max(1 / (self.num_finished + 1), _OUTPUT_RATE)
         self.output_tokens += rate * (num_tokens - self.output_tokens)
 
     def copying_out(self, now: float, seconds: float) -> float:

@@ -10,7 +10,6 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger, StepRecord
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.preemption import Preemption
-from jaxllm.sched.pressure import RecentPressure
 from jaxllm.sched.returns import Returns
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
@@ -80,11 +79,6 @@ class Scheduler:
     def ledger(self) -> Ledger | None:
         """What decisions are written to."""
         return self._state.ledger
-
-    @property
-    def recent(self) -> RecentPressure:
-        """What happened of late; an observer may tell it what copies cost."""
-        return self._state.recent
 
     @property
     def has_unfinished(self) -> bool:

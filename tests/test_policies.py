@@ -264,29 +264,6 @@ def test_copies_cost_what_steps_do_not_hide():
     assert weigh(costs, num_blocks=9)[0] == 2  # a third of the pool idles for 6
 
 
-def test_copies_cost_what_they_add_to_steps_however_well_hidden():
-    costs = LinearCosts(prefill=1.0, decode=1.0, swap=0.5)
-    seen = {"copy_seconds": 2.0, "copy_blocks": 8.0}
-    assert weigh(costs)[0] == 0
-    assert weigh(costs, **seen)[0] == 0.25 * (3 + 3)  # out and back
-    assert weigh(costs, lost_share=1 / 3, **seen)[0] == 0.25 * (3 + 1)
-    assert weigh(costs, copy_seconds=-2.0, copy_blocks=8.0)[0] == 0
-    dear = LinearCosts(prefill=1.0, swap=9.0)  # 10 for a prefill, 9 for the idle blocks of a copy
-    assert returning(dear) is ResumeAction.IN_BACKGROUND
-    assert returning(dear, copy_seconds=4.0, copy_blocks=8.0) is ResumeAction.RECOMPUTE
-
-
-def test_what_copies_add_is_a_mean_over_blocks_that_starts_at_nothing():
-    recent = RecentPressure()
-    assert recent.seconds_per_copied_block == 0.0
-    recent.copied_out(5, 1.0)
-    assert recent.seconds_per_copied_block == pytest.approx(1.0 / (5 + 50 * 0.98))  # the guess counts
-    for _ in range(300):
-        recent.copied_out(4, 1.0)
-        recent.copied_out(6, 0.0)
-    assert recent.seconds_per_copied_block == pytest.approx(0.1, rel=0.03)
-
-
 def test_a_copy_out_waits_for_room_on_the_device():
     costs = LinearCosts(prefill=1.0, decode=1.0, swap=2.0)
     victim, state = holder(0, 10, 3), dataclasses.replace(pressured(), num_blocks=9)

@@ -17,7 +17,6 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy
-from jaxllm.sched.pressure import RecentPressure
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import NO_COPIES, CopyProgress, SchedulerOutput
 from jaxllm.workloads import Trace
@@ -65,10 +64,10 @@ class Replay:
         _check(llm, config)
         self.clock, self.executor = clock, llm.executor
         self.runs_ahead = llm.config.async_scheduling if async_scheduling is None else async_scheduling
+        self._keeper = _TimeKeeper(costs, ledger)
         self._action, self._resume = _Timed(policy.action), _Timed(policy.resume)
         timed: dict[str, Any] = {"action": self._action, "resume": self._resume}
         self._scheduler = _TimedScheduler(config, dataclasses.replace(policy, **timed), ledger=ledger)
-        self._keeper = _TimeKeeper(costs, ledger, self._scheduler.recent)
         self._engine = Engine(
             llm.executor,
             self._scheduler,
@@ -268,10 +267,8 @@ class _Timed:
 class _TimeKeeper(StepObserver):
     """Adds up steps by kind, and its own time."""
 
-    def __init__(
-        self, costs: OnlineCalibration | None, ledger: Ledger | None, recent: RecentPressure
-    ) -> None:
-        super().__init__(costs, ledger, recent)
+    def __init__(self, costs: OnlineCalibration | None, ledger: Ledger | None) -> None:
+        super().__init__(costs, ledger)
         self.spent = TimeSpent()
         self.num_prefill_steps = self.num_decode_steps = self.num_decoded = self.num_prefill_tokens = 0
         self.num_preemptions = self.num_swaps = 0

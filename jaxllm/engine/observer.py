@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.pressure import RecentPressure
 from jaxllm.types import SchedulerOutput
 
 _ALL_COMPARED = 64
 _COMPARED_EACH = 4
-_MOST_ADDED = 0.5  # of a step
 
 
 class StepObserver:
@@ -25,15 +23,11 @@ class StepObserver:
     Args:
         costs: corrected as steps are observed; None compares nothing, and leaves swaps unmeasured.
         ledger: told what each restore took; None records nothing.
-        recent: told what copies to the host cost, for which nobody waits.
     """
 
-    def __init__(
-        self, costs: OnlineCalibration | None, ledger: Ledger | None, recent: RecentPressure | None = None
-    ) -> None:
+    def __init__(self, costs: OnlineCalibration | None, ledger: Ledger | None) -> None:
         self.costs = costs
         self._ledger = ledger
-        self._recent = recent
         self._num_steps = 0
 
     def observe(self, scheduled: SchedulerOutput, seconds: float, num_decode_steps: int = 1) -> None:
@@ -52,7 +46,6 @@ class StepObserver:
         if self.costs is not None and (is_compared or scheduled.has_copies):
             predicted = self._predicted(self.costs, scheduled, num_decode_steps)
             if scheduled.has_copies and predicted > 0.0:
-                self._learn_copies(scheduled, seconds - predicted, predicted)
                 self._charge_swaps(scheduled, max(0.0, seconds - predicted))
                 prefill_seconds = min(seconds, predicted)
             elif scheduled.has_copies:
@@ -82,17 +75,6 @@ class StepObserver:
             context += len(decode) * (num_decode_steps - 1) // 2  # as many as in the middle one
             seconds += num_decode_steps * costs.decode_seconds(len(decode), context)
         return seconds
-
-    def _learn_copies(self, scheduled: SchedulerOutput, excess: float, predicted: float) -> None:
-        """Take what copies out add to a step in which nothing waits for a copy, at most half as much again.
-
-        A step may be interrupted: too high a cost of copies would not be corrected, for there would be none.
-        """
-        if self._recent is None or scheduled.swap_in or scheduled.load or scheduled.joined:
-            return
-        num_blocks = sum(len(swap.block_ids) for swap in scheduled.swap_out)
-        limit = _MOST_ADDED * predicted
-        self._recent.copied_out(num_blocks, min(max(excess, -limit), limit))
 
     def _charge_swaps(self, scheduled: SchedulerOutput, seconds: float) -> None:
         if self._ledger is None:
