@@ -251,7 +251,8 @@ class OverlapAwareResume:
         gives_up: whether copies are given up at all.
         output_share: of the mean output, what a return that is not hidden leaves room for; admission asks
             for twice as much (`OutputReserve`).
-        patience: decode steps in host memory after which a return need not leave anything free.
+        patience: decode steps in host memory after which a return need not leave anything free. It must
+            still fit: shorter requests that do go on to start.
 
     Raises:
         ConfigError: `output_share` or `patience` is negative or not finite.

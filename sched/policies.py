@@ -266,7 +266,7 @@ class OutputReserve:
     """Leaves each request that started room for a share of the mean output.
 
     As `GrowthReserve`, but by the lengths of the outputs seen so far: the longer they are, the longer it
-    takes until somebody finishes and leaves blocks to the others. docs/policies.md sets both side by side.
+    takes until somebody finishes and leaves blocks to the others. docs/policies.md says what it is worth.
 
     Args:
         share: of the mean output of the recently finished requests (`RecentPressure.output_tokens`).

@@ -286,7 +286,7 @@ class Scheduler:
             state.release(request)
         del state.live[request.request_id]
         if reason != "abort":
-            state.recent.finished(request.num_tokens - request.num_prompt_tokens)
+            state.recent.finished(len(request.output_token_ids))
         if state.ledger is not None:
             state.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED

@@ -181,7 +181,10 @@ def test_the_default_preset_brings_requests_back_beside_steps():
 
 
 def test_a_long_request_is_not_put_off_for_as_long_as_short_ones_arrive():
-    """A return that costs something waits for room, but short requests go on to take it."""
+    """A return that costs something waits for more room than it takes, while short requests take that.
+
+    What starts leaves more here than under the preset: there the request would not fit in the first place.
+    """
     num_short, gap = 400, 0.0768
     trace = Trace(
         name="one long request, many short ones",

@@ -214,12 +214,13 @@ def test_the_growth_reserve_counts_who_started():
 
 def test_the_output_reserve_grows_with_the_outputs_seen():
     started = [make_request(index, 4) for index in range(4)]
-    for mean, num_needed in ((50.0, 4), (20.0, 7)):  # 10 or 4 tokens each: 10 or 4 blocks of 4 tokens
-        pools = state(14, 20, started=started)
+    # Of 14 free blocks the others need room for a fifth of the mean output each.
+    for block_size, mean, num_needed in ((4, 50.0, 4), (4, 20.0, 10), (1, 10.0, 6), (16, 160.0, 6)):
+        pools = dataclasses.replace(state(14, 20, started=started), block_size=block_size)
         pools = dataclasses.replace(pools, recent=RecentPressure(output_tokens=mean))
         policy = OutputReserve(0.2)
         assert policy.admits(make_request(9, 4), num_needed, pools)
-        assert not policy.admits(make_request(9, 4), num_needed + 4, pools)
+        assert not policy.admits(make_request(9, 4), num_needed + 1, pools)
     assert OutputReserve(0.2).admits(make_request(9, 4), 14, state(14, 20))
     for bad in (-0.1, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="share must be at least 0 and finite"):

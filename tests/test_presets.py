@@ -184,11 +184,12 @@ def test_adaptive_resumes_before_it_starts():
 def test_adaptive_leaves_room_to_grow():
     # A fifth request would leave 2 blocks, where 4 are asked for: 0.08 x 50 tokens each, in blocks of 4.
     scheduler = make_scheduler(make_preset("adaptive", SWAP_IS_CHEAP), num_gpu_blocks=7, max_num_seqs=8)
-    for index in range(7):
+    for index in range(11):
         add(scheduler, index, 2, new=2, arrival=0)
     assert step(scheduler, 1.0) == "P r0[0:2]! r1[0:2]! r2[0:2]! r3[0:2]!"
     assert step(scheduler, 2.0) == "D r0 r1 r2 r3"  # which ends them: a mean of (50 + 4 x 2) / 5 tokens
-    assert step(scheduler, 3.0) == "P r4[0:2]! r5[0:2]! r6[0:2]!"
+    # Six leave 1 block, where 5 of them ask for 1.2: without the mean seen it would be four again.
+    assert step(scheduler, 3.0) == "P r4[0:2]! r5[0:2]! r6[0:2]! r7[0:2]! r8[0:2]!"
 
 
 def test_aborted_requests_say_nothing_of_the_length_of_outputs():
@@ -197,8 +198,10 @@ def test_aborted_requests_say_nothing_of_the_length_of_outputs():
     for request in requests:
         scheduler.add(request)
     step(scheduler, 1.0)
+    scheduler.schedule(2.0)  # a step ahead
+    recent = scheduler._state.recent
     scheduler.finish(requests[0], "abort")
-    assert scheduler._state.recent.num_finished == 0
-    scheduler.finish(requests[1], "stop")
-    assert scheduler._state.recent.num_finished == 1
-    assert scheduler._state.recent.output_tokens == (50 + 1) / 2
+    assert recent.num_finished == 0
+    scheduler.finish(requests[1], "stop")  # with its first token; the one in flight is dropped
+    assert recent.num_finished == 1
+    assert recent.output_tokens == (50 + 1) / 2

@@ -14,7 +14,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.presets import PRESETS, make_preset
-from jaxllm.sched.pressure import RecentPressure
 from jaxllm.workloads import Poisson, UniformLengths, make_trace
 
 

@@ -110,14 +110,14 @@ class BlockSwapper:
 
         Waits for the oldest copies while more than `MAX_STAGED_BLOCKS` are under way.
         """
-        pieces = []
+        self._pieces[handle] = pieces = []
         for ids in reversed(self._cut(block_ids)):
             self._trim_staged(MAX_STAGED_BLOCKS - len(ids))
             piece = jax.device_put(self._gather(pool, ids), self._on_host)
             pieces.append(piece)
             self._staged.append(piece)
             self._num_staged += len(ids)
-        self._pieces[handle] = pieces[::-1]
+        pieces.reverse()
         if self.bandwidth_limit is not None:
             seconds = sum(piece.nbytes for piece in pieces) / self.bandwidth_limit
             self._out_free_at = max(self._clock(), self._out_free_at) + seconds
