@@ -243,8 +243,9 @@ class OverlapAwareResume:
     - A return that costs something should last: it leaves each request that started room for a share of the
       mean output, or comes later, but not for ever: others may start meanwhile. One that is hidden takes what
       is there, for it may be preempted again for free.
-    - A copy is given up only when the request could come back: asked at every step of its stay, it would be
-      given up for whatever a prefill costs at the best moment, and then be prefilled at another.
+    - A copy is given up only when there is room for the request: asked at every step of its stay, it would be
+      given up for whatever a prefill costs at the best moment. Its request then waits with the others, by
+      urgency, and may start later.
 
     Args:
         costs: predicts seconds.
