@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.policies import PoolState, SchedulerPolicy, WatermarkAdmission
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import CopyProgress, PrefillChunk, Request, SchedulerOutput
 
@@ -41,6 +41,24 @@ def make_scheduler(
         "max_num_batched_tokens": 128,
     }
     return Scheduler(SchedulerConfig(**(limits | changes)), policy, ledger=ledger)
+
+
+def pools(
+    num_free: int = 0,
+    num_blocks: int = 10,
+    num_host_free: int = 0,
+    num_host_blocks: int = 0,
+    started: Sequence[Request] = (),
+) -> PoolState:
+    """Pools with blocks of 4 tokens."""
+    return PoolState(num_free, num_blocks, 4, num_host_free, num_host_blocks, started)
+
+
+def holder(index: int, num_tokens: int, num_blocks: int) -> Request:
+    """A request that holds blocks."""
+    request = make_request(index, num_tokens)
+    request.block_ids = list(range(num_blocks))
+    return request
 
 
 def step(scheduler: Scheduler, now: float = 0.0, arrived: Collection[int] = ()) -> str:

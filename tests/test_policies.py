@@ -3,7 +3,15 @@
 import dataclasses
 
 import pytest
-from scheduler_helpers import NO_WATERMARK, LinearCosts, describe, make_request, make_scheduler
+from scheduler_helpers import (
+    NO_WATERMARK,
+    LinearCosts,
+    describe,
+    holder,
+    make_request,
+    make_scheduler,
+    pools,
+)
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.policies import (
@@ -18,35 +26,18 @@ from jaxllm.sched.policies import (
     LeastUrgentVictim,
     MoreUrgentFirst,
     OutputReserve,
-    OverlapAwareAction,
-    OverlapAwareResume,
     PaddedBatching,
-    PoolState,
     PreemptionAction,
     PrefillFirst,
     RaggedBatching,
-    ResumeAction,
     ResumeFirst,
     SchedulerPolicy,
     SwapIfItFits,
     WatermarkAdmission,
 )
 from jaxllm.sched.pressure import RecentPressure
-from jaxllm.types import MAX_STAGED_BLOCKS
 
 RECOMPUTE, SWAP = PreemptionAction.RECOMPUTE, PreemptionAction.SWAP
-
-
-def state(num_free=0, num_blocks=10, num_host_free=0, num_host_blocks=0, started=()):
-    """Pools with blocks of 4 tokens."""
-    return PoolState(num_free, num_blocks, 4, num_host_free, num_host_blocks, started)
-
-
-def holder(index, num_tokens, num_blocks):
-    """A request that holds blocks."""
-    request = make_request(index, num_tokens)
-    request.block_ids = list(range(num_blocks))
-    return request
 
 
 def test_defaults_are_those_of_vllm():
@@ -98,12 +89,12 @@ def test_the_least_urgent_is_the_victim_and_of_equals_the_latest():
 
 
 def test_always_recompute():
-    assert AlwaysRecompute().choose(holder(0, 8, 2), state(num_host_free=9), 0.0) == Decision(RECOMPUTE)
+    assert AlwaysRecompute().choose(holder(0, 8, 2), pools(num_host_free=9), 0.0) == Decision(RECOMPUTE)
 
 
 @pytest.mark.parametrize(("num_host_free", "action"), [(1, RECOMPUTE), (2, SWAP), (3, SWAP)])
 def test_swap_if_it_fits(num_host_free, action):
-    decision = SwapIfItFits().choose(holder(0, 8, 2), state(num_host_free=num_host_free), 0.0)
+    decision = SwapIfItFits().choose(holder(0, 8, 2), pools(num_host_free=num_host_free), 0.0)
     assert decision == Decision(action)
 
 
@@ -118,7 +109,7 @@ def test_swap_if_it_fits(num_host_free, action):
 )
 def test_adaptive_takes_the_cheaper_action_that_fits(swap, num_host_free, action):
     policy = AdaptiveAction(LinearCosts(prefill=1.0, swap=swap))
-    decision = policy.choose(holder(0, 8, 2), state(num_host_free=num_host_free), 0.0)
+    decision = policy.choose(holder(0, 8, 2), pools(num_host_free=num_host_free), 0.0)
     assert decision == Decision(action, 4 * swap, 8.0, 2 * swap)
 
 
@@ -173,7 +164,7 @@ def test_resume_first():
 )
 def test_watermark(watermark, needed, free, total, admitted):
     policy = WatermarkAdmission(watermark)
-    assert policy.admits(make_request(0, 3), needed, state(free, total)) is admitted
+    assert policy.admits(make_request(0, 3), needed, pools(free, total)) is admitted
 
 
 @pytest.mark.parametrize("watermark", [-0.01, 1.0, float("nan")])
@@ -186,17 +177,17 @@ def test_the_host_bound_counts_everybody_at_its_greatest_length():
     started = [make_request(0, 4, max_new_tokens=5), make_request(1, 4, max_new_tokens=6)]  # 2 and 3 blocks
     request = make_request(2, 1, max_new_tokens=4)  # 1 block: its last token needs none
     policy = HostBoundAdmission(0.0)
-    assert policy.admits(request, 1, state(5, num_host_blocks=6, started=started))
-    assert not policy.admits(request, 1, state(5, num_host_blocks=5, started=started))
+    assert policy.admits(request, 1, pools(5, num_host_blocks=6, started=started))
+    assert not policy.admits(request, 1, pools(5, num_host_blocks=5, started=started))
     both = HostBoundAdmission(0.0, count_device_pool=True)
-    assert both.admits(request, 1, state(1, 8, num_host_blocks=1, started=started))  # 8 + 1 - 3 = 6
-    assert not both.admits(request, 1, state(1, 8, num_host_blocks=0, started=started))
+    assert both.admits(request, 1, pools(1, 8, num_host_blocks=1, started=started))  # 8 + 1 - 3 = 6
+    assert not both.admits(request, 1, pools(1, 8, num_host_blocks=0, started=started))
 
 
 def test_the_host_bound_keeps_the_watermark_too():
     policy = HostBoundAdmission(0.1)
-    assert policy.admits(make_request(0, 4), 4, state(5, 10, num_host_blocks=99))
-    assert not policy.admits(make_request(0, 4), 5, state(5, 10, num_host_blocks=99))
+    assert policy.admits(make_request(0, 4), 4, pools(5, 10, num_host_blocks=99))
+    assert not policy.admits(make_request(0, 4), 5, pools(5, 10, num_host_blocks=99))
     with pytest.raises(ConfigError, match="watermark"):
         HostBoundAdmission(1.0)
 
@@ -204,9 +195,9 @@ def test_the_host_bound_keeps_the_watermark_too():
 def test_the_growth_reserve_counts_who_started():
     started = [make_request(index, 4) for index in range(4)]
     policy = GrowthReserve(0.5)
-    assert policy.admits(make_request(9, 4), 3, state(5, started=started))
-    assert not policy.admits(make_request(9, 4), 4, state(5, started=started))
-    assert policy.admits(make_request(9, 4), 5, state(5))
+    assert policy.admits(make_request(9, 4), 3, pools(5, started=started))
+    assert not policy.admits(make_request(9, 4), 4, pools(5, started=started))
+    assert policy.admits(make_request(9, 4), 5, pools(5))
     for bad in (-0.1, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="blocks_per_request"):
             GrowthReserve(bad)
@@ -216,12 +207,12 @@ def test_the_output_reserve_grows_with_the_outputs_seen():
     started = [make_request(index, 4) for index in range(4)]
     # Of 14 free blocks the others need room for a fifth of the mean output each.
     for block_size, mean, num_needed in ((4, 50.0, 4), (4, 20.0, 10), (1, 10.0, 6), (16, 160.0, 6)):
-        pools = dataclasses.replace(state(14, 20, started=started), block_size=block_size)
-        pools = dataclasses.replace(pools, recent=RecentPressure(output_tokens=mean))
+        state = dataclasses.replace(pools(14, 20, started=started), block_size=block_size)
+        state = dataclasses.replace(state, recent=RecentPressure(output_tokens=mean))
         policy = OutputReserve(0.2)
-        assert policy.admits(make_request(9, 4), num_needed, pools)
-        assert not policy.admits(make_request(9, 4), num_needed + 1, pools)
-    assert OutputReserve(0.2).admits(make_request(9, 4), 14, state(14, 20))
+        assert policy.admits(make_request(9, 4), num_needed, state)
+        assert not policy.admits(make_request(9, 4), num_needed + 1, state)
+    assert OutputReserve(0.2).admits(make_request(9, 4), 14, pools(14, 20))
     for bad in (-0.1, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="share must be at least 0 and finite"):
             OutputReserve(bad)
@@ -239,169 +230,6 @@ def test_the_mean_output_starts_with_a_guess_and_follows_those_seen():
     assert recent.output_tokens == pytest.approx(8, rel=0.1)
     recent.finished(108)
     assert recent.output_tokens == pytest.approx(10, rel=0.1)  # a fiftieth of the difference
-
-
-def pressured(**recent):
-    """Three requests of ten tokens run; host blocks are plenty."""
-    return dataclasses.replace(
-        state(num_host_free=99, num_host_blocks=99),
-        num_running=3,
-        num_context_tokens=30,
-        recent=RecentPressure(**recent),
-    )
-
-
-def weigh(costs, num_blocks=64, **recent):
-    state = dataclasses.replace(pressured(**recent), num_blocks=num_blocks)
-    decision = OverlapAwareAction(costs).choose(holder(0, 10, 3), state, 0.0)
-    return decision.swap_seconds, decision.recompute_seconds
-
-
-def test_copies_cost_what_steps_do_not_hide():
-    costs = LinearCosts(prefill=1.0, decode=1.0, swap=2.0)  # a step takes 3, a copy of the victim 6
-    assert weigh(costs, num_blocks=3)[0] == 3
-    assert weigh(costs, num_blocks=3, swap_in_seqs=3.0)[0] == 5  # three share the step
-    assert weigh(costs, num_blocks=3, lost_share=1 / 3)[0] == 0  # one block comes back, in 2
-    assert weigh(costs, num_blocks=9)[0] == 2  # a third of the pool idles for 6
-
-
-def test_a_copy_out_waits_for_room_on_the_device():
-    costs = LinearCosts(prefill=1.0, decode=1.0, swap=2.0)
-    victim, state = holder(0, 10, 3), dataclasses.replace(pressured(), num_blocks=9)
-    for num_leaving, seconds in ((29, 0), (30, 2), (32, 6)):  # 32 blocks may be under way
-        crowded = dataclasses.replace(state, num_leaving=num_leaving)
-        assert OverlapAwareAction(costs).choose(victim, crowded, 0.0).swap_seconds == seconds + 2
-    long = holder(0, 200, 50)  # more than that by itself
-    copy_in = 2.0 * 50 * 50 / 100
-    roomy = dataclasses.replace(state, num_blocks=100)
-    assert OverlapAwareAction(costs).choose(long, roomy, 0.0).swap_seconds == 2.0 * 18 + copy_in
-
-
-def returning(
-    costs, num_lost=3, copied_out_at=0.0, num_blocks=9, num_waiting=0, num_free=9, started=(), **recent
-):
-    state = dataclasses.replace(
-        pressured(**recent),
-        num_blocks=num_blocks,
-        num_waiting=num_waiting,
-        num_free=num_free,
-        started=started,
-    )
-    decision = OverlapAwareResume(costs).choose(make_request(0, 10), num_lost, copied_out_at, state, 0.0)
-    return decision.action
-
-
-def test_a_hidden_copy_resumes_at_once():
-    assert returning(LinearCosts(swap=0.5)) is ResumeAction.AT_ONCE  # 1.5 s beside a step of 3 s
-    assert returning(LinearCosts(swap=99.0), num_lost=0, copied_out_at=9.0) is ResumeAction.AT_ONCE
-
-
-def test_a_longer_copy_runs_in_the_background_if_few_blocks_idle():
-    costs = LinearCosts(swap=1.5)  # 3 s longer than half a step
-    assert returning(costs, num_blocks=9) is ResumeAction.IN_BACKGROUND  # a third of the pool for 4.5 s
-    assert returning(costs, num_blocks=4) is ResumeAction.AT_ONCE  # 3 < 4.5 * 3 / 4
-    hidden = LinearCosts(swap=0.5)
-    assert returning(hidden, copied_out_at=0.5) is ResumeAction.AT_ONCE  # 0.5 < 3 / 3, a step of idleness
-    assert returning(hidden, copied_out_at=2.5) is ResumeAction.IN_BACKGROUND
-
-
-def test_a_dear_copy_is_given_up():
-    assert returning(LinearCosts(prefill=1.0, swap=11.0)) is ResumeAction.RECOMPUTE  # 10 < 33 / 3
-    assert returning(LinearCosts(prefill=1.0, swap=11.0), num_lost=1) is ResumeAction.RECOMPUTE  # 2 < 11 / 3
-    assert returning(LinearCosts(prefill=2.0, swap=9.0)) is ResumeAction.IN_BACKGROUND
-
-
-def test_a_busy_link_is_waited_for_while_others_can_use_the_blocks():
-    costs = LinearCosts(prefill=9.0, swap=1.0)
-    assert returning(costs, copy_in_until=4.0, num_waiting=1) is ResumeAction.LATER
-    assert returning(costs, copy_in_until=4.0) is ResumeAction.IN_BACKGROUND
-    assert returning(costs, copy_in_until=2.0, num_waiting=1) is ResumeAction.IN_BACKGROUND
-
-
-def test_a_return_that_costs_something_leaves_room_to_grow():
-    """Of three blocks, with an eighth of a block, half a token, for each of eight requests."""
-    costs, hidden = LinearCosts(swap=1.5), LinearCosts(swap=0.5)
-    outputs = {"started": [make_request(i, 10) for i in range(8)], "output_tokens": 0.5 / 0.04}
-    assert returning(costs, num_free=4, **outputs) is ResumeAction.IN_BACKGROUND
-    assert returning(costs, num_free=3, **outputs) is ResumeAction.LATER
-    assert returning(costs, num_free=3, **{**outputs, "output_tokens": 0.0}) is ResumeAction.IN_BACKGROUND
-    assert returning(hidden, num_free=3, **outputs) is ResumeAction.AT_ONCE
-    dear = LinearCosts(prefill=1.0, swap=11.0)
-    assert returning(dear, num_free=4, **outputs) is ResumeAction.RECOMPUTE
-    assert returning(dear, num_free=3, **outputs) is ResumeAction.LATER  # not before it could come back
-    recent = RecentPressure(output_tokens=outputs["output_tokens"])
-    state = dataclasses.replace(
-        pressured(), num_blocks=9, num_free=3, started=outputs["started"], recent=recent
-    )
-    policy = OverlapAwareResume(costs, patience=4)  # steps, of 3 s each
-    for waited, expected in ((11.9, ResumeAction.LATER), (12.0, ResumeAction.IN_BACKGROUND)):
-        assert policy.choose(make_request(0, 10), 3, 0.0, state, waited).action is expected
-    with pytest.raises(ConfigError, match="patience must be at least 0 and finite, got nan"):
-        OverlapAwareResume(costs, patience=float("nan"))
-    with pytest.raises(ConfigError, match="output_share must be at least 0 and finite, got -1"):
-        OverlapAwareResume(costs, output_share=-1)
-
-
-def test_recomputes_share_a_prefill_iteration():
-    costs = FloorCosts(floor=40.0, per_token=1.0)
-    assert weigh(costs)[1] == 40  # alone
-    assert weigh(costs, prefill_tokens=40.0, prefill_seqs=4.0)[1] == 10  # a quarter of 40
-    assert weigh(costs, prefill_tokens=400.0, prefill_seqs=4.0)[1] == 310 / 4
-    assert weigh(costs, prefill_tokens=800.0, prefill_seqs=80.0)[1] == 10  # what it adds
-    assert weigh(costs, prefill_tokens=800.0, prefill_seqs=80.0, lost_share=0.5)[1] == pytest.approx(
-        9.94, abs=0.1
-    )
-
-
-class FloorCosts(LinearCosts):
-    def __init__(self, floor, per_token):
-        super().__init__(prefill=per_token)
-        object.__setattr__(self, "floor", floor)
-
-    def prefill_seconds(self, num_tokens, num_seqs, context_tokens=0):
-        return max(self.floor, self.prefill * num_tokens) if num_tokens > 0 else 0.0
-
-
-def test_the_overlap_aware_action_takes_the_cheaper_that_fits():
-    assert OverlapAwareAction(LinearCosts(swap=0.1)).choose(holder(0, 10, 3), pressured(), 0.0).action is SWAP
-    dear = OverlapAwareAction(LinearCosts(swap=20.0))
-    assert dear.choose(holder(0, 10, 3), pressured(), 0.0).action is PreemptionAction.RECOMPUTE
-    full = dataclasses.replace(pressured(), num_host_free=2)
-    cheap = OverlapAwareAction(LinearCosts(swap=0.1))
-    assert cheap.choose(holder(0, 10, 3), full, 0.0).action is PreemptionAction.RECOMPUTE
-
-
-class SteepCosts(LinearCosts):
-    """Two blocks cost next to nothing, three more than any prefill."""
-
-    def swap_in_seconds(self, num_blocks):
-        return 1000.0 if num_blocks > 2 else 0.1 * num_blocks
-
-
-def test_the_overlap_aware_action_copies_heads_where_it_is_told_to():
-    def choose(swap, **changes):
-        policy = OverlapAwareAction(LinearCosts(swap=swap), mixes=True)
-        return policy.choose(holder(0, 10, 3), dataclasses.replace(pressured(), **changes), 0.0)
-
-    assert choose(0.1).action is SWAP
-    room_for_two = choose(0.1, num_host_free=2)
-    assert (room_for_two.action, room_for_two.num_blocks) == (PreemptionAction.MIXED, 2)
-    assert room_for_two.mixed_seconds < room_for_two.recompute_seconds
-    assert room_for_two.copy_seconds == pytest.approx(0.2)
-    # What holds the heads of others is not given up for the head of one more.
-    assert choose(0.1, num_host_free=2, num_host_heads=2).action is RECOMPUTE
-    # Swapping all is dear, but half a step hides two blocks.
-    hidden = OverlapAwareAction(SteepCosts(), mixes=True).choose(holder(0, 10, 3), pressured(), 0.0)
-    assert hidden.swap_seconds > hidden.recompute_seconds > hidden.mixed_seconds
-    assert (hidden.action, hidden.num_blocks) == (PreemptionAction.MIXED, 2)
-    leaving = dataclasses.replace(pressured(), num_leaving=MAX_STAGED_BLOCKS - 1)
-    found = OverlapAwareAction(SteepCosts(), mixes=True).choose(holder(0, 10, 3), leaving, 0.0)
-    assert (found.action, found.num_blocks) == (PreemptionAction.MIXED, 1)  # else the copy out would wait
-    assert choose(20.0).action is RECOMPUTE
-    assert choose(0.1, num_host_free=0).action is RECOMPUTE
-
-
-# Plugged into a scheduler
 
 
 class ShortestFirst:
