@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from jaxllm.sampling_params import SamplingParams
 
@@ -279,16 +279,30 @@ class SampledTokens:
     num_decode_steps: int | None = None
 
 
+class CopyTime(NamedTuple):
+    """The duration of a copy of `num_blocks` blocks to the host (`is_out`) or back, which had the link alone.
+
+    It took between `shortest` and `longest` seconds.
+    """
+
+    is_out: bool
+    num_blocks: int
+    shortest: float
+    longest: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyProgress:
     """How far an executor's copies are.
 
     `arrived` are handles of copies started by `load` that have reached the device, and were not `joined`.
-    `num_leaving` blocks of device memory beside the pool are taken by copies out that are under way.
+    `num_leaving` blocks of device memory beside the pool are taken by copies out that are under way. `timed`
+    are those whose durations have become known since the last time.
     """
 
     arrived: Collection[int] = ()
     num_leaving: int = 0
+    timed: Sequence[CopyTime] = ()
 
 
 NO_COPIES = CopyProgress()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.types import NO_COPIES, CopyProgress, SchedulerOutput
+from jaxllm.types import NO_COPIES, CopyProgress, CopyTime, SchedulerOutput
 from jaxllm.workloads import Trace
 from jaxllm.workloads.result import RunResult, TimeSpent
 
@@ -295,4 +295,10 @@ class _TimeKeeper(StepObserver):
             self.spent.decode += seconds - stall
         started = time.perf_counter()
         super().observe(scheduled, seconds, num_decode_steps)
+        self.seconds += time.perf_counter() - started
+
+    def observe_copies(self, timed: Iterable[CopyTime]) -> None:
+        """Take durations of copies."""
+        started = time.perf_counter()
+        super().observe_copies(timed)
         self.seconds += time.perf_counter() - started

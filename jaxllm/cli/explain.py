@@ -90,7 +90,7 @@ def timeline(steps: Sequence[StepRecord], width: int) -> str:
         most = max(columns)
         scale = (len(_LEVELS) - 1) / max(most, 1)
         drawn = "".join(_LEVELS[-int(-column * scale // 1)] for column in columns)
-        lines.append(f"  {name:>13} |{drawn}| up to {most}")
+        lines.append(f"  {name:>13} |{drawn}| {f'up to {most}' if most else 'none'}")
     return "\n".join(lines)
 
 

@@ -195,7 +195,10 @@ class Engine:
             # What to decide depends on how far they got.
             while self._in_flight:
                 self._unreported = self._commit(self._in_flight.popleft())
-        scheduled = self.scheduler.schedule(self._clock(), self._executor.copies(), self._max_decode_steps())
+        copies = self._executor.copies()
+        if self._observer is not None and copies.timed:
+            self._observer.observe_copies(copies.timed)
+        scheduled = self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
         self._dispatch(scheduled)
         return self._commit(self._oldest_due(scheduled))
 

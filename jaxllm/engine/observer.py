@@ -1,10 +1,12 @@
-"""What steps really took: for the calibration of predictions, and for the decision ledger."""
+"""What steps and copies really took: for the calibration of predictions, and for the decision ledger."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger
-from jaxllm.types import SchedulerOutput
+from jaxllm.types import CopyTime, SchedulerOutput
 
 _ALL_COMPARED = 64
 _COMPARED_EACH = 4
@@ -61,6 +63,19 @@ class StepObserver:
                     self._ledger.measured(
                         chunk.request.request_id, per_token * chunk.length, scheduled.step_id
                     )
+
+    def observe_copies(self, timed: Iterable[CopyTime]) -> None:
+        """Take durations of copies: a prediction within what is known of one is right."""
+        costs = self.costs
+        if costs is None:
+            return
+        for copy in timed:
+            if copy.is_out:
+                predicted = costs.swap_out_seconds(copy.num_blocks)
+            else:
+                predicted = costs.swap_in_seconds(copy.num_blocks)
+            measured = min(max(predicted, copy.shortest), copy.longest)
+            costs.observe("swap_out" if copy.is_out else "swap_in", predicted, measured)
 
     def _predicted(
         self, costs: OnlineCalibration, scheduled: SchedulerOutput, num_decode_steps: int = 1

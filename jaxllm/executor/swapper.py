@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from jaxllm.executor.copy_timer import CopyTimer
 from jaxllm.types import MAX_PIECE_BLOCKS, MAX_STAGED_BLOCKS, CopyProgress, piece_sizes
 
 Piece = tuple[np.ndarray, jax.Array]
@@ -30,6 +31,11 @@ class _Load:
     waiting: collections.deque[Piece]
     ready_at: float
     staged: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are not in the pool."""
+        return self.num_staged + sum(len(ids) for ids, _ in self.waiting)
 
     @property
     def num_staged(self) -> int:
@@ -76,9 +82,15 @@ class BlockSwapper:
     def limit_bandwidth(
         self, bandwidth_limit: float | None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Pretend another link, idle by its `clock` in seconds; no copy may be under way."""
+        """Pretend another link, idle by its `clock` in seconds, by which copies are timed.
+
+        No copy may be under way.
+        """
         self.bandwidth_limit, self._clock = bandwidth_limit, clock
         self._out_free_at = self._in_free_at = 0.0
+        self._out_timer = CopyTimer(is_out=True, begins_when_sent=False)
+        self._in_timer = CopyTimer(is_out=False, begins_when_sent=True)
+        self._looks_until_known = 0  # copies that steps wait for are not looked at
 
     @property
     def handles(self) -> frozenset[int]:
@@ -111,6 +123,8 @@ class BlockSwapper:
         Waits for the oldest copies while more than `MAX_STAGED_BLOCKS` are under way.
         """
         self._pieces[handle] = pieces = []
+        is_known = len(block_ids) <= MAX_STAGED_BLOCKS  # else its parts are sent one after another
+        self._out_timer.send(handle, len(block_ids), self._clock(), is_known=is_known)
         for ids in reversed(self._cut(block_ids)):
             self._trim_staged(MAX_STAGED_BLOCKS - len(ids))
             piece = jax.device_put(self._gather(pool, ids), self._on_host)
@@ -132,6 +146,7 @@ class BlockSwapper:
         are written. Waits for the device after every `MAX_STAGED_BLOCKS`.
         """
         self._trim_staged(MAX_STAGED_BLOCKS)
+        self._looks_until_known = 2  # one while the step before it runs, one while its own does
         missing = self._take_missing(handle, block_ids, num_intact)
         time.sleep(max(0.0, self._arrival(handle, missing) - self._clock()))
         return self._write(pool, missing)
@@ -142,7 +157,13 @@ class BlockSwapper:
         At most `MAX_STAGED_BLOCKS` at a time are on their way (or one piece); `advance` starts the others.
         """
         self._trim_staged(MAX_STAGED_BLOCKS)
+        now, is_known = self._clock(), not self._looks_until_known
+        is_known = is_known and self._has_left(handle, now)
         missing = self._take_missing(handle, block_ids, num_intact)
+        num_blocks = sum(len(ids) for ids, _ in missing)
+        num_loading = num_blocks + sum(load.num_blocks for load in self._loads.values())
+        is_known = is_known and num_loading <= MAX_STAGED_BLOCKS  # else parts of it wait for steps
+        self._in_timer.send(handle, num_blocks, now, is_known=is_known)
         self._loads[handle] = _Load(collections.deque(missing), self._arrival(handle, missing))
         self._start_copies()
 
@@ -152,9 +173,13 @@ class BlockSwapper:
         return [handle for handle, load in self._loads.items() if load.has_arrived(now)]
 
     def progress(self) -> CopyProgress:
-        """The loads that have arrived, and the blocks of copies out that have not left."""
+        """Loads that have arrived, blocks of copies out that have not left, and how long copies took."""
         self._trim_staged(MAX_STAGED_BLOCKS)
-        return CopyProgress(self.arrived(), self._num_staged)
+        now, arrived = self._clock(), self.arrived()
+        self._looks_until_known = max(0, self._looks_until_known - 1)
+        timed = self._out_timer.look(now, lambda handle: self._has_left(handle, now))
+        timed += self._in_timer.look(now, arrived.__contains__)
+        return CopyProgress(arrived, self._num_staged, timed)
 
     def advance(self, pool: jax.Array) -> jax.Array:
         """Write the pieces of loads that have arrived into the donated `pool`, and start further copies."""
@@ -168,6 +193,7 @@ class BlockSwapper:
     def join(self, pool: jax.Array, handle: int) -> jax.Array:
         """Write what is left of a load into the donated `pool`; waits for what has not arrived."""
         load = self._loads.pop(handle)
+        self._in_timer.forget(handle)
         time.sleep(max(0.0, load.ready_at - self._clock()))
         return self._write(pool, [*load.staged, *load.waiting])
 
@@ -183,10 +209,17 @@ class BlockSwapper:
 
     def discard(self, handle: int) -> None:
         """Forget a copy that nobody will read."""
+        self._out_timer.forget(handle)
+        self._in_timer.forget(handle)
         if self._loads.pop(handle, None) is None:
             del self._pieces[handle]
         self._out_done_at.pop(handle, None)
         self._trim_staged(MAX_STAGED_BLOCKS)
+
+    def _has_left(self, handle: int, now: float) -> bool:
+        """Whether a copy has reached the host."""
+        has_left = all(map(_is_ready, self._pieces[handle]))
+        return has_left and now >= self._out_done_at.get(handle, now)
 
     def _trim_staged(self, limit: int) -> None:
         """Let go of copies that have left, and wait for the oldest until at most `limit` blocks have not."""
@@ -215,6 +248,7 @@ class BlockSwapper:
 
     def _take_missing(self, handle: int, block_ids: Sequence[int], num_intact: int) -> list[Piece]:
         """The pieces of a copy that hold blocks after the first `num_intact`, with their new ids."""
+        self._out_timer.forget(handle)
         missing, end = [], 0
         for ids, piece in zip(self._cut(block_ids), self._pieces.pop(handle), strict=True):
             end += len(ids)

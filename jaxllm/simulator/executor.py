@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+from jaxllm.executor.copy_timer import CopyTimer
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.ledger import Ledger
 from jaxllm.simulator.truth import Residuals, key_of
@@ -58,6 +59,8 @@ class SimulatedExecutor:
         self._staged: collections.deque[tuple[float, int]] = collections.deque()  # (ready at, blocks)
         self._out_free_at = self._in_free_at = 0.0
         self._loads: dict[int, float] = {}  # handle -> ready at
+        self._out_timer = CopyTimer(is_out=True, begins_when_sent=True)
+        self._in_timer = CopyTimer(is_out=False, begins_when_sent=True)
         self._hidden = 0.0  # seconds of the last step, behind which a copy in can hide
 
     @property
@@ -77,6 +80,8 @@ class SimulatedExecutor:
         for handle in scheduled.discarded:
             self._copied_out.pop(handle, None)
             self._loads.pop(handle, None)
+            self._out_timer.forget(handle)
+            self._in_timer.forget(handle)
         if scheduled.joined:
             self._join(scheduled)
         if scheduled.swap_out:
@@ -122,17 +127,21 @@ class SimulatedExecutor:
         return self._costs.prefill_seconds(num_tokens, len(scheduled.prefill), context_tokens)
 
     def copies(self) -> CopyProgress:
-        """Loads that have ended by now, and what copies out still hold."""
-        if not self._loads and not self._staged:
+        """Loads that have ended by now, what copies out still hold, and how long copies took."""
+        if not self._loads and not self._staged and self._out_timer.is_idle:
             return NO_COPIES
+        timed = self._out_timer.look(self.now, lambda handle: self._copied_out[handle][0] <= self.now)
+        timed += self._in_timer.look(self.now, lambda handle: self._loads[handle] <= self.now)
         arrived = [handle for handle, ready in self._loads.items() if ready <= self.now]
         while self._staged and self._staged[0][0] <= self.now:
             self._staged.popleft()
-        return CopyProgress(arrived, sum([num_blocks for _, num_blocks in self._staged]))
+        num_leaving = sum([num_blocks for _, num_blocks in self._staged])
+        return CopyProgress(arrived, num_leaving, timed)
 
     def _join(self, scheduled: SchedulerOutput) -> None:
         for swap in scheduled.joined:
             stall = max(0.0, self._loads.pop(swap.handle) - self.now)
+            self._in_timer.forget(swap.handle)
             self._stall(stall)
             if self._ledger is not None:
                 self._ledger.measured(swap.request.request_id, stall, scheduled.step_id)
@@ -150,6 +159,7 @@ class SimulatedExecutor:
             if not self._overlap_swaps:
                 self._stall(seconds)
             else:
+                self._out_timer.send(swap.handle, num_blocks, self.now)
                 self._stage(num_blocks, seconds)
             self._copied_out[swap.handle] = (self._out_free_at, seconds)
 
@@ -180,6 +190,9 @@ class SimulatedExecutor:
             seconds, out_ready, _ = self._copy_in_seconds(swap)
             if not self._overlap_swaps:
                 self._stall(seconds)
+            else:
+                num_blocks = len(swap.block_ids) - swap.num_intact
+                self._in_timer.send(swap.handle, num_blocks, self.now, is_known=out_ready <= self.now)
             done = max(done, out_ready, self.now) + seconds if self._overlap_swaps else self.now
             self._loads[swap.handle] = done
         if self._overlap_swaps:
@@ -188,6 +201,7 @@ class SimulatedExecutor:
     def _copy_in_seconds(self, swap: Swap) -> tuple[float, float, float]:
         """Of a copy back: its seconds, and when its copy out was ready and what that took."""
         out_ready, out_seconds = self._copied_out.pop(swap.handle)
+        self._out_timer.forget(swap.handle)
         seconds = self._costs.swap_in_seconds(len(swap.block_ids) - swap.num_intact)
         if self._residuals is not None:
             seconds *= self._residuals.ratio("swap_in", key_of(swap.request))

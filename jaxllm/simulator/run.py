@@ -6,8 +6,10 @@ import time
 
 import numpy as np
 
+from jaxllm.engine.observer import StepObserver
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
@@ -31,6 +33,7 @@ def simulate(
     overlap_swaps: bool,
     residuals: Residuals | None = None,
     ledger: Ledger | None = None,
+    calibration: OnlineCalibration | None = None,
     executor_class: type[SimulatedExecutor] = SimulatedExecutor,
 ) -> RunResult:
     """Run every request of `trace` to its full output length.
@@ -46,6 +49,8 @@ def simulate(
         overlap_swaps: see `SimulatedExecutor`.
         residuals: the noise of the truth; None for none.
         ledger: collects the decisions.
+        calibration: predictions to correct by what steps and copies take, as the engine does; None corrects
+            nothing.
         executor_class: what charges the clock.
 
     Raises:
@@ -55,6 +60,7 @@ def simulate(
     if not len(trace):
         raise ConfigError("the trace holds no requests")
     scheduler = Scheduler(config, policy, ledger=ledger)
+    observer = None if calibration is None else StepObserver(calibration, None)
     executor = executor_class(
         costs,
         num_gpu_blocks=config.num_gpu_blocks,
@@ -75,13 +81,19 @@ def simulate(
         while added < count and arrivals[added] <= executor.now:
             scheduler.add(_request(added, arrivals[added], prompt_lens[added], output_lens[added]))
             added += 1
+        copies = executor.copies()
+        if observer is not None and copies.timed:
+            observer.observe_copies(copies.timed)
         entered = time.perf_counter()
-        scheduled = scheduler.schedule(executor.now, executor.copies())
+        scheduled = scheduler.schedule(executor.now, copies)
         scheduling += time.perf_counter() - entered
         if scheduled.is_empty:
             executor.wait_until(arrivals[added])  # an idle scheduler has nothing left to run
             continue
+        began = executor.now
         executor.execute(scheduled)
+        if observer is not None:
+            observer.observe(scheduled, executor.now - began)
         num_steps += 1
         num_preemptions += len(scheduled.preempted)
         num_swaps += len(scheduled.swap_out)

@@ -110,7 +110,8 @@ def _noise_and_predictor(model: str, samples: str | None, seed: int) -> tuple[Re
 
 def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
     """Simulate one cell; the result holds the cell's fields and the summary."""
-    residuals, predicted = _noise_and_predictor(cell.model, samples, cell.seed)
+    residuals, predictor = _noise_and_predictor(cell.model, samples, cell.seed)
+    predicted = OnlineCalibration(predictor)
     config = SchedulerConfig(
         num_gpu_blocks=NUM_GPU_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -126,6 +127,7 @@ def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
         simulated_costs(cell.model),
         overlap_swaps=OVERLAP[cell.preset],
         residuals=residuals,
+        calibration=predicted,
     )
     return {
         **dataclasses.asdict(cell),

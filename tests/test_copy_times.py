@@ -1,0 +1,255 @@
+"""How long copies take is seen between steps, and corrects what the next ones are predicted to take."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine_helpers import make_llm
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_helpers import NO_WATERMARK, LinearCosts
+from variants import golden_checkpoint
+
+from jaxllm.bench.replay import replay
+from jaxllm.engine.observer import StepObserver
+from jaxllm.executor.copy_timer import CopyTimer
+from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import ResumeAction, ResumeDecision, ResumeFirst, SwapIfItFits
+from jaxllm.simulator.run import simulate
+from jaxllm.types import CopyTime
+from jaxllm.workloads import UniformLengths, make_trace
+
+MOMENTS = st.floats(0.0, 10.0)
+
+
+class InBackground:
+    """After `delay` seconds in host memory."""
+
+    def __init__(self, delay=0.0):
+        self.delay, self.asked_at = delay, {}
+
+    def choose(self, request, num_lost, copied_out_at, state, now):
+        is_late = now >= self.asked_at.setdefault(request.host_handle, now) + self.delay
+        return ResumeDecision(ResumeAction.IN_BACKGROUND if is_late else ResumeAction.LATER)
+
+
+def swapping(delay=0.0):
+    return dataclasses.replace(
+        NO_WATERMARK, action=SwapIfItFits(), resume=InBackground(delay), restore=ResumeFirst()
+    )
+
+
+@given(
+    copies=st.lists(st.tuples(MOMENTS, MOMENTS, MOMENTS), min_size=1, max_size=6),
+    looks=st.lists(MOMENTS, max_size=8),
+    begins_when_sent=st.booleans(),
+)
+def test_durations_lie_within_what_is_known_of_them(copies, looks, begins_when_sent):
+    """Copies of (sent at, delay, seconds), one after another; the delay ends before the next look."""
+    copies = sorted(copies)
+    looks = sorted({*looks, 1000.0})
+    free_at, ends, sizes = 0.0, {}, {}
+    for handle, (sent_at, delay, seconds) in enumerate(copies):
+        ready_at = sent_at if begins_when_sent else min(sent_at + delay, min(x for x in looks if x > sent_at))
+        free_at = ends[handle] = max(free_at, ready_at) + seconds
+        sizes[handle + 1] = seconds
+    timer, found, unsent = CopyTimer(is_out=False, begins_when_sent=begins_when_sent), [], list(copies)
+    for now in looks:
+        while unsent and unsent[0][0] < now:
+            handle = len(copies) - len(unsent)
+            timer.send(handle, handle + 1, unsent.pop(0)[0])
+        found += timer.look(now, lambda handle, now=now: ends[handle] <= now)
+    assert timer.is_idle
+    assert [copy.num_blocks for copy in found] == list(sizes)
+    for copy in found:
+        assert not copy.is_out
+        assert copy.shortest - 1e-9 <= sizes[copy.num_blocks] <= copy.longest + 1e-9
+
+
+def test_looks_tell_how_long_copies_took():
+    timer, over = CopyTimer(is_out=True, begins_when_sent=False), set()
+    timer.send(1, 3, 10.0)
+    timer.send(2, 4, 10.0)
+    assert [timer.look(now, over.__contains__) for now in (11.0, 13.0, 14.0)] == [[]] * 3
+    over.add(1)
+    assert timer.look(16.0, over.__contains__) == [CopyTime(True, 3, 3.0, 6.0)]
+    assert timer.look(20.0, over.__contains__) == []
+    over.add(2)
+    assert timer.look(21.0, over.__contains__) == [CopyTime(True, 4, 4.0, 7.0)]
+    assert timer.look(22.0, over.__contains__) == []
+    timer.send(3, 0, 23.0)  # nothing to copy
+    timer.send(4, 1, 23.0, is_known=False)
+    assert timer.look(24.0, {3, 4}.__contains__) == []
+    assert timer.is_idle
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("is_late", [True, False])
+def test_the_copy_behind_one_that_is_forgotten_is_not_timed(place, is_late):
+    timer, over = CopyTimer(is_out=False, begins_when_sent=True), set()
+    handles = list(range(4))
+    for handle in handles[: place + 1 if is_late else 4]:
+        timer.send(handle, 3, 10.0)
+    timer.forget(place)
+    timer.forget(place)
+    timer.forget(7)
+    for handle in handles[place + 1 if is_late else 4 :]:
+        timer.send(handle, 3, 10.0)
+    found = {}
+    for handle in handles:
+        over.add(handle)
+        found[handle] = timer.look(11.0 + handle, over.__contains__)
+    assert [handle for handle in handles if not found[handle]] == [place, place + 1]
+    assert timer.is_idle
+
+
+@pytest.mark.parametrize("is_out", [True, False])
+def test_a_prediction_within_what_is_known_is_right(is_out):
+    costs = OnlineCalibration(LinearCosts(swap=1.0))
+    kind = "swap_out" if is_out else "swap_in"
+    observer = StepObserver(costs, None)
+    observer.observe_copies([CopyTime(is_out, 4, 2.0, 5.0)])
+    assert costs.report()[kind].count == 1
+    assert costs.factor(kind) == 1.0
+    observer.observe_copies([CopyTime(is_out, 4, 5.0, 9.0)])
+    slower = costs.factor(kind)
+    assert slower > 1.0
+    observer.observe_copies([CopyTime(is_out, 4, 0.0, 1.0)])
+    assert costs.factor(kind) < slower
+    others = {other: report.count for other, report in costs.report().items() if other != kind}
+    assert set(others.values()) == {0}
+    StepObserver(None, None).observe_copies([CopyTime(is_out, 4, 5.0, 9.0)])  # nothing to correct
+
+
+class Clock:
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("jaxllm.executor.swapper.time", clock)
+    return clock
+
+
+@pytest.fixture
+def pool():
+    return jnp.zeros((2 * MAX_STAGED_BLOCKS, 2, 2, 2, 4, 8), jnp.float32)
+
+
+@pytest.fixture
+def swapper(clock, pool):
+    """A link that carries one block a second."""
+    swapper = BlockSwapper(jax.devices()[0], max_blocks=2 * MAX_STAGED_BLOCKS)
+    swapper.limit_bandwidth(pool[0].nbytes, clock.perf_counter)
+    return swapper
+
+
+def look_at(swapper, clock, *moments):
+    """Durations found by looks at those moments."""
+    timed = []
+    for clock.now in moments:
+        swapper.settle()
+        timed += swapper.progress().timed
+    return timed
+
+
+def test_copies_of_the_swapper_are_timed(swapper, clock, pool):
+    swapper.swap_out(pool, 0, (0, 1, 2))  # until 103
+    swapper.swap_out(pool, 1, (3, 4))  # then until 105
+    assert look_at(swapper, clock, 100.5, 102.5, 103.5) == [CopyTime(True, 3, 2.0, 3.5)]
+    assert look_at(swapper, clock, 104.5, 105.5, 110.0) == [CopyTime(True, 2, 1.0, 3.0)]
+    swapper.load(0, (6, 7, 8), num_intact=2)  # pieces of 2 and 1: one is copied
+    swapper.load(1, (9, 10))
+    assert look_at(swapper, clock, 110.5, 111.5) == [CopyTime(False, 1, 0.5, 1.5)]
+    assert look_at(swapper, clock, 112.5, 113.5) == [CopyTime(False, 2, 1.0, 3.0)]
+    for handle in (0, 1):
+        pool = swapper.join(pool, handle)
+
+
+def test_copies_that_begin_at_an_unknown_time_are_not_timed(swapper, clock, pool):
+    swapper.swap_out(pool, 0, (0, 1, 2))
+    pool = swapper.swap_in(pool, 0, (0, 1, 2))  # somebody waits for it
+    swapper.swap_out(pool, 1, (0, 1))
+    assert look_at(swapper, clock, 120.0) == []  # behind one whose end nobody saw
+    swapper.load(1, (0, 1))
+    assert look_at(swapper, clock, 130.0, 131.0) == []  # the step with the copy before it may not have ended
+    pool = swapper.join(pool, 1)
+    swapper.swap_out(pool, 2, (0, 1))
+    swapper.load(2, (2, 3))  # before it has left
+    assert look_at(swapper, clock, 140.0) == []
+    pool = swapper.join(pool, 2)
+    swapper.swap_out(pool, 3, tuple(range(MAX_STAGED_BLOCKS + 1)))  # goes in parts
+    assert look_at(swapper, clock, 200.0) == []
+    swapper.load(3, tuple(range(MAX_STAGED_BLOCKS + 1)))
+    assert look_at(swapper, clock, 300.0) == []
+    swapper.discard(3)
+    swapper.swap_out(pool, 4, (0,))
+    swapper.discard(4)
+    swapper.swap_out(pool, 5, (0, 1))
+    swapper.swap_out(pool, 6, (0, 1))
+    assert look_at(swapper, clock, 310.0) == [CopyTime(True, 2, 0.0, 10.0)]
+    swapper.load(5, (0, 1))
+    pool = swapper.join(pool, 5)  # waits for it
+    swapper.load(6, (0, 1))
+    assert look_at(swapper, clock, 320.0) == []
+    swapper.discard(6)
+
+
+@pytest.mark.parametrize("truth", [0.4, 1.0, 2.5])
+def test_a_simulated_link_of_another_speed_is_found_out(truth):
+    """As far as looks tell: a prediction that agrees with all of them is not corrected."""
+    trace = make_trace(UniformLengths(shortest=8, longest=40), 300, 30, seed=1)
+    config = SchedulerConfig(
+        num_gpu_blocks=40,
+        block_size=4,
+        max_model_len=128,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        num_host_blocks=200,
+    )
+    costs = OnlineCalibration(LinearCosts(prefill=0.001, decode=0.005, swap=0.05))
+    simulate(
+        trace,
+        config,
+        swapping(),
+        LinearCosts(prefill=0.001, decode=0.005, swap=0.05 * truth),
+        overlap_swaps=True,
+        calibration=costs,
+    )
+    report = costs.report()
+    assert report["decode"].factor == pytest.approx(1.0)
+    assert report["prefill"].factor == pytest.approx(1.0)
+    for kind in ("swap_out", "swap_in"):
+        assert report[kind].count > 20
+        if truth == 1.0:
+            assert report[kind].factor == pytest.approx(1.0)
+            assert report[kind].error_before == pytest.approx(0.0)
+        else:
+            assert 0.25 < math.log(report[kind].factor) / math.log(truth) < 1.05
+            assert report[kind].error_after < report[kind].error_before / 3
+
+
+def test_a_slow_link_of_the_engine_is_found_out():
+    llm = make_llm(golden_checkpoint("llama_gqa"), scheduler_policy="adaptive", num_host_blocks=40)
+    costs = OnlineCalibration(LinearCosts(prefill=1e-4, decode=1e-3, swap=1e-6))
+    block_bytes = llm.executor.pool_bytes // llm.executor.num_gpu_blocks
+    llm.executor.limit_host_bandwidth(block_bytes / 0.002)
+    config = dataclasses.replace(llm.engine.scheduler.config, num_gpu_blocks=24)
+    trace = make_trace(UniformLengths(shortest=4, longest=20), 40, 24, seed=3)
+    result = replay(llm, trace, config, swapping(delay=0.02), costs=costs)
+    llm.executor.limit_host_bandwidth(None)
+    assert result.num_swaps > 2
+    for kind in ("swap_out", "swap_in"):  # 1 us a block was predicted
+        assert costs.report()[kind].count
+        assert costs.factor(kind) > 1.0
