@@ -114,12 +114,19 @@ class SwapIfItFits:
     """Swaps while the host pool has room, else drops: the capacity rule.
 
     Together with `HostBoundAdmission`, which keeps the host pool from filling up, it always swaps.
+
+    Args:
+        costs: predicts how long copies take, which `ResumePolicy` is told; None predicts nothing.
     """
+
+    costs: CostModel | None = None
 
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """`SWAP` if the host pool has room."""
-        fits = len(victim.block_ids) <= state.num_host_free
-        return Decision(PreemptionAction.SWAP if fits else PreemptionAction.RECOMPUTE)
+        num_blocks = len(victim.block_ids)
+        action = PreemptionAction.SWAP if num_blocks <= state.num_host_free else PreemptionAction.RECOMPUTE
+        copy_out = None if self.costs is None else self.costs.swap_out_seconds(num_blocks)
+        return Decision(action, copy_seconds=copy_out)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,7 +100,7 @@ def policy_of(action: str, costs: CostModel) -> SchedulerPolicy:
     policy = adaptive(costs)
     if action in ("adaptive", AGAIN):
         return policy
-    fixed = AlwaysRecompute() if action == "recompute" else SwapIfItFits()
+    fixed = AlwaysRecompute() if action == "recompute" else SwapIfItFits(costs)
     return dataclasses.replace(policy, action=fixed, resume=OverlapAwareResume(costs, gives_up=False))
 
 

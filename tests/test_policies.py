@@ -94,8 +94,10 @@ def test_always_recompute():
 
 @pytest.mark.parametrize(("num_host_free", "action"), [(1, RECOMPUTE), (2, SWAP), (3, SWAP)])
 def test_swap_if_it_fits(num_host_free, action):
-    decision = SwapIfItFits().choose(holder(0, 8, 2), pools(num_host_free=num_host_free), 0.0)
-    assert decision == Decision(action)
+    state = pools(num_host_free=num_host_free)
+    assert SwapIfItFits().choose(holder(0, 8, 2), state, 0.0) == Decision(action)
+    decision = SwapIfItFits(LinearCosts(swap=3.0)).choose(holder(0, 8, 2), state, 0.0)
+    assert decision == Decision(action, copy_seconds=6.0)
 
 
 @pytest.mark.parametrize(

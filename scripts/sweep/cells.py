@@ -85,7 +85,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         meter = RegretMeter(policy.action, hindsight)
         action = {
             "recompute": AlwaysRecompute(),
-            "swap": SwapIfItFits(),
+            "swap": SwapIfItFits(predicted),
             "adaptive": meter,
             "hindsight": hindsight,
         }[cell.variant]
@@ -180,7 +180,7 @@ def _with(**changes: Any) -> Change:
 VARIANTS: dict[str, Change] = {
     "adaptive": _with(),
     "action: recompute": _with(action=AlwaysRecompute()),
-    "action: swap if it fits": _with(action=SwapIfItFits()),
+    "action: swap if it fits": lambda policy, costs: dataclasses.replace(policy, action=SwapIfItFits(costs)),
     "action: serial costs": lambda policy, costs: dataclasses.replace(policy, action=AdaptiveAction(costs)),
     "resume: at once": _with(resume=ResumeAtOnce()),
     "resume: leaving nothing free": lambda policy, costs: dataclasses.replace(
