@@ -8,15 +8,18 @@ import math
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS, CostKind, CostModel, check_number
 
+_FADING = 0.05  # of the rate
+
 
 @dataclasses.dataclass(frozen=True)
 class KindReport:
     """How well one kind of cost was predicted so far.
 
     `error_before` is the mean of |predicted - measured| / measured without the correction, `error_after` with
-    the correction in force at each observation, both 0.0 before the first one. `factor` is what predictions
-    are multiplied by now: its distance from 1 is the drift of the device from the model. `num_ignored`
-    counts observations of no work, or of no time.
+    the correction in force at each observation, both 0.0 before the first one. Of a duration that is known to
+    lie between two bounds they take the nearer one, and nothing if the prediction lies between them, too.
+    `factor` is what predictions are multiplied by now: its distance from 1 is the drift of the device from
+    the model. `num_ignored` counts observations of no work, or of no time.
     """
 
     count: int
@@ -32,6 +35,7 @@ class _State:
     factor: float = 1.0
     count: int = 0
     num_ignored: int = 0
+    num_moves: int = 0
     sum_before: float = 0.0
     sum_after: float = 0.0
 
@@ -46,6 +50,9 @@ class OnlineCalibration:
     The first observations count more (rate 1/2, 1/3, ...) until `rate` is reached. The clip makes it a
     winsorised mean: one step that was interrupted moves the factor no more than one that was
     exp(outlier_limit) times too slow. It is not safe for several threads.
+
+    Of some durations only bounds are known. A prediction between them is not corrected further; where the
+    model's own lies between them, too, the correction fades, so that no outlier stays for ever.
 
     Args:
         model: what is corrected.
@@ -98,20 +105,38 @@ class OnlineCalibration:
         Raises:
             ConfigError: the kind is unknown, or a number is negative or not finite.
         """
+        self.observe_bounds(kind, predicted, measured, measured)
+
+    def observe_bounds(self, kind: CostKind, predicted: float, shortest: float, longest: float) -> None:
+        """As `observe`, of work that took between `shortest` and `longest` seconds.
+
+        Raises:
+            ConfigError: the kind is unknown, a number is negative or not finite, or the bounds are swapped.
+        """
         state = self._state(kind)
-        for name, seconds in (("predicted", predicted), ("measured", measured)):
+        for name, seconds in (("predicted", predicted), ("measured", shortest), ("measured", longest)):
             if not 0.0 <= seconds < math.inf:
                 raise ConfigError(f"{kind}: {name} seconds must be finite and at least 0, got {seconds}")
-        if predicted == 0.0 or measured == 0.0:
+        if shortest > longest:
+            raise ConfigError(f"{kind}: it cannot have taken at least {shortest} s and at most {longest} s")
+        if predicted == 0.0 or longest == 0.0:
             state.num_ignored += 1
             return
+        model = predicted / state.factor
         state.count += 1
-        state.sum_before += abs(predicted / state.factor - measured) / measured
-        state.sum_after += abs(predicted - measured) / measured
-        limit = self._outlier_limit
-        # A difference of logarithms: the quotient of extreme seconds may overflow.
-        error = min(max(math.log(measured) - math.log(predicted), -limit), limit)
-        log_factor = state.log_factor + max(self._rate, 1.0 / (state.count + 1)) * error
+        state.sum_before += _distance(model, shortest, longest)
+        state.sum_after += _distance(predicted, shortest, longest)
+        measured = min(max(predicted, shortest), longest)
+        if measured != predicted or shortest == longest:
+            limit = self._outlier_limit
+            # A difference of logarithms: the quotient of extreme seconds may overflow.
+            error = min(max(math.log(measured) - math.log(predicted), -limit), limit)
+            state.num_moves += 1
+            log_factor = state.log_factor + max(self._rate, 1.0 / (state.num_moves + 1)) * error
+        elif shortest <= model <= longest:
+            log_factor = state.log_factor * (1.0 - _FADING * self._rate)
+        else:
+            return
         state.log_factor = min(max(log_factor, -self._max_log_factor), self._max_log_factor)
         state.factor = math.exp(state.log_factor)
 
@@ -136,3 +161,10 @@ class OnlineCalibration:
         if kind not in self._states:
             raise ConfigError(f"unknown kind of cost {kind!r}; use one of {', '.join(COST_KINDS)}")
         return self._states[kind]
+
+
+def _distance(seconds: float, shortest: float, longest: float) -> float:
+    """Of a prediction from what is known of a duration, relative to that."""
+    if seconds < shortest:
+        return (shortest - seconds) / shortest
+    return (seconds - longest) / longest if seconds > longest else 0.0

@@ -119,7 +119,7 @@ def simulated_facts(samples: str | None) -> str:
         if samples is None
         else "Every cost is multiplied by a ratio measured / predicted drawn from the real profile "
         f"`{pathlib.Path(samples).name}`; predictors are fitted to other noisy samples, and corrected "
-        "by what steps and copies turn out to take, as in the engine."
+        "by what steps turn out to take, and copies as far as they run beside steps."
     )
     return (
         f"Device: a roofline, not a measurement. `{simulated_costs(MODELS[0])!r}`. {noise} Prompt lengths "

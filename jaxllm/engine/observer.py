@@ -65,17 +65,16 @@ class StepObserver:
                     )
 
     def observe_copies(self, timed: Iterable[CopyTime]) -> None:
-        """Take durations of copies: a prediction within what is known of one is right."""
+        """Take durations of copies, as far as they are known."""
         costs = self.costs
         if costs is None:
             return
         for copy in timed:
+            bounds = copy.shortest, copy.longest
             if copy.is_out:
-                predicted = costs.swap_out_seconds(copy.num_blocks)
+                costs.observe_bounds("swap_out", costs.swap_out_seconds(copy.num_blocks), *bounds)
             else:
-                predicted = costs.swap_in_seconds(copy.num_blocks)
-            measured = min(max(predicted, copy.shortest), copy.longest)
-            costs.observe("swap_out" if copy.is_out else "swap_in", predicted, measured)
+                costs.observe_bounds("swap_in", costs.swap_in_seconds(copy.num_blocks), *bounds)
 
     def _predicted(
         self, costs: OnlineCalibration, scheduled: SchedulerOutput, num_decode_steps: int = 1

@@ -34,7 +34,7 @@ class CopyTimer:
         self._is_out, self._begins_when_sent = is_out, begins_when_sent
         self._copies: collections.deque[_Copy] = collections.deque()
         self._looked_at = self._free_after = self._free_by = float("-inf")
-        self._was_disturbed = False
+        self._is_disturbed = False
 
     @property
     def is_idle(self) -> bool:
@@ -43,10 +43,16 @@ class CopyTimer:
 
     def send(self, handle: int, num_blocks: int, now: float, *, is_known: bool = True) -> None:
         """Take a copy; with `is_known` False one that may begin later, and is not timed."""
+        if not num_blocks:
+            return  # there is nothing to copy
         begun_by = now if self._begins_when_sent else None
-        is_known = is_known and not self._was_disturbed
-        self._was_disturbed = False
+        is_known = is_known and not self._is_disturbed
+        self._is_disturbed = False
         self._copies.append(_Copy(handle, num_blocks, now, begun_by, is_known))
+
+    def disturb(self) -> None:
+        """Do not time the next copy that is sent: something else delays it."""
+        self._is_disturbed = True
 
     def look(self, now: float, is_over: Callable[[int], bool]) -> list[CopyTime]:
         """Ask which copies are over by now; returns the durations of those that were timed."""
@@ -56,7 +62,7 @@ class CopyTimer:
             ended_after = max(copy.sent_at, self._looked_at)
             begun_after = max(copy.sent_at, self._free_after)
             begun_by = max(now if copy.begun_by is None else copy.begun_by, self._free_by)
-            if copy.is_known and copy.num_blocks:
+            if copy.is_known:
                 shortest = max(0.0, ended_after - begun_by)
                 found.append(CopyTime(self._is_out, copy.num_blocks, shortest, now - begun_after))
             self._free_after, self._free_by = ended_after, now
@@ -74,5 +80,5 @@ class CopyTimer:
                 if place < len(self._copies):
                     self._copies[place].is_known = False
                 else:
-                    self._was_disturbed = True
+                    self.disturb()
                 return

@@ -194,6 +194,8 @@ class BlockSwapper:
         """Write what is left of a load into the donated `pool`; waits for what has not arrived."""
         load = self._loads.pop(handle)
         self._in_timer.forget(handle)
+        if not load.has_arrived(self._clock()):  # what is read of the pool in this step waits for it
+            self._out_timer.disturb()
         time.sleep(max(0.0, load.ready_at - self._clock()))
         return self._write(pool, [*load.staged, *load.waiting])
 

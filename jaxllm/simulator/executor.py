@@ -59,7 +59,7 @@ class SimulatedExecutor:
         self._staged: collections.deque[tuple[float, int]] = collections.deque()  # (ready at, blocks)
         self._out_free_at = self._in_free_at = 0.0
         self._loads: dict[int, float] = {}  # handle -> ready at
-        self._out_timer = CopyTimer(is_out=True, begins_when_sent=True)
+        self._out_timer = CopyTimer(is_out=True, begins_when_sent=False)
         self._in_timer = CopyTimer(is_out=False, begins_when_sent=True)
         self._hidden = 0.0  # seconds of the last step, behind which a copy in can hide
 
@@ -159,7 +159,8 @@ class SimulatedExecutor:
             if not self._overlap_swaps:
                 self._stall(seconds)
             else:
-                self._out_timer.send(swap.handle, num_blocks, self.now)
+                is_known = num_blocks <= MAX_STAGED_BLOCKS  # as in the real executor
+                self._out_timer.send(swap.handle, num_blocks, self.now, is_known=is_known)
                 self._stage(num_blocks, seconds)
             self._copied_out[swap.handle] = (self._out_free_at, seconds)
 
@@ -192,7 +193,8 @@ class SimulatedExecutor:
                 self._stall(seconds)
             else:
                 num_blocks = len(swap.block_ids) - swap.num_intact
-                self._in_timer.send(swap.handle, num_blocks, self.now, is_known=out_ready <= self.now)
+                is_known = out_ready <= self.now and num_blocks <= MAX_STAGED_BLOCKS
+                self._in_timer.send(swap.handle, num_blocks, self.now, is_known=is_known)
             done = max(done, out_ready, self.now) + seconds if self._overlap_swaps else self.now
             self._loads[swap.handle] = done
         if self._overlap_swaps:

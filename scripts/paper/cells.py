@@ -127,7 +127,7 @@ def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
         simulated_costs(cell.model),
         overlap_swaps=OVERLAP[cell.preset],
         residuals=residuals,
-        calibration=predicted,
+        calibration=None if samples is None else predicted,
     )
     return {
         **dataclasses.asdict(cell),

@@ -111,7 +111,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         costs,
         overlap_swaps=True,
         residuals=residuals,
-        calibration=predicted,
+        calibration=None if cell.samples is None or cell.variant == MIXED_BOUND else predicted,
         executor_class=MixedRestoreBound if cell.variant == MIXED_BOUND else SimulatedExecutor,
     )
     row = {**dataclasses.asdict(cell), **result.summary()}
