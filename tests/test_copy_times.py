@@ -9,7 +9,7 @@ import pytest
 from engine_helpers import make_llm
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_helpers import NO_WATERMARK, LinearCosts
+from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request
 from variants import golden_checkpoint
 
 from jaxllm.bench.replay import replay
@@ -19,10 +19,12 @@ from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import ResumeAction, ResumeDecision, ResumeFirst, SwapIfItFits
+from jaxllm.simulator.executor import SimulatedExecutor
 from jaxllm.simulator.run import simulate
-from jaxllm.types import CopyTime
+from jaxllm.types import CopyTime, SchedulerOutput, Swap
 from jaxllm.workloads import UniformLengths, make_trace
 
+POOL = (2 * MAX_STAGED_BLOCKS, 2, 2, 2, 4, 8)
 MOMENTS = st.floats(0.0, 10.0)
 
 
@@ -144,7 +146,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def pool():
-    return jnp.zeros((2 * MAX_STAGED_BLOCKS, 2, 2, 2, 4, 8), jnp.float32)
+    return jnp.zeros(POOL, jnp.float32)
 
 
 @pytest.fixture
@@ -177,37 +179,110 @@ def test_copies_of_the_swapper_are_timed(swapper, clock, pool):
         pool = swapper.join(pool, handle)
 
 
-def test_copies_that_begin_at_an_unknown_time_are_not_timed(swapper, clock, pool):
-    swapper.swap_out(pool, 0, (0, 1, 2))
-    pool = swapper.swap_in(pool, 0, (0, 1, 2))  # somebody waits for it
-    swapper.swap_out(pool, 1, (0, 1))
-    assert look_at(swapper, clock, 120.0) == []  # behind one whose end nobody saw
-    swapper.load(1, (0, 1))
-    assert look_at(swapper, clock, 130.0, 131.0) == []  # the step with the copy before it may not have ended
-    pool = swapper.join(pool, 1)
+def is_timed_next(swapper, clock, handle):
+    """Whether a copy out and then one back are timed, if no other is under way."""
+    pool, start = jnp.zeros(POOL, jnp.float32), clock.now
+    swapper.swap_out(pool, handle, (0, 1))
+    out = look_at(swapper, clock, start + 1.5, start + 2.5)
+    swapper.load(handle, (2, 3))
+    back = look_at(swapper, clock, start + 4.0, start + 5.0)
+    swapper.join(pool, handle)
+    return out == [CopyTime(True, 2, 0.0, 2.5)], back == [CopyTime(False, 2, 1.5, 2.5)]
+
+
+def test_copies_beside_those_that_somebody_waits_for_are_not_timed(swapper, clock, pool):
+    assert is_timed_next(swapper, clock, 0) == (True, True)
+    swapper.swap_out(pool, 1, (0, 1, 2))
+    pool = swapper.swap_in(pool, 1, (0, 1, 2))  # ends its copy out, too
     swapper.swap_out(pool, 2, (0, 1))
-    swapper.load(2, (2, 3))  # before it has left
-    assert look_at(swapper, clock, 140.0) == []
+    assert look_at(swapper, clock, 130.0) == []
+    swapper.load(2, (0, 1))
+    assert look_at(swapper, clock, 140.0) == []  # the step with the copy back before it may not have ended
     pool = swapper.join(pool, 2)
-    swapper.swap_out(pool, 3, tuple(range(MAX_STAGED_BLOCKS + 1)))  # goes in parts
-    assert look_at(swapper, clock, 200.0) == []
-    swapper.load(3, tuple(range(MAX_STAGED_BLOCKS + 1)))
-    assert look_at(swapper, clock, 300.0) == []
-    swapper.discard(3)
-    swapper.swap_out(pool, 4, (0,))
-    swapper.discard(4)
-    swapper.swap_out(pool, 5, (0, 1))
-    swapper.swap_out(pool, 6, (0, 1))
-    assert look_at(swapper, clock, 310.0) == [CopyTime(True, 2, 0.0, 10.0)]
-    swapper.load(5, (0, 1))
-    pool = swapper.join(pool, 5)  # waits for it
-    swapper.load(6, (0, 1))
-    assert look_at(swapper, clock, 320.0) == []
-    swapper.discard(6)
+    assert is_timed_next(swapper, clock, 3) == (True, True)
 
 
-@pytest.mark.parametrize("truth", [0.4, 1.0, 2.5])
-def test_a_simulated_link_of_another_speed_is_found_out(truth):
+def test_copies_back_that_wait_for_something_are_not_timed(swapper, clock, pool):
+    swapper.swap_out(pool, 0, (0, 1))
+    swapper.load(0, (2, 3))  # before it has left
+    assert look_at(swapper, clock, 140.0) == []
+    pool = swapper.join(pool, 0)
+    assert is_timed_next(swapper, clock, 1)[1]
+    swapper.swap_out(pool, 2, (0, 1, 2))
+    look_at(swapper, clock, 170.0)
+    swapper.load(2, (0, 1, 2))
+    pool = swapper.join(pool, 2)  # a step waits for it; so does what the step reads of the pool
+    assert is_timed_next(swapper, clock, 3) == (False, False)
+    assert is_timed_next(swapper, clock, 4) == (True, True)
+
+
+def test_copies_in_parts_are_not_timed(swapper, clock, pool):
+    """Steps send one part after another."""
+    large = tuple(range(MAX_STAGED_BLOCKS + 1))
+    swapper.swap_out(pool, 0, large)
+    swapper.swap_out(pool, 1, large[:-2])
+    assert look_at(swapper, clock, 300.0) == [CopyTime(True, MAX_STAGED_BLOCKS - 1, 0.0, 200.0)]
+    swapper.load(1, large[:-2])
+    swapper.load(0, large)
+    for clock.now in (340.0, 400.0):
+        while len(swapper.arrived()) < (1 if clock.now == 340.0 else 2):
+            swapper.settle()
+            pool = jax.block_until_ready(swapper.advance(pool))
+        timed = swapper.progress().timed
+        assert [copy.num_blocks for copy in timed] == ([MAX_STAGED_BLOCKS - 1] if clock.now == 340.0 else [])
+    for handle in (1, 0):
+        pool = swapper.join(pool, handle)
+    assert is_timed_next(swapper, clock, 2) == (True, True)
+    half = large[: MAX_STAGED_BLOCKS // 2 + 1]  # two of them are too many at once
+    for handle in (3, 4):
+        swapper.swap_out(pool, handle, half)
+    look_at(swapper, clock, 600.0)
+    for handle in (3, 4):
+        swapper.load(handle, half)
+    while len(swapper.arrived()) < 2:
+        clock.now += 1.0
+        swapper.settle()
+        pool = jax.block_until_ready(swapper.advance(pool))
+    assert [copy.num_blocks for copy in swapper.progress().timed] == [len(half)]
+    for handle in (3, 4):
+        pool = swapper.join(pool, handle)
+
+
+def test_a_discarded_copy_keeps_the_next_one_from_being_timed(swapper, clock, pool):
+    swapper.swap_out(pool, 0, (0, 1, 2))
+    swapper.discard(0)
+    assert is_timed_next(swapper, clock, 1)[0] is False
+    swapper.swap_out(pool, 2, (0, 1))
+    look_at(swapper, clock, 130.0)
+    swapper.load(2, (0, 1))
+    swapper.discard(2)
+    assert is_timed_next(swapper, clock, 3) == (True, False)
+    swapper.swap_out(pool, 4, (0, 1))
+    look_at(swapper, clock, 160.0)
+    swapper.load(4, (0, 1), num_intact=2)  # nothing to copy
+    pool = swapper.join(pool, 4)
+    assert is_timed_next(swapper, clock, 5) == (True, True)
+
+
+def test_copies_of_the_simulator_are_timed():
+    executor = SimulatedExecutor(LinearCosts(swap=1.0), num_gpu_blocks=8, block_size=4, overlap_swaps=True)
+    swap = Swap(make_request(0, 15), 0, (0, 1, 2, 3))
+
+    def look_at(*moments):
+        timed = []
+        for now in moments:
+            executor.wait_until(now)
+            timed += executor.copies().timed
+        return timed
+
+    executor.execute(SchedulerOutput(0, swap_out=(swap,)))
+    assert look_at(1.0, 3.5, 4.5) == [CopyTime(True, 4, 2.5, 4.5)]
+    executor.execute(SchedulerOutput(1, load=(dataclasses.replace(swap, num_intact=1),)))
+    assert look_at(7.0, 8.0) == [CopyTime(False, 3, 2.5, 3.5)]
+
+
+@pytest.mark.parametrize(("truth", "is_lazy"), [(0.4, False), (1.0, False), (1.0, True), (2.5, False)])
+def test_a_simulated_link_of_another_speed_is_found_out(truth, is_lazy):
     """As far as looks tell: a prediction that agrees with all of them is not corrected."""
     trace = make_trace(UniformLengths(shortest=8, longest=40), 300, 30, seed=1)
     config = SchedulerConfig(
@@ -222,7 +297,7 @@ def test_a_simulated_link_of_another_speed_is_found_out(truth):
     simulate(
         trace,
         config,
-        swapping(),
+        dataclasses.replace(swapping(), lazy_eviction=is_lazy),
         LinearCosts(prefill=0.001, decode=0.005, swap=0.05 * truth),
         overlap_swaps=True,
         calibration=costs,

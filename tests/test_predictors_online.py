@@ -130,3 +130,43 @@ def test_bad_seconds_are_refused(bad):
 def test_bad_options_are_refused(option):
     with pytest.raises(ConfigError, match=f"{next(iter(option))} must lie in"):
         OnlineCalibration(MODEL, **option)
+
+
+def test_a_prediction_between_bounds_is_left_alone_and_one_outside_meets_the_nearer():
+    calibration = OnlineCalibration(MODEL)
+    for _ in range(50):  # tells nothing, and takes no weight from what does
+        calibration.observe_bounds("swap_in", 1.0, 0.5, 1.0)
+    assert calibration.factor("swap_in") == 1.0
+    calibration.observe_bounds("swap_in", 1.0, 1.21, 9.0)
+    assert calibration.factor("swap_in") == pytest.approx(1.1)
+    report = calibration.report()["swap_in"]
+    assert report.count == 51
+    assert report.error_before == report.error_after == pytest.approx(0.21 / 1.21 / 51)
+    calibration.observe_bounds("swap_in", 1.1, 0.0, 1.0)  # the model's 1.0 is right
+    assert calibration.factor("swap_in") < 1.1
+    report = calibration.report()["swap_in"]
+    assert report.error_before == pytest.approx(0.21 / 1.21 / 52)
+    assert report.error_after == pytest.approx((0.21 / 1.21 + 0.1) / 52)
+
+
+def test_what_an_outlier_did_fades_where_the_model_agrees_with_what_is_known():
+    calibration = OnlineCalibration(MODEL)
+    calibration.observe_bounds("swap_out", 1.0, 2.0, 2.1)
+    factor = calibration.factor("swap_out")
+    assert factor > 1.2
+    calibration.observe_bounds("swap_out", factor, 1.1, 10.0)  # the model does not
+    assert calibration.factor("swap_out") == factor
+    for _ in range(1000):
+        calibration.observe_bounds("swap_out", calibration.factor("swap_out"), 0.0, 10.0)
+    assert calibration.factor("swap_out") == pytest.approx(1.0, abs=0.01)
+    report = calibration.report()["swap_out"]
+    assert report.error_before == pytest.approx((0.5 + 0.1 / 1.1) / 1002)
+    assert report.error_after == pytest.approx(0.5 / 1002)
+
+
+@pytest.mark.parametrize("bounds", [(2.0, 1.0), (-1.0, 1.0), (0.0, math.inf), (math.nan, 1.0)])
+def test_bad_bounds_are_refused(bounds):
+    calibration = OnlineCalibration(MODEL)
+    with pytest.raises(ConfigError, match="swap_in: "):
+        calibration.observe_bounds("swap_in", 1.0, *bounds)
+    assert calibration.report()["swap_in"].count == 0
