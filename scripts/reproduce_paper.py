@@ -118,8 +118,7 @@ def simulated_facts(samples: str | None) -> str:
         "Predictors know it exactly, so no loss here comes from wrong predictions."
         if samples is None
         else "Every cost is multiplied by a ratio measured / predicted drawn from the real profile "
-        f"`{pathlib.Path(samples).name}`; predictors are fitted to other noisy samples, and corrected "
-        "by what steps turn out to take, and copies as far as they run beside steps."
+        f"`{pathlib.Path(samples).name}`; predictors are fitted to other noisy samples."
     )
     return (
         f"Device: a roofline, not a measurement. `{simulated_costs(MODELS[0])!r}`. {noise} Prompt lengths "

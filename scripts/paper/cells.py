@@ -110,8 +110,7 @@ def _noise_and_predictor(model: str, samples: str | None, seed: int) -> tuple[Re
 
 def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
     """Simulate one cell; the result holds the cell's fields and the summary."""
-    residuals, predictor = _noise_and_predictor(cell.model, samples, cell.seed)
-    predicted = OnlineCalibration(predictor)
+    residuals, predicted = _noise_and_predictor(cell.model, samples, cell.seed)
     config = SchedulerConfig(
         num_gpu_blocks=NUM_GPU_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -127,7 +126,6 @@ def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
         simulated_costs(cell.model),
         overlap_swaps=OVERLAP[cell.preset],
         residuals=residuals,
-        calibration=None if samples is None else predicted,
     )
     return {
         **dataclasses.asdict(cell),

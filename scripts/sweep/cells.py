@@ -10,7 +10,6 @@ from typing import Any
 
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
-from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import (
@@ -76,8 +75,7 @@ class Cell:
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Simulate one cell."""
     costs = device_costs(cell.model, cell.link_speed)
-    residuals, predictor = _noise_and_predictor(cell.model, cell.samples, cell.link_speed, cell.seed)
-    predicted = OnlineCalibration(predictor)
+    residuals, predicted = _noise_and_predictor(cell.model, cell.samples, cell.link_speed, cell.seed)
     policy = adaptive(predicted)
     meter = None
     if cell.part in ("actions", "near"):
@@ -111,7 +109,6 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         costs,
         overlap_swaps=True,
         residuals=residuals,
-        calibration=None if cell.samples is None or cell.variant == MIXED_BOUND else predicted,
         executor_class=MixedRestoreBound if cell.variant == MIXED_BOUND else SimulatedExecutor,
     )
     row = {**dataclasses.asdict(cell), **result.summary()}

@@ -331,8 +331,7 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
         "Predictions are exact."
         if args.samples is None
         else f"Noise: ratios measured / predicted of `{pathlib.Path(args.samples).name}`, one part for the "
-        "truth, another for the samples predictors are fitted to; these are corrected by what steps "
-        "and copies turn out to take."
+        "truth, another for the samples predictors are fitted to."
     )
     lines = [
         "# Swap or recompute, simulated",
