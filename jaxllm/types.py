@@ -280,7 +280,7 @@ class SampledTokens:
 
 
 class CopyTime(NamedTuple):
-    """The duration of a copy of `num_blocks` blocks to the host (`is_out`) or back, which had the link alone.
+    """The duration of a copy of `num_blocks` blocks to the host (`is_out`) or back, without waiting in line.
 
     It took between `shortest` and `longest` seconds.
     """
