@@ -8,7 +8,7 @@ import math
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS, CostKind, CostModel, check_number
 
-_FADING = 0.05  # of the rate
+_FADING = 0.25  # of the rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class OnlineCalibration:
     """
 
     def __init__(
-        self, model: CostModel, *, rate: float = 0.1, outlier_limit: float = 0.5, max_factor: float = 8.0
+        self, model: CostModel, *, rate: float = 0.02, outlier_limit: float = 0.5, max_factor: float = 8.0
     ) -> None:
         check_number("rate", rate, 1e-6, 1.0)
         check_number("outlier_limit", outlier_limit, 1e-6, 10.0)

@@ -13,9 +13,9 @@ measurements of --samples) and `overhead` (Section 4.6). They end in `results.js
 `--executor sim` drives the engine's own scheduler with a virtual clock; its device is a roofline of an
 A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), nothing is
 fitted to the paper's figures. With --samples it is as noisy as the profile they are from, and predictors are
-fitted to other noisy samples; without, predictions are exact. `--executor jax` runs the engine, in pools of
-the same size, on every --model: checkpoint folders, or with `--load-format dummy` folders that hold only a
-config.json.
+fitted to other noisy samples and corrected while they run, as the engine's are; without, predictions are
+exact. `--executor jax` runs the engine, in pools of the same size, on every --model: checkpoint folders, or
+with `--load-format dummy` folders that hold only a config.json.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def simulated_facts(samples: str | None) -> str:
         "Predictors know it exactly, so no loss here comes from wrong predictions."
         if samples is None
         else "Every cost is multiplied by a ratio measured / predicted drawn from the real profile "
-        f"`{pathlib.Path(samples).name}`; predictors are fitted to other noisy samples."
+        f"`{pathlib.Path(samples).name}`; predictors are fitted to other noisy samples, and corrected by "
+        "what steps took, and by what copies took that ran beside them, as the engine's are."
     )
     return (
         f"Device: a roofline, not a measurement. `{simulated_costs(MODELS[0])!r}`. {noise} Prompt lengths "

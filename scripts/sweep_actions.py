@@ -12,8 +12,8 @@ what restoring a dropped request in part from the host gains, and could at best.
 of the policies of preset `adaptive` is worth, one changed at a time.
 
 The device is a roofline (`jaxllm.predictors.roofline`) times noise: ratios measured / predicted of a real
-profile. Predictors are fitted to other noisy samples. Without --samples there is no noise and predictions are
-exact. Writes results.json and report.md.
+profile. Predictors are fitted to other noisy samples and corrected while they run, as the engine's are.
+Without --samples there is no noise and predictions are exact. Writes results.json and report.md.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_the_factor_finds_a_device_that_is_slower_or_faster_throughout(kind, tru
 def test_the_factor_follows_a_device_that_changes():
     calibration = OnlineCalibration(MODEL)
     for truth in (1.0, 2.0, 0.5):
-        for _ in range(100):
+        for _ in range(300):
             calibration.observe("decode", predict(calibration, "decode"), truth * predict(MODEL, "decode"))
         assert calibration.factor("decode") == pytest.approx(truth, rel=0.02)
 

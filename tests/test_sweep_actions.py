@@ -17,6 +17,7 @@ import sweep_actions
 from sweep.report import Place, actions_report, crossover, near_report
 
 from jaxllm.predictors.samples import save_samples
+from jaxllm.simulator.run import simulate
 
 
 def place(speed, swap, recompute, adaptive=1.0):
@@ -140,6 +141,32 @@ def test_regret_is_that_of_its_own_part():
         row | {"part": "near", "variant": "adaptive", "regret": {"seconds": 9.0, "best_seconds": 1.0}}
     )
     assert "Regret, all decisions together: 1.0%" in "\n".join(actions_report(rows))
+
+
+@pytest.mark.parametrize(
+    ("noisy", "variant", "corrects"),
+    [(True, "adaptive", True), (True, sweep.cells.MIXED_BOUND, False), (False, "adaptive", False)],
+)
+def test_predictions_are_corrected_where_there_is_noise(tmp_path, monkeypatch, noisy, variant, corrects):
+    calibrations = []
+
+    def watched(*args, calibration, **options):
+        calibrations.append(calibration)
+        return simulate(*args, calibration=calibration, **options)
+
+    monkeypatch.setattr(sweep.cells, "simulate", watched)
+    monkeypatch.setattr(sweep.cells, "NUM_GPU_BLOCKS", 24)
+    samples = tmp_path / "samples.json"
+    save_samples(samples, measured(90, 1.2), {})
+    cell = sweep.cells.Cell(
+        "mixed", "llama-13b", "chatbot", 64, 16, 0.1, variant, 20, 0, str(samples) if noisy else None
+    )
+    assert sweep.cells.run_cell(cell)["num_preemptions"]
+    (calibration,) = calibrations
+    assert (calibration is not None) == corrects
+    if corrects:
+        assert all(kind.count for kind in calibration.report().values())
+        assert calibration.factor("decode") != 1.0
 
 
 def test_every_policy_is_changed_once(tmp_path):

@@ -111,6 +111,7 @@ def _noise_and_predictor(model: str, samples: str | None, seed: int) -> tuple[Re
 def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
     """Simulate one cell; the result holds the cell's fields and the summary."""
     residuals, predicted = _noise_and_predictor(cell.model, samples, cell.seed)
+    calibration = None if samples is None else OnlineCalibration(predicted)
     config = SchedulerConfig(
         num_gpu_blocks=NUM_GPU_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -122,10 +123,11 @@ def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
     result = simulate(
         _trace(cell),
         config,
-        make_preset(cell.preset, predicted),
+        make_preset(cell.preset, calibration or predicted),
         simulated_costs(cell.model),
         overlap_swaps=OVERLAP[cell.preset],
         residuals=residuals,
+        calibration=calibration,
     )
     return {
         **dataclasses.asdict(cell),

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import (
@@ -75,7 +76,11 @@ class Cell:
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Simulate one cell."""
     costs = device_costs(cell.model, cell.link_speed)
-    residuals, predicted = _noise_and_predictor(cell.model, cell.samples, cell.link_speed, cell.seed)
+    residuals, model = _noise_and_predictor(cell.model, cell.samples, cell.link_speed, cell.seed)
+    # A bound's copies teach nothing about the link, and without noise there is nothing to correct.
+    corrects = cell.samples is not None and cell.variant != MIXED_BOUND
+    calibration = OnlineCalibration(model) if corrects else None
+    predicted = model if calibration is None else calibration
     policy = adaptive(predicted)
     meter = None
     if cell.part in ("actions", "near"):
@@ -109,6 +114,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         costs,
         overlap_swaps=True,
         residuals=residuals,
+        calibration=calibration,
         executor_class=MixedRestoreBound if cell.variant == MIXED_BOUND else SimulatedExecutor,
     )
     row = {**dataclasses.asdict(cell), **result.summary()}

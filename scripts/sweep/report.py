@@ -331,7 +331,8 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
         "Predictions are exact."
         if args.samples is None
         else f"Noise: ratios measured / predicted of `{pathlib.Path(args.samples).name}`, one part for the "
-        "truth, another for the samples predictors are fitted to."
+        "truth, another for the samples predictors are fitted to, and corrected by what steps and copies "
+        "took, as the engine's are."
     )
     lines = [
         "# Swap or recompute, simulated",
