@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 
@@ -30,7 +30,7 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.predictors.base import ModelShape
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import Ledger
+from jaxllm.sched.ledger import open_ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.scheduling import Scheduling, make_scheduling
@@ -184,8 +184,8 @@ class LLM:
         )
         ledger = None
         if config.ledger is not None:
-            ledger, file = _open_ledger(config.ledger)
-            weakref.finalize(self, _close_ledger, ledger, file)
+            ledger, close = open_ledger(config.ledger)
+            weakref.finalize(self, close)
         self.costs, self.costs_source = scheduling.costs, scheduling.source
         self._settle_costs(shape, scheduling, has_swaps=num_host_blocks > 0)
         observer = StepObserver(self.costs, ledger) if self.costs is not None or ledger is not None else None
@@ -429,19 +429,6 @@ def _fit_length(max_model_len: int, pool_tokens: int, asked: int | None) -> int:
         max_model_len,
     )
     return pool_tokens
-
-
-def _open_ledger(path: str) -> tuple[Ledger, IO[str]]:
-    try:
-        file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115, closed when the LLM goes
-    except OSError as error:
-        raise ConfigError(f"cannot write the ledger {path!r}: {error.strerror}") from error
-    return Ledger(file), file
-
-
-def _close_ledger(ledger: Ledger, file: IO[str]) -> None:
-    ledger.close()
-    file.close()
 
 
 def _set_compilation_cache(folder: str | os.PathLike[str] | None) -> None:

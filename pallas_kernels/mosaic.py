@@ -26,6 +26,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import triton
+from jaxllm.pallas_kernels.mosaic_tiles import (
+    MASKED,
+    TILE,
+    accumulate,
+    empty_state,
+    iota,
+    products,
+    window,
+    zero_rows_from,
+)
 from jaxllm.pallas_kernels.tiles import (
     combine_splits,
     is_interpreted,
@@ -34,13 +44,10 @@ from jaxllm.pallas_kernels.tiles import (
     rows_in_tiles,
 )
 
-_TILE = 64  # KV tokens of a step, and rows of a wgmma
 _SLOTS = 3  # tiles of K and of V in flight
 _QUERY_WARPGROUPS = 2
 _LOG2E = math.log2(math.e)
-_MASKED = -1e30
 _DTYPES = ("bfloat16", "float16")
-IS_NEWER_JAX = hasattr(plgpu, "InterpretGPUParams")  # than 0.10
 
 write_kv = triton.write_kv
 """The Triton kernel: a copy needs nothing of Hopper."""
@@ -54,14 +61,14 @@ def decode_attention(
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     group = num_q_heads // num_kv_heads
-    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, _TILE)
+    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, TILE)
     # A window of 64 rows starts at each KV head's first query; nothing beyond its group is stored. Windows
     # start at multiples of a tile's 8 rows.
     rows_apart = -(-group // 8) * 8
     queries = q.reshape(num_rows * num_kv_heads, group, head_dim)
     queries = jnp.pad(queries, ((0, 0), (0, rows_apart - group), (0, 0))).reshape(-1, head_dim)
-    queries = jnp.pad(queries, ((0, _TILE), (0, 0)))
-    stats = jax.ShapeDtypeStruct((num_rows, splits, num_kv_heads, _TILE), jnp.float32)
+    queries = jnp.pad(queries, ((0, TILE), (0, 0)))
+    stats = jax.ShapeDtypeStruct((num_rows, splits, num_kv_heads, TILE), jnp.float32)
     partial = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads, head_dim), jnp.float32)
     acc, peak, total = _call(
         functools.partial(
@@ -75,11 +82,11 @@ def decode_attention(
         ),
         out_type=(partial, stats, stats),
         scratch_types=(
-            _swizzled((_TILE, head_dim), q.dtype),
+            _swizzled((TILE, head_dim), q.dtype),
             *_kv_buffers(pool, num_consumers=1),
-            plgpu.SMEM((_TILE, head_dim), jnp.float32),
-            plgpu.SMEM((_TILE,), jnp.float32),
-            plgpu.SMEM((_TILE,), jnp.float32),
+            plgpu.SMEM((TILE, head_dim), jnp.float32),
+            plgpu.SMEM((TILE,), jnp.float32),
+            plgpu.SMEM((TILE,), jnp.float32),
             plgpu.Barrier(),
         ),
         grid=(num_kv_heads, splits, num_rows),
@@ -104,7 +111,7 @@ def prefill_attention(
     """Flash attention over tiles of 128 query rows of one sequence, which two warpgroups share."""
     _check(q, pool)
     num_tokens, num_q_heads, head_dim = q.shape
-    tile_rows = _QUERY_WARPGROUPS * _TILE
+    tile_rows = _QUERY_WARPGROUPS * TILE
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
     num_tiles = tiles.shape[0]
     # A chunk may start at any row, and windows start at multiples of 8 rows: tiles are laid apart, as they
@@ -120,7 +127,7 @@ def prefill_attention(
         ),
         out_type=jax.ShapeDtypeStruct((num_tiles, tile_rows, num_q_heads, head_dim), q.dtype),
         scratch_types=(
-            _swizzled((_QUERY_WARPGROUPS, _TILE, head_dim), q.dtype),
+            _swizzled((_QUERY_WARPGROUPS, TILE, head_dim), q.dtype),
             *_kv_buffers(pool, num_consumers=_QUERY_WARPGROUPS),
             plgpu.Barrier(num_barriers=_QUERY_WARPGROUPS),
             plgpu.Barrier(),
@@ -164,7 +171,7 @@ def _decode_kernel(
     kv_head, split, row = (lax.axis_index(name) for name in ("kv_head", "split", "row"))
     warpgroup = lax.axis_index("warpgroup")
     length = lengths_ref[row]
-    num_tiles = pl.cdiv(length, _TILE)
+    num_tiles = pl.cdiv(length, TILE)
     first = split * num_tiles // splits
     num_steps = (split + 1) * num_tiles // splits - first
 
@@ -172,28 +179,28 @@ def _decode_kernel(
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         start = pl.multiple_of((row * num_kv_heads + kv_head) * rows_apart, 8)
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, _TILE)], q_smem, q_arrived)
+        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, TILE)], q_smem, q_arrived)
         plgpu.barrier_wait(q_arrived)
 
         def step(i: jax.Array, state: Any) -> Any:
             slot = lax.rem(i, jnp.int32(_SLOTS))
-            num_seen = length - (first + i) * _TILE
+            num_seen = length - (first + i) * TILE
             plgpu.barrier_wait(k_arrived.at[slot])
-            scores = _scores(q_smem, k_smem.at[slot]) * factor
+            scores = products(q_smem, k_smem.at[slot]) * factor
             plgpu.barrier_arrive(k_consumed.at[slot])
-            seen = _iota((_TILE, _TILE), 1) < num_seen
-            scores = jnp.where(seen, scores, _MASKED)
+            seen = iota((TILE, TILE), 1) < num_seen
+            scores = jnp.where(seen, scores, MASKED)
             plgpu.barrier_wait(v_arrived.at[slot])
 
-            @pl.when(num_seen < _TILE)
+            @pl.when(num_seen < TILE)
             def _() -> None:
-                _zero_rows_from(v_smem.at[slot], num_seen)
+                zero_rows_from(v_smem.at[slot], num_seen)
 
-            state = _accumulate(state, scores, v_smem.at[slot])
+            state = accumulate(state, scores, v_smem.at[slot])
             plgpu.barrier_arrive(v_consumed.at[slot])
             return state
 
-        acc, peak, total = lax.fori_loop(0, num_steps, step, _empty_state(v_smem.shape[-1]))
+        acc, peak, total = lax.fori_loop(0, num_steps, step, empty_state(v_smem.shape[-1]))
         acc_smem[...] = acc
         peak_smem[...] = peak
         total_smem[...] = total
@@ -245,45 +252,45 @@ def _prefill_kernel(
     warpgroup = lax.axis_index("warpgroup")
     seq, num_rows, position = (tiles_ref[tile, i] for i in (0, 2, 3))
     length = jnp.where(num_rows > 0, position + num_rows, 0)
-    num_steps = pl.cdiv(length, _TILE)
+    num_steps = pl.cdiv(length, TILE)
 
     @pl.when((warpgroup < _QUERY_WARPGROUPS) & (num_steps > 0))
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         smem = qo_smem.at[warpgroup]
-        offset = pl.multiple_of(warpgroup * _TILE, _TILE)
-        plgpu.copy_gmem_to_smem(q_ref.at[tile, pl.ds(offset, _TILE), head], smem, q_arrived.at[warpgroup])
+        offset = pl.multiple_of(warpgroup * TILE, TILE)
+        plgpu.copy_gmem_to_smem(q_ref.at[tile, pl.ds(offset, TILE), head], smem, q_arrived.at[warpgroup])
         plgpu.barrier_wait(q_arrived.at[warpgroup])
 
         def step(i: jax.Array, state: Any) -> Any:
             slot = lax.rem(i, jnp.int32(_SLOTS))
-            num_seen = length - i * _TILE
+            num_seen = length - i * TILE
             plgpu.barrier_wait(k_arrived.at[slot])
-            scores = _scores(smem, k_smem.at[slot]) * factor
+            scores = products(smem, k_smem.at[slot]) * factor
             plgpu.barrier_arrive(k_consumed.at[slot])
-            shape = (_TILE, _TILE)
-            behind = _iota(shape, 0) + (position + offset - i * _TILE) - _iota(shape, 1)
-            scores = jnp.where((behind >= 0) & (_iota(shape, 1) < num_seen), scores, _MASKED)
+            shape = (TILE, TILE)
+            behind = iota(shape, 0) + (position + offset - i * TILE) - iota(shape, 1)
+            scores = jnp.where((behind >= 0) & (iota(shape, 1) < num_seen), scores, MASKED)
             plgpu.barrier_wait(v_arrived.at[slot])
 
-            @pl.when(num_seen < _TILE)
+            @pl.when(num_seen < TILE)
             def _() -> None:
                 @pl.when(warpgroup == 0)
                 def _() -> None:
-                    _zero_rows_from(v_smem.at[slot], num_seen)
+                    zero_rows_from(v_smem.at[slot], num_seen)
                     plgpu.barrier_arrive(v_zeroed)
 
                 plgpu.barrier_wait(v_zeroed)
 
-            state = _accumulate(state, scores, v_smem.at[slot])
+            state = accumulate(state, scores, v_smem.at[slot])
             plgpu.barrier_arrive(v_consumed.at[slot])
             return state
 
-        acc, _, total = lax.fori_loop(0, num_steps, step, _empty_state(v_smem.shape[-1]))
+        acc, _, total = lax.fori_loop(0, num_steps, step, empty_state(v_smem.shape[-1]))
         acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
         smem[...] = acc.astype(smem.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem, out_ref.at[tile, pl.ds(offset, _TILE), head])
+        plgpu.copy_smem_to_gmem(smem, out_ref.at[tile, pl.ds(offset, TILE), head])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when((warpgroup == _QUERY_WARPGROUPS) & (num_steps > 0))
@@ -319,7 +326,7 @@ def _copy_tiles(
 ) -> None:
     """Bring tiles `[first, first + num_steps)` of a row's K and V to shared memory, `_SLOTS` at a time."""
     block_size = pool_ref.shape[1]
-    rows = min(block_size, _TILE)
+    rows = min(block_size, TILE)
 
     @pl.loop(0, num_steps)
     def _(i: jax.Array) -> None:
@@ -330,85 +337,15 @@ def _copy_tiles(
             def _(index: int = index) -> None:
                 plgpu.barrier_wait(consumed[index].at[slot])
 
-            for part in range(_TILE // rows):
-                token = (first + i) * _TILE + part * rows
+            for part in range(TILE // rows):
+                token = (first + i) * TILE + part * rows
                 # Past the row's last token any block of its own does: what it holds is masked.
                 block = tables_ref[row, jnp.where(token < length, token, 0) // block_size]
                 plgpu.copy_gmem_to_smem(
-                    pool_ref.at[pool_row(block, index), _window(token, block_size, rows)],
+                    pool_ref.at[pool_row(block, index), window(token, block_size, rows)],
                     buffers[index].at[slot, pl.ds(part * rows, rows)],
                     arrived[index].at[slot],
                 )
-
-
-def _window(token: jax.Array, block_size: int, rows: int) -> Any:
-    """The `rows` of a block that start with a token's."""
-    start = 0 if rows == block_size else pl.multiple_of(lax.rem(token, jnp.int32(block_size)), rows)
-    return pl.ds(start, rows)
-
-
-def _scores(q_smem: Any, k_smem: Any) -> jax.Array:
-    """Float32 `[64, 64]`: products of queries and keys."""
-    if is_interpreted() and not IS_NEWER_JAX:  # JAX 0.10 interprets no transposes
-        scores = jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # unlike wgmma's, these reads are not ordered before the next copy into the slot
-        return scores
-
-    def multiply(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, q_smem, _transposed(k_smem))
-        return acc_ref[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((_TILE, _TILE), jnp.float32))
-
-
-def _transposed(smem: Any) -> Any:
-    if hasattr(smem, "transpose"):  # JAX 0.11 and newer
-        return smem.transpose((1, 0))
-    return plgpu.transpose_ref(smem, (1, 0))
-
-
-def _accumulate(state: tuple[jax.Array, ...], scores: jax.Array, v_smem: Any) -> tuple[jax.Array, ...]:
-    """One step of the online softmax over a tile of KV; `scores` count in powers of two."""
-    acc, old_peak, total = state
-    peak = jnp.maximum(old_peak, scores.max(axis=1))
-    decay = jnp.exp2(old_peak - peak)
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [0]))
-    total = total * decay + weights.sum(axis=1)
-    weights = weights.astype(v_smem.dtype)
-
-    def multiply(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, weights, v_smem)
-        return acc_ref[...]
-
-    if is_interpreted():  # the interpreter multiplies shared memory only
-        product = jnp.dot(weights, v_smem[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # as in `_scores`
-    else:
-        product = pl.run_scoped(multiply, plgpu.ACC((_TILE, acc.shape[1]), jnp.float32))
-    return acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + product, peak, total
-
-
-def _empty_state(head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Accumulator, running maximum and running sum of an online softmax, in registers."""
-    row = plgpu.Layout.WGMMA.reduce(1)
-    acc = _in_layout(jnp.zeros((_TILE, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-    peak = _in_layout(jnp.full((_TILE,), _MASKED, jnp.float32), row)
-    return acc, peak, _in_layout(jnp.zeros((_TILE,), jnp.float32), row)
-
-
-def _zero_rows_from(smem: Any, first: jax.Array) -> None:
-    """Zero the rows of a tile from `first` on."""
-    kept = _iota(smem.shape, 0) < first
-    smem[...] = jnp.where(kept, smem[...], jnp.zeros((), smem.dtype))
-    plgpu.commit_smem()
-
-
-def _iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
-    return _in_layout(lax.broadcasted_iota(jnp.int32, shape, dimension), plgpu.Layout.WGMMA)
-
-
-def _in_layout(x: jax.Array, layout: Any) -> jax.Array:
-    return x if is_interpreted() else plgpu.layout_cast(x, layout)  # the interpreter has no registers
 
 
 def _call(kernel: Any, **options: Any) -> Any:
@@ -448,8 +385,8 @@ def _check(q: jax.Array, pool: jax.Array) -> None:
             "implementation='triton'"
         )
     group = q.shape[1] // pool.shape[3]
-    if group > _TILE:
-        raise ConfigError(f"implementation 'mosaic' takes up to {_TILE} query heads per KV head, got {group}")
+    if group > TILE:
+        raise ConfigError(f"implementation 'mosaic' takes up to {TILE} query heads per KV head, got {group}")
 
 
 def _pool_rows(pool: jax.Array) -> jax.Array:
@@ -474,7 +411,7 @@ def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 def _kv_buffers(pool: jax.Array, num_consumers: int) -> tuple[Any, ...]:
     """Shared memory for tiles of K and V; barriers for those that have arrived, and been consumed."""
     block_size, head_dim = pool.shape[4:]
-    tiles = _swizzled((_SLOTS, _TILE, head_dim), pool.dtype)
-    arrived = plgpu.Barrier(num_arrivals=_TILE // min(block_size, _TILE), num_barriers=_SLOTS)
+    tiles = _swizzled((_SLOTS, TILE, head_dim), pool.dtype)
+    arrived = plgpu.Barrier(num_arrivals=TILE // min(block_size, TILE), num_barriers=_SLOTS)
     consumed = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=_SLOTS)
     return tiles, tiles, arrived, arrived, consumed, consumed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -187,6 +187,25 @@ class Ledger:
     def _write(self, kind: str, record: PreemptionRecord | StepRecord, **more: Any) -> None:
         assert self._file is not None
         self._file.write(json.dumps({"record": kind, **dataclasses.asdict(record), **more}) + "\n")
+
+
+def open_ledger(path: str | Path) -> tuple[Ledger, Callable[[], None]]:
+    """A ledger written to a new file, and what ends both.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115, open as long as the ledger
+    except OSError as error:
+        raise ConfigError(f"cannot write the ledger {str(path)!r}: {error.strerror}") from error
+    ledger = Ledger(file)
+
+    def close() -> None:
+        ledger.close()
+        file.close()
+
+    return ledger, close
 
 
 def read_ledger(path: str | Path) -> Ledger:

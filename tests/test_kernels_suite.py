@@ -9,7 +9,7 @@ import pytest
 from kernel_cases import LAYER, NUM_LAYERS, Shape, decode_case, prefill_case, relative_error
 
 from jaxllm import pallas_kernels
-from jaxllm.pallas_kernels import mosaic, reference
+from jaxllm.pallas_kernels import mosaic_tiles, reference
 
 IMPLEMENTATIONS = ["xla", "triton"]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
@@ -41,12 +41,12 @@ with_shapes_and_mosaic = pytest.mark.parametrize(
     ("implementation", "shape"), [*all_shapes, *(("mosaic", shape) for shape in HALF_SHAPES)], ids=str
 )
 # The GPU interpreter of JAX 0.10 takes half a minute for the first shape and minutes for the others.
-few_shapes = HALF_SHAPES if mosaic.IS_NEWER_JAX else HALF_SHAPES[:1]
+few_shapes = HALF_SHAPES if mosaic_tiles.IS_NEWER_JAX else HALF_SHAPES[:1]
 with_shapes_and_some_mosaic = pytest.mark.parametrize(
     ("implementation", "shape"), [*all_shapes, *(("mosaic", shape) for shape in few_shapes)], ids=str
 )
 with_each_and_newer_mosaic = pytest.mark.parametrize(
-    "implementation", [*IMPLEMENTATIONS, "mosaic"] if mosaic.IS_NEWER_JAX else IMPLEMENTATIONS
+    "implementation", [*IMPLEMENTATIONS, "mosaic"] if mosaic_tiles.IS_NEWER_JAX else IMPLEMENTATIONS
 )
 with_each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 

@@ -1,0 +1,88 @@
+"""What the Mosaic GPU kernels compute of a tile of queries and one of KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxllm.pallas_kernels.tiles import is_interpreted
+
+TILE = 64  # KV tokens of a step, and rows of a wgmma
+MASKED = -1e30
+IS_NEWER_JAX = hasattr(plgpu, "InterpretGPUParams")  # than 0.10
+
+
+def window(token: jax.Array, block_size: int, rows: int) -> Any:
+    """The `rows` of a block that start with a token's."""
+    start = 0 if rows == block_size else pl.multiple_of(lax.rem(token, jnp.int32(block_size)), rows)
+    return pl.ds(start, rows)
+
+
+def products(q_smem: Any, k_smem: Any) -> jax.Array:
+    """Float32 `[64, 64]`: products of queries and keys."""
+    if is_interpreted() and not IS_NEWER_JAX:  # JAX 0.10 interprets no transposes
+        scores = jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # unlike wgmma's, these reads are not ordered before the next copy into the slot
+        return scores
+
+    def multiply(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, q_smem, _transposed(k_smem))
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((TILE, TILE), jnp.float32))
+
+
+def _transposed(smem: Any) -> Any:
+    if hasattr(smem, "transpose"):  # JAX 0.11 and newer
+        return smem.transpose((1, 0))
+    return plgpu.transpose_ref(smem, (1, 0))
+
+
+def accumulate(state: tuple[jax.Array, ...], scores: jax.Array, v_smem: Any) -> tuple[jax.Array, ...]:
+    """One step of the online softmax over a tile of KV; `scores` count in powers of two."""
+    acc, old_peak, total = state
+    peak = jnp.maximum(old_peak, scores.max(axis=1))
+    decay = jnp.exp2(old_peak - peak)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [0]))
+    total = total * decay + weights.sum(axis=1)
+    weights = weights.astype(v_smem.dtype)
+
+    def multiply(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, weights, v_smem)
+        return acc_ref[...]
+
+    if is_interpreted():  # the interpreter multiplies shared memory only
+        product = jnp.dot(weights, v_smem[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # as in `products`
+    else:
+        product = pl.run_scoped(multiply, plgpu.ACC((TILE, acc.shape[1]), jnp.float32))
+    return acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + product, peak, total
+
+
+def empty_state(head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Accumulator, running maximum and running sum of an online softmax, in registers."""
+    row = plgpu.Layout.WGMMA.reduce(1)
+    acc = _in_layout(jnp.zeros((TILE, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+    peak = _in_layout(jnp.full((TILE,), MASKED, jnp.float32), row)
+    return acc, peak, _in_layout(jnp.zeros((TILE,), jnp.float32), row)
+
+
+def zero_rows_from(smem: Any, first: jax.Array) -> None:
+    """Zero the rows of a tile from `first` on."""
+    kept = iota(smem.shape, 0) < first
+    smem[...] = jnp.where(kept, smem[...], jnp.zeros((), smem.dtype))
+    plgpu.commit_smem()
+
+
+def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
+    """Int32 indices along a dimension, in the registers of a warpgroup."""
+    return _in_layout(lax.broadcasted_iota(jnp.int32, shape, dimension), plgpu.Layout.WGMMA)
+
+
+def _in_layout(x: jax.Array, layout: Any) -> jax.Array:
+    return x if is_interpreted() else plgpu.layout_cast(x, layout)  # the interpreter has no registers
