@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import NamedTuple, Protocol
 
 from jaxllm.errors import ConfigError
@@ -311,8 +312,9 @@ def num_copied_blocks(policy: ActionPolicy, decision: Decision, num_blocks: int)
     Raises:
         ConfigError: `policy` answered something that is not a decision, or not one on this victim.
     """
-    if not isinstance(getattr(decision, "action", None), PreemptionAction):
+    if not isinstance(decision, Decision) or not isinstance(decision.action, PreemptionAction):
         raise ConfigError(f"{policy} answered {decision!r}, which is not a Decision")
+    check_seconds(policy, decision)
     if decision.action is not PreemptionAction.MIXED:
         return num_blocks if decision.action is PreemptionAction.SWAP else 0
     num_copied = decision.num_blocks
@@ -322,6 +324,22 @@ def num_copied_blocks(policy: ActionPolicy, decision: Decision, num_blocks: int)
             "or RECOMPUTE for all or none"
         )
     return num_copied
+
+
+def check_seconds(policy: object, decision: Decision | ResumeDecision) -> None:
+    """Refuse predictions that are no seconds.
+
+    Raises:
+        ConfigError: one is neither None nor a finite number of at least 0.
+    """
+    mixed = decision.mixed_seconds if isinstance(decision, Decision) else None
+    for seconds in (decision.swap_seconds, decision.recompute_seconds, decision.copy_seconds, mixed):
+        try:
+            is_wrong = seconds is not None and not 0.0 <= seconds < math.inf
+        except TypeError:
+            is_wrong = True
+        if is_wrong:
+            raise ConfigError(f"{policy} predicted {seconds!r} s; predict seconds of at least 0, or None")
 
 
 def cheaper(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.policies import Decision, ResumeDecision
+from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision
 from jaxllm.types import Request
 
 
@@ -212,18 +213,30 @@ def read_ledger(path: str | Path) -> Ledger:
     """The ledger that a run wrote to `path`.
 
     Raises:
-        ConfigError: a line is not one of a ledger's; the last one may be cut off, as a killed run leaves it.
+        ConfigError: a line is not one of a ledger's, or time goes back from one step to the next; the last
+            line may be cut off, as a killed run leaves it.
     """
     ledger = Ledger()
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a ledger's, which are text in UTF-8: {error}") from None
+    last_time = -math.inf
     for number, values in _objects(lines, str(path)):
         kind = values.pop("record", None)
         values.pop("regret_seconds", None)
         try:
             if kind == "preemption":
-                ledger.preemptions.append(PreemptionRecord(**values))
+                preemption = PreemptionRecord(**values)
+                _check_types(preemption)
+                ledger.preemptions.append(preemption)
             elif kind == "step":
-                ledger.steps.append(StepRecord(**values))
+                step = StepRecord(**values)
+                _check_types(step)
+                if step.time < last_time:
+                    raise TypeError(f"time={step.time} is before {last_time}, of the step before: two runs?")
+                last_time = step.time
+                ledger.steps.append(step)
             else:
                 raise TypeError(f"record={kind!r} is neither 'preemption' nor 'step'")
         except TypeError as error:
@@ -235,10 +248,53 @@ def _objects(lines: Sequence[str], path: str) -> Iterator[tuple[int, dict[str, A
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) > 1:
                 return
             raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}, line {number} must be a JSON object")
         yield number, values
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(cast(float, value))
+
+
+def _is_scores(value: object) -> bool:
+    pairs = value if isinstance(value, list) else [None]
+    return all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and type(pair[1]) in (int, float)
+        for pair in pairs
+    )
+
+
+_ACTIONS = [action.value for action in PreemptionAction]
+_RESUME_ACTIONS = [None, *(action.value for action in ResumeAction)]
+_IS_OF_TYPE: dict[str, Callable[[object], bool]] = {
+    "int": lambda value: type(value) is int,
+    "float": _is_number,
+    "str": lambda value: isinstance(value, str),
+    "list[tuple[str, float]]": _is_scores,
+}
+
+
+def _check_types(record: PreemptionRecord | StepRecord) -> None:
+    """Refuse fields that a run would not have written.
+
+    Raises:
+        TypeError: one is of another type, not finite, or no action.
+    """
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        kind, _, none = str(field.type).partition(" | ")
+        if not ((none and value is None) or _IS_OF_TYPE[kind](value)):
+            raise TypeError(f"{field.name}={value!r} is not {field.type}")
+    if isinstance(record, PreemptionRecord):
+        if record.action not in _ACTIONS:
+            raise TypeError(f"action={record.action!r} is none of {', '.join(_ACTIONS)}")
+        if record.resume_action not in _RESUME_ACTIONS:
+            raise TypeError(f"resume_action={record.resume_action!r} is none of {_RESUME_ACTIONS}")

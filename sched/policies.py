@@ -396,6 +396,17 @@ class ResumeFirst:
         return bool(swapped)
 
 
+_METHODS = {
+    "priority": ("score", "group"),
+    "admission": ("admits",),
+    "batching": ("fits",),
+    "victim": ("choose",),
+    "action": ("choose",),
+    "resume": ("choose",),
+    "restore": ("swaps_in", "prefill_first", "skips", "resume_watermark"),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerPolicy:
     """One policy per question; the defaults are vLLM's for single-sequence requests.
@@ -403,6 +414,9 @@ class SchedulerPolicy:
     `decode_needs_free_block` is a quirk of vLLM 0.2.5: a request may decode only while a device block is
     free, even if its last block has room. `lazy_eviction` preempts in part: a victim's blocks are free, but
     whatever nobody has taken by the time it comes back is neither copied nor computed again.
+
+    Raises:
+        ConfigError: a part lacks what it is asked, or a switch is neither True nor False.
     """
 
     priority: PriorityPolicy = FCFSPriority()
@@ -414,3 +428,16 @@ class SchedulerPolicy:
     restore: RestorePolicy = PrefillFirst()
     decode_needs_free_block: bool = False
     lazy_eviction: bool = False
+
+    def __post_init__(self) -> None:
+        for question, methods in _METHODS.items():
+            policy = getattr(self, question)
+            for method in methods:
+                if isinstance(policy, type) or not hasattr(policy, method):
+                    raise ConfigError(
+                        f"{question}={policy!r} does not answer the question: it must be an object that has "
+                        f"{', '.join(methods)} (jaxllm.sched.policies)"
+                    )
+        for switch in ("decode_needs_free_block", "lazy_eviction"):
+            if not isinstance(getattr(self, switch), bool):
+                raise ConfigError(f"{switch} must be True or False, got {getattr(self, switch)!r}")

@@ -28,7 +28,7 @@ class Preemption:
             if len(state.running) == 1 and state.copies.is_loading:
                 state.join(state.copies.first_loading())  # so that somebody is left
             try:
-                victim = state.policy.victim.choose(state.running.requests, now)
+                victim = state.policy.victim.choose(tuple(state.running.requests), now)
                 swap = self.preempt(victim, step_id, now)
             except BaseException:
                 for swap in swaps:
@@ -42,7 +42,7 @@ class Preemption:
     def preempt(self, victim: Request, step_id: int, now: float) -> Swap | None:
         """Take a running request's blocks and slot, and queue it to be prefilled again or swapped in."""
         state = self._state
-        if victim not in state.running:
+        if not isinstance(victim, Request) or victim not in state.running:
             raise ConfigError(f"{state.policy.victim} chose {victim!r}, which is not one of the candidates")
         decision = state.policy.action.choose(victim, state.pressure(state.pool.num_free), now)
         num_copied = num_copied_blocks(state.policy.action, decision, len(victim.block_ids))

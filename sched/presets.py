@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import functools
 from collections.abc import Callable, Mapping
 
 from jaxllm.errors import ConfigError
@@ -26,6 +26,7 @@ from jaxllm.sched.policies import (
     SwapIfItFits,
     WatermarkAdmission,
 )
+from jaxllm.sched.user_policy import import_policy
 
 
 def vllm(costs: CostModel | None = None) -> SchedulerPolicy:
@@ -116,36 +117,21 @@ def make_preset(name: str, costs: CostModel | None = None) -> SchedulerPolicy:
     """The policies of a preset, or of the user's own module.
 
     Args:
-        name: one of `PRESETS`, or "module:attribute", where the attribute is a `SchedulerPolicy` or a
-            function of `costs` that returns one.
+        name: one of `PRESETS`, or "module:attribute" (`jaxllm.sched.user_policy.import_policy`); a class that
+            answers one question changes that of `adaptive`.
         costs: predicted seconds, for policies that weigh actions.
 
     Raises:
         ConfigError: there is no such preset or attribute, or it needs `costs`.
     """
     if ":" in name:
-        return _imported(name, costs)
+        return import_policy(name, functools.partial(adaptive, costs), costs)
     if name not in PRESETS:
         raise ConfigError(
             f"there is no preset {name!r}; presets: {', '.join(sorted(PRESETS))}; your own policy is named "
             "as 'module:attribute'"
         )
     return PRESETS[name](costs)
-
-
-def _imported(path: str, costs: CostModel | None) -> SchedulerPolicy:
-    module, _, attribute = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot import the policy {path!r}: {error}") from error
-    policy = found(costs) if callable(found) else found
-    if not isinstance(policy, SchedulerPolicy):
-        raise ConfigError(
-            f"{path!r} must be a SchedulerPolicy, or a function of the costs that returns one; it is or "
-            f"returned a {type(policy).__name__}"
-        )
-    return policy
 
 
 def _required(name: str, costs: CostModel | None) -> CostModel:

@@ -7,10 +7,11 @@ import collections
 import enum
 import heapq
 import math
+import numbers
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from jaxllm.errors import KVCacheError
+from jaxllm.errors import ConfigError, KVCacheError
 from jaxllm.sched.policies import PriorityPolicy
 from jaxllm.types import Request
 
@@ -98,6 +99,14 @@ class RequestQueue:
                 self._shortest = None
         self._size -= 1
 
+    def _check_scores(self, requests: Sequence[Request], now: float) -> None:
+        for request in requests:
+            score = self._priority.score(request, now)
+            if not isinstance(score, numbers.Real):
+                raise ConfigError(
+                    f"{self._priority} scores {request!r} with {score!r}, which is not a number"
+                )
+
     def visit(
         self, now: float, judge: Callable[[Request], Verdict], too_long: float = math.inf
     ) -> list[Request]:
@@ -109,7 +118,11 @@ class RequestQueue:
         groups: Iterable[list[Request]] = self._groups.values()
         if self._groups_are_lengths and too_long < math.inf:
             groups = [group for group in groups if group[0].num_tokens < too_long]
-        heads = [(-score(group[0], now), group[0].arrival_index, 0, group) for group in groups]
+        try:
+            heads = [(-score(group[0], now), group[0].arrival_index, 0, group) for group in groups]
+        except TypeError:
+            self._check_scores([group[0] for group in groups], now)
+            raise
         heapq.heapify(heads)
         taken: list[Request] = []
         shortest = 0

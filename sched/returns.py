@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.actions import ResumeAction, ResumeDecision
+from jaxllm.sched.actions import ResumeAction, ResumeDecision, check_seconds
 from jaxllm.sched.candidates import Candidates
 from jaxllm.sched.pressure import PoolState
 from jaxllm.sched.state import SchedulerState
@@ -82,8 +82,9 @@ class Returns:
         num_lost -= 0 if evicted is None else state.pool.num_intact(evicted)
         copied_out_at = state.copied_out_at.get(request.request_id, now)
         decision = state.policy.resume.choose(request, num_lost, copied_out_at, pools, now)
-        if not isinstance(getattr(decision, "action", None), ResumeAction):
+        if not isinstance(decision, ResumeDecision) or not isinstance(decision.action, ResumeAction):
             raise ConfigError(f"{state.policy.resume} answered {decision!r}, which is not a ResumeDecision")
+        check_seconds(state.policy.resume, decision)
         if decision.action in (ResumeAction.AT_ONCE, ResumeAction.IN_BACKGROUND) and decision.copy_seconds:
             state.recent.copying_in(now, decision.copy_seconds)
         return decision

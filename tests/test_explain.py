@@ -101,6 +101,11 @@ def test_explain_refuses_what_is_no_ledger(tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "absent")]) == 2
     assert "No such file" in capsys.readouterr().err
+    broken.write_bytes(b"\xff\xfe\x00")
+    assert main(["explain", str(broken)]) == 2
+    assert "text in UTF-8" in capsys.readouterr().err
     broken.write_text("")
+    assert main(["explain", str(broken), "--plot", str(tmp_path / "x.unknown")]) == 2
+    assert "--plot" in capsys.readouterr().err
     assert main(["explain", str(broken)]) == 0
     assert main(["explain", str(broken), "--width", "0"]) == 2

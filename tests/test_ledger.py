@@ -3,13 +3,14 @@
 import dataclasses
 import io
 import json
+import math
 
 import pytest
 from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request, make_scheduler, step
 
 from jaxllm.cli.explain import summary
 from jaxllm.errors import ConfigError
-from jaxllm.sched.ledger import Ledger, PreemptionRecord, read_ledger
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord, read_ledger
 from jaxllm.sched.policies import AdaptiveAction, Decision, PreemptionAction, SwapIfItFits
 
 SWAP = Decision(PreemptionAction.SWAP, swap_seconds=2.0, recompute_seconds=3.0)
@@ -171,6 +172,22 @@ def test_an_aborted_request_closes_its_record():
     assert [record.resumed_step_id for record in ledger.preemptions] == [None]
 
 
+def step_line(**changes):
+    values = {field.name: 0 for field in dataclasses.fields(StepRecord)}
+    return json.dumps({"record": "step", **values, **changes}) + "\n"
+
+
+def preemption_line(**changes):
+    values = {"step_id": 0, "time": 1.5, "request_id": "a", "num_tokens": 5, "num_blocks": 1, "scores": []}
+    values |= {"action": "recompute", "swap_seconds": None, "recompute_seconds": 0.5}
+    return json.dumps({"record": "preemption", **values, **changes}) + "\n"
+
+
+def read_ledger_of(folder, text):
+    (folder / "ledger.jsonl").write_text(text)
+    return read_ledger(folder / "ledger.jsonl")
+
+
 def test_a_ledger_is_read_back(tmp_path):
     in_memory = Ledger()
     run(in_memory)
@@ -193,9 +210,21 @@ def test_a_ledger_is_read_back(tmp_path):
         ("[]\n", "line 1 must be a JSON object"),
         ("{}\n", "record=None is neither"),
         ('{"record": "step", "step_id": 1}\n', "line 1 is not a ledger's"),
+        ("hello\n", "line 1 is not JSON"),
+        ("[" * 100_000, "line 1 is not JSON"),
+        (step_line(time="abc"), "line 1 is not a ledger's: time='abc' is not float"),
+        (step_line(time=math.nan), "time=nan is not float"),
+        (step_line(num_running="1"), "num_running='1' is not int"),
+        (step_line(time=2.0) + step_line(time=1.0), "line 2 is not a ledger's: time=1.0 is before 2.0"),
+        (preemption_line(num_blocks="9"), "num_blocks='9' is not int"),
+        (preemption_line(swap_seconds="1"), "swap_seconds='1' is not float | None".replace("|", r"\|")),
+        (preemption_line(scores=[["a"]]), "scores="),
+        (preemption_line(action="teleport"), "action='teleport' is none of recompute, swap, mixed"),
+        (preemption_line(resume_action="teleport"), "resume_action='teleport' is none of"),
     ],
 )
 def test_what_is_no_ledger_is_refused(tmp_path, text, message):
+    read_ledger_of(tmp_path, step_line() + preemption_line(action="swap", scores=[["a", 1]]))
     path = tmp_path / "ledger.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):

@@ -233,7 +233,7 @@ def test_unknown_policies_are_refused(tmp_path):
         ("fair", "no preset 'fair'"),
         ("nowhere:policy", "cannot import the policy 'nowhere:policy'"),
         ("jaxllm.sched.presets:absent", "absent"),
-        ("jaxllm.errors:ConfigError", "must be a SchedulerPolicy"),
+        ("jaxllm.errors:ConfigError", "must take the costs or nothing"),
         (5, "name of a preset or a SchedulerPolicy"),
     ):
         with pytest.raises(ConfigError, match=message):

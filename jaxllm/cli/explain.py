@@ -98,7 +98,7 @@ def plot(steps: Sequence[StepRecord], path: Path) -> None:
     """The timeline as an image: queues, blocks, and preemptions.
 
     Raises:
-        ConfigError: matplotlib is missing.
+        ConfigError: matplotlib is missing, or writes no such files.
     """
     try:
         import matplotlib
@@ -122,8 +122,12 @@ def plot(steps: Sequence[StepRecord], path: Path) -> None:
         panel.set_ylabel(title)
         panel.legend(loc="upper right")
     panels[-1].set_xlabel("seconds")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=120)
+    except ValueError as error:
+        raise ConfigError(f"--plot {path}: {error}") from None
+    finally:
+        pyplot.close(figure)
 
 
 def _costs(records: Sequence[PreemptionRecord]) -> str:

@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return EXIT_OK
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a user's own policy is imported from
     try:
         args = parser.parse_args(arguments)
         args.command_line = arguments

@@ -1,0 +1,103 @@
+"""A user's own policy, named by its import path."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostModel
+from jaxllm.sched.policies import LeastUrgentVictim, MoreUrgentFirst, SchedulerPolicy
+
+# What answers each question: its method, and how many arguments that takes.
+_METHODS = {
+    "priority": ("score", 2),
+    "admission": ("admits", 3),
+    "batching": ("fits", 2),
+    "victim": ("choose", 2),
+    "action": ("choose", 3),
+    "resume": ("choose", 5),
+    "restore": ("swaps_in", 3),
+}
+
+
+def import_policy(path: str, base: Callable[[], SchedulerPolicy], costs: CostModel | None) -> SchedulerPolicy:
+    """The policy that an import path names.
+
+    Args:
+        path: "module:attribute", where the attribute is a `SchedulerPolicy`, a class or object that answers
+            one question (`jaxllm.sched.policies`), or a function that returns either. A function gets the
+            costs if it takes an argument, a class if that is named `costs` or has no default.
+        base: makes what answers the other questions beside one class. A priority is also what victims are
+            chosen by, and what decides whether requests start or resume.
+        costs: predicted seconds, or None.
+
+    Raises:
+        ConfigError: there is no such attribute, importing or calling it fails, or it is no policy.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise ConfigError(
+            f"cannot import the policy {path!r}: {_message(error)}; a module of your own must be in the "
+            "current folder, on PYTHONPATH, or installed"
+        ) from error
+    if inspect.isclass(found) or (callable(found) and _question(found) is None):
+        found = _called(path, found, costs)
+    if isinstance(found, SchedulerPolicy):
+        return found
+    question = _question(found)
+    if question is None:
+        asked = ", ".join(f"{name}: {method} of {count}" for name, (method, count) in _METHODS.items())
+        raise ConfigError(
+            f"{path!r} must be a SchedulerPolicy, a policy class, or a function of the costs that returns "
+            f"one; it is or returned a {type(found).__name__}. A policy class has one of {asked} arguments"
+        )
+    changes: dict[str, Any] = {question: found}
+    if question == "priority":
+        changes |= {"victim": LeastUrgentVictim(found), "restore": MoreUrgentFirst(found)}
+    return dataclasses.replace(base(), **changes)
+
+
+def _called(path: str, found: Any, costs: CostModel | None) -> Any:
+    """What a class or function makes of the costs, if it takes them."""
+    arguments: tuple[CostModel | None, ...] = ()
+    try:
+        signature = inspect.signature(found)
+        for first in signature.parameters.values():
+            has_other_use = first.default is not first.empty and inspect.isclass(found)
+            if first.name == "costs" or not has_other_use:
+                arguments = (costs,)
+            break
+        signature.bind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the policy {path!r} must take the costs or nothing: {error}") from error
+    try:
+        return found(*arguments)
+    except Exception as error:
+        raise ConfigError(f"the policy {path!r} failed: {_message(error)}") from error
+
+
+def _question(found: Any) -> str | None:
+    """The one question that an object answers."""
+    answered = [question for question, (method, count) in _METHODS.items() if _takes(found, method, count)]
+    return answered[0] if len(answered) == 1 else None
+
+
+def _takes(found: Any, name: str, count: int) -> bool:
+    method = getattr(found, name, None)
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*range(count))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

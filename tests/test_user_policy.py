@@ -1,0 +1,199 @@
+"""Policies of the user's own, named by an import path."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_helpers import make_llm
+from scheduler_helpers import LinearCosts
+from variants import golden_checkpoint
+
+from jaxllm.errors import ConfigError
+from jaxllm.llm import demo_model_path
+from jaxllm.sched.policies import LeastUrgentVictim, MoreUrgentFirst, SchedulerPolicy
+from jaxllm.sched.presets import make_preset
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "policies.md"
+COSTS = LinearCosts()
+
+OTHERS = """
+import dataclasses
+from jaxllm.sched.policies import (
+    Decision, OutputReserve, PreemptionAction, PaddedBatching, ResumeAction, ResumeDecision, SchedulerPolicy,
+)
+
+class OldestVictim:
+    def choose(self, candidates, now):
+        return candidates[0]
+
+class NeverSwap:
+    def choose(self, victim, state, now):
+        return Decision(PreemptionAction.RECOMPUTE)
+
+class AtOnce:
+    def __init__(self, costs=None):
+        self.costs = costs
+    def choose(self, request, num_lost, copied_out_at, state, now):
+        return ResumeDecision(ResumeAction.AT_ONCE)
+
+class Everyone:
+    def __init__(self, costs):
+        self.costs = costs
+    def admits(self, request, num_needed, state):
+        return True
+
+class Changed(SchedulerPolicy):
+    pass
+
+def of_costs(costs):
+    return SchedulerPolicy(resume=AtOnce(costs))
+
+def of_nothing():
+    return OldestVictim()
+
+def fails(costs):
+    raise RuntimeError("no luck")
+
+def of_two(one, two):
+    return SchedulerPolicy()
+
+padded = PaddedBatching()
+reserve = OutputReserve(0.5)
+
+class Anything:
+    def choose(self, *args):
+        return args[0]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds `mine.py`, the documented example, and `others.py`."""
+    folder = tmp_path_factory.mktemp("policies")
+    section = DOCS.read_text(encoding="utf-8").partition("## Your own")[2]
+    (example,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    assert len(example.splitlines()) < 20
+    (folder / "mine.py").write_text(example, encoding="utf-8")
+    (folder / "others.py").write_text(OTHERS, encoding="utf-8")
+    (folder / "broken.py").write_text("def (", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def importable(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.usefixtures("importable")
+def test_the_documented_example_orders_requests():
+    policy = make_preset("mine:policy")
+    assert type(policy.priority).__name__ == "ShortestOutputFirst"
+    assert dataclasses.replace(policy, priority=SchedulerPolicy().priority) == SchedulerPolicy()
+    changed = make_preset("mine:ShortestOutputFirst", COSTS)
+    default = make_preset("adaptive", COSTS)
+    assert type(changed.priority) is type(policy.priority)
+    assert changed.victim == LeastUrgentVictim(changed.priority)
+    assert changed.restore == MoreUrgentFirst(changed.priority)
+    kept = {"priority": None, "victim": None, "restore": None}
+    for field in dataclasses.fields(SchedulerPolicy):
+        if field.name not in kept:
+            assert getattr(changed, field.name) == getattr(default, field.name)
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize(
+    ("attribute", "question", "name"),
+    [
+        ("OldestVictim", "victim", "OldestVictim"),
+        ("NeverSwap", "action", "NeverSwap"),
+        ("AtOnce", "resume", "AtOnce"),
+        ("Everyone", "admission", "Everyone"),
+        ("of_nothing", "victim", "OldestVictim"),
+        ("padded", "batching", "PaddedBatching"),
+        ("reserve", "admission", "OutputReserve"),
+    ],
+)
+def test_a_class_changes_one_answer_of_the_default(attribute, question, name):
+    policy = make_preset(f"others:{attribute}", COSTS)
+    default = make_preset("adaptive", COSTS)
+    changed = [
+        one.name
+        for one in dataclasses.fields(policy)
+        if getattr(policy, one.name) != getattr(default, one.name)
+    ]
+    assert changed == [question]
+    part = getattr(policy, question)
+    assert type(part).__name__ == name
+    assert getattr(part, "costs", COSTS) is COSTS
+    assert getattr(part, "share", 0.5) == 0.5
+
+
+@pytest.mark.usefixtures("importable")
+def test_policies_are_made_with_costs_or_without():
+    assert type(make_preset("others:Changed")).__name__ == "Changed"
+    assert make_preset("others:of_costs", COSTS).resume.costs is COSTS
+    with pytest.raises(ConfigError, match="pass costs="):
+        make_preset("others:OldestVictim")
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("others:fails", "'others:fails' failed: RuntimeError: no luck"),
+        (
+            "others:of_two",
+            "'others:of_two' must take the costs or nothing: missing a required argument: 'two'",
+        ),
+        ("others:Anything", "is or returned a Anything"),
+        ("others:dataclasses", "is or returned a module"),
+        ("broken:policy", "cannot import the policy 'broken:policy': SyntaxError"),
+        ("absent:policy", "No module named 'absent'; a module of your own must be in the current folder"),
+        ("others:", "cannot import the policy 'others:'"),
+    ],
+)
+def test_what_is_no_policy_is_refused(path, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_preset(path, COSTS)
+
+
+@pytest.mark.usefixtures("importable")
+def test_an_engine_runs_a_policy_of_the_users_own():
+    llm = make_llm(golden_checkpoint("llama_tied"), scheduler_policy="mine:ShortestOutputFirst")
+    assert type(llm.engine.scheduler.policy.priority).__name__ == "ShortestOutputFirst"
+
+
+def test_the_command_finds_a_policy_in_the_current_folder(folder):
+    code = "import sys; sys.path.remove(''); from jaxllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    root = str(DOCS.parents[1])
+    command = [sys.executable, "-c", code, "generate", "x", "--model", str(demo_model_path())]
+    for path, message in (
+        ("mine:absent", "has no attribute 'absent'"),
+        ("none:policy", "No module named 'none'"),
+    ):
+        done = subprocess.run(
+            [*command, "--scheduler-policy", path],
+            cwd=folder, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"priority": 42},
+            "priority=42 does not answer the question: it must be an object that has score, group",
+        ),
+        ({"victim": LeastUrgentVictim}, "victim=<class"),
+        ({"lazy_eviction": "x"}, "lazy_eviction must be True or False, got 'x'"),
+    ],
+)
+def test_what_answers_no_question_is_refused(change, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SchedulerPolicy(**change)
