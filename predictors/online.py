@@ -16,16 +16,18 @@ class KindReport:
     """How well one kind of cost was predicted so far.
 
     `error_before` is the mean of |predicted - measured| / measured without the correction, `error_after` with
-    the correction in force at each observation, both 0.0 before the first one. Of a duration that is known to
-    lie between two bounds they take the nearer one, and nothing if the prediction lies between them, too.
+    the correction in force at each observation. Of a duration that is known to lie between two bounds they
+    take the nearer one, and nothing if the prediction lies between them, too; `num_in_bounds` counts those of
+    which both predictions did. Where there are no others the errors are unknown: None.
     `factor` is what predictions are multiplied by now: its distance from 1 is the drift of the device from
     the model. `num_ignored` counts observations of no work, or of no time.
     """
 
     count: int
     num_ignored: int
-    error_before: float
-    error_after: float
+    num_in_bounds: int
+    error_before: float | None
+    error_after: float | None
     factor: float
 
 
@@ -36,6 +38,7 @@ class _State:
     count: int = 0
     num_ignored: int = 0
     num_moves: int = 0
+    num_in_bounds: int = 0
     sum_before: float = 0.0
     sum_after: float = 0.0
 
@@ -127,6 +130,8 @@ class OnlineCalibration:
         state.sum_before += _distance(model, shortest, longest)
         state.sum_after += _distance(predicted, shortest, longest)
         measured = min(max(predicted, shortest), longest)
+        if shortest < longest and measured == predicted and shortest <= model <= longest:
+            state.num_in_bounds += 1
         if measured != predicted or shortest == longest:
             limit = self._outlier_limit
             # A difference of logarithms: the quotient of extreme seconds may overflow.
@@ -150,8 +155,9 @@ class OnlineCalibration:
             kind: KindReport(
                 count=state.count,
                 num_ignored=state.num_ignored,
-                error_before=state.sum_before / state.count if state.count else 0.0,
-                error_after=state.sum_after / state.count if state.count else 0.0,
+                num_in_bounds=state.num_in_bounds,
+                error_before=state.sum_before / state.count if state.count > state.num_in_bounds else None,
+                error_after=state.sum_after / state.count if state.count > state.num_in_bounds else None,
                 factor=state.factor,
             )
             for kind, state in self._states.items()

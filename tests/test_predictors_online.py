@@ -97,8 +97,9 @@ def test_any_observations_leave_finite_factors_and_errors(observations):
     reports = calibration.report()
     for kind, report in reports.items():
         assert 1 / 8 - 1e-12 <= report.factor <= 8 + 1e-12
-        assert report.error_before >= 0
-        assert report.error_after >= 0
+        assert (report.error_before is None) == (report.error_after is None) == (not report.count)
+        assert (report.error_before or 0) >= 0
+        assert (report.error_after or 0) >= 0
         assert 0 < predict(calibration, kind) < math.inf
     assert sum(r.count + r.num_ignored for r in reports.values()) == len(observations)
 
@@ -137,10 +138,17 @@ def test_a_prediction_between_bounds_is_left_alone_and_one_outside_meets_the_nea
     for _ in range(50):  # tells nothing, and takes no weight from what does
         calibration.observe_bounds("swap_in", 1.0, 0.5, 1.0)
     assert calibration.factor("swap_in") == 1.0
+    report = calibration.report()["swap_in"]
+    assert (report.count, report.num_in_bounds, report.error_before, report.error_after) == (
+        50,
+        50,
+        None,
+        None,
+    )
     calibration.observe_bounds("swap_in", 1.0, 1.21, 9.0)
     assert calibration.factor("swap_in") == pytest.approx(1.1)
     report = calibration.report()["swap_in"]
-    assert report.count == 51
+    assert (report.count, report.num_in_bounds) == (51, 50)
     assert report.error_before == report.error_after == pytest.approx(0.21 / 1.21 / 51)
     calibration.observe_bounds("swap_in", 1.1, 0.0, 1.0)  # the model's 1.0 is right
     assert calibration.factor("swap_in") < 1.1

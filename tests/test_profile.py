@@ -7,6 +7,7 @@ import logging
 
 import pytest
 from engine_helpers import make_llm, run
+from test_samples import measured
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
@@ -17,7 +18,7 @@ from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.executor import compile_stats
 from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.regression import fit
-from jaxllm.predictors.samples import load_samples
+from jaxllm.predictors.samples import load_samples, save_samples
 from jaxllm.predictors.store import Profile, profile_path
 from jaxllm.predictors.table import TableCostModel
 from jaxllm.sched.ledger import read_ledger
@@ -183,21 +184,36 @@ def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
     sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--decode-buckets", "2"]
     command = ["profile", "--model", model, "--seconds", "0.1", "--output-dir", str(tmp_path), *sizes]
     command += ["--num-gpu-blocks-override", "40", "--block-size", "4"]
-    written = tmp_path / "samples"
-    assert main([*command, "--compile-report", "--samples", str(written)]) == 0
+    written, of_another = tmp_path / "samples", tmp_path / "of_another_model"
+    save_samples(of_another, measured(30, 1.0), {})
+    more = ["--samples", str(written), "--with-samples", str(of_another)]
+    assert main([*command, "--compile-report", *more]) == 0
     (path,) = tmp_path.glob("*.json")
     assert load_samples(written).keys() == set(COST_KINDS)
     profile = Profile.load(path)
     assert profile.device == "cpu"
-    assert set(profile.num_samples) == set(COST_KINDS)
+    ours, others = load_samples(written), load_samples(of_another)
+    assert profile.num_samples == {kind: len(ours[kind]) + len(others[kind]) for kind in COST_KINDS}
     shown = capsys.readouterr()
     assert "## swap_in" in shown.out
     assert "jaxllm: decode of 2, up to 4 steps, attention xla: compiled in " in shown.err
     assert "prefill of 32 tokens" in shown.err
     assert main([*command, "--seconds", "0"]) == 2
     assert main([*command, "--repetitions", "0"]) == 2
-    for refused in (["--num-host-blocks", "0"], ["--scheduler-policy", "vllm"], ["--profile-seconds", "3"]):
+    capsys.readouterr()
+    for refused in (
+        ["--num-host-blocks", "0"],
+        ["--scheduler-policy", "vllm"],
+        ["--profile-seconds", "3"],
+        ["--host-bandwidth-limit", "1e7"],
+        ["--no-async-scheduling"],
+        ["--num-scheduler-steps", "2"],
+        ["--samples", str(tmp_path / "absent" / "samples.json")],
+        ["--with-samples", str(tmp_path / "absent.json")],
+        ["--output-dir", str(written)],
+    ):
         assert main([*command, *refused]) == 2
+        assert "measuring for" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

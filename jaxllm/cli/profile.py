@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _DEFAULT_HOST_BLOCKS = 64
+_REFUSED = {
+    "profile_seconds": "--seconds is the time to measure",
+    "scheduler_policy": "steps and copies are measured one by one",
+    "ledger": "nobody is preempted",
+    "async_scheduling": "steps are measured one by one",
+    "num_scheduler_steps": "steps are measured one by one",
+    "host_bandwidth_limit": "the profile would be of a link that other engines do not have",
+}
 
 
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +37,11 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         ),
     )
     parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="time to measure (default: %(default)s)"
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="least time to measure, and at least 60 of each kind (default: %(default)s)",
     )
     parser.add_argument(
         "--repetitions",
@@ -44,6 +57,14 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--samples", type=Path, metavar="FILE.json", help="also write every single measurement there"
     )
+    parser.add_argument(
+        "--with-samples",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE.json",
+        help="fit these measurements too, which --samples wrote for other models on this device",
+    )
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -54,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm.bench.command import command_line
     from jaxllm.bench.profile import Profiler
     from jaxllm.costs import profile_folder, shape_of
-    from jaxllm.predictors.samples import save_samples
+    from jaxllm.predictors.samples import load_samples, save_samples
     from jaxllm.sched.policies import SchedulerPolicy
 
     if not 0 < args.seconds <= 86400:
@@ -64,14 +85,13 @@ def run(args: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"seed": args.seed, "skip_tokenizer_init": True, **engine_settings(args)}
     if settings.setdefault("num_host_blocks", _DEFAULT_HOST_BLOCKS) == 0:
         raise ConfigError("--num-host-blocks 0 leaves no swaps to measure; give at least 1")
-    for name in ("profile_seconds", "scheduler_policy", "ledger"):
+    for name, reason in _REFUSED.items():
         if name in settings:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} means nothing here; --seconds is the time to measure"
-            )
-    settings["scheduler_policy"] = (
-        SchedulerPolicy()
-    )  # nothing it measures depends on it, and it needs no costs
+            raise ConfigError(f"--{name.replace('_', '-')} means nothing here: {reason}")
+    folder = args.output_dir or profile_folder()
+    _check_writable(folder, args.samples)
+    others = [load_samples(path) for path in args.with_samples]
+    settings["scheduler_policy"] = SchedulerPolicy()  # what is measured does not depend on it
     llm = load_llm(settings, compile_report=args.compile_report)
     name = model_folder(settings).resolve().name
     profiler = Profiler(
@@ -91,10 +111,22 @@ def run(args: argparse.Namespace) -> int:
             "block_size": llm.executor.block_size,
         }
         save_samples(args.samples, samples, facts)
+    for other in others:
+        samples = {kind: [*found, *other.get(kind, ())] for kind, found in samples.items()}
     note("fitting " + ", ".join(f"{len(found)} {kind}" for kind, found in samples.items()) + " samples")
     fits = profiler.fit(samples)
     for kind, found in fits.items():
         print(f"## {kind}\n\n{found.report.to_markdown()}\n")
-    path = profiler.profile(samples, fits).save(args.output_dir or profile_folder())
+    path = profiler.profile(samples, fits).save(folder)
     note(f"stored {path.name} and its .npz")
     return 0
+
+
+def _check_writable(folder: Path, samples: Path | None) -> None:
+    """Find out before measuring whether the results can be stored."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+    if samples is not None:
+        with samples.open("a"):
+            pass
