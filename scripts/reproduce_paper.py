@@ -15,7 +15,7 @@ A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predic
 fitted to the paper's figures. With --samples it is as noisy as the profile they are from, and predictors are
 fitted to other noisy samples and corrected while they run, as the engine's are; without, predictions are
 exact. `--executor jax` runs the engine, in pools of the same size, on every --model: checkpoint folders, or
-with `--load-format dummy` folders that hold only a config.json.
+with `--load-format dummy` folders that hold only a config.json, or names of the paper's models.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ from paper.cells import (
     simulate_cell,
     simulated_costs,
 )
+from paper.models import model_folder
+from sweep.options import list_of
 
 from jaxllm.bench.command import command_line
+from jaxllm.errors import ConfigError
 from jaxllm.predictors.fit_report import FitReport
 from jaxllm.predictors.regression import fit
 from jaxllm.predictors.samples import load_samples
@@ -78,7 +81,10 @@ def run_all(args: argparse.Namespace, parts: Sequence[str]) -> tuple[list[dict[s
     sources = []
     for place, model in enumerate(args.models):
         llm = load_engine(
-            model, max_num_seqs=args.max_num_seqs, load_format=args.load_format, dtype=args.dtype
+            model_folder(model, args.load_format, args.out_dir),
+            max_num_seqs=args.max_num_seqs,
+            load_format=args.load_format,
+            dtype=args.dtype,
         )
         name = pathlib.Path(model).resolve().name
         sources.append(f"{name} in {llm.dtype}, costs: {llm.costs_source}")
@@ -104,10 +110,12 @@ def run_all(args: argparse.Namespace, parts: Sequence[str]) -> tuple[list[dict[s
             print(f"{name}, {number} of {len(cells)}: {what}, {row['seconds']:.1f} s", file=sys.stderr)
         del llm
     machine = hardware.describe_hardware()
+    num_cut = max((row["num_cut"] for row in rows), default=0)
+    cut = f" Prompts too long for a model's positions are cut: up to {num_cut} of a run." if num_cut else ""
     facts = (
         f"Device: {machine['device']} ({machine['cpu']}, {machine['cpu_count']} CPUs), the real engine; "
         f"versions {hardware.versions()}. Models: {'; '.join(sources)}. Copies run beside computation under "
-        "every preset."
+        f"every preset.{cut}"
     )
     return rows, facts
 
@@ -143,33 +151,41 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--parts", type=list_of(str), default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--executor", choices=("sim", "jax"), default="sim")
     parser.add_argument(
         "--model", dest="models", action="append", default=[], help="with jax; may be repeated"
     )
     parser.add_argument("--load-format", default="auto", help="with jax: dummy for random weights")
     parser.add_argument("--dtype", default="auto", help="with jax")
-    parser.add_argument("--datasets", default=",".join(DATASETS), help="default: %(default)s")
-    parser.add_argument("--presets", default=",".join(OVERLAP), help="default: %(default)s")
+    parser.add_argument(
+        "--datasets", type=list_of(str), default=",".join(DATASETS), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--presets", type=list_of(str), default=",".join(OVERLAP), help="default: %(default)s"
+    )
     parser.add_argument(
         "--batch-limits",
-        default=",".join(map(str, BATCH_LIMITS)),
-        help="of fig4, those within --max-num-seqs (default: %(default)s)",
+        type=list_of(int),
+        help=f"of fig4, those within --max-num-seqs (default: {','.join(map(str, BATCH_LIMITS))})",
     )
     parser.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--seeds", default="0", help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=list_of(int), default="0", help="comma-separated (default: %(default)s)"
+    )
     parser.add_argument("--samples", help="measurements of a real profile (`jaxllm profile --samples`)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, with sim")
+    parser.add_argument("--jobs", type=int, help="processes, with sim (default: 2)")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
     for name, known in (("parts", PARTS), ("datasets", DATASETS), ("presets", tuple(OVERLAP))):
-        values = getattr(args, name).split(",")
+        values = getattr(args, name)
         unknown = sorted(set(values) - set(known))
         if unknown:
             parser.error(f"--{name}: there is no {', '.join(unknown)}; choose of {', '.join(known)}")
-        setattr(args, name, values)
+    if args.executor == "jax" and args.jobs is not None:
+        parser.error("--jobs is for --executor sim: the engine runs one cell after the other")
+    args.jobs = 2 if args.jobs is None else args.jobs
     if min(args.requests, args.jobs, args.max_num_seqs) < 1:
         parser.error("--requests, --jobs and --max-num-seqs must be at least 1")
     if (args.executor == "jax") != bool(args.models):
@@ -182,10 +198,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--parts errors needs --samples: measurements that `jaxllm profile --samples` wrote")
     if not set(args.parts) & {"table3", "fig3", "fig4"} and "overhead" in args.parts:
         parser.error("--parts overhead is about the runs of table3, fig3 or fig4: name one of them too")
-    args.seeds = [int(seed) for seed in args.seeds.split(",")]
-    args.batch_limits = [int(limit) for limit in args.batch_limits.split(",")]
+    if min(args.seeds) < 0:
+        parser.error(f"--seeds {args.seeds} must be at least 0")
+    if args.batch_limits is not None and "fig4" not in args.parts:
+        parser.error("--batch-limits is of part fig4")
+    args.batch_limits = list(BATCH_LIMITS) if args.batch_limits is None else args.batch_limits
     if not set(args.batch_limits) <= set(BATCH_LIMITS):
         parser.error(f"--batch-limits {args.batch_limits}: choose of {BATCH_LIMITS}")
+    if "fig4" in args.parts and min(args.batch_limits) > args.max_num_seqs:
+        parser.error(f"no batch limit of fig4 is within --max-num-seqs {args.max_num_seqs}")
+    if args.samples is not None:
+        if args.executor == "jax" and "errors" not in args.parts:
+            parser.error("--samples is for --executor sim and part errors: the engine has its own costs")
+        try:
+            load_samples(args.samples)
+        except ConfigError as error:
+            parser.error(f"--samples: {error}")
     if "table3" in args.parts and set(args.presets) != set(OVERLAP):
         parser.error("--parts table3 compares all presets: leave --presets out, or name other parts")
     return args

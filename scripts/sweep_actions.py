@@ -22,6 +22,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
+import math
 import multiprocessing
 import pathlib
 import sys
@@ -36,6 +37,7 @@ from sweep.cells import (
     DEVICE,
     HOST_BLOCKS,
     LINK_SPEEDS,
+    MAX_MODEL_LEN,
     OUTPUT_LENGTHS,
     make_cells,
     run_cell,
@@ -44,6 +46,8 @@ from sweep.options import list_of
 from sweep.report import load_near, places, report
 
 from jaxllm.bench.command import command_line
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.samples import load_samples
 
 PARTS = ("actions", "mixed", "policies")
 ALL_PARTS = (*PARTS, "near")
@@ -124,8 +128,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.requests < 1 or args.jobs < 1:
         parser.error("--requests and --jobs must be at least 1")
     lengths, speeds = [*args.output_lengths, args.policies_output_length], [*args.link_speeds]
-    if min(lengths) < 1 or min(args.host_blocks) < 0 or min(*speeds, args.policies_link_speed) <= 0:
-        parser.error("--output-lengths start at 1, --host-blocks at 0, and --link-speeds above 0")
+    speeds.append(args.policies_link_speed)
+    if min(lengths) < 1 or max(lengths) > MAX_MODEL_LEN // 2:
+        parser.error(f"--output-lengths must be from 1 to {MAX_MODEL_LEN // 2}")
+    if min(args.host_blocks) < 0 or not all(0 < speed < math.inf for speed in speeds):
+        parser.error("--host-blocks start at 0; --link-speeds must be above 0, and finite")
+    if args.samples is not None:
+        try:
+            load_samples(args.samples)
+        except ConfigError as error:
+            parser.error(f"--samples: {error}")
     return args
 
 

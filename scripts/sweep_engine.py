@@ -74,8 +74,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not all(0 < speed < math.inf for speed in args.speeds):
         parser.error("--speeds must be above 0, and finite")
-    if min(args.requests, *args.host_blocks, *args.output_lengths) < 1:
-        parser.error("--requests, --host-blocks and --output-lengths must be at least 1")
+    counts = (args.requests, args.prompt_len, args.max_num_seqs, args.gpu_blocks)
+    if min(*counts, *args.host_blocks, *args.output_lengths) < 1:
+        parser.error("numbers of requests, tokens, sequences and blocks must be at least 1")
+    if not 0 < args.profile_seconds < math.inf:
+        parser.error("--profile-seconds must be above 0, and finite")
     return args
 
 

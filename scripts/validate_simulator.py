@@ -16,11 +16,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from sweep.options import list_of
 
 from jaxllm import LLM
 from jaxllm.bench import hardware
@@ -100,16 +103,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu-blocks", type=int, default=40)
     parser.add_argument("--host-blocks", type=int, default=20)
     parser.add_argument("--profile-seconds", type=float, default=60.0)
-    parser.add_argument("--presets", default=",".join(sorted(PRESETS)))
+    parser.add_argument("--presets", type=list_of(str), default=",".join(sorted(PRESETS)))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
     args = parser.parse_args(argv)
-    args.presets = args.presets.split(",")
     if unknown := sorted(set(args.presets) - set(PRESETS)):
         parser.error(f"--presets: there is no {', '.join(unknown)}; presets are {', '.join(sorted(PRESETS))}")
-    if args.repetitions < 1:
-        parser.error("--repetitions must be at least 1")
+    counts = (args.requests, args.prompt_len, args.output_len, args.max_num_seqs, args.gpu_blocks)
+    if min(*counts, args.host_blocks, args.repetitions) < 1:
+        parser.error("numbers of requests, tokens, sequences, blocks and repetitions must be at least 1")
+    if not 0 < args.profile_seconds < math.inf:
+        parser.error("--profile-seconds must be above 0, and finite")
+    if args.out is not None:
+        with args.out.open("a"):  # now rather than after the runs
+            pass
     return args
 
 

@@ -200,7 +200,15 @@ def test_wrong_arguments(tmp_path, capsys):
         (["--parts", "policies", "--models", "opt-13b,opt-30b"], "takes one model, not opt-13b, opt-30b"),
         (["--host-blocks", "many"], "--host-blocks: 'many' is no list with commas"),
         (["--seeds", "1,1"], "--seeds: '1,1' names something twice"),
+        (["--link-speeds", "nan"], "--link-speeds must be above 0, and finite"),
+        (["--output-lengths", "5000"], "--output-lengths must be from 1 to 1024"),
+        (["--samples", str(tmp_path / "absent.json")], "--samples: cannot read the samples"),
     ):
         with pytest.raises(SystemExit):
             sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
         assert message in capsys.readouterr().err
+    malformed = tmp_path / "results.json"
+    malformed.write_text("{}")
+    for path in (malformed, tmp_path / "absent.json"):
+        with pytest.raises(SystemExit, match="not the results of a sweep"):
+            sweep_actions.main(["--parts", "near", "--near-of", str(path), "--out-dir", str(tmp_path)])

@@ -8,6 +8,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
@@ -88,6 +91,16 @@ def _trace(cell: Cell) -> Trace:
     )
 
 
+def fitting(trace: Trace, max_model_len: int) -> Trace:
+    """The trace with prompts cut to what the model's positions leave beside the outputs."""
+    longest = max_model_len - trace.output_lens
+    if longest.min() < 1:
+        raise ConfigError(
+            f"outputs of {trace.output_lens.max()} tokens leave no prompt in {max_model_len} positions"
+        )
+    return dataclasses.replace(trace, prompt_lens=np.minimum(trace.prompt_lens, longest))
+
+
 def simulated_costs(model: str) -> RooflineCostModel:
     """The simulated device's, without noise."""
     return RooflineCostModel(model_shape(model), device_spec(DEVICE), block_size=BLOCK_SIZE)
@@ -137,7 +150,10 @@ def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
 
 
 def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
-    """Run one cell on the real engine, whose copies run beside computation whatever the preset."""
+    """Run one cell on the real engine, whose copies run beside computation whatever the preset.
+
+    `num_cut` counts prompts that were too long for the model, see `fitting`.
+    """
     from jaxllm.bench.replay import replay
 
     assert llm.costs is not None  # of a preset
@@ -151,10 +167,13 @@ def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
     )
     ledger = Ledger()
     policy = make_preset(cell.preset, costs)
-    result = replay(llm, _trace(cell), config, policy, costs=costs, ledger=ledger)
+    asked = _trace(cell)
+    trace = fitting(asked, config.max_model_len)
+    result = replay(llm, trace, config, policy, costs=costs, ledger=ledger)
     return {
         **dataclasses.asdict(cell),
         **result.summary(),
+        "num_cut": int((trace.prompt_lens < asked.prompt_lens).sum()),
         "scheduling_seconds": result.scheduling_seconds,
         "prediction_seconds": result.prediction_seconds,
         "prediction_errors": {kind: dataclasses.asdict(one) for kind, one in costs.report().items()},

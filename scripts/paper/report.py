@@ -87,7 +87,51 @@ def table3(rows: Sequence[Row]) -> list[str]:
                 f"{spent['recompute']:.1f} | {spent['decode']:.1f} | {spent['swap_stall']:.1f} | "
                 f"{row['mean_decode_batch']:.1f} | {row['num_preemptions']} ({row['num_swaps']}) |"
             )
-    return [*lines, ""]
+    return [*lines, "", *ratios_split(rows)]
+
+
+def ratios_split(rows: Sequence[Row]) -> list[str]:
+    """What makes each ratio, from what the runs of the first seed spent their time on."""
+    lines = [
+        "What each ratio consists of (first seed): 1 plus the seconds saved on each part over the seconds "
+        "that the preset took. Recompute: prefills of dropped tokens. Stalls: waiting for copies. Batch: "
+        "decode steps, fewer the larger the batch. Other: first prefills, and on an engine the host.",
+        "",
+    ]
+    first_seed = rows[0]["seed"]
+    heads = " | ".join(f"{preset} | recompute | stalls | batch | other" for preset in ("paper", "adaptive"))
+    for outputs in names(rows, "outputs"):
+        lines += [
+            f"Outputs: {'all of 64 tokens' if outputs == 'max' else 'uniform in 16 to 64 tokens'}.",
+            "",
+            f"| model | data | over | {heads} |",
+            "|---|---|---|" + "---:|" * 10,
+        ]
+        found = {
+            (row["model"], row["dataset"], row["preset"]): row
+            for row in rows
+            if row["outputs"] == outputs and row["seed"] == first_seed
+        }
+        for model, dataset in itertools.product(names(rows, "model"), names(rows, "dataset")):
+            for baseline in ("vllm", "vllm_swap"):
+                theirs = found[model, dataset, baseline]
+                cells = []
+                for preset in ("paper", "adaptive"):
+                    ratio, *parts = split_ratio(found[model, dataset, preset], theirs)
+                    cells += [f"{ratio:.2f}", *(f"{part:+.2f}" for part in parts)]
+                lines.append(f"| {model} | {dataset} | {baseline} | {' | '.join(cells)} |")
+        lines.append("")
+    return lines
+
+
+def split_ratio(ours: Row, theirs: Row) -> list[float]:
+    """The ratio of speeds, and what recompute, stalls, the batch and the rest add to 1."""
+    ratio = ours["output_tokens_per_second"] / theirs["output_tokens_per_second"]
+    parts = [
+        (theirs["seconds_spent"][part] - ours["seconds_spent"][part]) / ours["seconds"]
+        for part in ("recompute", "swap_stall", "decode")
+    ]
+    return [ratio, *parts, ratio - 1.0 - sum(parts)]
 
 
 def series(part: str) -> tuple[str, str, str, tuple[int, ...]]:

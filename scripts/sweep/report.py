@@ -9,6 +9,7 @@ import json
 import math
 import pathlib
 import statistics
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -129,9 +130,12 @@ def is_near(place: Place, crossing: float | None) -> bool:
 
 def load_near(path: pathlib.Path) -> list[Place]:
     """The cells near a crossover in the results of an earlier sweep."""
-    found = json.loads(path.read_text(encoding="utf-8"))["places"]
     names = [field.name for field in dataclasses.fields(Place)]
-    known = [Place(**{name: place[name] for name in names}) for place in found]
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["places"]
+        known = [Place(**{name: place[name] for name in names}) for place in found]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"--near-of {path}: not the results of a sweep: {type(error).__name__}: {error}")
     return [place for crossing, line in lines_of(known) for place in line if is_near(place, crossing)]
 
 
