@@ -182,17 +182,16 @@ class LLM:
             max_prefill_seqs=buckets.max_prefill_seqs,
             num_host_blocks=num_host_blocks,
         )
-        ledger = None
-        if config.ledger is not None:
-            ledger, close = open_ledger(config.ledger)
-            weakref.finalize(self, close)
         self.costs, self.costs_source = scheduling.costs, scheduling.source
         self._settle_costs(shape, scheduling, has_swaps=num_host_blocks > 0)
-        observer = StepObserver(self.costs, ledger) if self.costs is not None or ledger is not None else None
+        ledger = None
+        if config.ledger is not None:
+            ledger, close = open_ledger(config.ledger, None if self.costs_source is None else self.costs)
+            weakref.finalize(self, close)
         self.engine = Engine(
             self.executor,
             Scheduler(scheduler_config, scheduling.policy, ledger=ledger),
-            observer=observer,
+            observer=StepObserver(self.costs, ledger),
             vocab_size=model_config.vocab_size,
             tokenizer=self.tokenizer,
             eos_token_ids=eos_token_ids,
@@ -207,12 +206,13 @@ class LLM:
             ConfigError: `profile_seconds` is set, and nothing would use what it measures.
         """
         seconds = self.config.profile_seconds
-        if seconds and (scheduling.costs is None or not has_swaps):
+        is_idle = scheduling.is_ready_made and self.config.ledger is None
+        if seconds and (is_idle or not has_swaps):
             raise ConfigError(
                 f"profile_seconds={seconds:g} would measure costs that nobody weighs: give a "
-                "scheduler_policy by name, and num_host_blocks"
+                "scheduler_policy by name, or a ledger, and num_host_blocks"
             )
-        if not has_swaps or scheduling.costs is None:
+        if not has_swaps:
             return
         if seconds is None:
             seconds = _BRIEF_PROFILE_SECONDS if scheduling.needs_measuring else 0.0

@@ -21,15 +21,16 @@ _HOST_BYTES = 4 * 2**30  # vLLM's default swap space
 class Scheduling:
     """What an engine schedules by.
 
-    `costs` are the predicted seconds its policy may ask for, corrected as the engine runs; None if it was
-    given ready-made. `source` says where they come from; None if nothing is known of this device.
-    `weighs_costs` is whether the policy compares them.
+    `costs` are predicted seconds, corrected as the engine runs, for the policy if it asks for them, and for
+    the ledger. `source` says where they come from; None if nothing is known of this device. `weighs_costs`
+    is whether the policy compares them, `is_ready_made` whether it was given as an object, which cannot ask.
     """
 
     policy: SchedulerPolicy
-    costs: OnlineCalibration | None
+    costs: OnlineCalibration
     source: str | None
     weighs_costs: bool
+    is_ready_made: bool
 
     @property
     def may_swap(self) -> bool:
@@ -88,15 +89,14 @@ def make_scheduling(
         ProfileError: a policy that weighs costs was asked for by name, and the stored profile is damaged or
             of another model or block size. The default falls back on the roofline, with a warning.
     """
-    if isinstance(choice, SchedulerPolicy):
-        return Scheduling(choice, None, None, False)
-    if not isinstance(choice, str | None):
+    if not isinstance(choice, SchedulerPolicy | str | None):
         raise ConfigError(
             "scheduler_policy must be the name of a preset or a SchedulerPolicy, not "
             f"{type(choice).__name__}; pass SchedulerPolicy(victim=..., ...) with your classes"
         )
-    name = DEFAULT_PRESET if choice is None else choice
-    weighs_costs = name in NEEDS_COSTS or ":" in name
+    name = choice if isinstance(choice, str) else DEFAULT_PRESET
+    is_ready_made = isinstance(choice, SchedulerPolicy)
+    weighs_costs = not is_ready_made and (name in NEEDS_COSTS or ":" in name)
     try:
         found = find_costs(shape, device_kind, block_size, folder)
     except ProfileError as error:
@@ -109,7 +109,8 @@ def make_scheduling(
     if found is not None:
         predicted, source = found
     costs = OnlineCalibration(predicted)
-    return Scheduling(make_preset(name, costs), costs, source, weighs_costs)
+    policy = choice if isinstance(choice, SchedulerPolicy) else make_preset(name, costs)
+    return Scheduling(policy, costs, source, weighs_costs, is_ready_made)
 
 
 class UnknownCosts:

@@ -145,10 +145,8 @@ class AdaptiveAction:
 
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """`SWAP` if it is predicted to be faster and fits the host pool."""
-        num_blocks = len(victim.block_ids)
-        copy_out = self.costs.swap_out_seconds(num_blocks)
-        swap = copy_out + self.costs.swap_in_seconds(num_blocks)
-        return cheaper(victim, state, swap, self.costs.prefill_seconds(victim.num_tokens, 1), copy_out)
+        copy_out, swap, recompute = serial_costs(self.costs, victim)
+        return cheaper(victim, state, swap, recompute, copy_out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,6 +322,13 @@ def num_copied_blocks(policy: ActionPolicy, decision: Decision, num_blocks: int)
             "or RECOMPUTE for all or none"
         )
     return num_copied
+
+
+def serial_costs(costs: CostModel, victim: Request) -> tuple[float, float, float]:
+    """Seconds of copying a victim's blocks out, of copying them out and back, and of one prefill of it."""
+    num_blocks = len(victim.block_ids)
+    copy_out = costs.swap_out_seconds(num_blocks)
+    return copy_out, copy_out + costs.swap_in_seconds(num_blocks), costs.prefill_seconds(victim.num_tokens, 1)
 
 
 def check_seconds(policy: object, decision: Decision | ResumeDecision) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostModel
+from jaxllm.sched.actions import serial_costs
 from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision
 from jaxllm.types import Request
 
@@ -20,7 +22,7 @@ class PreemptionRecord:
 
     Times are seconds of the engine's clock, costs seconds. `scores` holds `[request id, urgency]` of the
     running requests. `swap_seconds`, `recompute_seconds` and `mixed_seconds` are what the action policy
-    predicted, or None;
+    predicted, or the ledger (`Ledger`) where that predicted nothing, or None;
     `resume_action` is how a swapped request came back, and the two after it what was predicted then; it is
     "recompute" also if the head of a mixed restore was given up.
     `measured_seconds` is what the chosen action took: the copies out and back, or the request's share of
@@ -105,12 +107,15 @@ class Ledger:
 
     Args:
         file: where to write; None keeps `preemptions` and `steps` in memory.
+        costs: predicts what swapping and recomputing cost one after the other (`AdaptiveAction`) where the
+            policy predicts nothing; None leaves that unknown.
     """
 
-    def __init__(self, file: IO[str] | None = None) -> None:
+    def __init__(self, file: IO[str] | None = None, costs: CostModel | None = None) -> None:
         self.preemptions: list[PreemptionRecord] = []
         self.steps: list[StepRecord] = []
         self._file = file
+        self._costs = costs
         self._open: dict[str, PreemptionRecord] = {}
 
     def preempted(
@@ -123,6 +128,9 @@ class Ledger:
     ) -> None:
         """Open a record; `victim` still holds its blocks."""
         self.finished(victim.request_id)
+        swap, recompute = decision.swap_seconds, decision.recompute_seconds
+        if self._costs is not None and swap is None and recompute is None:
+            _, swap, recompute = serial_costs(self._costs, victim)
         self._open[victim.request_id] = PreemptionRecord(
             step_id,
             now,
@@ -131,8 +139,8 @@ class Ledger:
             len(victim.block_ids),
             list(scores),
             decision.action.value,
-            decision.swap_seconds,
-            decision.recompute_seconds,
+            swap,
+            recompute,
             mixed_seconds=decision.mixed_seconds,
         )
 
@@ -190,8 +198,8 @@ class Ledger:
         self._file.write(json.dumps({"record": kind, **dataclasses.asdict(record), **more}) + "\n")
 
 
-def open_ledger(path: str | Path) -> tuple[Ledger, Callable[[], None]]:
-    """A ledger written to a new file, and what ends both.
+def open_ledger(path: str | Path, costs: CostModel | None = None) -> tuple[Ledger, Callable[[], None]]:
+    """A ledger written to a new file, and what ends both; `costs` as for `Ledger`.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -200,7 +208,7 @@ def open_ledger(path: str | Path) -> tuple[Ledger, Callable[[], None]]:
         file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115, open as long as the ledger
     except OSError as error:
         raise ConfigError(f"cannot write the ledger {str(path)!r}: {error.strerror}") from error
-    ledger = Ledger(file)
+    ledger = Ledger(file, costs)
 
     def close() -> None:
         ledger.close()

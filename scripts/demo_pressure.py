@@ -24,11 +24,10 @@ PRESETS = ("adaptive", "vllm", "vllm_swap")
 
 def run(llm: LLM, preset: str, num_requests: int, seed: int, path: Path) -> RunResult:
     """One preset on the trace, its decisions written to `path`."""
-    assert llm.costs is not None  # of a preset
     costs = OnlineCalibration(llm.costs.model)
     trace = make_trace("alpaca", num_requests, 64, outputs="uniform", seed=seed)
     with path.open("w", encoding="utf-8") as file:
-        ledger = Ledger(file)
+        ledger = Ledger(file, costs)
         config = llm.engine.scheduler.config
         result = replay(llm, trace, config, make_preset(preset, costs), costs=costs, ledger=ledger)
         ledger.close()

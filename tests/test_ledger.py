@@ -159,6 +159,22 @@ def test_the_scheduler_tells_the_ledger_what_it_decides():
     assert work == [(8, 0, 0, 0, 0), (0, 1, 0, 1, 0), (0, 1, 0, 0, 1)]
 
 
+@pytest.mark.parametrize("decision", [SWAP, Decision(PreemptionAction.RECOMPUTE)])
+def test_costs_that_the_policy_does_not_predict_are_estimated(decision):
+    costs = LinearCosts(prefill=0.5, swap=0.25)
+    ledger = Ledger(costs=costs)
+    ledger.preempted(victim(), 0, 0.0, [], decision)
+    ledger.measured("r0", 4.0, 0)
+    ledger.close()
+    (record,) = ledger.preemptions
+    if decision is SWAP:
+        assert (record.swap_seconds, record.recompute_seconds) == (2.0, 3.0)
+    else:
+        swap = costs.swap_out_seconds(2) + costs.swap_in_seconds(2)
+        assert (record.swap_seconds, record.recompute_seconds) == (swap, costs.prefill_seconds(7, 1))
+        assert record.regret_seconds == 4.0 - swap > 0
+
+
 def test_an_aborted_request_closes_its_record():
     ledger = Ledger()
     policy = dataclasses.replace(NO_WATERMARK, action=SwapIfItFits())

@@ -236,6 +236,9 @@ def test_presets_by_name_give_the_same_tokens(preset, tmp_path, monkeypatch):
     records = read_ledger(ledger)
     assert len(records.steps) > 40
     actions = {record.action for record in records.preemptions}
+    for record in records.preemptions:
+        assert record.swap_seconds is not None
+        assert record.recompute_seconds > 0
     if preset == "vllm":
         assert actions == {"recompute"}
         assert any(record.measured_seconds for record in records.preemptions)

@@ -156,7 +156,6 @@ def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
     """
     from jaxllm.bench.replay import replay
 
-    assert llm.costs is not None  # of a preset
     costs = OnlineCalibration(llm.costs.model)
     config = dataclasses.replace(
         llm.engine.scheduler.config,
