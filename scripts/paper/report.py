@@ -118,7 +118,7 @@ def ratios_split(rows: Sequence[Row]) -> list[str]:
                 cells = []
                 for preset in ("paper", "adaptive"):
                     ratio, *parts = split_ratio(found[model, dataset, preset], theirs)
-                    cells += [f"{ratio:.2f}", *(f"{part:+.2f}" for part in parts)]
+                    cells += [f"{ratio:.2f}", *(f"{round(part, 2) + 0.0:+.2f}" for part in parts)]
                 lines.append(f"| {model} | {dataset} | {baseline} | {' | '.join(cells)} |")
         lines.append("")
     return lines

@@ -77,9 +77,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     """Simulate one cell."""
     costs = device_costs(cell.model, cell.link_speed)
     residuals, model = _noise_and_predictor(cell.model, cell.samples, cell.link_speed, cell.seed)
-    # A bound's copies teach nothing about the link, and without noise there is nothing to correct.
-    corrects = cell.samples is not None and cell.variant != MIXED_BOUND
-    calibration = OnlineCalibration(model) if corrects else None
+    calibration = None if cell.samples is None else OnlineCalibration(model)
     predicted = model if calibration is None else calibration
     policy = adaptive(predicted)
     meter = None
