@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.base import COST_KINDS, CostModel
+from jaxllm.predictors.online import KindReport, OnlineCalibration
 from jaxllm.sched.actions import serial_costs
 from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision
 from jaxllm.types import Request
@@ -99,21 +100,27 @@ class StepRecord:
     num_swapped_in: int
 
 
+_Record = PreemptionRecord | StepRecord | KindReport
+
+
 class Ledger:
     """Collects records in memory, or writes them to a file as lines of JSON.
 
     A preemption is written when its request is back and preempted again, ends, or the ledger is closed; a
-    step at once. Each line has a `record` field, "preemption" or "step".
+    step at once; how well costs were predicted when it is closed. Each line has a `record` field,
+    "preemption", "step" or "predictions".
 
     Args:
         file: where to write; None keeps `preemptions` and `steps` in memory.
         costs: predicts what swapping and recomputing cost one after the other (`AdaptiveAction`) where the
-            policy predicts nothing; None leaves that unknown.
+            policy predicts nothing, and knows how well if it is an `OnlineCalibration`; None leaves that
+            unknown.
     """
 
     def __init__(self, file: IO[str] | None = None, costs: CostModel | None = None) -> None:
         self.preemptions: list[PreemptionRecord] = []
         self.steps: list[StepRecord] = []
+        self.predictions: dict[str, KindReport] = {}
         self._file = file
         self._costs = costs
         self._open: dict[str, PreemptionRecord] = {}
@@ -189,13 +196,18 @@ class Ledger:
             self._write("step", record)
 
     def close(self) -> None:
-        """Write what is still open; the file stays the caller's."""
+        """Write what is still open, and how well costs were predicted; the file stays the caller's."""
         for request_id in list(self._open):
             self.finished(request_id)
+        if isinstance(self._costs, OnlineCalibration):
+            for kind, report in self._costs.report().items():
+                self.predictions[kind] = report
+                if self._file is not None:
+                    self._write("predictions", report, kind=kind)
 
-    def _write(self, kind: str, record: PreemptionRecord | StepRecord, **more: Any) -> None:
+    def _write(self, name: str, record: _Record, **more: Any) -> None:
         assert self._file is not None
-        self._file.write(json.dumps({"record": kind, **dataclasses.asdict(record), **more}) + "\n")
+        self._file.write(json.dumps({"record": name, **more, **dataclasses.asdict(record)}) + "\n")
 
 
 def open_ledger(path: str | Path, costs: CostModel | None = None) -> tuple[Ledger, Callable[[], None]]:
@@ -245,8 +257,15 @@ def read_ledger(path: str | Path) -> Ledger:
                     raise TypeError(f"time={step.time} is before {last_time}, of the step before: two runs?")
                 last_time = step.time
                 ledger.steps.append(step)
+            elif kind == "predictions":
+                of_kind = values.pop("kind", None)
+                if of_kind not in COST_KINDS:
+                    raise TypeError(f"kind={of_kind!r} is none of {', '.join(COST_KINDS)}")
+                report = KindReport(**values)
+                _check_types(report)
+                ledger.predictions[of_kind] = report
             else:
-                raise TypeError(f"record={kind!r} is neither 'preemption' nor 'step'")
+                raise TypeError(f"record={kind!r} is neither 'preemption' nor 'step' nor 'predictions'")
         except TypeError as error:
             raise ConfigError(f"{path}, line {number} is not a ledger's: {error}") from None
     return ledger
@@ -290,7 +309,7 @@ _IS_OF_TYPE: dict[str, Callable[[object], bool]] = {
 }
 
 
-def _check_types(record: PreemptionRecord | StepRecord) -> None:
+def _check_types(record: _Record) -> None:
     """Refuse fields that a run would not have written.
 
     Raises:

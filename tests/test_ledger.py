@@ -10,6 +10,7 @@ from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request, make_sche
 
 from jaxllm.cli.explain import summary
 from jaxllm.errors import ConfigError
+from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord, read_ledger
 from jaxllm.sched.policies import AdaptiveAction, Decision, PreemptionAction, SwapIfItFits
 
@@ -175,6 +176,23 @@ def test_costs_that_the_policy_does_not_predict_are_estimated(decision):
         assert record.regret_seconds == 4.0 - swap > 0
 
 
+@pytest.mark.parametrize("to_file", [False, True])
+def test_how_well_costs_were_predicted_is_written_at_the_end(to_file, tmp_path):
+    costs = OnlineCalibration(LinearCosts())
+    costs.observe("decode", 1.0, 1.25)
+    costs.observe_bounds("swap_in", 1.0, 0.5, 2.0)
+    path = tmp_path / "ledger.jsonl"
+    with path.open("w") as file:
+        ledger = Ledger(file if to_file else None, costs)
+        ledger.close()
+    ledger = read_ledger(path) if to_file else ledger
+    assert ledger.predictions == costs.report()
+    shown = summary(ledger, 5)
+    assert "decode: 1 times; off by 20.0%, uncorrected by 20.0%; now times 1.12" in shown
+    assert "swap_in: 1 times; 1 of them within all that is known of a copy; now times 1" in shown
+    assert "prefill: never" in shown
+
+
 def test_an_aborted_request_closes_its_record():
     ledger = Ledger()
     policy = dataclasses.replace(NO_WATERMARK, action=SwapIfItFits())
@@ -237,6 +255,8 @@ def test_a_ledger_is_read_back(tmp_path):
         (preemption_line(scores=[["a"]]), "scores="),
         (preemption_line(action="teleport"), "action='teleport' is none of recompute, swap, mixed"),
         (preemption_line(resume_action="teleport"), "resume_action='teleport' is none of"),
+        (json.dumps({"record": "predictions", "kind": "x"}) + "\n", "kind='x' is none of prefill, decode"),
+        (json.dumps({"record": "predictions", "kind": "decode"}) + "\n", "line 1 is not a ledger's"),
     ],
 )
 def test_what_is_no_ledger_is_refused(tmp_path, text, message):

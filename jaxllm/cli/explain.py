@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxllm.errors import ConfigError
+from jaxllm.predictors.online import KindReport
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord, read_ledger
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ def summary(ledger: Ledger, top: int) -> str:
     if known:
         total = sum(record.regret_seconds or 0.0 for record in known)
         lines.append(f"  regret against the other action's estimate: {total:.4g} s in {len(known)} decisions")
+    if any(report.count for report in ledger.predictions.values()):
+        lines.append("predictions compared with what was measured:")
+        lines += [f"  {kind}: {_accuracy(report)}" for kind, report in ledger.predictions.items()]
     costly = sorted(records, key=lambda record: -(record.measured_seconds or 0.0))[:top]
     if costly:
         lines.append(f"most costly of them ({len(costly)}):")
@@ -128,6 +132,17 @@ def plot(steps: Sequence[StepRecord], path: Path) -> None:
         raise ConfigError(f"--plot {path}: {error}") from None
     finally:
         pyplot.close(figure)
+
+
+def _accuracy(report: KindReport) -> str:
+    if not report.count:
+        return "never"
+    parts = [f"{report.count} times"]
+    if report.num_in_bounds:
+        parts.append(f"{report.num_in_bounds} of them within all that is known of a copy")
+    if report.error_before is not None and report.error_after is not None:
+        parts.append(f"off by {report.error_after:.1%}, uncorrected by {report.error_before:.1%}")
+    return "; ".join([*parts, f"now times {report.factor:.3g}"])
 
 
 def _costs(records: Sequence[PreemptionRecord]) -> str:
