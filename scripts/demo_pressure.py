@@ -88,6 +88,7 @@ def main() -> None:
             kept = kept or ledger
             print(row(preset, result, ledger.preemptions))
     assert kept is not None
+    print("\nvllm predicts nothing: its predictions are the ledger's, of a prefill for each victim alone.")
     print(f"\npreset adaptive: {summary(kept, top=3)}")
     print(timeline(kept.steps, width=72))
     if args.plot is not None:

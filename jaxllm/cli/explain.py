@@ -170,6 +170,7 @@ def _describe(record: PreemptionRecord) -> str:
             ("mixed predicted", record.mixed_seconds),
             ("took", record.measured_seconds),
         )
+        if seconds is not None or not name.startswith("mixed")
     )
     back = "never resumed" if record.resumed_step_id is None else f"resumed in step {record.resumed_step_id}"
     if record.is_copied_back and record.resume_action is not None:
