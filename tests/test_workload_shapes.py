@@ -247,6 +247,10 @@ def test_make_trace_defaults_and_errors():
         make_trace("chatbot", 1, 1, outputs="min")
     with pytest.raises(ConfigError, match="seed must lie in"):
         make_trace("chatbot", 1, 1, seed=2**63)
+    with pytest.raises(ConfigError, match="arrivals=None is no arrival process"):
+        make_trace("chatbot", 1, 1, arrivals=None)
+    with pytest.raises(ConfigError, match=r"dataset=\[5\] is neither a name, nor lengths"):
+        make_trace([5], 1, 1)
 
 
 def test_prompts_of_a_data_set_are_drawn_without_replacement():

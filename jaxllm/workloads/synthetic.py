@@ -46,6 +46,8 @@ def make_trace(
     num_requests = check_integer("num_requests", num_requests, 1, MAX_REQUESTS)
     max_output_len = check_integer("max_output_len", max_output_len, 1, MAX_LEN)
     check_choice("outputs", outputs, ("max", "uniform"))
+    if not hasattr(arrivals, "times"):
+        raise ConfigError(f"arrivals={arrivals!r} is no arrival process; use AllAtOnce(), Poisson(rate), ...")
     output_lengths = (max_outputs if outputs == "max" else uniform_outputs)(max_output_len)
     rng = generator(seed, Stream.PROMPTS)
     token_ids = texts = None
@@ -67,6 +69,8 @@ def make_trace(
         if isinstance(dataset, str):
             check_choice("dataset", dataset, tuple(DATASETS))
             default_name, dataset = dataset, DATASETS[dataset]
+        if not hasattr(dataset, "sample"):
+            raise ConfigError(f"dataset={dataset!r} is neither a name, nor lengths, nor a loaded data set")
         prompt_lens, notes = dataset.sample(num_requests, rng), [f"prompts: {dataset}"]
     return Trace(
         name=default_name if name is None else name,
