@@ -42,10 +42,9 @@ def import_policy(path: str, base: Callable[[], SchedulerPolicy], costs: CostMod
     try:
         found = getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        raise ConfigError(
-            f"cannot import the policy {path!r}: {_message(error)}; a module of your own must be in the "
-            "current folder, on PYTHONPATH, or installed"
-        ) from error
+        where = "; a module of your own must be in the current folder, on PYTHONPATH, or installed"
+        hint = where if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"cannot import the policy {path!r}: {_message(error)}{hint}") from error
     if inspect.isclass(found) or (callable(found) and _question(found) is None):
         found = _called(path, found, costs)
     if isinstance(found, SchedulerPolicy):
