@@ -21,8 +21,8 @@ Policies only read requests and never change them. `now` is seconds of the engin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.actions import (
@@ -43,6 +43,7 @@ from jaxllm.sched.pressure import PoolState, RecentPressure
 from jaxllm.types import Request
 
 __all__ = [
+    "QUESTIONS",
     "ActionPolicy",
     "AdaptiveAction",
     "AdmissionPolicy",
@@ -76,6 +77,7 @@ __all__ = [
     "SwapIfItFits",
     "VictimPolicy",
     "WatermarkAdmission",
+    "members_of",
 ]
 
 
@@ -396,15 +398,21 @@ class ResumeFirst:
         return bool(swapped)
 
 
-_METHODS = {
-    "priority": ("score", "group"),
-    "admission": ("admits",),
-    "batching": ("fits",),
-    "victim": ("choose",),
-    "action": ("choose",),
-    "resume": ("choose",),
-    "restore": ("swaps_in", "prefill_first", "skips", "resume_watermark"),
+QUESTIONS: Mapping[str, type] = {
+    "priority": PriorityPolicy,
+    "admission": AdmissionPolicy,
+    "batching": BatchingPolicy,
+    "victim": VictimPolicy,
+    "action": ActionPolicy,
+    "resume": ResumePolicy,
+    "restore": RestorePolicy,
 }
+"""What each part of a `SchedulerPolicy` must be."""
+
+
+def members_of(protocol: type) -> dict[str, Any]:
+    """What a policy of this protocol is asked: its methods and properties by name."""
+    return {name: member for name, member in vars(protocol).items() if not name.startswith("_")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -430,14 +438,13 @@ class SchedulerPolicy:
     lazy_eviction: bool = False
 
     def __post_init__(self) -> None:
-        for question, methods in _METHODS.items():
-            policy = getattr(self, question)
-            for method in methods:
-                if isinstance(policy, type) or not hasattr(policy, method):
-                    raise ConfigError(
-                        f"{question}={policy!r} does not answer the question: it must be an object that has "
-                        f"{', '.join(methods)} (jaxllm.sched.policies)"
-                    )
+        for question, protocol in QUESTIONS.items():
+            policy, asked = getattr(self, question), members_of(protocol)
+            if isinstance(policy, type) or not all(hasattr(policy, name) for name in asked):
+                raise ConfigError(
+                    f"{question}={policy!r} does not answer the question: it must be an object that has "
+                    f"{', '.join(asked)} (jaxllm.sched.policies.{protocol.__name__})"
+                )
         for switch in ("decode_needs_free_block", "lazy_eviction"):
             if not isinstance(getattr(self, switch), bool):
                 raise ConfigError(f"{switch} must be True or False, got {getattr(self, switch)!r}")

@@ -10,18 +10,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
-from jaxllm.sched.policies import LeastUrgentVictim, MoreUrgentFirst, SchedulerPolicy
-
-# What answers each question: its method, and how many arguments that takes.
-_METHODS = {
-    "priority": ("score", 2),
-    "admission": ("admits", 3),
-    "batching": ("fits", 2),
-    "victim": ("choose", 2),
-    "action": ("choose", 3),
-    "resume": ("choose", 5),
-    "restore": ("swaps_in", 3),
-}
+from jaxllm.sched.policies import QUESTIONS, LeastUrgentVictim, MoreUrgentFirst, SchedulerPolicy, members_of
 
 
 def import_policy(path: str, base: Callable[[], SchedulerPolicy], costs: CostModel | None) -> SchedulerPolicy:
@@ -51,10 +40,10 @@ def import_policy(path: str, base: Callable[[], SchedulerPolicy], costs: CostMod
         return found
     question = _question(found)
     if question is None:
-        asked = ", ".join(f"{name}: {method} of {count}" for name, (method, count) in _METHODS.items())
         raise ConfigError(
             f"{path!r} must be a SchedulerPolicy, a policy class, or a function of the costs that returns "
-            f"one; it is or returned a {type(found).__name__}. A policy class has one of {asked} arguments"
+            f"one; it is or returned a {type(found).__name__}, which has what none, or several, of these ask "
+            f"for: {', '.join(protocol.__name__ for protocol in QUESTIONS.values())} (jaxllm.sched.policies)"
         )
     changes: dict[str, Any] = {question: found}
     if question == "priority":
@@ -83,18 +72,20 @@ def _called(path: str, found: Any, costs: CostModel | None) -> Any:
 
 def _question(found: Any) -> str | None:
     """The one question that an object answers."""
-    answered = [question for question, (method, count) in _METHODS.items() if _takes(found, method, count)]
+    answered = [question for question, protocol in QUESTIONS.items() if _answers(found, protocol)]
     return answered[0] if len(answered) == 1 else None
 
 
-def _takes(found: Any, name: str, count: int) -> bool:
-    method = getattr(found, name, None)
-    if not callable(method):
-        return False
-    try:
-        inspect.signature(method).bind(*range(count))
-    except (TypeError, ValueError):
-        return False
+def _answers(found: Any, protocol: type) -> bool:
+    """Whether an object has what the protocol asks, with as many arguments."""
+    for name, member in members_of(protocol).items():
+        try:
+            answer = getattr(found, name)
+            if inspect.isfunction(member):
+                num_arguments = len(inspect.signature(member).parameters) - 1  # without self
+                inspect.signature(answer).bind(*range(num_arguments))
+        except (AttributeError, TypeError, ValueError):
+            return False
     return True
 
 

@@ -116,8 +116,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if not 0 < args.profile_seconds < math.inf:
         parser.error("--profile-seconds must be above 0, and finite")
     if args.out is not None:
-        with args.out.open("a"):  # now rather than after the runs
-            pass
+        try:
+            args.out.open("a").close()  # now rather than after the runs
+        except OSError as error:
+            parser.error(f"--out {args.out}: {error.strerror}")
     return args
 
 
