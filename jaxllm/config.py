@@ -30,7 +30,8 @@ class EngineConfig:
         max_model_len: longest sequence, prompt and output, in tokens; by default the checkpoint's, or the
             pool's size if that is less (with a warning).
         max_num_seqs: most requests running at once (default 256; 64 on CPUs).
-        max_num_batched_tokens: most prompt tokens in one prefill step (default 2048; 512 on CPUs).
+        max_num_batched_tokens: most tokens in one step, of decodes and prompts together (default 2048; 512 on
+            CPUs).
         block_size: tokens per KV block.
         num_gpu_blocks_override: size of the KV pool in blocks.
         kv_cache_memory: size of the KV pool in bytes.
@@ -53,7 +54,7 @@ class EngineConfig:
             with fewer programs.
         ledger: file to write the scheduler's decisions to, as JSON lines (`jaxllm.sched.ledger`).
         decode_buckets: batch sizes to compile decode programs for; a ladder up to max_num_seqs by default.
-        prefill_buckets: token counts to compile prefill programs for, likewise.
+        prefill_buckets: token counts to compile programs of steps with prompts for, likewise.
         compilation_cache_dir: folder of JAX's persistent compilation cache; None leaves JAX's settings alone.
 
     Raises:

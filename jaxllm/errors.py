@@ -1,5 +1,9 @@
 """Errors raised by jaxllm. Each message names the value, the limit and the way out."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class JaxllmError(Exception):
     """Base class of every error jaxllm raises on purpose."""
@@ -39,3 +43,12 @@ class KVCacheError(JaxllmError, RuntimeError):
 
 class ProfileError(JaxllmError, ValueError):
     """A stored profile is missing, damaged, or of another device, model or block size."""
+
+
+class EngineError(JaxllmError, RuntimeError):
+    """An engine has failed, or is used by two threads at once; the message says what to do.
+
+    `finished` holds the outputs of requests that had ended by themselves when `Engine.step` failed.
+    """
+
+    finished: Sequence[object] = ()

@@ -249,8 +249,8 @@ def _ragged_prefill(block_tables: jax.Array, tokens: jax.Array, lengths: jax.Arr
         query_starts=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
         lengths=lengths,
         slots=rows,
-        is_last=jnp.ones(batch_size, jnp.int32),
         num_seqs=jnp.full(1, batch_size, jnp.int32),
+        sampled=jnp.stack([ends - 1, rows, lengths]),
         block_tables=block_tables,
     )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import cast
 
 from jaxllm.costs import find_costs
 from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.sched.policies import AlwaysRecompute, HostBoundAdmission, SchedulerPolicy
+from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.presets import DEFAULT_PRESET, NEEDS_COSTS, make_preset
 
 _logger = logging.getLogger(__name__)
@@ -26,16 +27,11 @@ class Scheduling:
     is whether the policy compares them, `is_ready_made` whether it was given as an object, which cannot ask.
     """
 
-    policy: SchedulerPolicy
+    policy: SchedulingPolicy
     costs: OnlineCalibration
     source: str | None
     weighs_costs: bool
     is_ready_made: bool
-
-    @property
-    def may_swap(self) -> bool:
-        """Whether the policy can ask for host memory."""
-        return not isinstance(self.policy.action, AlwaysRecompute)
 
     @property
     def needs_measuring(self) -> bool:
@@ -55,10 +51,9 @@ class Scheduling:
         Raises:
             ConfigError: the policy cannot do without host memory.
         """
-        admission = self.policy.admission
-        is_bound = isinstance(admission, HostBoundAdmission) and not admission.count_device_pool
+        is_bound = self.policy.needs_host_pool
         if asked is None:
-            is_needed = self.may_swap and (is_bound or num_gpu_blocks < needed)
+            is_needed = self.policy.may_swap and (is_bound or num_gpu_blocks < needed)
             return min(num_gpu_blocks, max(1, _HOST_BYTES // block_bytes)) if is_needed else 0
         if asked == 0 and is_bound:
             raise ConfigError(
@@ -69,7 +64,7 @@ class Scheduling:
 
 
 def make_scheduling(
-    choice: SchedulerPolicy | str | None,
+    choice: SchedulingPolicy | str | None,
     shape: ModelShape,
     device_kind: str,
     block_size: int,
@@ -89,13 +84,13 @@ def make_scheduling(
         ProfileError: a policy that weighs costs was asked for by name, and the stored profile is damaged or
             of another model or block size. The default falls back on the roofline, with a warning.
     """
-    if not isinstance(choice, SchedulerPolicy | str | None):
+    is_ready_made = hasattr(choice, "planner") and not isinstance(choice, type)
+    if not (is_ready_made or isinstance(choice, str | None)):
         raise ConfigError(
             "scheduler_policy must be the name of a preset or a SchedulerPolicy, not "
             f"{type(choice).__name__}; pass SchedulerPolicy(victim=..., ...) with your classes"
         )
     name = choice if isinstance(choice, str) else DEFAULT_PRESET
-    is_ready_made = isinstance(choice, SchedulerPolicy)
     weighs_costs = not is_ready_made and (name in NEEDS_COSTS or ":" in name)
     try:
         found = find_costs(shape, device_kind, block_size, folder)
@@ -109,18 +104,21 @@ def make_scheduling(
     if found is not None:
         predicted, source = found
     costs = OnlineCalibration(predicted)
-    policy = choice if isinstance(choice, SchedulerPolicy) else make_preset(name, costs)
+    policy = cast(SchedulingPolicy, choice) if is_ready_made else make_preset(name, costs)
     return Scheduling(policy, costs, source, weighs_costs, is_ready_made)
 
 
 class UnknownCosts:
     """Stands in until costs are measured: everything takes 0 s, so that nothing seems worth swapping."""
 
-    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
-        """Unknown."""
-        return 0.0
-
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
         """Unknown."""
         return 0.0
 

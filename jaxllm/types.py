@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from jaxllm.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_DECODE_STEPS = 8
 """Decode iterations that are computed in one device program, unless the user says how many."""
@@ -47,8 +47,8 @@ class RequestMetrics:
 
     `first_scheduled_time` is when its first prefill was scheduled, `first_token_time` when
     the host saw its first token, `finished_time` when it ended; `None` until then. `num_preemptions`
-    counts how often it lost its blocks, `num_swaps` how many of those times to host memory as a whole; a copy
-    given up for a prefill counts as none.
+    counts how often it lost its blocks, `num_swaps` how many of those times to host memory; a copy given up
+    for a prefill counts as none.
     """
 
     arrival_time: float
@@ -57,6 +57,15 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_swaps: int = 0
+
+
+class DecodeClock:
+    """Counts decode iterations; the requests that decode together count their tokens by it."""
+
+    __slots__ = ("ticks",)
+
+    def __init__(self) -> None:
+        self.ticks = 0
 
 
 class Request:
@@ -71,23 +80,38 @@ class Request:
 
     `num_tokens` counts prompt, committed outputs and tokens whose step has been scheduled but not
     read back yet. `num_computed_tokens` counts tokens whose KV is written or scheduled to be written;
-    a recompute preemption resets it to 0. `block_ids` is the block table, `slot` the row of the
-    device-side per-request state, held while the request is running. `host_handle` names the KV of a
-    swapped request in host memory.
+    a preemption that drops it resets it to 0. While the request decodes both grow with a `DecodeClock`,
+    so that an iteration costs nothing per request. `block_ids` is the block table, `slot` the row of the
+    device-side per-request state, held while the request is running; `is_slot_new` until its first tokens in
+    it are scheduled. `host_handle` names the KV of a swapped request in host memory. `num_lost_tokens` is how
+    many tokens' KV preemptions threw away that is not computed again yet.
+
+    `priority` is vLLM's: lower is more urgent; `deadline` is when it should end, on the engine's clock, or
+    None. `predicted_tokens` is how many output tokens are expected, None where nobody predicts, and
+    `is_protected` says that it is not preempted while others can be (`SchedulerPolicy.patience`), which
+    `num_passed` leads to: how many others took room while it was the first to have arrived of those without.
     """
 
     __slots__ = (
+        "_clock",
+        "_num_computed_tokens",
+        "_num_tokens",
         "arrival_index",
         "arrival_time",
         "block_ids",
+        "deadline",
         "eos_token_ids",
         "finish_reason",
         "host_handle",
+        "is_protected",
+        "is_slot_new",
         "max_total_tokens",
         "metrics",
-        "num_computed_tokens",
-        "num_tokens",
+        "num_lost_tokens",
+        "num_passed",
         "output_token_ids",
+        "predicted_tokens",
+        "priority",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
@@ -106,6 +130,8 @@ class Request:
         arrival_index: int,
         max_total_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> None:
         """`max_total_tokens` is the length (prompt + output) at which the request ends."""
         self.request_id = request_id
@@ -115,16 +141,59 @@ class Request:
         self.arrival_index = arrival_index
         self.max_total_tokens = max_total_tokens
         self.eos_token_ids = eos_token_ids
+        self.priority = priority
+        self.deadline = deadline
         self.output_token_ids: list[int] = []
-        self.num_tokens = len(self.prompt_token_ids)
-        self.num_computed_tokens = 0
+        self._clock: DecodeClock | None = None
+        self._num_tokens = len(self.prompt_token_ids)
+        self._num_computed_tokens = 0
+        self.num_lost_tokens = 0
+        self.num_passed = 0
         self.block_ids: list[int] = []
         self.slot: int | None = None
+        self.is_slot_new = False
+        self.is_protected = False
         self.host_handle: int | None = None
+        self.predicted_tokens: float | None = None
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.metrics = RequestMetrics(arrival_time)
+
+    @property
+    def num_tokens(self) -> int:
+        """See the class."""
+        clock = self._clock
+        return self._num_tokens if clock is None else self._num_tokens + clock.ticks
+
+    @num_tokens.setter
+    def num_tokens(self, num_tokens: int) -> None:
+        assert self._clock is None, "the lengths of a request that decodes follow its clock"
+        self._num_tokens = num_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """See the class."""
+        clock = self._clock
+        return self._num_computed_tokens if clock is None else self._num_tokens + clock.ticks - 1
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, num_tokens: int) -> None:
+        assert self._clock is None, "the lengths of a request that decodes follow its clock"
+        self._num_computed_tokens = num_tokens
+
+    def follow(self, clock: DecodeClock) -> int:
+        """Gain a token with each tick from now on; returns the length less the ticks so far."""
+        assert self._clock is None
+        self._num_tokens -= clock.ticks
+        self._clock = clock
+        return self._num_tokens
+
+    def leave_clock(self) -> None:
+        """Stay as long as it is."""
+        num_tokens = self.num_tokens
+        self._clock = None
+        self._num_tokens, self._num_computed_tokens = num_tokens, num_tokens - 1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -170,7 +239,7 @@ class PrefillChunk:
 
     `is_last` marks the chunk that ends at the request's current length: its last row is sampled.
     `is_first` marks the one with which the request takes its slot; the KV of tokens before it, if there are
-    any, is in the request's blocks. `is_recompute` marks work that a preemption threw away.
+    any, is in the request's blocks. `num_recomputed` of its tokens repeat what a preemption threw away.
     """
 
     request: Request
@@ -178,43 +247,39 @@ class PrefillChunk:
     length: int
     is_last: bool
     is_first: bool = True
-    is_recompute: bool = False
+    num_recomputed: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Swap:
-    """A copy of a request's KV, or of its first blocks, between the device and host memory.
+    """A copy of a request's KV between the device and host memory.
 
     `handle` names the copy in host memory and is never used twice. Token `i` of the request is in block
-    `block_ids[i // block_size]`, on the way out as on the way in. On the way in the first `num_intact` blocks
-    hold their contents already.
+    `block_ids[i // block_size]`, on the way out as on the way in.
     """
 
     request: Request
     handle: int
     block_ids: tuple[int, ...]
-    num_intact: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One iteration's decision.
+    """One iteration's decision: the tokens that each request computes.
 
-    `decode` holds running requests that feed their newest token (at position
-    `request.num_tokens - 2` once scheduled, i.e. the last known or in-flight token) and sample one
-    more; `prefill` holds prompt chunks. Either may be empty. `preempted` lists requests that lost their
-    blocks in this iteration. `discarded` names copies in host memory that nobody will read. `ending` are
-    those of its requests that get their last token by length.
+    `decode` holds running requests that feed their newest token (at position `request.num_tokens - 2` once
+    scheduled, i.e. the last known or in-flight token) and sample one more; `prefill` holds chunks of prompts.
+    Either may be empty. `preempted` lists requests that lost their blocks in this iteration. `discarded`
+    names copies in host memory that nobody will read. `ending` are those of its requests that get their last
+    token by length. `num_context_tokens` is how many tokens those of `decode` attend to, together.
 
     Executors first finish the copies of `joined`, which a `load` of an earlier iteration started and whose
     blocks nobody else has touched since; then read the blocks of `swap_out`, which others may write in the
     same iteration; then fill those of `swap_in` and start the copies of `load`, which may end whenever they
-    like; then compute. A `swap_in` of a request in `prefill` brings the KV of tokens before its chunk.
+    like; then compute.
 
     With `num_decode_steps` of more than one this is that many decode iterations in a row, with blocks for
-    all their tokens. The executor may compute fewer if a request samples one of its `end_token_ids`; then it
-    computes nothing of the iterations that were scheduled before it said so, and `Scheduler.rewind` takes
-    both back.
+    all their tokens. A request that samples one of its `end_token_ids` needs nothing of those after it.
     """
 
     step_id: int
@@ -228,6 +293,7 @@ class SchedulerOutput:
     discarded: tuple[int, ...] = ()
     ending: tuple[Request, ...] = ()
     num_decode_steps: int = 1
+    num_context_tokens: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -240,14 +306,14 @@ class SchedulerOutput:
         return bool(self.swap_out or self.swap_in or self.load or self.joined)
 
     @property
-    def may_end_early(self) -> bool:
-        """Whether an executor may compute fewer decode iterations than were scheduled."""
-        return self.num_decode_steps > 1 and any(request.end_token_ids for request in self.decode)
-
-    @property
     def num_prefill_tokens(self) -> int:
         """Tokens of all chunks together."""
-        return sum(chunk.length for chunk in self.prefill)
+        return sum([chunk.length for chunk in self.prefill])
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests that get a token, in the order executors report them; of several steps, in each."""
+        return [*self.decode, *(chunk.request for chunk in self.prefill if chunk.is_last)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,18 +331,15 @@ class TokenLogprobs:
 class SampledTokens:
     """What a step produced, on the host.
 
-    `token_ids[i]` belongs to the i-th sampled request: the decode requests in order, then the
-    requests of the prefill chunks with `is_last`, in order. Of several decode iterations the tokens come one
-    iteration after another, of those that were computed. Tokens of a request that had ended before mean
-    nothing. `logprobs[i]` is None unless asked for. `prompt_logprobs[request_id]` lists positions
-    `chunk.start + 1 ...` scored by a prefill chunk. `num_decode_steps` iterations were computed: None for
-    all, fewer if a request ended.
+    `token_ids[i]` belongs to `SchedulerOutput.sampled[i]`. Of several decode iterations the tokens come one
+    iteration after another. Tokens of a request that had ended before mean nothing. `logprobs[i]` is None
+    unless asked for. `prompt_logprobs[request_id]` lists positions `chunk.start + 1 ...` scored by a prefill
+    chunk.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
-    num_decode_steps: int | None = None
 
 
 class CopyTime(NamedTuple):
@@ -311,6 +374,10 @@ NO_COPIES = CopyProgress()
 class StepResult(Protocol):
     """A step that has been dispatched; `fetch` blocks until the device has finished it."""
 
+    def is_ready(self) -> bool:
+        """Whether the device has finished it."""
+        ...
+
     def fetch(self) -> SampledTokens:
         """Wait for the device and return the tokens."""
         ...
@@ -340,4 +407,8 @@ class Executor(Protocol):
 
     def copies(self) -> CopyProgress:
         """How far the copies between device and host are."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the device: nothing will be executed any more."""
         ...

@@ -10,6 +10,7 @@
 | `table`      | `TableCostModel`: any cost model distilled into grids, microseconds a call |
 | `store`      | `Profile`: a table on disk, as JSON and npz                                |
 | `online`     | `OnlineCalibration`: corrects predictions by what was measured             |
+| `lengths`    | how long outputs will be: a value, a range or a rank, learned online       |
 
 Costs are seconds of one engine step or one transfer. Nothing here runs a device.
 """

@@ -8,8 +8,9 @@ from typing import Literal, Protocol
 
 from jaxllm.errors import ConfigError
 
-CostKind = Literal["prefill", "decode", "swap_out", "swap_in"]
-COST_KINDS: tuple[CostKind, ...] = ("prefill", "decode", "swap_out", "swap_in")
+CostKind = Literal["prefill", "decode", "mixed", "swap_out", "swap_in"]
+COST_KINDS: tuple[CostKind, ...] = ("prefill", "decode", "mixed", "swap_out", "swap_in")
+"""Steps by what they compute, and copies: what is measured, fitted and corrected apart."""
 
 ITEMSIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of each dtype weights and KV may have."""
@@ -42,27 +43,27 @@ def check_number(name: str, value: object, lower: float, upper: float) -> None:
 
 
 class CostModel(Protocol):
-    """Predicted seconds of the engine's four kinds of work (AdaptiveLLM, recompute and swap costs).
+    """Predicted seconds of steps and copies (AdaptiveLLM's recompute and swap costs come from them).
 
     Counts are of real work, without the padding of compiled shapes. No work (or a negative count) costs 0.0.
     """
 
-    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
-        """Seconds of one prefill step.
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """Seconds of one step: a token for each of `batch` sequences, and prompt tokens beside them.
 
         Args:
-            num_tokens: new tokens of all sequences together.
-            num_seqs: sequences they belong to.
-            context_tokens: tokens of those sequences, together, whose KV is in the cache already.
-        """
-        ...
-
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """Seconds of one decode step: one token for each of `batch` sequences.
-
-        Args:
-            batch: sequences in the step.
-            context_tokens: tokens attended to, summed over the batch.
+            batch: sequences that decode.
+            context_tokens: tokens that these attend to, summed over the batch.
+            prompt_tokens: new tokens of all prompt chunks together.
+            num_prompts: chunks they belong to.
+            prompt_context: tokens of those sequences, together, whose KV is in the cache already.
         """
         ...
 
@@ -73,6 +74,13 @@ class CostModel(Protocol):
     def swap_in_seconds(self, num_blocks: int) -> float:
         """Seconds to copy `num_blocks` KV blocks from the host to the device."""
         ...
+
+
+def step_kind(batch: int, prompt_tokens: int) -> CostKind:
+    """What kind of step computes so much."""
+    if not prompt_tokens:
+        return "decode"
+    return "mixed" if batch else "prefill"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

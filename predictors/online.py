@@ -78,15 +78,36 @@ class OnlineCalibration:
         self._outlier_limit = outlier_limit
         self._max_log_factor = math.log(max_factor)
         self._states: dict[CostKind, _State] = {kind: _State() for kind in COST_KINDS}
-        self._prefill, self._decode, self._swap_out, self._swap_in = self._states.values()
+        self._prefill, self._decode, self._mixed, self._swap_out, self._swap_in = self._states.values()
 
-    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
-        """The model's seconds of a prefill step, corrected; see `CostModel.prefill_seconds`."""
-        return self.model.prefill_seconds(num_tokens, num_seqs, context_tokens) * self._prefill.factor
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """The model's seconds of a step, corrected; see `CostModel.step_seconds`.
 
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """The model's seconds of a decode step, corrected; see `CostModel.decode_seconds`."""
-        return self.model.decode_seconds(batch, context_tokens) * self._decode.factor
+        A mixed step takes the mean factor of its two parts, each weighted with what it would take alone,
+        times one of its own: what is learned of either part counts for both.
+        """
+        seconds = self.model.step_seconds
+        if prompt_tokens <= 0 or num_prompts <= 0:
+            return seconds(batch, context_tokens) * self._decode.factor
+        work = prompt_tokens, num_prompts, prompt_context
+        if batch <= 0:
+            return seconds(0, 0, *work) * self._prefill.factor
+        whole = seconds(batch, context_tokens, *work) * self._mixed.factor
+        decode, prefill = self._decode.factor, self._prefill.factor
+        if decode == prefill:
+            return whole * decode
+        decode_seconds, prefill_seconds = seconds(batch, context_tokens), seconds(0, 0, *work)
+        total = decode_seconds + prefill_seconds
+        if not total:
+            return whole
+        return whole * (decode_seconds * decode + prefill_seconds * prefill) / total
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """The model's seconds to copy blocks to the host, corrected."""

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import CostKind, ModelShape, check_integer, check_number
+from jaxllm.predictors.base import CostKind, ModelShape, check_integer, check_number, step_kind
 from jaxllm.predictors.fit_report import Candidate, ErrorStats, FitReport
 
 Array = NDArray[np.float64]
@@ -35,6 +35,7 @@ _SWAP_FEATURES = ("block_bytes", "num_blocks")
 FEATURE_NAMES: Mapping[CostKind, tuple[str, ...]] = {
     "prefill": (*_SHAPE_FEATURES, "num_tokens", "num_seqs", "context_tokens"),
     "decode": (*_SHAPE_FEATURES, "batch", "context_tokens"),
+    "mixed": (*_SHAPE_FEATURES, "batch", "context_tokens", "num_tokens", "num_seqs", "prompt_context"),
     "swap_out": _SWAP_FEATURES,
     "swap_in": _SWAP_FEATURES,
 }
@@ -81,18 +82,32 @@ class Sample:
                 f"a {self.kind} sample took {self.seconds} seconds; it must be above 0 and finite"
             )
 
-    @classmethod
-    def prefill(
-        cls, model: ModelShape, num_tokens: int, num_seqs: int, context_tokens: int, seconds: float
-    ) -> Sample:
-        """One prefill step; the counts are those of `CostModel.prefill_seconds`."""
-        work = (num_tokens, num_seqs, context_tokens)
-        return cls("prefill", (model.num_layers, model.hidden_size, *work), seconds)
+    @property
+    def work(self) -> tuple[int, ...]:
+        """The counts of the work, without those of the model."""
+        names = FEATURE_NAMES[self.kind]
+        return tuple(
+            int(value)
+            for name, value in zip(names, self.features, strict=True)
+            if name not in _MODEL_FEATURES
+        )
 
     @classmethod
-    def decode(cls, model: ModelShape, batch: int, context_tokens: int, seconds: float) -> Sample:
-        """One decode step; the counts are those of `CostModel.decode_seconds`."""
-        return cls("decode", (model.num_layers, model.hidden_size, batch, context_tokens), seconds)
+    def step(
+        cls,
+        model: ModelShape,
+        seconds: float,
+        batch: int,
+        context_tokens: int,
+        num_tokens: int = 0,
+        num_seqs: int = 0,
+        prompt_context: int = 0,
+    ) -> Sample:
+        """One step, of the kind that it computes; the counts are those of `CostModel.step_seconds`."""
+        decodes, prompts = (batch, context_tokens), (num_tokens, num_seqs, prompt_context)
+        kind = step_kind(batch, num_tokens)
+        work = {"decode": decodes, "prefill": prompts}.get(kind, (*decodes, *prompts))
+        return cls(kind, (model.num_layers, model.hidden_size, *work), seconds)
 
     @classmethod
     def swap_out(cls, model: ModelShape, block_size: int, num_blocks: int, seconds: float) -> Sample:
@@ -141,10 +156,11 @@ class FittedRegressor:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The chosen regressor of one kind of cost, and how it was chosen."""
+    """The chosen regressor of one kind of cost, how it was chosen, and the samples nothing was fitted to."""
 
     regressor: FittedRegressor
     report: FitReport
+    test: Sequence[Sample]
 
 
 def fit(
@@ -223,28 +239,28 @@ def fit(
         test=_errors(winner, features[test], seconds[test]),
         fit_seconds=time.perf_counter() - start,
     )
-    return Fit(winner, report)
+    return Fit(winner, report, [samples[index] for index in test])
 
 
 class RegressionCostModel:
     """A `CostModel` of fitted regressors, for one model. A call takes up to milliseconds: distil it.
 
-    `TableCostModel.distil(RegressionCostModel(...), axes)` asks it once per kind.
+    `TableCostModel.distil(RegressionCostModel(...), axes)` asks it a few times.
 
     Args:
-        fitted: a regressor for each kind of cost.
+        fitted: a regressor for each kind of cost. Without one for mixed steps these take what their parts do.
         model: the model whose steps are predicted.
         block_size: tokens per KV block.
 
     Raises:
-        ConfigError: a kind has no regressor.
+        ConfigError: another kind has no regressor.
     """
 
     def __init__(
         self, fitted: Mapping[CostKind, FittedRegressor], model: ModelShape, block_size: int
     ) -> None:
         check_integer("block_size", block_size, 1, 1024)
-        missing = [kind for kind in FEATURE_NAMES if kind not in fitted]
+        missing = [kind for kind in FEATURE_NAMES if kind not in fitted and kind != "mixed"]
         if missing:
             raise ConfigError(f"no regressor was fitted for {', '.join(missing)}")
         self._fitted = dict(fitted)
@@ -253,6 +269,7 @@ class RegressionCostModel:
         self._prefix: dict[CostKind, tuple[float, ...]] = {
             "prefill": shape,
             "decode": shape,
+            "mixed": shape,
             "swap_out": swap,
             "swap_in": swap,
         }
@@ -263,18 +280,29 @@ class RegressionCostModel:
         Raises:
             ConfigError: the samples do not cover this model or this work.
         """
+        if kind == "mixed" and kind not in self._fitted:
+            return self.seconds_many("decode", work[:, :2]) + self.seconds_many("prefill", work[:, 2:])
         prefix = np.broadcast_to(np.array(self._prefix[kind]), (len(work), len(self._prefix[kind])))
         return self._fitted[kind].predict(np.concatenate([prefix, work], axis=1))
 
-    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
-        """Seconds of a prefill step; see `CostModel.prefill_seconds`."""
-        if num_tokens <= 0 or num_seqs <= 0:
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """Seconds of a step; see `CostModel.step_seconds`."""
+        decodes = (batch, max(context_tokens, 0)) if batch > 0 else ()
+        prompts = (
+            ()
+            if min(prompt_tokens, num_prompts) <= 0
+            else (prompt_tokens, num_prompts, max(prompt_context, 0))
+        )
+        if not (decodes or prompts):
             return 0.0
-        return self._one("prefill", num_tokens, num_seqs, max(context_tokens, 0))
-
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """Seconds of a decode step; see `CostModel.decode_seconds`."""
-        return self._one("decode", batch, max(context_tokens, 0)) if batch > 0 else 0.0
+        return self._one(step_kind(len(decodes), len(prompts)), *decodes, *prompts)
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """Seconds to copy blocks to the host; see `CostModel.swap_out_seconds`."""

@@ -20,7 +20,7 @@ DEFAULT_TRANSFER_LATENCY_SECONDS = 20e-6
 class RooflineCostModel:
     """A `CostModel` from a model's shape and a device's data sheet, without any measurement.
 
-    A step runs three parts one after another, and each takes the longer of its flops and its bytes:
+    A step takes the longer of all its flops and all its bytes, whatever it mixes:
 
     | part          | flops                                         | bytes                    |
     |---------------|-----------------------------------------------|--------------------------|
@@ -28,7 +28,8 @@ class RooflineCostModel:
     | attention     | 4 x layers x heads x head_dim x (query, key)s | KV read and written      |
     | lm head       | 2 x hidden x vocabulary x sequences           | lm head weights          |
 
-    Prefill flops take sequences of equal length; activations are taken to stay in caches. A swap takes
+    Weights are read once in a step, so prompt tokens beside decodes cost what they add to the longer of the
+    two. Prefill flops take chunks of equal length; activations are taken to stay in caches. A swap takes
     `transfer_latency_seconds` and its bytes at the link's rate.
 
     Args:
@@ -76,31 +77,43 @@ class RooflineCostModel:
         flop = 1.0 / (device.flops_for(model.dtype) * self.compute_efficiency)
         byte = 1.0 / (device.memory_bandwidth * self.memory_efficiency)
         self._linear_per_token = 2 * model.num_layer_parameters * flop
-        self._linear_bytes = model.num_layer_parameters * model.itemsize * byte
         self._head_per_seq = 2 * model.num_head_parameters * flop
-        self._head_bytes = model.num_head_parameters * model.itemsize * byte
+        self._weights = (model.num_layer_parameters + model.num_head_parameters) * model.itemsize * byte
         self._attention_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim * flop
         self._kv_per_token = model.kv_bytes_per_token * byte
         self._swap_per_block = model.block_bytes(block_size) / (device.host_bandwidth * self.link_efficiency)
 
-    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
-        """Seconds of a prefill step; see `CostModel.prefill_seconds`. Every sequence samples once."""
-        if num_tokens <= 0 or num_seqs <= 0:
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """Seconds of a step; see `CostModel.step_seconds`. Every sequence samples once."""
+        pairs = kv_tokens = 0.0
+        if batch > 0:
+            pairs = max(context_tokens, 0)
+            kv_tokens = batch + pairs
+        else:
+            batch = 0
+        if prompt_tokens > 0 and num_prompts > 0:
+            # A query sees its sequence's context, and on average half of its own chunk.
+            context = max(prompt_context, 0)
+            pairs += prompt_tokens * (context / num_prompts + (prompt_tokens / num_prompts + 1) / 2)
+            kv_tokens += 2 * prompt_tokens + context  # new ones are written and read
+        elif batch:
+            prompt_tokens = num_prompts = 0
+        else:
             return 0.0
-        if context_tokens < 0:
-            context_tokens = 0
-        # A query sees its sequence's context, and on average half of its own chunk.
-        pairs = num_tokens * (context_tokens / num_seqs + (num_tokens / num_seqs + 1) / 2)
-        kv_tokens = 2 * num_tokens + context_tokens  # new ones are written and read
-        return self._step(num_tokens, num_seqs, pairs, kv_tokens)
-
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """Seconds of a decode step; see `CostModel.decode_seconds`."""
-        if batch <= 0:
-            return 0.0
-        if context_tokens < 0:
-            context_tokens = 0
-        return self._step(batch, batch, context_tokens, batch + context_tokens)
+        compute = (
+            self._linear_per_token * (batch + prompt_tokens)
+            + self._attention_per_pair * pairs
+            + self._head_per_seq * (batch + num_prompts)
+        )
+        memory = self._weights + self._kv_per_token * kv_tokens
+        return self.step_overhead_seconds + (compute if compute > memory else memory)
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """Seconds to copy blocks to the host: KV bytes / DtoH bandwidth (AdaptiveLLM), and a latency."""
@@ -111,19 +124,6 @@ class RooflineCostModel:
     def swap_in_seconds(self, num_blocks: int) -> float:
         """Seconds to copy blocks to the device: KV bytes / HtoD bandwidth (AdaptiveLLM), and a latency."""
         return self.swap_out_seconds(num_blocks)
-
-    def _step(self, num_tokens: int, num_sampled: int, pairs: float, kv_tokens: int) -> float:
-        linear = self._linear_per_token * num_tokens
-        attention = self._attention_per_pair * pairs
-        kv = self._kv_per_token * kv_tokens
-        head = self._head_per_seq * num_sampled
-        # max() would take as long as all the rest.
-        return (
-            self.step_overhead_seconds
-            + (linear if linear > self._linear_bytes else self._linear_bytes)
-            + (attention if attention > kv else kv)
-            + (head if head > self._head_bytes else self._head_bytes)
-        )
 
     def __repr__(self) -> str:
         return (

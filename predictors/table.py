@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -20,10 +20,12 @@ Array = NDArray[np.float64]
 _MAX_NODES = 4096
 _MAX_COUNT = 2**40
 _MAX_DENSE = 256  # counts up to which lookups are prepared
+_MIXED_CHUNKS = (16, 128, 1024)  # tokens of a prompt chunk, where mixed steps are distilled
 # The grid of each kind of cost: its values' array, and its axes in the order of the dimensions.
 _GRIDS: Mapping[CostKind, tuple[str, tuple[str, ...]]] = {
     "prefill": ("prefill_seconds", ("prefill_context", "prefill_tokens", "prefill_seqs")),
     "decode": ("decode_seconds", ("decode_batch", "decode_context")),
+    "mixed": ("mixed_hidden", ("decode_context", "decode_batch", "prefill_tokens")),
     "swap_out": ("swap_out_seconds", ("swap_blocks",)),
     "swap_in": ("swap_in_seconds", ("swap_blocks",)),
 }
@@ -34,11 +36,13 @@ class BatchCostModel(CostModel, Protocol):
     """A cost model that answers many questions in one call, which is what a regression is good at."""
 
     def seconds_many(self, kind: CostKind, work: Array) -> Array:
-        """Seconds for each row of `work`: the arguments of that kind's method, in its order.
+        """Seconds for each row of `work`.
 
         Args:
-            kind: which method.
-            work: `[n, number of arguments]`, counts of at least 1 (`context_tokens` of a prefill: 0).
+            kind: what is done.
+            work: `[n, number of counts]`, at least 1 but for tokens in the cache before a prefill: of a
+                decode batch and context tokens, of a prefill tokens, sequences and context tokens, of a mixed
+                step all five, of a swap blocks.
         """
         ...
 
@@ -111,15 +115,20 @@ class TableCostModel:
     Below its first node an axis is flat. Beyond its last one seconds grow in proportion: the value at the
     edge times the largest ratio by which an argument exceeds its axis. Predictions are never negative.
 
+    A mixed step takes what its decodes and its prompt tokens would take alone, less a share of the shorter of
+    the two, which hides behind the longer: weights are read once, and compute hides memory traffic. The share
+    is a grid over (context, batch, tokens); where mixing costs more than both alone it is negative.
+
     Args:
         axes: the nodes.
         prefill_seconds: `[context, tokens, seqs]`.
         decode_seconds: `[batch, context]`.
+        mixed_hidden: `[context, batch, tokens]`, from -1 to 1.
         swap_out_seconds: `[blocks]`.
         swap_in_seconds: `[blocks]`.
 
     Raises:
-        ConfigError: an array's shape is not that of its axes, or a value is negative or not finite.
+        ConfigError: an array's shape is not that of its axes, or a value is out of range or not finite.
     """
 
     def __init__(
@@ -128,6 +137,7 @@ class TableCostModel:
         *,
         prefill_seconds: Array,
         decode_seconds: Array,
+        mixed_hidden: Array,
         swap_out_seconds: Array,
         swap_in_seconds: Array,
     ) -> None:
@@ -137,6 +147,7 @@ class TableCostModel:
             for name, values in {
                 "prefill_seconds": prefill_seconds,
                 "decode_seconds": decode_seconds,
+                "mixed_hidden": mixed_hidden,
                 "swap_out_seconds": swap_out_seconds,
                 "swap_in_seconds": swap_in_seconds,
             }.items()
@@ -148,11 +159,15 @@ class TableCostModel:
                 raise ConfigError(
                     f"{name} has shape {values.shape}; its axes ({', '.join(axis_names)}) make {expected}"
                 )
-            if not (np.isfinite(values).all() and (values >= 0).all()):
+            if name == "mixed_hidden":
+                if not (np.abs(values) <= 1).all():
+                    raise ConfigError(f"{name} must hold shares from -1 to 1")
+            elif not (np.isfinite(values).all() and (values >= 0).all()):
                 raise ConfigError(f"{name} must hold finite seconds of at least 0")
         # Nested lists: an element of an array costs a call, and makes every sum a numpy scalar.
         self._prefill: list[list[list[float]]] = self._arrays["prefill_seconds"].tolist()
         self._decode: list[list[float]] = self._arrays["decode_seconds"].tolist()
+        self._mixed: list[list[list[float]]] = self._arrays["mixed_hidden"].tolist()
         self._swap_out: list[float] = self._arrays["swap_out_seconds"].tolist()
         self._swap_in: list[float] = self._arrays["swap_in_seconds"].tolist()
         # What is asked for most, small counts, interpolated beforehand: by sequences (of a context plane, and
@@ -168,10 +183,11 @@ class TableCostModel:
         """Ask `model` at every node.
 
         Nodes that cannot occur take the nearest possible work: no more sequences than prefill tokens, at
-        least one token of context per decoding sequence.
+        least one token of context per decoding sequence. What mixing hides is the mean over a few lengths of
+        chunks.
 
         Args:
-            model: any cost model; a `BatchCostModel` is asked once per kind.
+            model: any cost model; a `BatchCostModel` is asked about many nodes at once.
             axes: the nodes.
             monotone: raise each value to the largest at smaller work (tokens, context, batch, blocks; not
                 sequences, of which a prefill may well profit). It removes dips that noise or overfitting
@@ -181,6 +197,9 @@ class TableCostModel:
         for kind, (name, axis_names) in _GRIDS.items():
             nodes = [np.array(getattr(axes, axis), dtype=np.float64) for axis in axis_names]
             mesh = np.meshgrid(*nodes, indexing="ij")
+            if kind == "mixed":
+                grids[name] = np.zeros(mesh[0].shape)
+                continue
             if kind == "prefill":
                 context, tokens, seqs = mesh
                 columns = [tokens, np.minimum(seqs, tokens), context]
@@ -196,12 +215,58 @@ class TableCostModel:
                     if axis != "prefill_seqs":
                         values = np.maximum.accumulate(values, axis=dimension)
             grids[name] = values
+        grids["mixed_hidden"] = cls(axes, **grids)._hidden_of(model)
         return cls(axes, **grids)
 
-    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
-        """Seconds of a prefill step; see `CostModel.prefill_seconds`."""
-        if num_tokens <= 0 or num_seqs <= 0:
-            return 0.0
+    def _hidden_of(self, model: CostModel) -> Array:
+        """The share of the shorter part that mixing hides, by context, batch and prompt tokens."""
+        axes = self.axes
+        nodes = (axes.decode_context, axes.decode_batch, axes.prefill_tokens)
+        mesh = np.meshgrid(*(np.array(axis, np.float64) for axis in nodes), indexing="ij")
+        context, batch, tokens = (column.ravel() for column in mesh)
+        batch = np.minimum(batch, max(1, axes.decode_batch[-1] - 1))  # a step has room for a prompt, too
+        context = np.maximum(context, batch)
+        decode = np.array([self._decode_seconds(int(n), int(m)) for n, m in zip(batch, context, strict=True)])
+        shares = []
+        for chunk in _MIXED_CHUNKS:
+            seqs = np.clip(tokens // chunk, 1, np.maximum(1, axes.prefill_seqs[-1] - batch))
+            prefill = np.array(
+                [self._prefill_seconds(int(n), int(m)) for n, m in zip(tokens, seqs, strict=True)]
+            )
+            work = np.stack([batch, context, tokens, seqs, np.zeros_like(tokens)], axis=1)
+            hidden = decode + prefill - _ask(model, "mixed", work)
+            shorter = np.minimum(decode, prefill)
+            shares.append(np.divide(hidden, shorter, out=np.zeros_like(hidden), where=shorter > 0))
+        return np.clip(np.mean(shares, axis=0), -1.0, 1.0).reshape(mesh[0].shape)
+
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """Seconds of a step; see `CostModel.step_seconds`."""
+        if prompt_tokens <= 0 or num_prompts <= 0:
+            return self._decode_seconds(batch, context_tokens)
+        prefill = self._prefill_seconds(prompt_tokens, num_prompts, prompt_context)
+        if batch <= 0:
+            return prefill
+        decode = self._decode_seconds(batch, context_tokens)
+        rows, columns = self.axes.decode_batch, self.axes.prefill_tokens
+        if batch > rows[-1]:
+            batch = rows[-1]
+        if prompt_tokens > columns[-1]:
+            prompt_tokens = columns[-1]
+        low, high, weight, _ = _locate(self.axes.decode_context, context_tokens)
+        hidden = _bilinear(self._mixed[low], rows, columns, batch, prompt_tokens)
+        if weight:
+            above = _bilinear(self._mixed[high], rows, columns, batch, prompt_tokens)
+            hidden += weight * (above - hidden)
+        return decode + prefill - hidden * (decode if decode < prefill else prefill)
+
+    def _prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
         axes = self.axes
         tokens = axes.prefill_tokens
         if num_seqs < len(self._prefill_of):
@@ -222,8 +287,7 @@ class TableCostModel:
             seconds += weight * (_bilinear(planes[high], tokens, seqs, num_tokens, num_seqs) - seconds)
         return seconds
 
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """Seconds of a decode step; see `CostModel.decode_seconds`."""
+    def _decode_seconds(self, batch: int, context_tokens: int) -> float:
         if batch <= 0:
             return 0.0
         axes = self.axes
@@ -242,6 +306,10 @@ class TableCostModel:
         if 0 <= num_blocks < len(self._swap_in_of):
             return self._swap_in_of[num_blocks]
         return _linear(self.axes.swap_blocks, self._swap_in, num_blocks) if num_blocks > 0 else 0.0
+
+    def seconds_of(self, kind: CostKind, counts: Sequence[int]) -> float:
+        """Seconds of work of a kind; the counts are those of `BatchCostModel.seconds_many`."""
+        return _seconds(self, kind, *counts)
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
         """Copies of everything: axes as int64 vectors under their names, grids as float64."""
@@ -280,8 +348,15 @@ class TableCostModel:
 def _ask(model: CostModel, kind: CostKind, work: Array) -> Array:
     if isinstance(model, BatchCostModel):
         return model.seconds_many(kind, work)
-    method: Callable[..., float] = getattr(model, f"{kind}_seconds")
-    return np.array([method(*(int(count) for count in row)) for row in work], dtype=np.float64)
+    return np.array([_seconds(model, kind, *map(int, row)) for row in work], dtype=np.float64)
+
+
+def _seconds(model: CostModel, kind: CostKind, *counts: int) -> float:
+    if kind == "prefill":
+        return model.step_seconds(0, 0, *counts)
+    if kind == "swap_out":
+        return model.swap_out_seconds(*counts)
+    return model.swap_in_seconds(*counts) if kind == "swap_in" else model.step_seconds(*counts)
 
 
 def _geometric(name: str, limit: int, per_octave: int) -> tuple[int, ...]:

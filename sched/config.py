@@ -25,9 +25,12 @@ class SchedulerConfig:
         block_size: tokens per block.
         max_model_len: longest sequence (prompt and output), in tokens.
         max_num_seqs: requests that may hold a slot at once.
-        max_num_batched_tokens: tokens in one prefill iteration.
-        max_prefill_seqs: requests in one prefill iteration; `None` leaves `max_num_seqs` as the only limit.
+        max_num_batched_tokens: tokens that one iteration computes, at least `max_num_seqs`, so that all
+            running requests can decode in it.
+        max_prefill_seqs: prompt chunks in one iteration; `None` leaves `max_num_seqs` as the only limit.
         num_host_blocks: blocks of host memory for swapped requests; 0 turns swapping off.
+        program_sizes: numbers of tokens, ascending, that the executor's programs with prompts compute; the
+            scheduler cuts prompts so that few rows are computed in vain. None of them: any number.
 
     Raises:
         ConfigError: a value is not an integer, or out of range.
@@ -40,11 +43,18 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_prefill_seqs: int | None = None
     num_host_blocks: int = 0
+    program_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, upper in _UPPER_BOUNDS.items():
             _check_integer(name, getattr(self, name), 2 if name == "max_model_len" else 1, upper)
         _check_integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs="
+                f"{self.max_num_seqs}, so that all running requests can decode in one iteration: raise the "
+                "one or lower the other"
+            )
         if self.max_prefill_seqs is not None:
             _check_integer("max_prefill_seqs", self.max_prefill_seqs, 1, self.max_num_seqs)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS, CostModel
+from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import KindReport, OnlineCalibration
-from jaxllm.sched.actions import serial_costs
-from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision
+from jaxllm.sched.policies import Decision, ResumeDecision
+from jaxllm.sched.policies.actions import serial_costs
 from jaxllm.types import Request
 
 
@@ -21,13 +20,13 @@ from jaxllm.types import Request
 class PreemptionRecord:
     """One preemption and, once the request is back, its restore.
 
-    Times are seconds of the engine's clock, costs seconds. `scores` holds `[request id, urgency]` of the
-    running requests. `swap_seconds`, `recompute_seconds` and `mixed_seconds` are what the action policy
-    predicted, or the ledger (`Ledger`) where that predicted nothing, or None;
-    `resume_action` is how a swapped request came back, and the two after it what was predicted then; it is
-    "recompute" also if the head of a mixed restore was given up.
-    `measured_seconds` is what the chosen action took: the copies out and back, or the request's share of
-    the prefill that brought it back; None if the run ended before, or nobody measured.
+    Times are seconds of the engine's clock, costs seconds. `scores` holds `[request id, score]` of the
+    iteration's victims, the first to go first, and of the holder that would have been next.
+    `swap_seconds` and `recompute_seconds` are what the action policy predicted, or the ledger (`Ledger`)
+    where that predicted nothing, or None; `resume_action` is how a swapped request came back, and
+    `resume_swap_seconds` what was predicted then.
+    `measured_seconds` is what the chosen action took: what its copies, or its tokens, added to the iterations
+    they rode in; None if the run ended before, or nobody measured.
     """
 
     step_id: int
@@ -44,35 +43,21 @@ class PreemptionRecord:
     measured_seconds: float | None = None
     resume_action: str | None = None
     resume_swap_seconds: float | None = None
-    resume_recompute_seconds: float | None = None
-    mixed_seconds: float | None = None
 
     @property
-    def is_copied_back(self) -> bool:
-        """Whether its KV was copied to the host and, as far as is known, back."""
-        return self.action == "swap" and self.resume_action != "recompute"
+    def is_swap(self) -> bool:
+        """Whether its KV was copied to the host."""
+        return self.action == "swap"
 
     @property
     def predicted_seconds(self) -> float | None:
-        """What the chosen action was predicted to take; of a copy given up, what its prefill was."""
-        if self.action == "swap" and not self.is_copied_back:
-            return self.resume_recompute_seconds
-        if self.action == "mixed":
-            return self.recompute_seconds if self.resume_action == "recompute" else self.mixed_seconds
-        return self.swap_seconds if self.action == "swap" else self.recompute_seconds
+        """What the chosen action was predicted to add."""
+        return self.swap_seconds if self.is_swap else self.recompute_seconds
 
     @property
     def regret_seconds(self) -> float | None:
-        """What was lost against the estimate of the action not taken; None where either is unknown.
-
-        Of a mixed restore that is to recompute everything; if it came to that, to mix.
-        """
-        if self.action == "swap" and not self.is_copied_back:
-            other = self.resume_swap_seconds
-        elif self.action == "mixed" and self.resume_action == "recompute":
-            other = self.mixed_seconds
-        else:
-            other = self.swap_seconds if self.action == "recompute" else self.recompute_seconds
+        """What was lost against the estimate of the action not taken; None where either is unknown."""
+        other = self.recompute_seconds if self.is_swap else self.swap_seconds
         if self.measured_seconds is None or other is None:
             return None
         return max(0.0, self.measured_seconds - other)
@@ -80,11 +65,7 @@ class PreemptionRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The state in which one iteration starts to run, and what it is to do.
-
-    Whose head alone is copied counts as swapped out, and as swapped in when it comes back. `num_decoded` are
-    the tokens scheduled: of several decode steps in one program fewer are computed if a request ends.
-    """
+    """The state in which one iteration starts to run, and what it is to do."""
 
     step_id: int
     time: float
@@ -100,7 +81,7 @@ class StepRecord:
     num_swapped_in: int
 
 
-_Record = PreemptionRecord | StepRecord | KindReport
+Record = PreemptionRecord | StepRecord | KindReport
 
 
 class Ledger:
@@ -137,7 +118,9 @@ class Ledger:
         self.finished(victim.request_id)
         swap, recompute = decision.swap_seconds, decision.recompute_seconds
         if self._costs is not None and swap is None and recompute is None:
-            _, swap, recompute = serial_costs(self._costs, victim)
+            _, swap, recompute = serial_costs(
+                self._costs, victim.num_computed_tokens + 1, len(victim.block_ids)
+            )
         self._open[victim.request_id] = PreemptionRecord(
             step_id,
             now,
@@ -148,7 +131,6 @@ class Ledger:
             decision.action.value,
             swap,
             recompute,
-            mixed_seconds=decision.mixed_seconds,
         )
 
     def returns(self, request_id: str, decision: ResumeDecision) -> None:
@@ -157,13 +139,6 @@ class Ledger:
         if record is not None:
             record.resume_action = decision.action.value
             record.resume_swap_seconds = decision.swap_seconds
-            record.resume_recompute_seconds = decision.recompute_seconds
-
-    def head_given_up(self, request_id: str) -> None:
-        """Note that the copy of a request's head was given up: everything will be recomputed."""
-        record = self._open.get(request_id)
-        if record is not None:
-            record.resume_action = "recompute"
 
     def resumed(self, request: Request, step_id: int, now: float) -> None:
         """Note that the request's KV is being restored in step `step_id`."""
@@ -205,7 +180,7 @@ class Ledger:
                 if self._file is not None:
                     self._write("predictions", report, kind=kind)
 
-    def _write(self, name: str, record: _Record, **more: Any) -> None:
+    def _write(self, name: str, record: Record, **more: Any) -> None:
         assert self._file is not None
         self._file.write(json.dumps({"record": name, **more, **dataclasses.asdict(record)}) + "\n")
 
@@ -227,101 +202,3 @@ def open_ledger(path: str | Path, costs: CostModel | None = None) -> tuple[Ledge
         file.close()
 
     return ledger, close
-
-
-def read_ledger(path: str | Path) -> Ledger:
-    """The ledger that a run wrote to `path`.
-
-    Raises:
-        ConfigError: a line is not one of a ledger's, or time goes back from one step to the next; the last
-            line may be cut off, as a killed run leaves it.
-    """
-    ledger = Ledger()
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a ledger's, which are text in UTF-8: {error}") from None
-    last_time = -math.inf
-    for number, values in _objects(lines, str(path)):
-        kind = values.pop("record", None)
-        values.pop("regret_seconds", None)
-        try:
-            if kind == "preemption":
-                preemption = PreemptionRecord(**values)
-                _check_types(preemption)
-                ledger.preemptions.append(preemption)
-            elif kind == "step":
-                step = StepRecord(**values)
-                _check_types(step)
-                if step.time < last_time:
-                    raise TypeError(f"time={step.time} is before {last_time}, of the step before: two runs?")
-                last_time = step.time
-                ledger.steps.append(step)
-            elif kind == "predictions":
-                of_kind = values.pop("kind", None)
-                if of_kind not in COST_KINDS:
-                    raise TypeError(f"kind={of_kind!r} is none of {', '.join(COST_KINDS)}")
-                report = KindReport(**values)
-                _check_types(report)
-                ledger.predictions[of_kind] = report
-            else:
-                raise TypeError(f"record={kind!r} is neither 'preemption' nor 'step' nor 'predictions'")
-        except TypeError as error:
-            raise ConfigError(f"{path}, line {number} is not a ledger's: {error}") from None
-    return ledger
-
-
-def _objects(lines: Sequence[str], path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(lines, 1):
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number == len(lines) > 1:
-                return
-            raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}, line {number} must be a JSON object")
-        yield number, values
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(cast(float, value))
-
-
-def _is_scores(value: object) -> bool:
-    pairs = value if isinstance(value, list) else [None]
-    return all(
-        isinstance(pair, list)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and type(pair[1]) in (int, float)
-        for pair in pairs
-    )
-
-
-_ACTIONS = [action.value for action in PreemptionAction]
-_RESUME_ACTIONS = [None, *(action.value for action in ResumeAction)]
-_IS_OF_TYPE: dict[str, Callable[[object], bool]] = {
-    "int": lambda value: type(value) is int,
-    "float": _is_number,
-    "str": lambda value: isinstance(value, str),
-    "list[tuple[str, float]]": _is_scores,
-}
-
-
-def _check_types(record: _Record) -> None:
-    """Refuse fields that a run would not have written.
-
-    Raises:
-        TypeError: one is of another type, not finite, or no action.
-    """
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        kind, _, none = str(field.type).partition(" | ")
-        if not ((none and value is None) or _IS_OF_TYPE[kind](value)):
-            raise TypeError(f"{field.name}={value!r} is not {field.type}")
-    if isinstance(record, PreemptionRecord):
-        if record.action not in _ACTIONS:
-            raise TypeError(f"action={record.action!r} is none of {', '.join(_ACTIONS)}")
-        if record.resume_action not in _RESUME_ACTIONS:
-            raise TypeError(f"resume_action={record.resume_action!r} is none of {_RESUME_ACTIONS}")

@@ -8,63 +8,58 @@ from collections.abc import Callable, Mapping
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.lengths import RankPredictor
+from jaxllm.sched.baselines import VLLM025
 from jaxllm.sched.policies import (
     AdaptiveAction,
-    AlwaysRecompute,
+    EarliestDeadline,
     FairPriority,
     FCFSPriority,
-    HostBoundAdmission,
-    LatestArrivalVictim,
     LeastUrgentVictim,
+    LeastWorkLeft,
     MoreUrgentFirst,
-    OutputReserve,
+    MultiLevelFeedback,
+    OutrankedVictim,
     OverlapAwareAction,
     OverlapAwareResume,
-    PaddedBatching,
-    PrefillFirst,
+    PacedIterations,
+    PriorityClasses,
+    PriorityPolicy,
+    ResumeFirst,
     SchedulerPolicy,
+    SchedulingPolicy,
+    SeparateIterations,
+    ShortestJob,
     SwapIfItFits,
     WatermarkAdmission,
 )
-from jaxllm.sched.user_policy import import_policy
+from jaxllm.sched.policies.user import import_policy
 
 
-def vllm(costs: CostModel | None = None) -> SchedulerPolicy:
-    """vLLM 0.2.5, single-sequence requests: FCFS, the latest arrival is dropped and prefilled again.
-
-    Decides as vLLM's own scheduler does, padded prompt budget and spare-block rule included.
-    """
-    return SchedulerPolicy(
-        priority=FCFSPriority(),
-        admission=WatermarkAdmission(),
-        batching=PaddedBatching(),
-        victim=LatestArrivalVictim(),
-        action=AlwaysRecompute(),
-        restore=PrefillFirst(),
-        decode_needs_free_block=True,
-    )
+def vllm(costs: CostModel | None = None) -> SchedulingPolicy:
+    """vLLM 0.2.5, single-sequence requests: FCFS, the latest arrival is dropped and prefilled again."""
+    return VLLM025()
 
 
-def vllm_swap(costs: CostModel | None = None) -> SchedulerPolicy:
+def vllm_swap(costs: CostModel | None = None) -> SchedulingPolicy:
     """vLLM 0.2.5 that always swaps (AdaptiveLLM's vLLM_s), with batches that fit the host pool."""
-    return SchedulerPolicy(
-        priority=FCFSPriority(),
-        admission=HostBoundAdmission(),
-        batching=PaddedBatching(),
-        victim=LatestArrivalVictim(),
-        action=SwapIfItFits(),
-        restore=PrefillFirst(),
-        decode_needs_free_block=True,
-    )
+    return VLLM025("host")
 
 
-def vllm_swap_both(costs: CostModel | None = None) -> SchedulerPolicy:
+def vllm_swap_both(costs: CostModel | None = None) -> SchedulingPolicy:
     """vLLM_s by its second rule: batches that fit device and host pool together less the largest request."""
-    return dataclasses.replace(vllm_swap(), admission=HostBoundAdmission(count_device_pool=True))
+    return VLLM025("both")
+
+
+def vllm_v1(costs: CostModel | None = None) -> SchedulerPolicy:
+    """Today's vLLM (V1 engine, 0.32): mixed iterations, FCFS, the latest arrival is dropped."""
+    return SchedulerPolicy(patience=None)
 
 
 def paper(costs: CostModel | None = None) -> SchedulerPolicy:
     """AdaptiveLLM: Algorithm 1 (preempt the least urgent, cheaper action) and Algorithm 2 (start).
+
+    As published it may starve: a request that others pass over forever waits forever.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -72,53 +67,101 @@ def paper(costs: CostModel | None = None) -> SchedulerPolicy:
     return SchedulerPolicy(
         priority=FairPriority(),
         admission=WatermarkAdmission(0.0),
+        iterations=SeparateIterations(),
         victim=LeastUrgentVictim(FairPriority()),
         action=AdaptiveAction(_required("paper", costs)),
         restore=MoreUrgentFirst(FairPriority()),
+        patience=None,
     )
 
 
 def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
-    """Ours: the paper's fairness and choice of action, with an order that keeps the host pool in use.
+    """Ours: the paper's fairness and choice of action, in mixed iterations.
 
-    Against `paper` it starts new requests before it resumes swapped ones only if they are three times as
-    urgent, where Algorithm 2 lets urgent new requests keep the host pool full of old ones; it leaves started
-    requests room to grow; it weighs delays instead of durations; it copies back beside the steps, once there
-    is room to grow, or changes its mind and recomputes; and it evicts a victim's blocks only as they are
-    needed. docs/policies.md says what each is worth.
+    Against `paper` prompts ride beside decodes, at a pace that does not slow these down more than needed; it
+    preempts the latest arrival, and starts new requests before it resumes swapped ones only if they are three
+    times as urgent, where the paper's algorithms keep the host pool full of old ones; it weighs what actions
+    add to iterations instead of durations; and it copies back beside the steps. docs/policies.md says what
+    each is worth.
 
     Raises:
         ConfigError: `costs` is missing.
     """
+    costs = _required("adaptive", costs)
     return SchedulerPolicy(
         priority=FairPriority(),
-        admission=OutputReserve(),
-        victim=LeastUrgentVictim(FairPriority()),
-        action=OverlapAwareAction(_required("adaptive", costs)),
-        resume=OverlapAwareResume(_required("adaptive", costs)),
+        iterations=PacedIterations(costs),
+        action=OverlapAwareAction(costs),
+        resume=OverlapAwareResume(costs),
         restore=MoreUrgentFirst(FairPriority(), margin=3.0),
-        lazy_eviction=True,
     )
 
 
-PRESETS: Mapping[str, Callable[[CostModel | None], SchedulerPolicy]] = {
+def _ordered(priority: PriorityPolicy, costs: CostModel, margin: float | None) -> SchedulerPolicy:
+    """`adaptive` in another order; with a margin queued requests take the room of less urgent ones."""
+    policy = dataclasses.replace(adaptive(costs), priority=priority, restore=MoreUrgentFirst(priority))
+    return policy if margin is None else dataclasses.replace(policy, victim=OutrankedVictim(priority, margin))
+
+
+def fcfs(costs: CostModel | None = None) -> SchedulerPolicy:
+    """`adaptive`, first come first served."""
+    return _ordered(FCFSPriority(), _required("fcfs", costs), None)
+
+
+def priority(costs: CostModel | None = None) -> SchedulerPolicy:
+    """The user's classes (`generate(..., priority=...)`), more urgent ones taking the room of others."""
+    return _ordered(PriorityClasses(), _required("priority", costs), 0.0)
+
+
+def deadline(costs: CostModel | None = None) -> SchedulerPolicy:
+    """Earliest deadline first (`generate(..., deadline=...)`), AdaptiveLLM's future work."""
+    return _ordered(EarliestDeadline(), _required("deadline", costs), 0.0)
+
+
+def shortest(costs: CostModel | None = None) -> SchedulerPolicy:
+    """The shortest predicted output first, by learning to rank."""
+    policy = _ordered(ShortestJob(), _required("shortest", costs), None)
+    return dataclasses.replace(policy, length=RankPredictor())
+
+
+def least_work(costs: CostModel | None = None) -> SchedulerPolicy:
+    """The least predicted output left first, by learning to rank; takes the room of those with more left."""
+    policy = _ordered(LeastWorkLeft(), _required("least_work", costs), 32.0)
+    return dataclasses.replace(policy, length=RankPredictor())
+
+
+def fastserve(costs: CostModel | None = None) -> SchedulerPolicy:
+    """FastServe: skip-join multi-level feedback queue; who is outranked is swapped out beside the steps."""
+    costs = _required("fastserve", costs)
+    policy = _ordered(MultiLevelFeedback(costs), costs, 0.0)
+    return dataclasses.replace(policy, action=SwapIfItFits(costs), restore=ResumeFirst())
+
+
+PRESETS: Mapping[str, Callable[[CostModel | None], SchedulingPolicy]] = {
     "adaptive": adaptive,
     "paper": paper,
     "vllm": vllm,
     "vllm_swap": vllm_swap,
     "vllm_swap_both": vllm_swap_both,
+    "vllm_v1": vllm_v1,
+    "fcfs": fcfs,
+    "priority": priority,
+    "deadline": deadline,
+    "shortest": shortest,
+    "least_work": least_work,
+    "fastserve": fastserve,
 }
 DEFAULT_PRESET = "adaptive"
-NEEDS_COSTS = frozenset({"adaptive", "paper"})
+NEEDS_COSTS = frozenset(PRESETS) - {"vllm", "vllm_swap", "vllm_swap_both", "vllm_v1"}
 """Presets that compare predicted costs; the others take any, and never ask."""
 
 
-def make_preset(name: str, costs: CostModel | None = None) -> SchedulerPolicy:
+def make_preset(name: str, costs: CostModel | None = None) -> SchedulingPolicy:
     """The policies of a preset, or of the user's own module.
 
     Args:
-        name: one of `PRESETS`, or "module:attribute" (`jaxllm.sched.user_policy.import_policy`); a class that
-            answers one question changes that of `adaptive`.
+        name: one of `PRESETS`, or "module:attribute" (`jaxllm.sched.policies.user.import_policy`); a class
+            that answers one question changes that of `adaptive`.
         costs: predicted seconds, for policies that weigh actions.
 
     Raises:

@@ -1,11 +1,9 @@
-"""What policies are told of the pools: how full they are, and what preemptions have led to of late."""
+"""What policies are told of the pools: how full they are, and what happened of late."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-
-from jaxllm.types import Request
+from typing import NamedTuple
 
 _RATE = 0.1  # weight of the newest value
 _OUTPUT_RATE = 0.02  # the same, of outputs, which differ more
@@ -14,38 +12,36 @@ _UNKNOWN_OUTPUT = 50.0  # tokens
 
 @dataclasses.dataclass(slots=True)
 class RecentPressure:
-    """Running means over the recent prefills, swap-ins, returns of preempted requests, and outputs.
+    """Running means over the recent iterations, and outputs.
 
     Attributes:
-        prefill_tokens, prefill_seqs: of a prefill iteration.
+        prompt_tokens, prompt_seqs: prompt tokens and chunks of an iteration that has any.
+        prompt_share: of the iterations, those that have any.
         swap_in_seqs: requests that resume together, in iterations in which any do.
-        lost_share: of a preempted request's blocks, those that were overwritten by then.
         copy_out_until, copy_in_until: when the copies under way end by prediction, on the engine's clock.
         output_tokens: tokens that a finished request had generated; a guess of 50 counts as the first.
         num_finished: requests that finished by themselves.
     """
 
-    prefill_tokens: float = 0.0
-    prefill_seqs: float = 0.0
+    prompt_tokens: float = 0.0
+    prompt_seqs: float = 0.0
+    prompt_share: float = 0.0
     swap_in_seqs: float = 1.0
-    lost_share: float = 1.0
     copy_out_until: float = float("-inf")
     copy_in_until: float = float("-inf")
     output_tokens: float = _UNKNOWN_OUTPUT
     num_finished: int = 0
 
     def prefilled(self, num_tokens: int, num_seqs: int) -> None:
-        """Take a prefill iteration."""
-        self.prefill_tokens += _RATE * (num_tokens - self.prefill_tokens)
-        self.prefill_seqs += _RATE * (num_seqs - self.prefill_seqs)
+        """Take an iteration with so many prompt tokens, of so many chunks."""
+        self.prompt_share += _RATE * ((num_seqs > 0) - self.prompt_share)
+        if num_seqs:
+            self.prompt_tokens += _RATE * (num_tokens - self.prompt_tokens)
+            self.prompt_seqs += _RATE * (num_seqs - self.prompt_seqs)
 
     def swapped_in(self, num_seqs: int) -> None:
         """Take an iteration in which requests resume."""
         self.swap_in_seqs += _RATE * (num_seqs - self.swap_in_seqs)
-
-    def returned(self, lost_share: float) -> None:
-        """Take a request that is restored, be it by a copy or by a prefill."""
-        self.lost_share += _RATE * (lost_share - self.lost_share)
 
     def finished(self, num_tokens: int) -> None:
         """Take a request that has generated so many tokens and will generate no more."""
@@ -58,23 +54,23 @@ class RecentPressure:
         self.copy_out_until = max(now, self.copy_out_until) + seconds
         return self.copy_out_until
 
-    def copying_in(self, now: float, seconds: float) -> None:
-        """Take a copy from the host that is predicted to take `seconds`."""
-        self.copy_in_until = max(now, self.copy_in_until) + seconds
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PoolState:
+class PoolState(NamedTuple):
     """How full the pools are when a policy is asked.
 
-    `num_free` and `num_blocks` count device blocks, `num_host_free` and `num_host_blocks` host blocks;
-    `started` are the requests that hold blocks of either kind, `recent` is what happened of late. Host blocks
-    that hold the heads of requests which wait to be prefilled count as free: they are given up for whoever is
-    swapped as a whole.
-
-    The rest is filled in for `ActionPolicy` and `ResumePolicy` only: the running requests, their tokens
-    together, the waiting requests, the blocks of device memory beside the pool that copies out take, and the
-    host blocks that hold heads.
+    Attributes:
+        num_free, num_blocks: device blocks.
+        block_size: tokens per block.
+        num_host_free, num_host_blocks: host blocks.
+        num_started: requests that hold blocks of either kind.
+        recent: what happened of late.
+        num_running: requests that decode.
+        num_context_tokens: their tokens together.
+        num_waiting: requests that wait for their first prefill, or for one more.
+        num_leaving: blocks of device memory beside the pool that copies out take.
+        copy_in_until: when the copies to the device under way end by prediction, on the engine's clock.
+        num_batched_tokens: most tokens of an iteration.
+        mixes: whether prompts share iterations with decodes.
     """
 
     num_free: int
@@ -82,14 +78,16 @@ class PoolState:
     block_size: int
     num_host_free: int
     num_host_blocks: int
-    started: Sequence[Request]
-    recent: RecentPressure = dataclasses.field(default_factory=RecentPressure)
+    num_started: int
+    recent: RecentPressure
     num_running: int = 0
     num_context_tokens: int = 0
     num_waiting: int = 0
     num_leaving: int = 0
-    num_host_heads: int = 0
+    copy_in_until: float = float("-inf")
+    num_batched_tokens: int = 1
+    mixes: bool = True
 
     def num_to_grow(self, output_share: float) -> float:
         """Blocks that all started requests together fill with such a share of a mean output each."""
-        return output_share * self.recent.output_tokens / self.block_size * len(self.started)
+        return output_share * self.recent.output_tokens / self.block_size * self.num_started

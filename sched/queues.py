@@ -9,13 +9,17 @@ import heapq
 import math
 import numbers
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 
 from jaxllm.errors import ConfigError, KVCacheError
 from jaxllm.sched.policies import PriorityPolicy
 from jaxllm.types import Request
 
-_arrival_index = operator.attrgetter("arrival_index")
+_MAX_LOOKED_PAST = 256
+"""Requests that a visit leaves where they are before it ends, those of a group of too long ones apart."""
+
+_Place = tuple[float, int]
+_Group = collections.deque[tuple[_Place, Request]]
 
 
 class Verdict(enum.Enum):
@@ -34,27 +38,32 @@ class Verdict(enum.Enum):
 class RequestQueue:
     """Requests that hold no device blocks, in the groups of a priority policy.
 
-    Members of a group stay in order of arrival, so that only the first of each is ever compared: with
-    lengths as groups, finding the most urgent of 100,000 requests looks at some hundred. Lengths of queued
-    requests must not change.
+    A group stays in order of urgency, so that only the first of each is ever compared: with lengths as
+    groups, finding the most urgent of 100,000 requests looks at some hundred. Lengths of queued requests must
+    not change.
+
+    Attributes:
+        num_tokens: of all of them.
     """
 
     def __init__(self, priority: PriorityPolicy) -> None:
         """An empty queue, read by `priority`."""
         self._priority = priority
-        self._groups: dict[Hashable, list[Request]] = {}
+        self._groups: dict[Hashable, _Group] = {}
+        self._where: dict[str, tuple[Hashable, _Place]] = {}
         self._lengths: collections.Counter[int] = collections.Counter()
         self._shortest: int | None = None  # None if it must be looked for
         self._groups_are_lengths = True
         self._size = 0
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
         """All requests, in order of arrival."""
-        members = [request for group in self._groups.values() for request in group]
-        return iter(sorted(members, key=_arrival_index))
+        members = [request for group in self._groups.values() for _, request in group]
+        return iter(sorted(members, key=operator.attrgetter("arrival_index")))
 
     @property
     def min_num_tokens(self) -> int:
@@ -64,19 +73,28 @@ class RequestQueue:
         return self._shortest
 
     def add(self, request: Request) -> None:
-        """Put a request in its place by arrival."""
+        """Put a request in its place.
+
+        Raises:
+            ConfigError: the policy scores it with something that is not a number.
+        """
         key, length = self._priority.group(request), request.num_tokens
+        entry = self._place(request), request
+        self._where[request.request_id] = key, entry[0]
         if key != length:
             self._groups_are_lengths = False
-        group = self._groups.setdefault(key, [])
-        if group and group[-1].arrival_index > request.arrival_index:
-            bisect.insort(group, request, key=_arrival_index)
+        group = self._groups.setdefault(key, collections.deque())
+        if not group or group[-1][0] < entry[0]:
+            group.append(entry)
+        elif entry[0] < group[0][0]:
+            group.appendleft(entry)
         else:
-            group.append(request)
+            group.insert(bisect.bisect_left(group, entry[0], key=operator.itemgetter(0)), entry)
         self._lengths[length] += 1
         if self._shortest is not None and (length < self._shortest or not self._size):
             self._shortest = length
         self._size += 1
+        self.num_tokens += length
 
     def remove(self, request: Request) -> None:
         """Take a request out.
@@ -84,28 +102,24 @@ class RequestQueue:
         Raises:
             KVCacheError: it is not queued.
         """
-        key = self._priority.group(request)
-        group = self._groups.get(key, [])
-        place = bisect.bisect_left(group, request.arrival_index, key=_arrival_index)
-        if place == len(group) or group[place] is not request:
+        key, place = self._where.get(request.request_id, (None, (0.0, 0)))
+        group = self._groups.get(key, ())
+        index = 0
+        if group and group[0][1] is not request:
+            index = bisect.bisect_left(group, place, key=operator.itemgetter(0))
+        if index == len(group) or group[index][1] is not request:
             raise KVCacheError(f"{request!r} is not in the queue")
-        del group[place]
+        del group[index], self._where[request.request_id]
         if not group:
             del self._groups[key]
-        self._lengths[request.num_tokens] -= 1
-        if not self._lengths[request.num_tokens]:
-            del self._lengths[request.num_tokens]
-            if request.num_tokens == self._shortest:
+        length = request.num_tokens
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]
+            if length == self._shortest:
                 self._shortest = None
         self._size -= 1
-
-    def _check_scores(self, requests: Sequence[Request], now: float) -> None:
-        for request in requests:
-            score = self._priority.score(request, now)
-            if not isinstance(score, numbers.Real):
-                raise ConfigError(
-                    f"{self._priority} scores {request!r} with {score!r}, which is not a number"
-                )
+        self.num_tokens -= length
 
     def visit(
         self, now: float, judge: Callable[[Request], Verdict], too_long: float = math.inf
@@ -114,36 +128,44 @@ class RequestQueue:
 
         It is not asked about those of `too_long` tokens or more, which stay.
         """
-        score = self._priority.score
-        groups: Iterable[list[Request]] = self._groups.values()
-        if self._groups_are_lengths and too_long < math.inf:
-            groups = [group for group in groups if group[0].num_tokens < too_long]
-        try:
-            heads = [(-score(group[0], now), group[0].arrival_index, 0, group) for group in groups]
-        except TypeError:
-            self._check_scores([group[0] for group in groups], now)
-            raise
+        score, by_length = self._score, self._groups_are_lengths
+        heads = [
+            (-score(group[0][1], now), group[0][1].arrival_index, 0, group)
+            for group in self._groups.values()
+            if not by_length or group[0][1].num_tokens < too_long
+        ]
         heapq.heapify(heads)
         taken: list[Request] = []
-        shortest = 0
-        while heads:
+        num_left = _MAX_LOOKED_PAST
+        while heads and num_left:
             _, _, place, group = heads[0]
-            request = group[place]
+            request = group[place][1]
             if request.num_tokens < too_long:
                 verdict = judge(request)
                 if verdict is Verdict.STOP:
                     break
                 if verdict is Verdict.TAKE:
                     taken.append(request)
-                elif verdict is Verdict.SKIP:
-                    too_long = request.num_tokens
-                    shortest = shortest or self.min_num_tokens
-                    if too_long <= shortest:
-                        break
+                else:
+                    num_left -= 1
+                    if verdict is Verdict.SKIP:
+                        too_long = request.num_tokens
+            elif not by_length:
+                num_left -= 1
             place += 1
-            if place == len(group):
+            if place == len(group) or (by_length and request.num_tokens >= too_long):
                 heapq.heappop(heads)
             else:
-                follower = group[place]
+                follower = group[place][1]
                 heapq.heapreplace(heads, (-score(follower, now), follower.arrival_index, place, group))
         return taken
+
+    def _place(self, request: Request) -> _Place:
+        """Where a request stands in its group."""
+        return -self._score(request, 0.0), request.arrival_index
+
+    def _score(self, request: Request, now: float) -> float:
+        score = self._priority.score(request, now)
+        if (type(score) is not float and not isinstance(score, numbers.Real)) or score != score:
+            raise ConfigError(f"{self._priority} scores {request!r} with {score!r}, which is not a number")
+        return score

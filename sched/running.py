@@ -1,4 +1,4 @@
-"""The running requests, with calendars of what their next decode iterations need."""
+"""The requests that decode, with calendars of what their next iterations need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterator
 
 from jaxllm.errors import KVCacheError
-from jaxllm.types import Request
+from jaxllm.types import DecodeClock, Request
 
 _arrival_index = operator.attrgetter("arrival_index")
 
@@ -18,16 +18,18 @@ class RunningRequests:
 
     Each gains one token per iteration, so the iterations in which it needs a block (known modulo
     `block_size`) and in which it decodes last do not change while it is here: an iteration looks them up
-    instead of asking every request.
+    instead of asking every request, whose lengths follow the `clock`.
     """
 
     def __init__(self, block_size: int) -> None:
         """None yet, with blocks of `block_size` tokens."""
         self.requests: list[Request] = []
+        self.clock = DecodeClock()
         self._block_size = block_size
+        self._batch: tuple[Request, ...] | None = ()
+        self._num_tokens = 0  # of all of them, less the ticks since they came
         self._growing: list[list[Request]] = [[] for _ in range(block_size)]
         self._last_decodes: dict[int, list[Request]] = {}
-        self._num_decodes = 0
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -40,27 +42,35 @@ class RunningRequests:
         return request in self.requests[place : place + 1]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them."""
+        return self._num_tokens + self.clock.ticks * len(self.requests)
+
+    @property
     def growing(self) -> list[Request]:
         """Those whose next token needs another block."""
-        return self._growing[self._num_decodes % self._block_size]
+        return self._growing[self.clock.ticks % self._block_size]
 
     def growing_within(self, num_steps: int) -> list[Request]:
         """Those that need another block for their next `num_steps` tokens, at most `block_size`."""
-        phases = range(self._num_decodes, self._num_decodes + num_steps)
+        phases = range(self.clock.ticks, self.clock.ticks + num_steps)
         return [request for phase in phases for request in self._growing[phase % self._block_size]]
 
     def num_steps_to_last(self, limit: int) -> int:
         """Decode iterations until somebody's last token by length, that one included; `limit` at most."""
         for num_steps in range(1, limit):
-            if self._num_decodes + num_steps - 1 in self._last_decodes:
+            if self.clock.ticks + num_steps - 1 in self._last_decodes:
                 return num_steps
         return limit
 
     def join(self, request: Request) -> None:
         """Let a request decode from the next iteration on."""
         bisect.insort(self.requests, request, key=_arrival_index)
-        self._growing[self._growth_phase(request)].append(request)
-        self._last_decodes.setdefault(self._last_decode(request), []).append(request)
+        base = request.follow(self.clock)
+        self._num_tokens += base
+        self._growing[(1 - base) % self._block_size].append(request)
+        self._last_decodes.setdefault(request.max_total_tokens - base - 1, []).append(request)
+        self._batch = None
 
     def leave(self, request: Request) -> None:
         """Take a request out.
@@ -70,11 +80,15 @@ class RunningRequests:
         """
         place = bisect.bisect_left(self.requests, request.arrival_index, key=_arrival_index)
         del self.requests[self.requests.index(request, place)]
-        self._growing[self._growth_phase(request)].remove(request)
-        last_decode = self._last_decode(request)
+        base = request.num_tokens - self.clock.ticks
+        request.leave_clock()
+        self._num_tokens -= base
+        self._growing[(1 - base) % self._block_size].remove(request)
+        last_decode = request.max_total_tokens - base - 1
         self._last_decodes[last_decode].remove(request)
         if not self._last_decodes[last_decode]:
             del self._last_decodes[last_decode]
+        self._batch = None
 
     def advance(self, num_steps: int = 1) -> tuple[tuple[Request, ...], list[Request]]:
         """Schedule `num_steps` tokens of each, at most `num_steps_to_last`.
@@ -82,13 +96,11 @@ class RunningRequests:
         Returns:
             The batch in order of arrival, and those of it whose last token is among them; they have left.
         """
-        batch = tuple(self.requests)
-        for request in batch:  # the hot loop
-            num_tokens = request.num_tokens + num_steps
-            request.num_computed_tokens = num_tokens - 1
-            request.num_tokens = num_tokens
-        self._num_decodes += num_steps
-        ending = list(self._last_decodes.get(self._num_decodes - 1, ()))
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = tuple(self.requests)
+        self.clock.ticks += num_steps
+        ending = list(self._last_decodes.get(self.clock.ticks - 1, ()))
         for request in ending:
             self.leave(request)
         return batch, ending
@@ -103,25 +115,20 @@ class RunningRequests:
         if any(a.arrival_index > b.arrival_index for a, b in itertools.pairwise(requests)):
             raise KVCacheError("scheduler invariant broken: the running requests are not in arrival order")
         for request in requests:
+            base = request.num_tokens - self.clock.ticks
             if not request.num_computed_tokens + 1 == request.num_tokens < request.max_total_tokens:
                 raise KVCacheError(
                     f"scheduler invariant broken: running {request} has computed "
                     f"{request.num_computed_tokens} tokens"
                 )
-            if request not in self._growing[self._growth_phase(request)]:
+            if request not in self._growing[(1 - base) % self._block_size]:
                 raise KVCacheError(f"scheduler invariant broken: running {request} would not grow")
-            if request not in self._last_decodes.get(self._last_decode(request), ()):
+            if request not in self._last_decodes.get(request.max_total_tokens - base - 1, ()):
                 raise KVCacheError(f"scheduler invariant broken: running {request} would not end")
+        if self.num_tokens != sum(request.num_tokens for request in requests):
+            raise KVCacheError(f"scheduler invariant broken: running requests have {self.num_tokens} tokens")
         for calendar in (self._growing, self._last_decodes.values()):
             if sum(map(len, calendar)) != len(requests):
                 raise KVCacheError(
                     "scheduler invariant broken: a calendar holds a request that is not running"
                 )
-
-    def _growth_phase(self, request: Request) -> int:
-        """The decode iteration, modulo `block_size`, in which a request needs a new block."""
-        return (self._num_decodes + 1 - request.num_tokens) % self._block_size
-
-    def _last_decode(self, request: Request) -> int:
-        """The decode iteration that samples a request's last token by length."""
-        return self._num_decodes - 1 + request.max_total_tokens - request.num_tokens

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from jaxllm.errors import KVCacheError, RequestError
+from jaxllm.errors import RequestError
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger, StepRecord
-from jaxllm.sched.policies import SchedulerPolicy
-from jaxllm.sched.preemption import Preemption
-from jaxllm.sched.returns import Returns
+from jaxllm.sched.plan import Plan
+from jaxllm.sched.policies import (
+    Decision,
+    PreemptionAction,
+    ResumeAction,
+    ResumeDecision,
+    SchedulerPolicy,
+    SchedulingPolicy,
+)
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
     MULTI_STEP_SEQS,
@@ -28,30 +34,28 @@ _DEFAULT_POLICY = SchedulerPolicy()
 
 
 class Scheduler:
-    """Decides, iteration by iteration, which requests compute which tokens.
+    """Decides, iteration by iteration, how many tokens each request computes.
 
     A request's way, and what it holds (blocks and a slot, or nothing):
 
-        add -> waiting -> prefilling -> running -> ending -> released -> finish
-               nothing    holds         holds      holds     nothing
-                  ^           only a prompt that   |  ^
-                  |           spans iterations     |  +-- loading <-- swapped in -- swapped
-                  |                                |      holds                     host blocks
-                  +---------- dropped -------------+------------- swapped out ------^
+        add -> waiting -> prompt under way -> running -> ending -> released -> finish
+               nothing    holds       |       holds  |   holds     nothing
+                  ^                   |       ^      |
+                  |                   |       |  loading <-- swapped in -- swapped
+                  |                   |       |   holds                   host blocks
+                  +---- dropped ------+-------|------+                        ^
+                                      +-------|------+---- swapped out -------+
 
-    An iteration either prefills or decodes. Lengths advance when a step is scheduled, not when its tokens
+    Each iteration is planned by the policy's planner, which changes nothing, and then applied: whatever a
+    policy raises leaves everything as it was. Lengths advance when a step is scheduled, not when its tokens
     are known, so that the host can run one step ahead. A request whose last token (by length) has been
     scheduled is `ending`: the step still reads its block table, so what it holds is released at the next
     `schedule`, and it stays RUNNING until `finish` is called.
 
     A swapped request's device blocks are free at once: the executor reads them out, in the order of the
-    device's programs, before whoever gets them next writes. Coming back it decodes in the same iteration, or
+    device's programs, before whoever gets them next writes. Coming back it goes on in the same iteration, or
     is `loading` until the executor says that its copy has arrived; it cannot be preempted meanwhile. Host
     blocks it was swapped in from stay in flight until `complete` says that the step after the copy has ended.
-    Of a dropped request the head may be in host memory; it is swapped in by the iteration that prefills it.
-
-    With `policy.lazy_eviction` what a preempted request held is free, but handed out last and tail first: of
-    the blocks that nobody took until the request is back nothing is copied or computed again.
 
     Executors must read `block_ids` and `slot` before the next call of any method.
     """
@@ -59,26 +63,21 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        policy: SchedulerPolicy = _DEFAULT_POLICY,
+        policy: SchedulingPolicy = _DEFAULT_POLICY,
         *,
         ledger: Ledger | None = None,
     ) -> None:
         """An empty scheduler within the limits of `config`; `ledger` records its decisions."""
         self.config = config
-        self._state = SchedulerState(config, policy, ledger)
-        self._preemption = Preemption(self._state)
-        self._returns = Returns(self._state)
-        self._step_id = 0
+        self.policy = policy
+        self.ledger = ledger
+        self.num_scheduled = 0
+        self.clear()
 
-    @property
-    def policy(self) -> SchedulerPolicy:
-        """What decides."""
-        return self._state.policy
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """What decisions are written to."""
-        return self._state.ledger
+    def clear(self) -> None:
+        """Forget all requests, and free whatever they hold."""
+        self._state = SchedulerState(self.config, self.policy.priority)
+        self._planner = self.policy.planner(self._state)
 
     @property
     def has_unfinished(self) -> bool:
@@ -108,19 +107,7 @@ class Scheduler:
     @property
     def num_free_host_blocks(self) -> int:
         """Host blocks that are neither used nor in flight."""
-        return self._state.host.num_free
-
-    @property
-    def decodes_on(self) -> bool:
-        """Whether the next iteration will do nothing but decode the requests that decode now."""
-        state = self._state
-        return (
-            len(state.running) > 0
-            and not (state.ending or state.swapped or state.copies.is_loading)
-            and state.prefilling is None
-            and not (state.waiting and state.free_slots)
-            and state.num_growing() <= state.pool.num_free
-        )
+        return self._state.copies.num_free
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -137,8 +124,10 @@ class Scheduler:
         if request.status is not RequestStatus.WAITING or request.num_tokens != request.num_prompt_tokens:
             raise RequestError(f"request {request_id!r} was scheduled before; make a new Request")
         self.config.check_fits(request)
+        if self.policy.length is not None:
+            request.predicted_tokens = self.policy.length.predict(request)
+        state.queue(request)
         state.live[request_id] = request
-        state.waiting.add(request)
 
     def schedule(
         self, now: float, copies: CopyProgress = NO_COPIES, max_decode_steps: int = 1
@@ -149,104 +138,29 @@ class Scheduler:
             now: the engine's clock, in seconds.
             copies: what the executor's `copies` says.
             max_decode_steps: decode iterations that may be scheduled together. There are fewer, or one, where
-                a request ends by length, a pool runs full, copies start or arrive, or many requests run.
+                a request ends by length, a pool runs full, or anybody waits, loads, or prefills.
 
         Returns:
-            A prefill or a decode iteration. It is empty when there is nothing to compute, or when what
-            waits needs a token that is still in flight.
+            The iteration. It is empty when there is nothing to compute, or when what waits needs a token that
+            is still in flight.
 
         Raises:
             ConfigError: a policy's answer is not one of those it may give.
+            Exception: whatever a policy raises. In both cases nothing has changed, as `num_scheduled` says.
         """
         state = self._state
-        for request in state.ending:
-            state.release(request)
-        state.ending = []
-        step_id = self._step_id
-        self._step_id = step_id + 1
-        for swap in state.copies.arrived(copies.arrived):
-            state.join(swap)
-        state.num_leaving = copies.num_leaving
-        if not copies.num_leaving:  # whatever was predicted, the link is idle
-            state.recent.copy_out_until = min(state.recent.copy_out_until, now)
-        if state.prefilling is not None or (
-            state.waiting and not state.swapped and state.policy.restore.prefill_first
-        ):
-            num_free = state.pool.num_free
-            if not state.policy.restore.prefill_first:
-                num_free -= state.num_growing()
-            chunks, heads = self._prefill_all(self._returns.startable(now, num_free), now)
-            if chunks:
-                return self._output(step_id, now, prefill=chunks, swap_in=heads)
-        preempted, swap_out = self._preemption.make_room(step_id, now)
-        swap_in: tuple[Swap, ...] = ()
-        load: tuple[Swap, ...] = ()
-        if not preempted and (state.waiting or state.swapped):
-            starting, resuming = self._returns.choose(now)
-            swap_in, load = self._returns.swap_in(resuming, step_id, now)
-            if load and not swap_in and not state.policy.restore.prefill_first:
-                starting = self._returns.startable(now, state.pool.num_free - state.num_growing())
-            if starting:
-                chunks, heads = self._prefill_all(starting, now)
-                return self._output(step_id, now, prefill=chunks, swap_in=heads, load=load)
-        if not state.running and load:  # nothing to do but to wait for a copy
-            swap_in, load = load[:1], load[1:]
-            state.resume(swap_in[0])
-        elif not state.running and state.copies.is_loading:
+        state.settle(copies, now)
+        plan = self._planner.plan(now)
+        while plan is None:
             state.join(state.copies.first_loading())
-            preempted, swap_out = self._preemption.make_room(step_id, now)
-        if not state.running:
-            return SchedulerOutput(step_id)
-        num_steps = 1
-        if max_decode_steps > 1 and not (preempted or swap_in or load):
-            num_steps = self._num_decode_steps(max_decode_steps)
-        self._grow_block_tables(num_steps)
-        batch, state.ending = state.running.advance(num_steps)
-        return self._output(
-            step_id,
-            now,
-            decode=batch,
-            num_decode_steps=num_steps,
-            preempted=tuple(preempted),
-            swap_out=tuple(swap_out),
-            swap_in=swap_in,
-            load=load,
-        )
+            plan = self._planner.plan(now)
+        step_id = self.num_scheduled
+        self.num_scheduled += 1
+        return self._apply(plan, step_id, now, max_decode_steps)
 
     def complete(self, step_id: int) -> None:
         """Note that the device has finished step `step_id` and those before it, with their copies."""
         self._state.copies.complete(step_id)
-
-    def rewind(self, requests: Sequence[Request], num_steps: int) -> None:
-        """Take back the last `num_steps` decode iterations that were scheduled for unfinished ones of these.
-
-        For iterations that were not computed after all. Of the blocks they would have filled, those without
-        a token are free again. Between the iterations and this call nothing may have been scheduled but
-        further iterations of the same requests (`decodes_on`), which must be taken back, too.
-
-        Raises:
-            KVCacheError: a request does not decode, or has not decoded as often.
-        """
-        state = self._state
-        requests = [request for request in requests if not request.is_finished]
-        for request in requests:
-            if request not in state.running and request not in state.ending:
-                raise KVCacheError(f"cannot rewind {request}: it does not decode")
-            if not 0 <= num_steps <= request.num_in_flight:
-                raise KVCacheError(
-                    f"cannot rewind {request} by {num_steps} tokens: {request.num_in_flight} are in flight"
-                )
-        for request in requests:
-            if request in state.ending:
-                state.ending.remove(request)
-            else:
-                state.running.leave(request)
-            request.num_tokens -= num_steps
-            request.num_computed_tokens -= num_steps
-            num_blocks = state.pool.blocks_for(request.num_computed_tokens)
-            state.pool.release(request.block_ids[num_blocks:])
-            del request.block_ids[num_blocks:]
-            state.running.join(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a live request in any state; what it holds is free at once.
@@ -262,13 +176,8 @@ class Scheduler:
             why = "has already finished" if request.is_finished else "was never added"
             raise RequestError(f"cannot finish request {request.request_id!r}: it {why}")
         state.copied_out_at.pop(request.request_id, None)
-        evicted = state.evicted.pop(request.request_id, None)
-        if evicted is not None:
-            state.pool.forget(evicted)
         if request.status is RequestStatus.WAITING:
             state.waiting.remove(request)
-            if request.host_handle is not None:
-                state.copies.give_up(request)
         elif request.host_handle is not None:
             if request.slot is None:
                 state.swapped.remove(request)
@@ -276,35 +185,188 @@ class Scheduler:
                 state.release(request)
             state.copies.give_up(request)
         elif request.slot is not None:
-            if request is state.prefilling:
-                state.prefilling = None
-            elif request in state.ending:
+            if request in state.ending:
                 state.ending.remove(request)
             else:
-                state.running.leave(request)
+                state.leave(request)
             state.copies.leave(request)
             state.release(request)
         del state.live[request.request_id]
-        if reason != "abort":
+        if reason in ("stop", "length"):
             state.recent.finished(len(request.output_token_ids))
-        if state.ledger is not None:
-            state.ledger.finished(request.request_id)
+            if self.policy.length is not None:
+                self.policy.length.observe(request, len(request.output_token_ids))
+        if self.ledger is not None:
+            self.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
-    def _output(self, step_id: int, now: float, **parts: Any) -> SchedulerOutput:
+    def reprioritize(self, request: Request, priority: int) -> None:
+        """Give a live request another `priority` (`PriorityClasses`)."""
+        queue = {RequestStatus.WAITING: self._state.waiting, RequestStatus.SWAPPED: self._state.swapped}
+        if request.slot is None and request.status in queue:
+            queue[request.status].remove(request)
+            request.priority = priority
+            queue[request.status].add(request)
+        request.priority = priority
+
+    # Applying a plan
+
+    def _apply(self, plan: Plan, step_id: int, now: float, max_decode_steps: int) -> SchedulerOutput:
         state = self._state
-        joined, discarded = state.copies.emit(step_id, parts.get("swap_in", ()))
-        ending = tuple(state.ending)
-        output = SchedulerOutput(step_id, discarded=discarded, joined=joined, ending=ending, **parts)
-        if state.ledger is not None:
-            self._record(output, now)
+        num_steps = self._num_decode_steps(plan, max_decode_steps)
+        self._note_passed(plan)
+        swap_out = [self._preempt(*victim, plan.scores, step_id, now) for victim in plan.victims]
+        swap_in: list[Swap] = []
+        load: list[Swap] = []
+        chunks = plan.chunks
+        for request, decision, length in plan.resuming:
+            swap = self._copy_back(request, decision, step_id, now)
+            if decision.action is ResumeAction.AT_ONCE:
+                state.resume(swap)
+                swap_in.append(swap)
+                if request in state.prompts:
+                    chunks.append((request, length))
+            else:
+                state.copies.load(swap)
+                load.append(swap)
+        batch: tuple[Request, ...] = ()
+        num_context_tokens = 0
+        if plan.decodes and state.running:
+            growing = state.running.growing if num_steps == 1 else state.running.growing_within(num_steps)
+            for request, block_id in zip(growing, state.pool.allocate(len(growing)), strict=True):
+                request.block_ids.append(block_id)
+            num_context_tokens = state.running.num_tokens + len(state.running) * (num_steps - 1) // 2
+            batch, ending = state.running.advance(num_steps)
+            state.ending += ending
+        for request, _ in plan.starting:
+            self._start(request, step_id, now)
+        prefill = [self._prefill(request, length) for request, length in (*chunks, *plan.starting)]
+        if swap_in:
+            state.recent.swapped_in(len(swap_in))
+        state.recent.prefilled(sum([chunk.length for chunk in prefill]), len(prefill))
+        if not (batch or prefill):
+            return SchedulerOutput(step_id)  # whatever executors are to be told waits
+        joined, discarded = state.copies.emit(step_id)
+        output = SchedulerOutput(
+            step_id,
+            decode=batch,
+            prefill=tuple(prefill),
+            preempted=tuple([victim for victim, _ in plan.victims]),
+            swap_out=tuple([swap for swap in swap_out if swap is not None]),
+            swap_in=tuple(swap_in),
+            load=tuple(load),
+            joined=joined,
+            discarded=discarded,
+            ending=tuple(state.ending),
+            num_decode_steps=num_steps,
+            num_context_tokens=num_context_tokens,
+        )
+        if self.ledger is not None:
+            self._record(self.ledger, output, now)
         return output
 
-    def _record(self, output: SchedulerOutput, now: float) -> None:
+    def _num_decode_steps(self, plan: Plan, limit: int) -> int:
+        """How many iterations may go by before the next decision."""
         state = self._state
-        assert state.ledger is not None
+        running = state.running
+        is_calm = plan.is_only_decode and not (state.is_queued or state.prompts or state.copies.num_loading)
+        if limit == 1 or not (is_calm and plan.is_repeatable) or len(running) > MULTI_STEP_SEQS:
+            return 1
+        num_steps = running.num_steps_to_last(min(limit, state.pool.block_size))
+        while num_steps > 1 and len(running.growing_within(num_steps)) > state.pool.num_free:
+            num_steps -= 1
+        return num_steps
+
+    def _note_passed(self, plan: Plan) -> None:
+        """Count those who take blocks while an earlier request has none; who was counted for is protected."""
+        if plan.reserved is not None:
+            plan.reserved.is_protected = True
+        if plan.resuming or plan.starting:
+            first = self._state.first_queued()
+            taking = [one[0] for one in (*plan.resuming, *plan.starting)]
+            if first is not None and first not in taking:
+                first.num_passed += len(taking)
+
+    def _preempt(
+        self,
+        victim: Request,
+        decision: Decision,
+        scores: Sequence[tuple[str, float]],
+        step_id: int,
+        now: float,
+    ) -> Swap | None:
+        """Take a holder's blocks and slot, and queue it to be prefilled again or copied back."""
+        state = self._state
+        if self.ledger is not None:
+            self.ledger.preempted(victim, step_id, now, scores, decision)
+        state.leave(victim)
+        block_ids = victim.block_ids
+        state.release(victim)
+        victim.metrics.num_preemptions += 1
+        swap = None
+        if decision.action is PreemptionAction.SWAP:
+            num_copied = state.pool.blocks_for(victim.num_computed_tokens)
+            swap = state.copies.make(victim, block_ids[:num_copied])
+            if decision.copy_seconds is not None:
+                ends_at = state.recent.copying_out(now, decision.copy_seconds)
+                state.copied_out_at[victim.request_id] = ends_at
+            state.num_leaving += num_copied
+            victim.metrics.num_swaps += 1
+        state.queue(victim)
+        return swap
+
+    def _copy_back(self, request: Request, decision: ResumeDecision, step_id: int, now: float) -> Swap:
+        """The copy that fills the blocks a swapped request gets."""
+        state = self._state
+        handle = request.host_handle
+        assert handle is not None  # whatever is swapped has one
+        state.swapped.remove(request)
+        state.copied_out_at.pop(request.request_id, None)
+        state.hold(request, request.num_computed_tokens)
+        if decision.copy_seconds:
+            until = max(now, state.recent.copy_in_until)
+            state.recent.copy_in_until = until + decision.copy_seconds
+        if self.ledger is not None:
+            self.ledger.returns(request.request_id, decision)
+            self.ledger.resumed(request, step_id, now)
+        return Swap(request, handle, tuple(request.block_ids))
+
+    def _start(self, request: Request, step_id: int, now: float) -> None:
+        """Let a waiting request begin, or begin again."""
+        state = self._state
+        state.waiting.remove(request)
+        state.hold(request, 0)
+        state.activate(request)
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = now
+        elif self.ledger is not None:
+            self.ledger.resumed(request, step_id, now)
+
+    def _prefill(self, request: Request, length: int) -> PrefillChunk:
+        """Schedule `length` tokens of a prompt under way, and a sample if none remain."""
+        state = self._state
+        start = request.num_computed_tokens
+        stop = start + length
+        state.grow(request, stop)
+        request.num_computed_tokens = stop
+        is_first, request.is_slot_new = request.is_slot_new, False
+        num_recomputed = max(0, min(stop, request.num_lost_tokens) - start)
+        if stop >= request.num_lost_tokens:
+            request.num_lost_tokens = 0
+        is_last = stop == request.num_tokens
+        if is_last:
+            state.prompts.remove(request)
+            request.num_tokens += 1
+            if request.num_tokens == request.max_total_tokens:
+                state.ending.append(request)
+            else:
+                state.activate(request)
+        return PrefillChunk(request, start, length, is_last, is_first, num_recomputed)
+
+    def _record(self, ledger: Ledger, output: SchedulerOutput, now: float) -> None:
+        state = self._state
         record = StepRecord(
             step_id=output.step_id,
             time=now,
@@ -312,88 +374,14 @@ class Scheduler:
             num_running=self.num_running,
             num_swapped=self.num_swapped,
             num_used_blocks=state.pool.num_used,
-            num_used_host_blocks=state.host.num_blocks - state.host.num_free,
+            num_used_host_blocks=state.copies.num_blocks - state.copies.num_free,
             num_prefill_tokens=output.num_prefill_tokens,
             num_decoded=len(output.decode) * output.num_decode_steps,
             num_dropped=len(output.preempted) - len(output.swap_out),
             num_swapped_out=len(output.swap_out),
             num_swapped_in=len(output.swap_in) + len(output.joined),
         )
-        state.ledger.step(record)
-
-    # Prefill iterations
-
-    def _prefill_all(
-        self, starting: Sequence[Request], now: float
-    ) -> tuple[tuple[PrefillChunk, ...], tuple[Swap, ...]]:
-        """Prompt chunks of the partly prefilled request, if there is one, and of those that start.
-
-        With them go the copies that bring back the first blocks of the latter.
-        """
-        state = self._state
-        budget = self.config.max_num_batched_tokens
-        chunks: list[PrefillChunk] = []
-        heads: list[Swap] = []
-        if state.prefilling is not None:
-            chunks.append(self._prefill(state.prefilling, budget, is_first=False))
-        for request in starting:
-            request.num_computed_tokens = state.num_intact_tokens(request)
-            state.waiting.remove(request)
-            state.take_back(request)
-        for request in starting:
-            num_intact = len(request.block_ids)
-            state.hold(request, state.pool.blocks_for(request.num_tokens))
-            heads += self._returns.swap_in_head(request, num_intact)
-            request.status = RequestStatus.RUNNING
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = now
-            elif state.ledger is not None:
-                state.ledger.resumed(request, self._step_id - 1, now)
-            chunks.append(self._prefill(request, budget, is_first=True))
-        if chunks:
-            state.recent.prefilled(sum([chunk.length for chunk in chunks]), len(chunks))
-        return tuple(chunks), tuple(heads)
-
-    def _prefill(self, request: Request, budget: int, *, is_first: bool) -> PrefillChunk:
-        """Schedule up to `budget` tokens of an admitted request, and a sample if none remain."""
-        state = self._state
-        start = request.num_computed_tokens
-        length = min(request.num_tokens - start, budget)
-        request.num_computed_tokens = start + length
-        is_last = start + length == request.num_tokens
-        state.prefilling = None if is_last else request
-        if is_last:
-            request.num_tokens += 1
-            if request.num_tokens == request.max_total_tokens:
-                state.ending.append(request)
-            else:
-                state.running.join(request)
-        is_recompute = request.metrics.num_preemptions > request.metrics.num_swaps
-        return PrefillChunk(request, start, length, is_last, is_first, is_recompute)
-
-    # Decode iterations
-
-    def _num_decode_steps(self, limit: int) -> int:
-        """How many iterations may go by before the next decision."""
-        state = self._state
-        running = state.running
-        if len(running) > MULTI_STEP_SEQS or state.swapped or state.copies.is_loading:
-            return 1
-        if state.policy.decode_needs_free_block:
-            return 1  # there may be a decision at any block that is taken
-        if state.waiting and state.free_slots:
-            return 1  # whoever waits starts as soon as there are blocks
-        num_steps = running.num_steps_to_last(min(limit, state.pool.block_size))
-        while num_steps > 1 and len(running.growing_within(num_steps)) > state.pool.num_free:
-            num_steps -= 1
-        return num_steps
-
-    def _grow_block_tables(self, num_steps: int) -> None:
-        """Give each running request the block that its next tokens need."""
-        state = self._state
-        growing = state.running.growing_within(num_steps)
-        for request, block_id in zip(growing, state.pool.allocate(len(growing)), strict=True):
-            request.block_ids.append(block_id)
+        ledger.step(record)
 
     def check(self) -> None:
         """Verify every invariant of queues, slots and blocks, in O(live requests + blocks).
@@ -401,4 +389,4 @@ class Scheduler:
         Raises:
             KVCacheError: one is broken; the message says which.
         """
-        self._state.check()
+        check_invariants(self._state)

@@ -35,9 +35,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other framewo
 import jax
 from gpu import engine, kernels
 
-from jaxllm import LLM
-from jaxllm.bench import hardware
-from jaxllm.bench.command import command_line
+from jaxllm import LLM, hardware
+from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
 from jaxllm.pallas_kernels import default_implementation
 
@@ -114,7 +113,7 @@ class Report:
         self.values[name] = described
         self.values["seconds"] = time.perf_counter() - self._started
         if self._out is not None:
-            self._out.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+            write_json(self._out, self.values)
         return result
 
 

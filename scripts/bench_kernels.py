@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import platform
 import statistics
 import time
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import pallas_kernels
+from jaxllm.bench.results import write_json
 
 LAYER = 0
 
@@ -53,7 +53,7 @@ def main() -> None:
         "options": {k: v for k, v in vars(options).items() if k not in ("out", "implementation")},
         "results": results,
     }
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options.out, report)
     for name, result in results.items():
         times = f"{result['median_ms']:9.3f} ms (min {result['min_ms']:.3f})"
         print(f"{name:8} {times} {result['gb_per_s']:8.2f} GB/s")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import pathlib
 import statistics
 import sys
@@ -25,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllm.bench import hardware
-from jaxllm.bench.command import command_line
+from jaxllm import hardware
+from jaxllm.bench.results import command_line, write_json
 
 _CONTRACTIONS = {"rows_first": (1, 1), "weight_first": (1, 1), "transposed_weight": (1, 0)}
 Chain = Callable[[], object]
@@ -143,7 +142,7 @@ def main() -> None:
             "versions": hardware.versions(),
             "table": table,
         }
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ repetition, so that a machine whose speed drifts is as fair to one as to the oth
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 import sys
@@ -17,9 +16,9 @@ import time
 from typing import Any
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.bench.command import command_line
-from jaxllm.bench.hardware import describe_hardware, versions
+from jaxllm.bench.results import command_line, write_json
 from jaxllm.engine.engine import Engine
+from jaxllm.hardware import describe_hardware, versions
 from jaxllm.llm import demo_model_path
 from jaxllm.sched.scheduler import Scheduler
 
@@ -86,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         "output_len": args.output_len,
         "rows": rows,
     }
-    args.out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(args.out, values)
 
 
 if __name__ == "__main__":

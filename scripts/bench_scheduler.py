@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import os
 import pathlib
 import platform
@@ -25,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxllm.bench.command import command_line
+from jaxllm.bench.results import command_line, write_json
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
@@ -266,7 +265,7 @@ def main() -> None:
             "command": command_line(["python", *sys.argv]),
             "timings": [dataclasses.asdict(timing) for timing in timings],
         }
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import pathlib
 import sys
@@ -19,7 +18,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from jaxllm.bench.command import command_line
+from jaxllm.bench.results import command_line, write_json
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -96,7 +95,7 @@ def main() -> None:
             "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
             "replays": rows,
         }
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

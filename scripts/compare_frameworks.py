@@ -27,7 +27,7 @@ from compare.backends import BACKENDS, get_backends, interpreters
 from compare.runner import Comparison
 from compare.workloads import BLOCK_SIZE, PROMPT_LENGTHS, Workload, get_workload, save_workload
 
-from jaxllm.bench.command import command_line
+from jaxllm.bench.results import command_line, write_json
 
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 64
@@ -185,7 +185,7 @@ def main() -> int:
         try:
             for results in measure(args, command_line(["python", *sys.argv])):
                 if args.out is not None:
-                    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                    write_json(args.out, results)
         except (OSError, KeyError, ValueError) as error:
             print(f"compare_frameworks.py: {type(error).__name__}: {error}", file=sys.stderr)
             return 2

@@ -13,8 +13,9 @@ from pathlib import Path
 from jaxllm import LLM
 from jaxllm.bench.replay import replay
 from jaxllm.cli.explain import plot, summary, timeline
+from jaxllm.ledgers import read_ledger
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.sched.ledger import Ledger, PreemptionRecord, read_ledger
+from jaxllm.sched.ledger import Ledger, PreemptionRecord
 from jaxllm.sched.presets import make_preset
 from jaxllm.workloads import make_trace
 from jaxllm.workloads.result import RunResult
@@ -38,7 +39,7 @@ def row(preset: str, result: RunResult, records: list[PreemptionRecord]) -> str:
     """A line of the table."""
     predicted = [record.predicted_seconds for record in records if record.predicted_seconds is not None]
     measured = [record.measured_seconds for record in records if record.measured_seconds is not None]
-    swapped = sum(record.is_copied_back for record in records)
+    swapped = sum(record.is_swap for record in records)
     costs = f"{1e3 * sum(predicted):.0f} ms" if predicted else "-"
     return (
         f"| {preset} | {result.output_tokens_per_second:.0f} | {result.weighted_turnaround.mean():.2f} | "

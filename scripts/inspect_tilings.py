@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -30,9 +29,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={_DU
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from jaxllm import pallas_kernels  # noqa: E402
-from jaxllm.bench import hardware  # noqa: E402
-from jaxllm.bench.command import command_line  # noqa: E402
+from jaxllm import hardware, pallas_kernels  # noqa: E402
+from jaxllm.bench.results import command_line, write_json  # noqa: E402
 from jaxllm.errors import ConfigError  # noqa: E402
 from jaxllm.gpu.target import Compiler, GPUTarget, get_target  # noqa: E402
 from jaxllm.pallas_kernels.triton import Tiling, alternative_tilings, default_tiling  # noqa: E402
@@ -178,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
             "heads": args.heads,
             "rows": rows,
         }
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

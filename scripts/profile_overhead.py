@@ -18,8 +18,8 @@ import pathlib
 import sys
 from typing import Any
 
-from jaxllm.bench import hardware
-from jaxllm.bench.command import command_line
+from jaxllm import hardware
+from jaxllm.bench.results import command_line
 from jaxllm.bench.step_times import StepTimer
 from jaxllm.bench.throughput import Repetition, Workload, num_params, overhead, run_once, spread
 from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, model_folder, note

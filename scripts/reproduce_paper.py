@@ -51,7 +51,7 @@ from paper.cells import (
 from paper.models import model_folder
 from sweep.options import list_of
 
-from jaxllm.bench.command import command_line
+from jaxllm.bench.results import command_line, write_json
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.fit_report import FitReport
 from jaxllm.predictors.regression import fit
@@ -75,7 +75,7 @@ def run_all(args: argparse.Namespace, parts: Sequence[str]) -> tuple[list[dict[s
 
     Rows are also appended to `cells.jsonl` as they come, so that an interrupted run loses none.
     """
-    from jaxllm.bench import hardware
+    from jaxllm import hardware
 
     rows: list[dict[str, Any]] = []
     sources = []
@@ -265,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
         "cells": rows,
         "prediction_errors": {kind: found.to_dict() for kind, found in fits.items()},
     }
-    (folder / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "results.json", values)
     (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
     print(f"{len(rows)} runs in {values['seconds']} s; see {folder / 'report.md'}")
 

@@ -7,9 +7,8 @@
 
 Part `actions`: always swap (while it fits), always recompute, the adaptive choice and hindsight, with
 everything else alike, in every cell; the link's speed goes from far too slow to far too fast. Part `near`:
-the cells near a crossover of an earlier sweep once more, on traces as long as one likes. Part `mixed`:
-what restoring a dropped request in part from the host gains, and could at best. Part `policies`: what each
-of the policies of preset `adaptive` is worth, one changed at a time.
+the cells near a crossover of an earlier sweep once more, on traces as long as one likes. Part `policies`:
+what each of the policies of preset `adaptive` is worth, one changed at a time.
 
 The device is a roofline (`jaxllm.predictors.roofline`) times noise: ratios measured / predicted of a real
 profile. Predictors are fitted to other noisy samples and corrected while they run, as the engine's are.
@@ -21,7 +20,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import json
 import math
 import multiprocessing
 import pathlib
@@ -45,35 +43,22 @@ from sweep.cells import (
 from sweep.options import list_of
 from sweep.report import load_near, places, report
 
-from jaxllm.bench.command import command_line
+from jaxllm.bench.results import command_line, write_json
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.samples import load_samples
 
-PARTS = ("actions", "mixed", "policies")
+PARTS = ("actions", "policies")
 ALL_PARTS = (*PARTS, "near")
 OPTIONS_OF_PARTS: dict[str, tuple[Callable[[str], Any], Any, tuple[str, ...], str]] = {
     "models": (str, ALL_MODELS[:1], PARTS, "; policies takes one"),
-    "datasets": (str, ("chatbot", "summary"), ("actions", "mixed"), "; policies takes all"),
+    "datasets": (str, ("chatbot", "summary"), ("actions",), "; policies takes all"),
     "output-lengths": (int, OUTPUT_LENGTHS, ("actions",), ""),
-    "host-blocks": (int, HOST_BLOCKS, ("actions", "mixed"), ""),
+    "host-blocks": (int, HOST_BLOCKS, ("actions",), ""),
     "link-speeds": (float, LINK_SPEEDS, ("actions",), ""),
     "policies-output-length": (int, 64, ("policies",), ""),
     "policies-link-speed": (float, 1.0, ("policies",), ""),
 }
 """Options that parts of the sweep have: type, default (several go with commas), the parts, and a remark."""
-MIXED_COLUMNS = (
-    "model",
-    "dataset",
-    "max_output_len",
-    "num_host_blocks",
-    "link_speed",
-    "variant",
-    "num_requests",
-    "seed",
-    "output_tokens_per_second",
-    "num_preemptions",
-    "num_swaps",
-)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -183,10 +168,9 @@ def main(argv: list[str] | None = None) -> None:
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "places": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows)],
         "near": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows, "near")],
-        "mixed": [{name: row[name] for name in MIXED_COLUMNS} for row in rows if row["part"] == "mixed"],
         "policies": [row for row in rows if row["part"] == "policies"],
     }
-    (args.out_dir / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(args.out_dir / "results.json", values)
     (args.out_dir / "report.md").write_text(report(rows, args), encoding="utf-8")
     print(f"{len(rows)} simulations in {values['seconds']} s; see {args.out_dir / 'report.md'}")
 

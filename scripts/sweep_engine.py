@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 import statistics
@@ -33,15 +32,14 @@ from typing import Any
 from sweep.options import list_of
 from sweep.report import Place, shares_report
 
-from jaxllm import LLM
-from jaxllm.bench import hardware
-from jaxllm.bench.command import command_line
-from jaxllm.bench.profile import Profiler
+from jaxllm import LLM, hardware
 from jaxllm.bench.replay import Replay, Stopwatch, replay_side_by_side
+from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.sched.policies import AlwaysRecompute, OverlapAwareResume, SchedulerPolicy, SwapIfItFits
+from jaxllm.profiling import Profiler
+from jaxllm.sched.policies import AlwaysRecompute, SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import adaptive
 from jaxllm.workloads import Trace, UniformLengths, make_trace
 from jaxllm.workloads.result import RunResult
@@ -104,7 +102,7 @@ def policy_of(action: str, costs: CostModel) -> SchedulerPolicy:
     if action in ("adaptive", AGAIN):
         return policy
     fixed = AlwaysRecompute() if action == "recompute" else SwapIfItFits(costs)
-    return dataclasses.replace(policy, action=fixed, resume=OverlapAwareResume(costs, gives_up=False))
+    return dataclasses.replace(policy, action=fixed)
 
 
 def side_by_side(
@@ -200,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     num_tokens = (args.prompt_len * 5 // 8) + max(args.output_lengths) // 2
     block_size = llm.executor.block_size
     num_bytes = 2 * -(-num_tokens // block_size) * profiler.model.block_bytes(block_size)
-    equal = num_bytes / table.prefill_seconds(num_tokens, 1)
+    equal = num_bytes / table.step_seconds(0, 0, num_tokens, 1)
     prefill_seconds = [profiler.time_prefill(num_tokens, 1)]
     prompts = UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len)
     rows, found = [], []
@@ -244,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         "prefill_seconds": prefill_seconds,
         "rows": rows,
     }
-    (args.out_dir / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(args.out_dir / "results.json", values)
     found.sort(key=lambda place: (place.output, place.host, place.speed))
     lines = [
         "# Swap or recompute, on the real engine",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import pathlib
 import statistics
@@ -25,15 +24,14 @@ from typing import Any, NamedTuple
 
 from sweep.options import list_of
 
-from jaxllm import LLM
-from jaxllm.bench import hardware
-from jaxllm.bench.command import command_line
-from jaxllm.bench.profile import Profiler
+from jaxllm import LLM, hardware
 from jaxllm.bench.replay import replay
+from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
 from jaxllm.predictors.base import CostKind, CostModel
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.regression import Sample
+from jaxllm.profiling import Profiler
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.simulator.run import simulate
@@ -189,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
             "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
             "rows": rows,
         }
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """Engines over one executor, with and without preemption."""
 
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
 from jaxllm.engine.engine import Engine
 from jaxllm.llm import LLM
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import SchedulerPolicy
+from jaxllm.sched.plan import PolicyPlanner
+from jaxllm.sched.policies import PreemptionAction, SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.types import NO_COPIES
 
 SMALL = {
     "skip_tokenizer_init": True,
@@ -24,14 +28,41 @@ def make_llm(path, **settings):
     return LLM(path, **{**SMALL, **settings})
 
 
-class RestlessScheduler(Scheduler):
-    """Preempts the latest running request every third iteration, on top of its policy."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scripted(SchedulerPolicy):
+    """Preempts more holders than it must: of three numbers of the script one, divided by 3, is whom."""
 
-    def schedule(self, now, copies=NO_COPIES, max_decode_steps=1):
-        running = self._state.running
-        if self._step_id % 3 == 2 and len(running) > 1:
-            self._preemption.preempt(running.requests[-1], self._step_id, now)
-        return super().schedule(now, copies, max_decode_steps)
+    script: Iterator[int]
+
+    def planner(self, state):
+        return _ScriptedPlanner(state, self)
+
+
+class _ScriptedPlanner(PolicyPlanner):
+    def plan(self, now):
+        plan, state = super().plan(now), self._state
+        draw = next(self._policy.script)
+        if plan is None or draw % 3:
+            return plan
+        gone = [victim for victim, _ in plan.victims]
+        holders = [one for one in (*state.running, *state.prompts) if one not in gone]
+        computing = (*(state.running if plan.decodes else ()), *(chunk[0] for chunk in plan.chunks))
+        if len(holders) > 1:
+            victim = holders[draw // 3 % len(holders)]
+            if any(one not in (victim, *gone) for one in computing):
+                plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
+                pools = state.pools(state.pool.num_free, state.copies.num_free, mixes=self._mixes)
+                for other, decision in plan.victims:
+                    if decision.action is PreemptionAction.SWAP:
+                        num_copied = state.pool.blocks_for(other.num_computed_tokens)
+                        pools = pools._replace(num_host_free=pools.num_host_free - num_copied)
+                self._give_up(plan, victim, 0.0, pools, now)
+        return plan
+
+
+def restless(**parts):
+    """Preempts the latest request every third iteration."""
+    return Scripted(script=itertools.cycle([1, 1, -3]), **parts)
 
 
 def make_engine(

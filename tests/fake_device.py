@@ -14,16 +14,14 @@ def next_token(token_ids):
 class FakeDevice:
     """A KV pool whose cells know what was written to them, copies on the host, a newest token per slot.
 
-    `forgets` wipes blocks as they are copied out, so that only the copy can bring them back. Several decode
-    iterations end with the first request that does; those scheduled to follow them compute nothing.
+    Blocks are wiped as they are copied out, so that only the copy can bring them back. A row that has sampled
+    one of its end tokens computes nothing any more.
     """
 
-    def __init__(self, block_size, forgets):
+    def __init__(self, block_size):
         self.block_size = block_size
-        self.forgets = forgets
         self.cells = {}
-        self.newest_token = {}
-        self.num_tokens = {}
+        self.slots = {}  # slot -> request, newest token, number of tokens
         self.host = {}
         self.handles = set()
         self.loading = {}  # handle -> whether its blocks are filled only when it joins
@@ -36,70 +34,59 @@ class FakeDevice:
         for swap in scheduled.joined:
             if self.loading.pop(swap.handle):
                 self._bring_back(swap)
-            self._resume(swap, scheduled.num_decode_steps)
+            self._resume(swap)
         for swap in scheduled.swap_out:
             assert swap.handle not in self.handles, "a handle is used twice"
             self.handles.add(swap.handle)
             self.host[swap.handle] = [self._take_block(block_id) for block_id in swap.block_ids]
-        prefilled = {chunk.request for chunk in scheduled.prefill}
         for swap in scheduled.swap_in:
             self._bring_back(swap)
-            if swap.request in prefilled:
-                del self.host[swap.handle]
-            else:
-                self._resume(swap, scheduled.num_decode_steps)
+            self._resume(swap)
         for swap in scheduled.load:
             self.loading[swap.handle] = swap.handle % 2 == 0
             if not self.loading[swap.handle]:
                 self._bring_back(swap)
         sampled = []
-        num_steps = scheduled.num_decode_steps if scheduled.decode else 0
-        behind = {r for r in scheduled.decode if self.num_tokens[r.slot] != r.num_tokens - num_steps}
-        if behind:
-            assert behind == set(scheduled.decode), "some go on from tokens that are not there"
-            return sampled
-        going_on = [r for r in scheduled.decode if self.newest_token[r.slot] not in r.end_token_ids]
-        for num_left in reversed(range(num_steps if going_on else 0)):
-            for request in scheduled.decode:
-                if request not in going_on:
-                    sampled.append(0)  # it has ended, and nobody reads this
-                    continue
-                # It feeds its newest token, which the host may not know yet.
-                num_tokens = request.num_tokens - num_left
-                self._write(request, num_tokens - 2, [self.newest_token[request.slot]])
-                sampled.append(self._sample(request, num_tokens))
-            if any(self.newest_token[r.slot] in r.end_token_ids for r in going_on):
-                break
-        if not going_on or len(sampled) == num_steps * len(scheduled.decode):
-            self.num_tokens.update({r.slot: r.num_tokens for r in scheduled.decode if r not in going_on})
+        num_steps = scheduled.num_decode_steps
+        assert num_steps == 1 or not scheduled.prefill, "several iterations beside a prompt"
+        for num_left in reversed(range(num_steps)):
+            sampled += [self._decode(request, request.num_tokens - num_left) for request in scheduled.decode]
         for chunk in scheduled.prefill:
             stop = chunk.start + chunk.length
             token_ids = chunk.request.token_ids(chunk.start, stop)
             assert len(token_ids) == chunk.length, "prefills a token that is not known"
+            if chunk.is_first:
+                self.slots[chunk.request.slot] = chunk.request, None, chunk.start
+            assert self.slots[chunk.request.slot][0] is chunk.request, "goes on in a slot it did not open"
             self._write(chunk.request, chunk.start, token_ids)
         last = [chunk.request for chunk in scheduled.prefill if chunk.is_last]
         return sampled + [self._sample(request, request.num_tokens) for request in last]
 
+    def _decode(self, request, num_tokens):
+        """The token after the newest one, which the host may not know yet."""
+        owner, newest, count = self.slots[request.slot]
+        assert (owner, count) == (request, num_tokens - 1), "goes on from a token that is not there"
+        if newest in request.end_token_ids and count > request.num_prompt_tokens:
+            self.slots[request.slot] = request, newest, num_tokens
+            return 0  # nobody reads it
+        self._write(request, num_tokens - 2, [newest])
+        return self._sample(request, num_tokens)
+
     def _bring_back(self, swap):
         copies = self.host[swap.handle]
         assert len(copies) == len(swap.block_ids)
-        missing = slice(swap.num_intact, None)
-        for block_id, cells in zip(swap.block_ids[missing], copies[missing], strict=True):
+        for block_id, cells in zip(swap.block_ids, copies, strict=True):
             self.cells.update({(block_id, row): cell for row, cell in enumerate(cells) if cell})
 
-    def _resume(self, swap, num_steps):
+    def _resume(self, swap):
         del self.host[swap.handle]
         request = swap.request
         if request.slot is not None:  # else it was preempted again at once
-            known = request.token_ids(0, request.num_tokens)
-            num_computed = request.num_computed_tokens - (num_steps - 1)  # before this iteration's
-            assert len(known) >= num_computed, "resumes with a token in flight"
-            self.newest_token[request.slot] = known[-1]
-            self.num_tokens[request.slot] = len(known)
+            known = request.token_ids(0, request.max_total_tokens)
+            self.slots[request.slot] = request, known[-1], len(known)
 
     def _take_block(self, block_id):
-        take = self.cells.pop if self.forgets else self.cells.get
-        return [take((block_id, row), None) for row in range(self.block_size)]
+        return [self.cells.pop((block_id, row), None) for row in range(self.block_size)]
 
     def _cell(self, request, position):
         return request.block_ids[position // self.block_size], position % self.block_size
@@ -115,6 +102,5 @@ class FakeDevice:
             assert (owner, written_position) == (request.request_id, position), "attends to another's KV"
             context.append(token_id)
         token_id = next_token(context)
-        self.newest_token[request.slot] = token_id
-        self.num_tokens[request.slot] = num_tokens
+        self.slots[request.slot] = request, token_id, num_tokens
         return token_id

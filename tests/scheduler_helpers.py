@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import PoolState, SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.policies import PoolState, RecentPressure, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import CopyProgress, PrefillChunk, Request, SchedulerOutput
 
-NO_WATERMARK = SchedulerPolicy(admission=WatermarkAdmission(0.0))
+V1 = SchedulerPolicy(patience=None)
 
 
 def make_request(index: int, num_prompt_tokens: int, max_new_tokens: int = 8, **changes: Any) -> Request:
@@ -29,9 +29,7 @@ def make_request(index: int, num_prompt_tokens: int, max_new_tokens: int = 8, **
     return Request(**(arguments | changes))
 
 
-def make_scheduler(
-    policy: SchedulerPolicy = NO_WATERMARK, ledger: Ledger | None = None, **changes: Any
-) -> Scheduler:
+def make_scheduler(policy: SchedulingPolicy = V1, ledger: Ledger | None = None, **changes: Any) -> Scheduler:
     """A scheduler with blocks of 4 tokens and generous limits, but for `changes`."""
     limits: dict[str, Any] = {
         "num_gpu_blocks": 64,
@@ -43,21 +41,17 @@ def make_scheduler(
     return Scheduler(SchedulerConfig(**(limits | changes)), policy, ledger=ledger)
 
 
-def pools(
-    num_free: int = 0,
-    num_blocks: int = 10,
-    num_host_free: int = 0,
-    num_host_blocks: int = 0,
-    started: Sequence[Request] = (),
-) -> PoolState:
-    """Pools with blocks of 4 tokens."""
-    return PoolState(num_free, num_blocks, 4, num_host_free, num_host_blocks, started)
+def pools(num_free: int = 0, num_blocks: int = 10, **changes: Any) -> PoolState:
+    """Pools with blocks of 4 tokens, and no host memory but for `changes`."""
+    state = PoolState(num_free, num_blocks, 4, 0, 0, 0, RecentPressure(), num_batched_tokens=128)
+    return state._replace(**changes)
 
 
 def holder(index: int, num_tokens: int, num_blocks: int) -> Request:
-    """A request that holds blocks."""
+    """A request that holds blocks, all but the last token computed."""
     request = make_request(index, num_tokens)
     request.block_ids = list(range(num_blocks))
+    request.num_computed_tokens = num_tokens - 1
     return request
 
 
@@ -65,13 +59,18 @@ def step(scheduler: Scheduler, now: float = 0.0, arrived: Collection[int] = ()) 
     """One iteration, checked, whose tokens are known at once; ends requests that reach their length."""
     output = scheduler.schedule(now, CopyProgress(arrived))
     scheduler.check()
-    for request in sampled_requests(output):
+    take(scheduler, output)
+    return describe(output)
+
+
+def take(scheduler: Scheduler, output: SchedulerOutput) -> None:
+    """Let the device finish an iteration, with tokens 0."""
+    for request in output.sampled:
         request.output_token_ids.append(0)
     scheduler.complete(output.step_id)
     for request in output.ending:
         scheduler.finish(request, "length")
         scheduler.check()
-    return describe(output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +81,16 @@ class LinearCosts:
     decode: float = 1.0
     swap: float = 1.0
 
-    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
-        """Of the new tokens."""
-        return self.prefill * num_tokens
-
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """Of the batch."""
-        return self.decode * batch
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """Of the batch and the new tokens."""
+        return self.decode * batch + self.prefill * prompt_tokens
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """Of the blocks."""
@@ -99,32 +101,23 @@ class LinearCosts:
         return self.swap * num_blocks
 
 
-def sampled_requests(output: SchedulerOutput) -> list[Request]:
-    """The requests that get a token in this iteration, in the order executors report them."""
-    return [*output.decode, *(chunk.request for chunk in output.prefill if chunk.is_last)]
-
-
 def describe(output: SchedulerOutput) -> str:
     """An iteration in short.
 
-    `D r0 r1 -r2 <r3 >r1 ~r4`: a decode that dropped r2, swapped r3 out, swapped r1 in (now or in the
-    background) and started to copy r4 back; `P r0[0:4] r1[0:3]!` where `!` samples; `-` if empty.
+    `r0 r1 | r2[0:4] r3[4:7]! -r4 <r5 >r6 ~r7`: r0 and r1 decode beside chunks of r2 and of r3, which samples
+    (`!`); r4 was dropped, r5 swapped out, r6 swapped in (now or in the background), and r7 starts to be
+    copied back. Without chunks there is no `|`; `-` if empty.
     """
     if output.is_empty:
         return "-"
-    back = [">" + swap.request.request_id for swap in (*output.joined, *output.swap_in)]
-    back += ["~" + swap.request.request_id for swap in output.load]
+    words = [request.request_id for request in output.decode]
     if output.prefill:
-        return " ".join(["P", *map(_describe_chunk, output.prefill), *back])
+        words += ["|", *map(_describe_chunk, output.prefill)]
     swapped = [swap.request for swap in output.swap_out]
-    return " ".join(
-        [
-            "D",
-            *(request.request_id for request in output.decode),
-            *(("<" if one in swapped else "-") + one.request_id for one in output.preempted),
-            *back,
-        ]
-    )
+    words += [("<" if one in swapped else "-") + one.request_id for one in output.preempted]
+    words += [">" + swap.request.request_id for swap in (*output.joined, *output.swap_in)]
+    words += ["~" + swap.request.request_id for swap in output.load]
+    return " ".join(words)
 
 
 def _describe_chunk(chunk: PrefillChunk) -> str:

@@ -31,6 +31,7 @@ def test_every_part_runs_in_smoke_mode(tmp_path, capsys, monkeypatch):
         "vllm",
         "vllm_swap",
         "vllm_swap_both",
+        "vllm_v1",
     }
     assert values["smoke: predictors"]["decode"]["mape"] >= 0
     assert values["start times"]["warm"]["seconds"] > 0

@@ -1,12 +1,14 @@
-"""BlockPool and HostBudget: single cases, and a state machine against a naive model."""
+"""BlockPool and HostCopies: single cases, and a state machine against a naive model."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from scheduler_helpers import make_request
 
 from jaxllm.errors import ConfigError, KVCacheError
-from jaxllm.sched.block_manager import BlockPool, HostBudget
+from jaxllm.sched.block_manager import BlockPool
+from jaxllm.sched.copies import HostCopies
 
 
 def test_allocation_hands_out_low_ids_first_and_counts():
@@ -26,17 +28,6 @@ def test_allocation_is_all_or_nothing():
     pool.check()
 
 
-def test_a_shared_block_is_freed_by_its_last_holder():
-    pool = BlockPool(2, 16)
-    blocks = pool.allocate(2)
-    pool.share([0])
-    pool.release(blocks)
-    assert (pool.num_free, pool.num_used) == (1, 1)
-    pool.release([0])
-    assert pool.num_free == 2
-    pool.check()
-
-
 @pytest.mark.parametrize("bad", [[2], [-1], [3], [0, 0], [0, 1, 2]])
 def test_a_refused_release_changes_nothing(bad):
     pool = BlockPool(3, 16)
@@ -48,16 +39,6 @@ def test_a_refused_release_changes_nothing(bad):
     pool.release(held)
     assert pool.num_free == 3
     pool.check()
-
-
-@pytest.mark.parametrize("bad", [[2], [-1], [0, 7]])
-def test_a_refused_share_changes_nothing(bad):
-    pool = BlockPool(3, 16)
-    pool.allocate(2)
-    with pytest.raises(KVCacheError, match="cannot share block"):
-        pool.share(bad)
-    pool.release([0, 1])
-    assert pool.num_free == 3
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -75,70 +56,86 @@ def test_check_finds_corruption():
     pool = BlockPool(3, 16)
     pool.allocate(2)
     pool._free.append(2)
-    with pytest.raises(KVCacheError, match="free lists of 2 blocks hold 1"):
+    with pytest.raises(KVCacheError, match="free list of 2 blocks holds 1"):
         pool.check()
     pool._free[:] = [2, 0]
-    with pytest.raises(KVCacheError, match="block 0 has 1 references and is in the free list"):
+    with pytest.raises(KVCacheError, match="block 0 is used and free"):
         pool.check()
     pool._free.clear()
-    pool._ref_counts[0] = 0
-    with pytest.raises(KVCacheError, match="block 0 has 0 references and is not in the free list"):
+    with pytest.raises(KVCacheError, match="block 2 is neither used nor free"):
         pool.check()
 
 
-def test_a_host_loan_is_used_then_in_flight_then_free():
-    host = HostBudget(5)
-    first, second = host.lend(2), host.lend(3)
-    assert first != second
-    assert (host.num_free, host.num_used, host.num_in_flight) == (0, 5, 0)
-    host.start_return(first)
-    assert (host.num_free, host.num_used, host.num_in_flight) == (0, 3, 2)
-    host.check()
-    host.finish_return(first)
-    host.cancel(second)
-    assert (host.num_free, host.num_used, host.num_in_flight) == (5, 0, 0)
-    assert host.lend(1) not in (first, second)
-    host.check()
+def swapped(copies, index, num_blocks):
+    request = make_request(index, 4 * num_blocks)
+    return copies.make(request, range(num_blocks))
 
 
-def test_a_refused_host_loan_or_return_changes_nothing():
-    host = HostBudget(3)
-    handle = host.lend(2)
-    for count in (2, 0, -1):
+def counts(copies):
+    return copies.num_free, copies.num_used, copies.num_in_flight
+
+
+def test_host_blocks_hold_a_copy_then_are_in_flight_then_free():
+    copies = HostCopies(5)
+    first, second = swapped(copies, 0, 2), swapped(copies, 1, 3)
+    assert first.handle != second.handle
+    assert counts(copies) == (0, 5, 0)
+    copies.read(first)
+    assert (counts(copies), first.request.host_handle) == ((0, 3, 2), None)
+    copies.check()
+    assert copies.emit(7) == ((), ())
+    copies.complete(6)
+    assert counts(copies) == (0, 3, 2)
+    copies.complete(7)
+    assert counts(copies) == (2, 3, 0)
+    copies.give_up(second.request)
+    assert (counts(copies), copies.emit(8)) == ((5, 0, 0), ((), (second.handle,)))
+    assert swapped(copies, 2, 1).handle not in (first.handle, second.handle)
+    copies.check()
+
+
+def test_a_load_is_under_way_until_it_joins():
+    copies = HostCopies(5)
+    first, second = swapped(copies, 0, 2), swapped(copies, 1, 1)
+    copies.load(second)
+    copies.load(first)
+    assert (copies.num_loading, copies.loading) == (2, [second.request, first.request])
+    assert copies.arrived({first.handle, 99}) == [first]
+    assert copies.first_loading() is second
+    copies.join(first)
+    assert (copies.num_loading, counts(copies)) == (1, (2, 1, 2))
+    copies.leave(first.request)  # it ended before executors were told
+    assert (counts(copies), copies.emit(0)) == ((4, 1, 0), ((), (first.handle,)))
+    copies.join(second)
+    assert copies.emit(1) == ((second,), ())
+
+
+def test_a_copy_that_does_not_fit_is_refused():
+    copies = HostCopies(3)
+    swapped(copies, 0, 2)
+    for count in (2, 0):
         with pytest.raises(KVCacheError, match=f"cannot take {count} host blocks: 1 of 3 are free"):
-            host.lend(count)
-    with pytest.raises(KVCacheError, match="no host loan"):
-        host.finish_return(handle)  # it was not started
-    host.start_return(handle)
-    for refused in (host.start_return, host.cancel):
-        with pytest.raises(KVCacheError, match="no host loan"):
-            refused(handle)
-    assert (host.num_free, host.num_in_flight) == (1, 2)
-    host.check()
-
-
-def test_a_host_pool_may_be_empty_but_not_negative():
+            copies.make(make_request(1, 8), range(count))
+    assert counts(copies) == (1, 2, 0)
     with pytest.raises(KVCacheError, match="0 of 0"):
-        HostBudget(0).lend(1)
-    with pytest.raises(ConfigError, match="at least 0, got -1"):
-        HostBudget(-1)
+        swapped(HostCopies(0), 0, 1)
 
 
-def test_check_finds_a_corrupt_host_budget():
-    host = HostBudget(3)
-    host.lend(1)
-    host.num_free += 1
+def test_check_finds_corrupt_copies():
+    copies = HostCopies(3)
+    swapped(copies, 0, 1)
+    copies.num_free += 1
     with pytest.raises(KVCacheError, match="3 free, 1 used and 0 in-flight"):
-        host.check()
+        copies.check()
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """The model is a dictionary from block id to the number of references."""
+    """The model is the set of used blocks."""
 
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks):
         self.pool = BlockPool(num_blocks, 16)
-        self.model = {}
+        self.model = set()
 
     @rule(count=st.integers(0, 9))
     def allocate(self, count):
@@ -149,34 +146,17 @@ class BlockPoolMachine(RuleBasedStateMachine):
         block_ids = self.pool.allocate(count)
         assert len(set(block_ids)) == count
         assert all(0 <= b < self.pool.num_blocks and b not in self.model for b in block_ids)
-        self.model.update(dict.fromkeys(block_ids, 1))
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def share(self, data):
-        block_ids = data.draw(st.lists(st.sampled_from(sorted(self.model)), max_size=5))
-        self.pool.share(block_ids)
-        for block_id in block_ids:
-            self.model[block_id] += 1
+        self.model.update(block_ids)
 
     @rule(data=st.data())
     def release(self, data):
         block_ids = data.draw(st.lists(st.integers(-1, self.pool.num_blocks), max_size=5))
-        if any(block_ids.count(b) > self.model.get(b, 0) for b in block_ids):
+        if len(set(block_ids)) < len(block_ids) or not self.model.issuperset(block_ids):
             with pytest.raises(KVCacheError):
                 self.pool.release(block_ids)
             return
         self.pool.release(block_ids)
-        for block_id in block_ids:
-            self.model[block_id] -= 1
-            if self.model[block_id] == 0:
-                del self.model[block_id]
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def release_all_of_one(self, data):
-        block_id = data.draw(st.sampled_from(sorted(self.model)))
-        self.pool.release([block_id] * self.model.pop(block_id))
+        self.model.difference_update(block_ids)
 
     @invariant()
     def agrees_with_the_model(self):

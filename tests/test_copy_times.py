@@ -9,7 +9,7 @@ import pytest
 from engine_helpers import make_llm
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request
+from scheduler_helpers import V1, LinearCosts, make_request
 from variants import golden_checkpoint
 
 from jaxllm.bench.replay import replay
@@ -18,7 +18,7 @@ from jaxllm.executor.copy_timer import CopyTimer
 from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import ResumeAction, ResumeDecision, ResumeFirst, SwapIfItFits
+from jaxllm.sched.policies import ResumeAction, ResumeDecision, SwapIfItFits
 from jaxllm.simulator.executor import SimulatedExecutor
 from jaxllm.simulator.run import simulate
 from jaxllm.types import CopyTime, SchedulerOutput, Swap
@@ -34,15 +34,13 @@ class InBackground:
     def __init__(self, delay=0.0):
         self.delay, self.asked_at = delay, {}
 
-    def choose(self, request, num_lost, copied_out_at, state, now):
+    def choose(self, request, copied_out_at, state, now):
         is_late = now >= self.asked_at.setdefault(request.host_handle, now) + self.delay
         return ResumeDecision(ResumeAction.IN_BACKGROUND if is_late else ResumeAction.LATER)
 
 
 def swapping(delay=0.0):
-    return dataclasses.replace(
-        NO_WATERMARK, action=SwapIfItFits(), resume=InBackground(delay), restore=ResumeFirst()
-    )
+    return dataclasses.replace(V1, action=SwapIfItFits(), resume=InBackground(delay))
 
 
 @given(
@@ -171,10 +169,10 @@ def test_copies_of_the_swapper_are_timed(swapper, clock, pool):
     swapper.swap_out(pool, 1, (3, 4))  # then until 105
     assert look_at(swapper, clock, 100.5, 102.5, 103.5) == [CopyTime(True, 3, 2.0, 3.5)]
     assert look_at(swapper, clock, 104.5, 105.5, 110.0) == [CopyTime(True, 2, 1.0, 3.0)]
-    swapper.load(0, (6, 7, 8), num_intact=2)  # pieces of 2 and 1: one is copied
+    swapper.load(0, (6, 7, 8))
     swapper.load(1, (9, 10))
-    assert look_at(swapper, clock, 110.5, 111.5) == [CopyTime(False, 1, 0.5, 1.5)]
-    assert look_at(swapper, clock, 112.5, 113.5) == [CopyTime(False, 2, 1.0, 3.0)]
+    assert look_at(swapper, clock, 112.5, 113.5) == [CopyTime(False, 3, 2.5, 3.5)]
+    assert look_at(swapper, clock, 114.5, 115.5) == [CopyTime(False, 2, 1.0, 3.0)]
     for handle in (0, 1):
         pool = swapper.join(pool, handle)
 
@@ -257,11 +255,6 @@ def test_a_discarded_copy_keeps_the_next_one_from_being_timed(swapper, clock, po
     swapper.load(2, (0, 1))
     swapper.discard(2)
     assert is_timed_next(swapper, clock, 3) == (True, False)
-    swapper.swap_out(pool, 4, (0, 1))
-    look_at(swapper, clock, 160.0)
-    swapper.load(4, (0, 1), num_intact=2)  # nothing to copy
-    pool = swapper.join(pool, 4)
-    assert is_timed_next(swapper, clock, 5) == (True, True)
 
 
 def test_copies_of_the_simulator_are_timed():
@@ -277,12 +270,12 @@ def test_copies_of_the_simulator_are_timed():
 
     executor.execute(SchedulerOutput(0, swap_out=(swap,)))
     assert look_at(1.0, 3.5, 4.5) == [CopyTime(True, 4, 2.5, 4.5)]
-    executor.execute(SchedulerOutput(1, load=(dataclasses.replace(swap, num_intact=1),)))
-    assert look_at(7.0, 8.0) == [CopyTime(False, 3, 2.5, 3.5)]
+    executor.execute(SchedulerOutput(1, load=(swap,)))
+    assert look_at(8.0, 9.0) == [CopyTime(False, 4, 3.5, 4.5)]
 
 
-@pytest.mark.parametrize(("truth", "is_lazy"), [(0.4, False), (1.0, False), (1.0, True), (2.5, False)])
-def test_a_simulated_link_of_another_speed_is_found_out(truth, is_lazy):
+@pytest.mark.parametrize("truth", [0.4, 1.0, 2.5])
+def test_a_simulated_link_of_another_speed_is_found_out(truth):
     """As far as looks tell: a prediction that agrees with all of them is not corrected."""
     trace = make_trace(UniformLengths(shortest=8, longest=40), 300, 30, seed=1)
     config = SchedulerConfig(
@@ -297,16 +290,16 @@ def test_a_simulated_link_of_another_speed_is_found_out(truth, is_lazy):
     simulate(
         trace,
         config,
-        dataclasses.replace(swapping(), lazy_eviction=is_lazy),
+        swapping(),
         LinearCosts(prefill=0.001, decode=0.005, swap=0.05 * truth),
         overlap_swaps=True,
         calibration=costs,
     )
     report = costs.report()
-    assert report["decode"].factor == pytest.approx(1.0)
-    assert report["prefill"].factor == pytest.approx(1.0)
+    for kind in ("prefill", "decode", "mixed"):
+        assert report[kind].factor == pytest.approx(1.0)
     for kind in ("swap_out", "swap_in"):
-        assert report[kind].count > 20
+        assert report[kind].count > 10
         if truth == 1.0:
             assert report[kind].factor == pytest.approx(1.0)
             assert report[kind].error_before is None or report[kind].error_before == pytest.approx(0.0)

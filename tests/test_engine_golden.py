@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from engine_helpers import RestlessScheduler, make_engine, make_llm, run
+from engine_helpers import make_engine, make_llm, restless, run
 from variants import VARIANTS, golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
@@ -42,7 +42,7 @@ def test_tokens_and_logprobs_equal_those_of_transformers(variant):
 
 def test_tokens_and_logprobs_survive_preemption(variant):
     llm, golden = variant
-    engine = make_engine(llm, num_gpu_blocks=56, scheduler_class=RestlessScheduler)
+    engine = make_engine(llm, num_gpu_blocks=56, policy=restless())
     outputs = run(engine, golden["prompts"], GREEDY)
     assert sum(output.metrics.num_preemptions for output in outputs) > 10
     for output, greedy, logits in zip(outputs, golden["greedy"], golden["logits"], strict=True):

@@ -14,7 +14,7 @@ import sweep_engine
 import validate_simulator
 from sweep.report import Place
 
-from jaxllm.bench.profile import Profiler
+from jaxllm.profiling import Profiler
 
 OPTIONS = ["--requests", "8", "--gpu-blocks", "12", "--host-blocks", "12", "--max-num-seqs", "4"]
 OPTIONS += ["--profile-seconds", "1"]
@@ -48,7 +48,7 @@ def test_every_action_runs_every_trace(llms, tmp_path, monkeypatch, capsys):
             statistics.median(row["rates"]["adaptive"][seed] / row["rates"][other][seed] for seed in "01")
             for other in ("swap", "recompute")
         ]
-        assert row["share"] == pytest.approx(min(ratios))
+        assert row["share"] == pytest.approx(min(ratios), rel=1e-5)
     assert f"share {fast['share']:.3f}" in capsys.readouterr().out
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| demo_model | uniform | 48 | 12 |" in report
@@ -81,7 +81,7 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     assert [row["preset"] for row in report["rows"]] == ["vllm", "vllm_swap_both"]
     for row in report["rows"]:
         (seconds,) = row["seconds"]
-        assert row["seconds_error"] == pytest.approx(row["simulated_seconds"] / seconds - 1)
+        assert row["seconds_error"] == pytest.approx(row["simulated_seconds"] / seconds - 1, abs=1e-4)
         assert row["preemptions"] == [row["simulated_preemptions"]] != [0]
     assert capsys.readouterr().out.startswith("vllm: real ")
 

@@ -1,12 +1,15 @@
 """`jaxllm explain` on a ledger that a simulated run wrote."""
 
+import dataclasses
 import json
 
 import pytest
 
+from jaxllm.cli.explain import summary, timeline
 from jaxllm.cli.main import main
+from jaxllm.ledgers import read_ledger
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import Ledger, read_ledger
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.presets import make_preset
 from jaxllm.simulator.run import simulate
 from jaxllm.workloads import make_trace
@@ -15,11 +18,8 @@ from jaxllm.workloads import make_trace
 class Costs:
     """Swapping wins for short requests."""
 
-    def prefill_seconds(self, num_tokens, num_seqs, context_tokens=0):
-        return 0.01 + 1e-5 * num_tokens
-
-    def decode_seconds(self, batch, context_tokens):
-        return 0.01
+    def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+        return 0.01 + 1e-5 * prompt_tokens if batch or prompt_tokens else 0.0
 
     def swap_out_seconds(self, num_blocks):
         return 0.002 * num_blocks
@@ -64,7 +64,9 @@ def test_every_line_is_a_record_and_reads_back(ledger_file):
     assert sum(step.num_dropped for step in ledger.steps) == actions.count("recompute")
     for record in ledger.preemptions:
         assert record.resumed_step_id > record.step_id
-        assert len(record.scores) > 1
+        ids = [request_id for request_id, _ in record.scores]
+        assert len(set(ids)) == len(ids) > 1
+        assert record.request_id in ids[:-1]  # the last one would have been next
         if record.action == "swap":  # the simulator is exact, and nobody shares a copy
             assert record.measured_seconds == pytest.approx(record.swap_seconds)
             assert record.regret_seconds == 0.0
@@ -77,7 +79,17 @@ def test_explain_prints_a_summary_and_a_timeline(ledger_file, capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     ledger = read_ledger(ledger_file)
     assert lines[0] == f"{len(ledger.steps)} steps, {len(ledger.preemptions)} preemptions"
-    assert any(line.startswith("  swap: ") and "predicted" in line and "took" in line for line in lines)
+    for action in ("swap", "recompute"):
+        of_action = [record for record in ledger.preemptions if record.action == action]
+        num_blocks = sum(record.num_blocks for record in of_action)
+        (line,) = [line for line in lines if line.startswith(f"  {action}: ")]
+        assert line.startswith(f"  {action}: {len(of_action)} requests, {num_blocks} blocks; ")
+        for said, total in (
+            ("swapping predicted to add", sum(record.swap_seconds for record in of_action)),
+            ("recomputing predicted to add", sum(record.recompute_seconds for record in of_action)),
+            ("added", sum(record.measured_seconds for record in of_action)),
+        ):
+            assert f"; {said} {total:.4g} s for {len(of_action)}" in line
     assert any("regret against the other action's estimate" in line for line in lines)
     assert sum(line.startswith("  step ") for line in lines) == 2
     drawn = [line for line in lines if "|" in line]
@@ -86,6 +98,52 @@ def test_explain_prints_a_summary_and_a_timeline(ledger_file, capsys, tmp_path):
     most = max(step.num_used_blocks for step in ledger.steps)
     assert any("device blocks" in line and line.endswith(f"up to {most}") for line in drawn)
     assert plot.stat().st_size > 1000
+
+
+def preemption(index, **changes):
+    values = {"step_id": index, "time": 0.0, "request_id": f"r{index}", "num_tokens": 9, "num_blocks": 3}
+    values |= {"scores": [], "action": "swap", "swap_seconds": 0.002, "recompute_seconds": 0.003}
+    return PreemptionRecord(**(values | changes))
+
+
+def test_a_summary_by_hand():
+    ledger = Ledger()
+    ledger.preemptions += [
+        preemption(0, resumed_step_id=7, measured_seconds=0.004, resume_action="in background"),
+        preemption(1, measured_seconds=0.001),
+        preemption(2, action="recompute", num_blocks=5, swap_seconds=None, recompute_seconds=None),
+        preemption(3, resumed_step_id=8, swap_seconds=None),
+    ]
+    assert summary(ledger, 3).splitlines() == [
+        "0 steps, 4 preemptions",
+        "  recompute: 1 requests, 5 blocks",
+        "  swap: 3 requests, 9 blocks; swapping predicted to add 0.004 s for 2; "
+        "recomputing predicted to add 0.009 s for 3; added 0.005 s for 2",
+        "  regret against the other action's estimate: 0.001 s in 2 decisions",
+        "most costly of them (3):",
+        "  step 0: swap of 'r0', 9 tokens in 3 blocks; swapping predicted to add 2 ms, recomputing 3 ms, "
+        "added 4 ms; resumed in step 7 (in background)",
+        "  step 1: swap of 'r1', 9 tokens in 3 blocks; swapping predicted to add 2 ms, recomputing 3 ms, "
+        "added 1 ms; never resumed",
+        "  step 2: recompute of 'r2', 9 tokens in 5 blocks; swapping predicted to add unknown, recomputing "
+        "unknown, added unknown; never resumed",
+    ]
+    assert summary(Ledger(), 3) == "0 steps, 0 preemptions"
+
+
+def test_a_timeline_shows_the_largest_value_of_each_column():
+    def at(time, num_waiting):
+        zeros = {field.name: 0 for field in dataclasses.fields(StepRecord)}
+        return StepRecord(**(zeros | {"time": time, "num_waiting": num_waiting}))
+
+    steps = [at(10.0, 1), at(10.1, 8), at(11.0, 0), at(12.0, 2), at(13.0, 4), at(14.0, 16)]
+    lines = timeline(steps, 4).splitlines()
+    assert lines[0] == "timeline, 4 s from left to right"
+    assert lines[1] == "        waiting |▄ ▁█| up to 16"  # 8, 0, 2 and 16, of which 4 is less
+    assert lines[2] == "        running |    | none"
+    assert len(lines) == 9
+    assert timeline(steps[:1], 4).splitlines()[1] == "        waiting |█   | up to 1"
+    assert timeline([], 4) == "no steps recorded"
 
 
 def test_explain_refuses_what_is_no_ledger(tmp_path, capsys):

@@ -1,25 +1,27 @@
-"""The real engine under random preemptions of either kind: what users see does not change."""
+"""The real engine under random schedules, preemptions, aborts and faults: no token changes."""
 
+import dataclasses
 import itertools
 
 import pytest
-from engine_helpers import make_llm, run
+from engine_helpers import Scripted, make_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
+from jaxllm.errors import EngineError
 from jaxllm.executor import compile_stats
 from jaxllm.llm import demo_model_path
 from jaxllm.sched.policies import (
     Decision,
+    MixedIterations,
     PreemptionAction,
     ResumeAction,
     ResumeDecision,
     SchedulerPolicy,
-    WatermarkAdmission,
+    SeparateIterations,
 )
-from jaxllm.sched.preemption import Preemption
 from jaxllm.sched.scheduler import Scheduler
 
 PROMPTS = ["import os\n\ndef ", "class Reader:\n    def __init__(self", "def add(a, b):\n", "for i in range("]
@@ -32,24 +34,17 @@ PARAMS = [
     SamplingParams(**GREEDY, stop=["self", "return"], logit_bias={3: 1.0}, min_p=0.1),
     SamplingParams(temperature=1.0, seed=9, max_tokens=20, stop_token_ids=list(range(40, 60)), logprobs=0),
 ]
+NUM_HOST_BLOCKS = 64
 
 
-class ScriptedPreemption(Preemption):
-    """Preempts more than it must, whom the script says."""
+class Chunked:
+    """Prompt tokens by the script, beside decodes or instead of them."""
 
-    def __init__(self, state, script):
-        super().__init__(state)
-        self.script = script
+    def __init__(self, script, mixes):
+        self.script, self.mixes = script, mixes
 
-    def make_room(self, step_id, now):
-        preempted, swaps = super().make_room(step_id, now)
-        draw, running = next(self.script), self._state.running
-        if draw % 3 == 0 and len(running) > 1:
-            victim = running.requests[draw // 3 % len(running)]
-            swap = self.preempt(victim, step_id, now)
-            preempted.append(victim)
-            swaps += [] if swap is None else [swap]
-        return preempted, swaps
+    def num_prompt_tokens(self, state):
+        return next(self.script) % 24
 
 
 class ScriptedAction:
@@ -57,12 +52,9 @@ class ScriptedAction:
         self.script = script
 
     def choose(self, victim, state, now):
-        num_blocks, wanted = len(victim.block_ids), next(self.script) % 3
-        if wanted == 1 and num_blocks <= state.num_host_free:
+        num_blocks = -(-victim.num_computed_tokens // state.block_size)
+        if next(self.script) % 2 and 0 < num_blocks <= state.num_host_free:
             return Decision(PreemptionAction.SWAP)
-        most = min(num_blocks - 1, state.num_host_free - state.num_host_heads)
-        if wanted == 2 and most > 0:
-            return Decision(PreemptionAction.MIXED, num_blocks=1 + next(self.script) % most)
         return Decision(PreemptionAction.RECOMPUTE)
 
 
@@ -70,85 +62,209 @@ class ScriptedResume:
     def __init__(self, script):
         self.script = script
 
-    def choose(self, request, num_lost, copied_out_at, state, now):
+    def choose(self, request, copied_out_at, state, now):
         actions = list(ResumeAction)
         return ResumeDecision(actions[next(self.script) % len(actions)])
+
+
+class Fails:
+    """A part of an engine that raises once, when it is called for the `place`-th time."""
+
+    def __init__(self, part, name, place):
+        self.part, self.name, self.place = part, name, place
+
+    def __getattr__(self, name):
+        found = getattr(self.part, name)
+        if name != self.name:
+            return found
+
+        def call(*args):
+            self.place -= 1
+            if self.place == 0:
+                raise RuntimeError("a fault")
+            return found(*args)
+
+        return call
+
+
+class FailingExecutor(Fails):
+    """As its `part`, which others go on to use; with results whose `fetch` may fail."""
+
+    def execute(self, scheduled):
+        result = self.__getattr__("execute")(scheduled)
+        if self.name != "fetch":
+            return result
+        failing = Fails(result, "fetch", self.place)
+        self.place -= 1
+        return failing
+
+    def release(self):
+        pass
 
 
 @pytest.fixture(scope="module")
 def llm():
     return make_llm(
-        demo_model_path(), skip_tokenizer_init=False, num_gpu_blocks_override=128, num_host_blocks=64
+        demo_model_path(),
+        skip_tokenizer_init=False,
+        num_gpu_blocks_override=128,
+        num_host_blocks=NUM_HOST_BLOCKS,
+        prefill_buckets=[16, 48],
+        num_scheduler_steps=4,
     )
 
 
-def complete(llm, script, *, num_host_blocks, lazy, async_scheduling):
-    config = llm.engine.scheduler.config
-    numbers = itertools.cycle(script)
-    policy = SchedulerPolicy(
-        admission=WatermarkAdmission(0.0),
-        action=ScriptedAction(numbers),
-        resume=ScriptedResume(numbers),
-        lazy_eviction=lazy,
-    )
-    limits = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    scheduler = Scheduler(type(config)(**limits | {"num_host_blocks": num_host_blocks}), policy)
-    scheduler._preemption = ScriptedPreemption(scheduler._state, numbers)
-    engine = Engine(
-        llm.executor,
-        scheduler,
+def engine_of(llm, policy, *, num_host_blocks=NUM_HOST_BLOCKS, executor=None, **settings):
+    config = dataclasses.replace(llm.engine.scheduler.config, num_host_blocks=num_host_blocks)
+    return Engine(
+        executor or llm.executor,
+        Scheduler(config, policy),
         vocab_size=llm.model_config.vocab_size,
         tokenizer=llm.tokenizer,
-        eos_token_ids=llm.engine._eos_token_ids,
-        async_scheduling=async_scheduling,
+        eos_token_ids=frozenset([llm.tokenizer.eos_token_id]),
+        **settings,
     )
-    prompts = [PROMPTS[place % len(PROMPTS)] for place in range(len(PARAMS))]
-    outputs = run(engine, prompts, PARAMS)
-    assert scheduler.num_free_host_blocks == num_host_blocks
+
+
+def run(engine, aborts=()):
+    """The outputs by place; `aborts` are pairs of a step and whom it ends; faults of policies pass."""
+    for place, params in enumerate(PARAMS):
+        engine.add_request(str(place), PROMPTS[place % len(PROMPTS)], params)
+    outputs = {}
+    num_steps = 0
+    while engine.has_unfinished_requests:
+        for at, place in aborts:
+            if at == num_steps and engine.is_live(str(place)):
+                engine.abort(str(place))
+        try:
+            finished = engine.step()
+        except EngineError:
+            raise
+        except RuntimeError as error:
+            assert str(error) == "a fault"  # noqa: PT017
+            finished = []
+        outputs.update({int(output.request_id): output for output in finished})
+        engine.scheduler.check()
+        num_steps += 1
+    assert sorted(outputs) == list(range(len(PARAMS)))
+    config = engine.scheduler.config
+    assert engine.scheduler.num_free_blocks == config.num_gpu_blocks
+    assert engine.scheduler.num_free_host_blocks == config.num_host_blocks
     return outputs
 
 
 @pytest.fixture(scope="module")
-def calm(llm):
-    outputs = complete(llm, [1], num_host_blocks=0, lazy=False, async_scheduling=True)
-    assert sum(output.metrics.num_preemptions for output in outputs) == 0
-    assert {output.finish_reason for output in outputs} == {"length", "stop"}
-    return outputs
+def alone(llm):
+    """The answers of each request when nobody else is there, a token an iteration."""
+    answers = [
+        llm.generate(PROMPTS[place % len(PROMPTS)], params, use_tqdm=False)[0]
+        for place, params in enumerate(PARAMS)
+    ]
+    assert sum(output.metrics.num_preemptions for output in answers) == 0
+    assert {output.finish_reason for output in answers} == {"length", "stop"}
+    return answers
+
+
+def assert_same(output, expected):
+    mine, theirs = output.outputs[0], expected.outputs[0]
+    if mine.finish_reason == "abort":
+        assert mine.token_ids == theirs.token_ids[: len(mine.token_ids)]
+        assert theirs.text.startswith(mine.text)
+        return
+    assert mine.token_ids == theirs.token_ids
+    assert (mine.text, mine.finish_reason, mine.stop_reason) == (
+        theirs.text,
+        theirs.finish_reason,
+        theirs.stop_reason,
+    )
+    assert (output.prompt_logprobs is None) == (expected.prompt_logprobs is None)
+    for scores, reference in (
+        *zip(mine.logprobs or [], theirs.logprobs or [], strict=True),
+        *zip((output.prompt_logprobs or [])[1:], (expected.prompt_logprobs or [])[1:], strict=True),
+    ):
+        assert scores.keys() == reference.keys()
+        assert all(scores[i].logprob == pytest.approx(reference[i].logprob, abs=1e-4) for i in scores)
+
+
+def scripted(script, mixes):
+    numbers = itertools.cycle(script)
+    return Scripted(
+        script=numbers,
+        action=ScriptedAction(numbers),
+        resume=ScriptedResume(numbers),
+        iterations=Chunked(numbers, mixes),
+    )
+
+
+SCRIPTS = st.lists(st.integers(0, 59), min_size=5, max_size=40)
+
+
+@settings(max_examples=16, deadline=None)
+@given(
+    script=SCRIPTS,
+    mixes=st.booleans(),
+    num_host_blocks=st.sampled_from([0, 6, NUM_HOST_BLOCKS]),
+    async_scheduling=st.booleans(),
+    num_scheduler_steps=st.sampled_from([1, 4]),
+    aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, len(PARAMS) - 1)), max_size=2),
+    policy_fault=st.integers(0, 40),
+)
+def test_no_token_depends_on_the_schedule(
+    llm, alone, script, mixes, aborts, policy_fault, num_host_blocks, async_scheduling, num_scheduler_steps
+):
+    compiled, _ = compile_stats.total()
+    policy = scripted([*script, 7], mixes)
+    policy = dataclasses.replace(policy, action=Fails(policy.action, "choose", policy_fault))
+    engine = engine_of(
+        llm,
+        policy,
+        num_host_blocks=num_host_blocks,
+        async_scheduling=async_scheduling,
+        num_scheduler_steps=num_scheduler_steps,
+    )
+    outputs = run(engine, aborts)
+    assert compile_stats.total()[0] == compiled
+    for place, expected in enumerate(alone):
+        assert_same(outputs[place], expected)
 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    script=st.lists(st.integers(0, 59), min_size=5, max_size=40),
-    num_host_blocks=st.sampled_from([0, 6, 64]),
-    lazy=st.booleans(),
+    script=SCRIPTS,
+    mixes=st.booleans(),
     async_scheduling=st.booleans(),
+    name=st.sampled_from(["execute", "copies", "fetch"]),
+    place=st.integers(1, 30),
 )
-def test_nothing_a_user_sees_depends_on_preemptions(
-    llm, calm, script, num_host_blocks, lazy, async_scheduling
-):
-    compiled, _ = compile_stats.total()
-    outputs = complete(
-        llm, script, num_host_blocks=num_host_blocks, lazy=lazy, async_scheduling=async_scheduling
-    )
-    assert compile_stats.total()[0] == compiled
-    for output, expected in zip(outputs, calm, strict=True):
-        mine, theirs = output.outputs[0], expected.outputs[0]
-        assert mine.token_ids == theirs.token_ids
-        assert (mine.text, mine.finish_reason, mine.stop_reason) == (
-            theirs.text,
-            theirs.finish_reason,
-            theirs.stop_reason,
-        )
-        assert (output.prompt_logprobs is None) == (expected.prompt_logprobs is None)
-        for scores, reference in (
-            *zip(mine.logprobs or [], theirs.logprobs or [], strict=True),
-            *zip((output.prompt_logprobs or [])[1:], (expected.prompt_logprobs or [])[1:], strict=True),
-        ):
-            assert scores.keys() == reference.keys()
-            assert all(scores[i].logprob == pytest.approx(reference[i].logprob, abs=1e-4) for i in scores)
+def test_after_a_fault_all_requests_have_ended(llm, alone, script, mixes, async_scheduling, name, place):
+    executor = FailingExecutor(llm.executor, name, place)
+    policy = scripted([*script, 7], mixes)
+    engine = engine_of(llm, policy, executor=executor, async_scheduling=async_scheduling)
+    finished = {}
+    try:
+        finished = run(engine)
+    except EngineError as error:
+        assert isinstance(error.__cause__, RuntimeError)  # noqa: PT017
+        assert "RuntimeError: a fault" in str(error)  # noqa: PT017
+        finished = {int(output.request_id): output for output in error.finished}
+        with pytest.raises(EngineError, match="the engine has failed"):
+            engine.step()
+        with pytest.raises(EngineError, match="a new LLM works"):
+            engine.add_request("another", PROMPTS[0])
+    assert not engine.has_unfinished_requests
+    assert engine.scheduler.num_free_blocks == engine.scheduler.config.num_gpu_blocks
+    assert engine.scheduler.num_free_host_blocks == NUM_HOST_BLOCKS
+    for request, output in finished.items():
+        assert_same(output, alone[request])
+    # Nothing of it is left on the device that could disturb others.
+    if place % 5 == 0:
+        for request, output in run(engine_of(llm, SchedulerPolicy())).items():
+            assert_same(output, alone[request])
 
 
-def test_the_script_does_preempt(llm, calm):
-    outputs = complete(llm, [0, 1, 3, 5], num_host_blocks=64, lazy=True, async_scheduling=True)
+@pytest.mark.parametrize("iterations", [MixedIterations(), SeparateIterations()])
+def test_the_script_does_preempt(llm, iterations):
+    policy = dataclasses.replace(scripted([0, 1, 3, 5, 7], mixes=True), iterations=iterations)
+    outputs = run(engine_of(llm, policy)).values()
     assert sum(output.metrics.num_preemptions for output in outputs) > 10
     assert sum(output.metrics.num_swaps for output in outputs) > 3

@@ -6,25 +6,29 @@ import json
 import math
 
 import pytest
-from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request, make_scheduler, step
+from scheduler_helpers import V1, LinearCosts, holder, make_request, make_scheduler, step
 
 from jaxllm.cli.explain import summary
 from jaxllm.errors import ConfigError
+from jaxllm.ledgers import read_ledger
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord, read_ledger
-from jaxllm.sched.policies import AdaptiveAction, Decision, PreemptionAction, SwapIfItFits
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
+from jaxllm.sched.policies import (
+    AdaptiveAction,
+    Decision,
+    LatestArrivalVictim,
+    PreemptionAction,
+    ResumeAction,
+    ResumeDecision,
+    SwapIfItFits,
+)
 
 SWAP = Decision(PreemptionAction.SWAP, swap_seconds=2.0, recompute_seconds=3.0)
-MIXED = Decision(
-    PreemptionAction.MIXED, swap_seconds=1.0, recompute_seconds=3.0, mixed_seconds=2.0, num_blocks=1
-)
 RECOMPUTE = Decision(PreemptionAction.RECOMPUTE, swap_seconds=4.0, recompute_seconds=3.0)
 
 
 def victim(index=0):
-    request = make_request(index, 7)
-    request.block_ids = [4, 2]
-    return request
+    return holder(index, 7, 2)
 
 
 def test_a_record_is_closed_by_the_end_of_its_request():
@@ -69,8 +73,7 @@ def test_requests_that_were_not_preempted_leave_no_record():
         (SWAP, 3.5, 2.0, 0.5),  # recomputing would have taken 3 s
         (RECOMPUTE, 4.5, 3.0, 0.5),
         (SWAP, None, 2.0, None),
-        (MIXED, 2.5, 2.0, 0.0),
-        (MIXED, 3.5, 2.0, 0.5),  # recomputing would have taken 3 s, and a swap did not fit
+        (RECOMPUTE, 3.5, 3.0, 0.0),
         (Decision(PreemptionAction.SWAP), 3.5, None, None),
     ],
 )
@@ -84,16 +87,25 @@ def test_regret(decision, measured, predicted, regret):
     assert (record.predicted_seconds, record.regret_seconds) == (predicted, regret)
 
 
-def test_a_head_that_was_given_up_is_recomputed():
+def test_how_a_swapped_request_came_back():
     ledger = Ledger()
-    ledger.preempted(victim(), 0, 0.0, [], MIXED)
-    ledger.head_given_up("r0")
-    ledger.head_given_up("unknown")
-    ledger.measured("r0", 3.25, 99)
+    ledger.returns("r0", ResumeDecision(ResumeAction.AT_ONCE, 9.0))  # nobody knows of it
+    ledger.preempted(victim(), 0, 0.0, [], SWAP)
+    ledger.returns("r0", ResumeDecision(ResumeAction.IN_BACKGROUND, 0.5, 1.5))
     ledger.close()
     (record,) = ledger.preemptions
-    assert (record.action, record.predicted_seconds, record.regret_seconds) == ("mixed", 3.0, 1.25)
-    assert "mixed, then recompute: 1 requests" in summary(ledger, 1)
+    assert (record.resume_action, record.resume_swap_seconds) == ("in background", 0.5)
+    assert (record.predicted_seconds, record.regret_seconds) == (2.0, None)
+    assert "never resumed (in background)" in summary(ledger, 1)
+
+
+def test_steps_before_a_preemption_are_not_charged_to_it():
+    ledger = Ledger()
+    ledger.preempted(victim(), 5, 0.0, [], SWAP)
+    ledger.measured("r0", 8.0, 4)  # of an earlier preemption, known late
+    ledger.measured("r0", 0.5, 5)
+    ledger.close()
+    assert [record.measured_seconds for record in ledger.preemptions] == [0.5]
 
 
 def test_lines_of_json():
@@ -124,20 +136,18 @@ def test_lines_of_json():
         "measured_seconds": None,
         "resume_action": None,
         "resume_swap_seconds": None,
-        "resume_recompute_seconds": None,
-        "mixed_seconds": None,
         "regret_seconds": None,
     }
 
 
 def run(ledger):
     """r1 is swapped out in step 1 at 1.0 and is back in step 2 at 2.0."""
-    policy = dataclasses.replace(NO_WATERMARK, action=AdaptiveAction(LinearCosts(prefill=1.0, swap=0.5)))
+    policy = dataclasses.replace(V1, action=AdaptiveAction(LinearCosts(prefill=1.0, swap=0.5)))
     scheduler = make_scheduler(policy, ledger, num_gpu_blocks=2, num_host_blocks=2)
     scheduler.add(make_request(0, 4, max_new_tokens=2))
     scheduler.add(make_request(1, 4, max_new_tokens=2))
     trace = [step(scheduler, float(now)) for now in range(4)]
-    assert trace == ["P r0[0:4]! r1[0:4]!", "D r0 <r1", "D r1 >r1", "-"]
+    assert trace == ["| r0[0:4]! r1[0:4]!", "r0 <r1", "r1 >r1", "-"]
 
 
 def test_the_scheduler_tells_the_ledger_what_it_decides():
@@ -145,7 +155,7 @@ def test_the_scheduler_tells_the_ledger_what_it_decides():
     run(ledger)
     assert ledger.preemptions == [
         PreemptionRecord(
-            1, 1.0, "r1", 5, 1, [("r0", 0.0), ("r1", 0.0)], "swap", 1.0, 5.0, 2, 2.0, None, "at once"
+            1, 1.0, "r1", 5, 1, [("r1", 0.0), ("r0", 0.0)], "swap", 1.0, 5.0, 2, 2.0, None, "at once"
         )
     ]
     steps = [
@@ -160,6 +170,29 @@ def test_the_scheduler_tells_the_ledger_what_it_decides():
     assert work == [(8, 0, 0, 0, 0), (0, 1, 0, 1, 0), (0, 1, 0, 0, 1)]
 
 
+class Kept(LatestArrivalVictim):
+    """Keeps r0 before r2 before r1."""
+
+    def score(self, request, now):
+        return {"r0": 3.0, "r1": 1.0, "r2": 2.0}[request.request_id]
+
+
+def test_scores_are_those_of_the_victims_in_order_and_of_who_would_be_next():
+    ledger = Ledger()
+    scheduler = make_scheduler(dataclasses.replace(V1, victim=Kept()), ledger, num_gpu_blocks=3)
+    for index in range(3):
+        scheduler.add(make_request(index, 4, max_new_tokens=2))
+    trace = [step(scheduler, float(now)) for now in range(3)]
+    assert trace == ["| r0[0:4]! r1[0:4]! r2[0:4]!", "r0 -r1 -r2", "| r1[0:5]!"]
+    ledger.close()
+    scores = [("r1", 1.0), ("r2", 2.0), ("r0", 3.0)]
+    assert ledger.preemptions == [
+        PreemptionRecord(1, 1.0, "r1", 5, 1, scores, "recompute", None, None, 2, 2.0),
+        PreemptionRecord(1, 1.0, "r2", 5, 1, scores, "recompute", None, None),
+    ]
+    assert [step.num_dropped for step in ledger.steps] == [0, 2, 0]
+
+
 @pytest.mark.parametrize("decision", [SWAP, Decision(PreemptionAction.RECOMPUTE)])
 def test_costs_that_the_policy_does_not_predict_are_estimated(decision):
     costs = LinearCosts(prefill=0.5, swap=0.25)
@@ -172,7 +205,7 @@ def test_costs_that_the_policy_does_not_predict_are_estimated(decision):
         assert (record.swap_seconds, record.recompute_seconds) == (2.0, 3.0)
     else:
         swap = costs.swap_out_seconds(2) + costs.swap_in_seconds(2)
-        assert (record.swap_seconds, record.recompute_seconds) == (swap, costs.prefill_seconds(7, 1))
+        assert (record.swap_seconds, record.recompute_seconds) == (swap, costs.step_seconds(0, 0, 7, 1))
         assert record.regret_seconds == 4.0 - swap > 0
 
 
@@ -180,6 +213,7 @@ def test_costs_that_the_policy_does_not_predict_are_estimated(decision):
 def test_how_well_costs_were_predicted_is_written_at_the_end(to_file, tmp_path):
     costs = OnlineCalibration(LinearCosts())
     costs.observe("decode", 1.0, 1.25)
+    costs.observe("mixed", 3.0, 2.0)
     costs.observe_bounds("swap_in", 1.0, 0.5, 2.0)
     path = tmp_path / "ledger.jsonl"
     with path.open("w") as file:
@@ -191,16 +225,17 @@ def test_how_well_costs_were_predicted_is_written_at_the_end(to_file, tmp_path):
     assert "decode: 1 times; off by 20.0%, uncorrected by 20.0%; now times 1.12" in shown
     assert "swap_in: 1 times; 1 of them within all that is known of a copy; now times 1" in shown
     assert "prefill: never" in shown
+    assert "mixed: 1 times; off by 50.0%, uncorrected by 50.0%; now times 0.816" in shown
 
 
 def test_an_aborted_request_closes_its_record():
     ledger = Ledger()
-    policy = dataclasses.replace(NO_WATERMARK, action=SwapIfItFits())
+    policy = dataclasses.replace(V1, action=SwapIfItFits())
     scheduler = make_scheduler(policy, ledger, num_gpu_blocks=2, num_host_blocks=2)
     swapped = make_request(1, 4, max_new_tokens=2)
     scheduler.add(make_request(0, 4, max_new_tokens=5))
     scheduler.add(swapped)
-    assert [step(scheduler), step(scheduler)][1] == "D r0 <r1"
+    assert [step(scheduler), step(scheduler)][1] == "r0 <r1"
     assert ledger.preemptions == []
     scheduler.finish(swapped, "abort")
     assert [record.resumed_step_id for record in ledger.preemptions] == [None]
@@ -253,8 +288,11 @@ def test_a_ledger_is_read_back(tmp_path):
         (preemption_line(num_blocks="9"), "num_blocks='9' is not int"),
         (preemption_line(swap_seconds="1"), "swap_seconds='1' is not float | None".replace("|", r"\|")),
         (preemption_line(scores=[["a"]]), "scores="),
-        (preemption_line(action="teleport"), "action='teleport' is none of recompute, swap, mixed"),
+        (preemption_line(mixed_seconds=1.0), "unexpected keyword argument 'mixed_seconds'"),
+        (preemption_line(action="mixed"), "action='mixed' is none of recompute, swap$"),
+        (preemption_line(action="teleport"), "action='teleport' is none of recompute, swap$"),
         (preemption_line(resume_action="teleport"), "resume_action='teleport' is none of"),
+        (preemption_line(resume_action="recompute"), "resume_action='recompute' is none of"),
         (json.dumps({"record": "predictions", "kind": "x"}) + "\n", "kind='x' is none of prefill, decode"),
         (json.dumps({"record": "predictions", "kind": "decode"}) + "\n", "line 1 is not a ledger's"),
     ],

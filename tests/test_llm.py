@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from engine_helpers import RestlessScheduler, make_engine, make_llm, run
+from engine_helpers import make_engine, make_llm, restless, run
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import LLM, SamplingParams
@@ -72,7 +72,7 @@ def test_nothing_compiles_after_warm_up(llm, prompts):
         SamplingParams(temperature=0, logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[5]),
         SamplingParams(temperature=1.3, max_tokens=50),
     ]
-    run(make_engine(llm, num_gpu_blocks=40, scheduler_class=RestlessScheduler), prompts, params)
+    run(make_engine(llm, num_gpu_blocks=40, policy=restless()), prompts, params)
     assert compile_stats.total()[0] == before
 
 
@@ -84,11 +84,9 @@ def test_samples_do_not_depend_on_batch_mates_or_preemption(llm, prompts, async_
     ]
     alone = [llm.generate([p], s, use_tqdm=False)[0].token_ids for p, s in zip(prompts, params, strict=True)]
     together = make_engine(llm, async_scheduling=async_scheduling)
-    restless = make_engine(
-        llm, num_gpu_blocks=40, scheduler_class=RestlessScheduler, async_scheduling=async_scheduling
-    )
+    disturbed = make_engine(llm, num_gpu_blocks=40, policy=restless(), async_scheduling=async_scheduling)
     assert [o.token_ids for o in run(together, prompts, params)] == alone
-    preempted = run(restless, prompts, params)
+    preempted = run(disturbed, prompts, params)
     assert [o.token_ids for o in preempted] == alone
     assert sum(o.metrics.num_preemptions for o in preempted) > 5
 

@@ -21,7 +21,7 @@ CONFIG = config_from_dict(
     }
 )
 
-PROGRAMS = [ProgramKey(64, 0, 0), ProgramKey(16, 0, 0, 8), ProgramKey(0, 512, 64)]
+PROGRAMS = [ProgramKey(64), ProgramKey(16, 0, 8), ProgramKey(512, 64)]
 
 
 @pytest.mark.parametrize("key", PROGRAMS, ids=lambda key: key.name)

@@ -10,16 +10,12 @@ from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError, KVCacheError
-from jaxllm.executor import model_executor
-from jaxllm.executor.model_executor import ExecutorConfig
-from jaxllm.executor.pending import PendingStep
+from jaxllm.errors import ConfigError
 from jaxllm.executor.sampler import SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, run_decode_steps, run_step
-from jaxllm.sched.policies import GrowthReserve, SchedulerPolicy, SwapIfItFits
+from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import make_preset
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.types import SampledTokens
 
 NAME = "llama_gqa"
 
@@ -87,7 +83,7 @@ def test_the_same_tokens_in_fewer_programs(llm, prompts, async_scheduling):
 def test_preempted_requests_get_the_same_tokens(llm, prompts):
     params = SamplingParams(temperature=1.1, seed=3, max_tokens=40, ignore_eos=True)
     calm = run(make_engine(llm), prompts, params)
-    policy = SchedulerPolicy(admission=GrowthReserve(0.0), action=SwapIfItFits())
+    policy = SchedulerPolicy(action=SwapIfItFits())
     engine = make_engine(
         llm,
         num_gpu_blocks=20,
@@ -130,39 +126,6 @@ def test_as_many_steps_as_50_ms_hold(llm, prompts, tick, allowed):
     assert engine.scheduler.allowed[-2] == allowed
 
 
-def test_a_program_after_the_end_computes_nothing(llm, prompts, monkeypatch):
-    """With run-ahead it is dispatched before the host knows of the end."""
-    greedy = golden_data(NAME)["greedy"][1]
-    end = greedy[5]
-    computed = []
-    fetch = PendingStep.fetch
-
-    def recording(self):
-        sampled = fetch(self)
-        computed.append(sampled.num_decode_steps)
-        return sampled
-
-    monkeypatch.setattr(PendingStep, "fetch", recording)
-    observer = RecordingObserver()
-    engine = make_engine(llm, num_scheduler_steps=8)
-    engine._observer = observer
-    params = SamplingParams(temperature=0, max_tokens=60, stop_token_ids=[end], ignore_eos=True)
-    (output,) = run(engine, [prompts[1]], params)
-    num_tokens = greedy.index(end) + 1
-    assert output.token_ids == greedy[:num_tokens]
-    assert computed == [None, num_tokens - 1, 0]
-    assert observer.num_steps == [1, num_tokens - 1, 0]
-    assert engine._decode_seconds > 0
-
-
-class RecordingObserver:
-    def __init__(self):
-        self.num_steps = []
-
-    def observe(self, scheduled, seconds, num_decode_steps):
-        self.num_steps.append(num_decode_steps)
-
-
 @pytest.mark.parametrize("wrong", [0, -3, True, 2.5, "8", 9])
 def test_engines_refuse_steps_that_the_executor_does_not_take(llm, wrong):
     with pytest.raises(ConfigError, match="None or an integer from 1 to 8"):
@@ -175,7 +138,7 @@ def test_at_most_a_block_of_steps():
 
 
 def test_steps_stop_where_a_decision_is_due():
-    eager = SchedulerPolicy(admission=GrowthReserve(0.0))
+    eager = SchedulerPolicy()
 
     def decode_steps(
         *, limit=8, count=1, waiting=0, max_num_seqs=32, num_gpu_blocks=64, total=40, policy=eager
@@ -207,11 +170,10 @@ def test_steps_stop_where_a_decision_is_due():
     assert decode_steps(count=16) == 4
     assert decode_steps(count=17) == 1  # many requests
     assert decode_steps(count=2, num_gpu_blocks=3, total=8) == 1  # one free block, for two requests
-    assert decode_steps(waiting=1, max_num_seqs=1) == 4  # whoever waits has no slot
-    assert decode_steps(waiting=1, count=2, num_gpu_blocks=2, total=5) == 1  # or might start at any time
+    assert decode_steps(waiting=1, max_num_seqs=1) == 1  # whoever waits might start at any time
 
 
-def test_a_program_ends_with_the_first_row(llm, prompts):
+def test_rows_that_end_are_padding(llm, prompts):
     config, params = llm.model_config, llm.executor._params
     block_size, num_blocks, length = 4, 16, 6
     tables = np.arange(num_blocks, dtype=np.int32).reshape(2, 8)
@@ -223,115 +185,56 @@ def test_a_program_ends_with_the_first_row(llm, prompts):
         query_starts=np.asarray([0, length, 2 * length], np.int32),
         lengths=np.full(2, length, np.int32),
         slots=np.arange(2, dtype=np.int32),
-        is_last=np.ones(2, np.int32),
         num_seqs=np.full(1, 2, np.int32),
+        sampled=np.asarray([[length - 1, 2 * length - 1], [0, 1], [length, length]], np.int32),
         block_tables=tables,
     )
 
-    def start(end_ids):
+    def start(*ends):
         host = SlotParams.host_zeros(2)
-        host.end_ids[: len(end_ids), 0] = end_ids
+        host.end_ids[: len(ends), 0] = ends
         state = DeviceState(jnp.zeros(shape), jnp.zeros((3, 33), jnp.int32))
         slot_params = SlotParams(*map(jnp.asarray, host))
         state, _ = run_step(config, params, state, slot_params, None, jax.tree.map(jnp.asarray, prefill))
         return state, slot_params
 
-    decode = DecodeInputs(jnp.arange(2), jnp.full(2, length + 1), jnp.asarray(tables))
-    state, slot_params = start([-1, -1])
-    free, _ = run_decode_steps(config, params, state, slot_params, decode, jnp.int32(5), max_steps=6)
+    def go_on(state, slot_params, lengths, num_steps):
+        inputs = DecodeInputs(jnp.arange(2), jnp.asarray(lengths), jnp.asarray(tables))
+        return run_decode_steps(config, params, state, slot_params, inputs, jnp.int32(num_steps), max_steps=6)
+
+    free, outputs = go_on(*start(-1, -1), [length + 1] * 2, 5)
     expected = np.asarray(free.history)[:2, length : length + 6]
+    assert outputs.sampled.tokens.shape == (12,)
+    np.testing.assert_array_equal(np.asarray(outputs.sampled.tokens).reshape(6, 2)[:5].T, expected[:, 1:])
     assert not np.asarray(free.history)[:2, length + 6 :].any()
 
     end = int(expected[0, 2])
     num_kept = expected[0].tolist().index(end, 1) + 1
-    state, slot_params = start([end, -1])
-    ended, outputs = run_decode_steps(config, params, state, slot_params, decode, jnp.int32(5), max_steps=6)
-    history = np.asarray(ended.history)[:2, length : length + 6]
-    assert outputs.num_steps == num_kept - 1
-    np.testing.assert_array_equal(history[:, :num_kept], expected[:, :num_kept])
-    assert history[:, num_kept:].tolist() == [[0] * (5 - num_kept) + [-1]] * 2, "the next one must not go on"
-    assert not np.asarray(ended.pool)[tables[:, (length + num_kept) // block_size :]].any()
-    assert outputs.sampled.tokens.shape == (12,)
-    assert not np.asarray(outputs.sampled.tokens)[2 * (num_kept - 1) :].any()
+    assert end not in expected[1]
+    ended, slot_params = start(end, -1)
+    ended, outputs = go_on(ended, slot_params, [length + 1] * 2, 5)
+    sampled = np.asarray(outputs.sampled.tokens).reshape(6, 2)[:5].T
+    np.testing.assert_array_equal(sampled[1], expected[1, 1:], "the other one goes on")
+    np.testing.assert_array_equal(sampled[0, : num_kept - 1], expected[0, 1:num_kept])
+    first_unused = (length + num_kept - 2) // block_size + 1
+    assert not np.asarray(ended.pool)[tables[0, first_unused:]].any(), "KV of an ended row"
 
-    def next_program(state, lengths, num_steps=3):
-        inputs = DecodeInputs(jnp.arange(2), jnp.asarray(lengths), jnp.asarray(tables))
-        return run_decode_steps(config, params, state, slot_params, inputs, jnp.int32(num_steps), max_steps=6)
-
-    pool = np.asarray(ended.pool)
-    for newest in (length + 5, length + 8):  # two that were dispatched before the host knew
-        ended, outputs = next_program(ended, [newest + 1] * 2)
-        assert outputs.num_steps == 0, "it goes on from tokens that are not there"
-        np.testing.assert_array_equal(np.asarray(ended.pool), pool)
-    resumed, outputs = next_program(ended, [0, length + num_kept], 6 - num_kept)
-    assert outputs.num_steps == 6 - num_kept
-    np.testing.assert_array_equal(np.asarray(resumed.history)[1, length : length + 6], expected[1])
-
-    # A row that ends with the program's last iteration is padding in the next one.
-    state, slot_params = start([end, -1])
-    inputs = DecodeInputs(jnp.arange(2), jnp.full(2, length + 1), jnp.asarray(tables))
-    ended, outputs = run_decode_steps(
-        config, params, state, slot_params, inputs, jnp.int32(num_kept - 1), max_steps=6
-    )
-    assert outputs.num_steps == num_kept - 1
+    # The program after it was sent before the host knew: the ended row stays padding.
     pool = np.asarray(ended.pool)[tables[0]]
-    after, outputs = next_program(ended, [length + num_kept] * 2, 6 - num_kept)
-    assert outputs.num_steps == 6 - num_kept
-    history = np.asarray(after.history)[:2, length : length + 6]
-    np.testing.assert_array_equal(history[1], expected[1])
-    assert history[0].tolist() == [*expected[0, :num_kept], *[0] * (5 - num_kept), end]
+    after, _ = go_on(ended, slot_params, [length + 6] * 2, 2)
     np.testing.assert_array_equal(np.asarray(after.pool)[tables[0]], pool)
+    longer, _ = go_on(free, start(-1, -1)[1], [length + 6] * 2, 2)
+    np.testing.assert_array_equal(np.asarray(after.history)[1], np.asarray(longer.history)[1])
 
-
-def eos_request(index, num_prompt_tokens, **changes):
-    return make_request(index, num_prompt_tokens, eos_token_ids=frozenset([0]), **changes)
-
-
-def test_rewinding_gives_back_what_was_not_computed():
-    policy = SchedulerPolicy(admission=GrowthReserve(0.0))
-    scheduler = make_scheduler(policy, num_gpu_blocks=20, block_size=4)
-    first, second = eos_request(0, 4, max_total_tokens=9), eos_request(1, 6, max_total_tokens=30)
-    for request in (first, second):
-        scheduler.add(request)
-    assert len(scheduler.schedule(0.0).prefill) == 2
-    for request in (first, second):
-        request.output_token_ids.append(1)
-    assert scheduler.decodes_on
-    output = scheduler.schedule(1.0, max_decode_steps=8)
-    assert (output.num_decode_steps, output.ending) == (4, (first,))
-    assert output.may_end_early
-    assert not scheduler.decodes_on, "what the ending one holds would be given away"
-    assert (first.num_tokens, second.num_tokens) == (9, 11)
-    assert (len(first.block_ids), len(second.block_ids)) == (2, 3)
-
-    for request in (first, second):
-        request.output_token_ids.append(1)
-    scheduler.rewind(output.decode, 3)
-    scheduler.check()
-    assert (first.num_tokens, second.num_tokens) == (6, 8)
-    assert (len(first.block_ids), len(second.block_ids)) == (2, 2)
-    assert scheduler.num_free_blocks == 16
-    assert scheduler.decodes_on
-    output = scheduler.schedule(2.0, max_decode_steps=8)
-    assert (output.decode, output.num_decode_steps, output.ending) == ((first, second), 3, (first,))
-    scheduler.check()
-
-    with pytest.raises(KVCacheError, match="by 4 tokens: 3 are in flight"):
-        scheduler.rewind(output.decode, 4)
-    scheduler.check()
-    scheduler.finish(first, "stop")
-    scheduler.rewind(output.decode, 3)
-    assert (first.num_tokens, second.num_tokens) == (9, 8)
-    scheduler.check()
-    waiting = eos_request(2, 3)
-    scheduler.add(waiting)
-    assert not scheduler.decodes_on, "it could start"
-    with pytest.raises(KVCacheError, match="it does not decode"):
-        scheduler.rewind([waiting], 0)
+    # Where all rows have ended nothing is computed at all.
+    both, slot_params = start(end, int(expected[1, 1]))
+    both, _ = go_on(both, slot_params, [length + 1] * 2, 5)
+    after, _ = go_on(both, slot_params, [length + 6] * 2, 3)
+    np.testing.assert_array_equal(np.asarray(after.pool), np.asarray(both.pool))
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_whoever_waits_gets_the_slot_of_the_first_to_end(llm, prompts, async_scheduling):
+def test_whoever_waits_starts_after_the_program_in_which_one_ended(llm, prompts, async_scheduling):
     greedy = golden_data(NAME)["greedy"]
     end = greedy[1][4]
     num_tokens = greedy[1].index(end) + 1
@@ -352,16 +255,13 @@ def test_whoever_waits_gets_the_slot_of_the_first_to_end(llm, prompts, async_sch
     for output, i in zip(outputs, (1, 2, 3), strict=True):
         expected = greedy[i][: len(output.token_ids)]
         assert output.token_ids[: len(expected)] == expected
-    scheduled = [one for one in engine.scheduler.scheduled if not one.is_empty]
-    prefills = [number for number, one in enumerate(scheduled) if one.prefill]
-    # The prompts, the program that ended early, with run-ahead the one that computed nothing, the third.
-    assert prefills == [0, 3 if async_scheduling else 2]
-    if async_scheduling:
-        assert not scheduled[2].prefill
+    steps = [one.num_decode_steps for one in engine.scheduler.scheduled if one.decode]
+    assert max(steps) == 8
+    assert min(steps) == 1, "while somebody waits every iteration is decided on its own"
 
 
 def test_the_rest_goes_on_with_run_ahead(llm, prompts):
-    """Every end makes one program compute nothing, and no token is lost or computed twice."""
+    """No token is lost or computed twice, whoever ends within a program."""
     greedy = golden_data(NAME)["greedy"]
     params = [
         SamplingParams(temperature=0, max_tokens=25, stop_token_ids=[greedy[i][3 + i]], ignore_eos=True)
@@ -395,46 +295,3 @@ def test_a_request_does_not_end_before_its_time(llm, num_steps):
     assert output.token_ids[15:] == [stop]
     assert output.outputs[0].finish_reason == "stop"
     assert len(other.token_ids) == 12
-
-
-def test_an_executor_that_computes_nothing_is_an_error(llm, prompts, monkeypatch):
-    class Lazy(PendingStep):
-        def fetch(self):
-            sampled = super().fetch()
-            return sampled if sampled.num_decode_steps is None else SampledTokens([], num_decode_steps=0)
-
-    monkeypatch.setattr(model_executor, "PendingStep", Lazy)
-    engine = make_engine(llm, num_scheduler_steps=8, async_scheduling=False)
-    engine.add_request("0", prompts[1], SamplingParams(max_tokens=20))
-    engine.step()
-    with pytest.raises(KVCacheError, match="computed nothing of step 1"):
-        engine.step()
-
-
-def test_a_single_step_dispatched_ahead_computes_nothing_either(prompts, monkeypatch):
-    """Also where single steps have programs of their own, as on a GPU."""
-    keys = ExecutorConfig.program_keys
-    monkeypatch.setattr(ExecutorConfig, "program_keys", lambda config, platform: keys(config, "gpu"))
-    llm = make_llm(golden_checkpoint(NAME), num_scheduler_steps=8, block_size=8)
-    computed = []
-    fetch = PendingStep.fetch
-
-    def recording(self):
-        sampled = fetch(self)
-        computed.append((len(sampled.token_ids), sampled.num_decode_steps))
-        return sampled
-
-    monkeypatch.setattr(PendingStep, "fetch", recording)
-    greedy = golden_data(NAME)["greedy"]
-    end = greedy[1][3]
-    num_tokens = greedy[1].index(end) + 1
-    engine = make_engine(llm, num_scheduler_steps=8)
-    params = [
-        SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[end], ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),  # the prefill's, eight, and one
-    ]
-    outputs = run(engine, [prompts[1], prompts[2]], params)
-    assert [output.token_ids for output in outputs] == [greedy[1][:num_tokens], greedy[2][:10]]
-    # The prompts; what ended early, for two; the single step after it; what was left of the second.
-    assert computed[:3] == [(2, None), (2 * (num_tokens - 1), num_tokens - 1), (0, 0)]
-    assert computed[3][1] == 10 - num_tokens

@@ -14,12 +14,34 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import RooflineCostModel
 
 MODEL = RooflineCostModel(model_shape("opt-13b"), device_spec("A800-80GB-PCIe"))
-WORK = {"prefill": (100, 4, 7), "decode": (8, 900), "swap_out": (5,), "swap_in": (9,)}
+WORK = {
+    "prefill": (0, 0, 100, 4, 7),
+    "decode": (8, 900),
+    "mixed": (8, 900, 100, 4, 7),
+    "swap_out": (5,),
+    "swap_in": (9,),
+}
 seconds = st.floats(0.0, 1e300)
 
 
 def predict(model, kind):
-    return getattr(model, f"{kind}_seconds")(*WORK[kind])
+    seconds = getattr(model, f"{kind}_seconds") if kind.startswith("swap") else model.step_seconds
+    return seconds(*WORK[kind])
+
+
+class Fixed:
+    """Decodes take 1 s each, prompt tokens 0.5 s, and mixed steps a second less than both."""
+
+    def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+        return batch + 0.5 * prompt_tokens - bool(batch and prompt_tokens)
+
+
+def set_factors(calibration, **factors):
+    """Observe until each kind's factor is that."""
+    for kind, factor in factors.items():
+        for _ in range(2000):
+            calibration.observe(kind, calibration.factor(kind), factor)
+        assert calibration.factor(kind) == pytest.approx(factor)
 
 
 def test_before_the_first_observation_nothing_is_changed():
@@ -27,7 +49,8 @@ def test_before_the_first_observation_nothing_is_changed():
     for kind in COST_KINDS:
         assert predict(calibration, kind) == predict(MODEL, kind)
         assert calibration.factor(kind) == 1.0
-    assert calibration.prefill_seconds(0, 0) == calibration.decode_seconds(0, 0) == 0.0
+    for nothing in ((0, 0), (0, 9), (-1, 9), (0, 0, 0, 4, 9), (0, 0, 5, 0)):
+        assert calibration.step_seconds(*nothing) == 0.0
     assert calibration.swap_out_seconds(0) == calibration.swap_in_seconds(0) == 0.0
     assert {report.count for report in calibration.report().values()} == {0}
 
@@ -41,6 +64,68 @@ def test_the_first_update_by_hand():
     report = calibration.report()["decode"]
     assert (report.count, report.num_ignored) == (1, 0)
     assert report.error_before == report.error_after == pytest.approx(0.21 / 1.21)
+
+
+def test_steps_of_one_part_take_its_factor_alone():
+    calibration = OnlineCalibration(Fixed(), max_factor=4.0)
+    set_factors(calibration, prefill=2.0, decode=0.5, mixed=3.0)
+    assert calibration.step_seconds(6, 900) == pytest.approx(6 * 0.5)
+    assert calibration.step_seconds(6, 900, 0, 2, 7) == pytest.approx(6 * 0.5)
+    assert calibration.step_seconds(0, 0, 4, 1) == pytest.approx(2 * 2.0)
+    assert calibration.step_seconds(0, 900, 4, 1) == pytest.approx(2 * 2.0)
+
+
+def test_a_mixed_step_takes_the_mean_of_both_factors_times_its_own():
+    calibration = OnlineCalibration(Fixed())
+    whole = 6 + 2 - 1  # of 6 s of decodes and 2 s of prompt
+    assert calibration.step_seconds(6, 900, 4, 1) == whole
+    set_factors(calibration, decode=0.5)
+    assert calibration.step_seconds(6, 900, 4, 1) == pytest.approx(whole * (6 * 0.5 + 2 * 1.0) / 8)
+    set_factors(calibration, prefill=2.0)
+    assert calibration.step_seconds(6, 900, 4, 1) == pytest.approx(whole * (6 * 0.5 + 2 * 2.0) / 8)
+    assert calibration.step_seconds(1, 900, 20, 1) == pytest.approx(10 * (1 * 0.5 + 10 * 2.0) / 11)
+    set_factors(calibration, mixed=1.5)
+    assert calibration.step_seconds(6, 900, 4, 1) == pytest.approx(whole * (6 * 0.5 + 2 * 2.0) / 8 * 1.5)
+    set_factors(calibration, decode=2.0)
+    assert calibration.step_seconds(6, 900, 4, 1) == pytest.approx(whole * 2.0 * 1.5)
+
+
+def test_what_is_learned_of_a_mixed_step_counts_for_mixed_steps_only():
+    calibration = OnlineCalibration(Fixed())
+    set_factors(calibration, prefill=2.0, decode=2.0)
+    predicted = calibration.step_seconds(6, 900, 4, 1)
+    assert predicted == pytest.approx(14.0)
+    calibration.observe("mixed", predicted, 1.21 * predicted)
+    assert calibration.factor("mixed") == pytest.approx(1.1)
+    assert calibration.factor("prefill") == pytest.approx(2.0)
+    assert calibration.factor("decode") == pytest.approx(2.0)
+    assert calibration.step_seconds(6, 900, 4, 1) == pytest.approx(1.1 * 14.0)
+    assert calibration.step_seconds(6, 900) == pytest.approx(12.0)
+
+
+def test_a_mixed_step_of_no_cost_costs_nothing_whatever_was_learned():
+    class Free(Fixed):
+        def step_seconds(self, *work):
+            return 0.0
+
+    calibration = OnlineCalibration(Free())
+    set_factors(calibration, prefill=2.0, decode=0.5)
+    assert calibration.step_seconds(6, 900, 4, 1) == 0.0
+
+
+@given(
+    st.tuples(st.integers(1, 64), st.integers(1, 9999), st.integers(1, 512), st.integers(1, 8)),
+    st.floats(0.2, 5.0),
+    st.floats(0.2, 5.0),
+)
+def test_a_mixed_step_is_corrected_by_no_more_than_its_parts(work, of_prefill, of_decode):
+    calibration = OnlineCalibration(MODEL, rate=1.0, outlier_limit=10.0)
+    calibration.observe("prefill", 1.0, of_prefill)
+    calibration.observe("decode", 1.0, of_decode)
+    ratio = calibration.step_seconds(*work) / MODEL.step_seconds(*work)
+    slack = 1 + 1e-9
+    assert min(of_prefill, of_decode) <= ratio * slack
+    assert ratio <= max(of_prefill, of_decode) * slack
 
 
 @pytest.mark.parametrize("kind", COST_KINDS)
@@ -120,7 +205,7 @@ def test_bad_seconds_are_refused(bad):
     with pytest.raises(ConfigError, match="decode: predicted seconds must be finite"):
         calibration.observe("decode", bad, 1.0)
     with pytest.raises(
-        ConfigError, match="unknown kind of cost 'swap'; use one of prefill, decode, swap_out"
+        ConfigError, match="unknown kind of cost 'swap'; use one of prefill, decode, mixed, swap_out"
     ):
         calibration.observe("swap", 1.0, 1.0)
 

@@ -35,26 +35,31 @@ def padded(count):
     return max(8, 1 << (count - 1).bit_length())
 
 
+def draw_work(rng, kind):
+    """Counts of a step, in the order of `CostModel.step_seconds`."""
+    batch = tokens = seqs = before = 0
+    if kind != "prefill":
+        batch = log_uniform(rng, 128)
+    if kind != "decode":
+        tokens = log_uniform(rng, 2048)
+        seqs, before = int(rng.integers(1, min(tokens, 64) + 1)), log_uniform(rng, 1024) - 1
+    return batch, batch * log_uniform(rng, 1024), tokens, seqs, before
+
+
 def synthetic(kind, count, models=MODELS, seed=0, padding=lambda count: count):
     rng = np.random.default_rng(seed)
     samples = []
     for _ in range(count):
         model = models[rng.integers(len(models))]
         cost, noise = COSTS[model], math.exp(rng.normal(0, NOISE))
-        if kind == "prefill":
-            tokens = log_uniform(rng, 2048)
-            seqs, context = int(rng.integers(1, min(tokens, 64) + 1)), log_uniform(rng, 1024) - 1
-            seconds = noise * cost.prefill_seconds(padding(tokens), seqs, context)
-            samples.append(Sample.prefill(model, tokens, seqs, context, seconds))
-        elif kind == "decode":
-            batch = log_uniform(rng, 128)
-            context = batch * log_uniform(rng, 1024)
-            seconds = noise * cost.decode_seconds(padding(batch), context)
-            samples.append(Sample.decode(model, batch, context, seconds))
-        else:
+        if kind.startswith("swap"):
             blocks = log_uniform(rng, 128)
             seconds = noise * cost.swap_in_seconds(blocks)
             samples.append(getattr(Sample, kind)(model, BLOCK_SIZE, blocks, seconds))
+        else:
+            batch, *rest = draw_work(rng, kind)
+            seconds = noise * cost.step_seconds(padding(batch), *rest)
+            samples.append(Sample.step(model, seconds, batch, *rest))
     return samples
 
 
@@ -111,7 +116,8 @@ def test_the_report_as_json_and_markdown(all_candidates):
 
 def test_errors_reach_the_noise_of_the_measurements(quick_fits):
     # The mean of |noise| is 0.8 % at a deviation of 1 %; the rest is for kinks that few samples show.
-    limits = {"prefill": 0.03, "decode": 0.015, "swap_out": 0.012, "swap_in": 0.012}
+    limits = {"prefill": 0.03, "decode": 0.015, "mixed": 0.06, "swap_out": 0.012, "swap_in": 0.012}
+    assert quick_fits.keys() == limits.keys()
     for kind, fitted in quick_fits.items():
         assert fitted.report.test.mape < limits[kind], fitted.report.to_markdown()
 
@@ -152,6 +158,29 @@ def test_measurements_of_the_same_work_stay_together():
     assert tests_with_odd > 0
 
 
+def test_nothing_was_fitted_to_the_test_samples():
+    samples = synthetic("mixed", 60)
+    options = {"names": ("linear", "decision tree"), "degrees": (1,)}
+    first = fit(samples, **options)
+    tested = [samples.index(sample) for sample in first.test]
+    assert len(set(tested)) == len(first.test) == first.report.num_test == 12
+    # Whatever those took, the same is chosen and predicted.
+    changed = [
+        dataclasses.replace(sample, seconds=sample.seconds * (1000.0 if index in tested else 1.0))
+        for index, sample in enumerate(samples)
+    ]
+    second = fit(changed, **options)
+    assert second.test == [changed[index] for index in tested]
+    features = np.array([sample.features for sample in samples])
+    assert np.array_equal(first.regressor.predict(features), second.regressor.predict(features))
+    assert [c.held_out for c in first.report.candidates] == [c.held_out for c in second.report.candidates]
+    # And the reported error is that on them.
+    for fitted in (first, second):
+        predicted = fitted.regressor.predict(np.array([sample.features for sample in fitted.test]))
+        seconds = np.array([sample.seconds for sample in fitted.test])
+        assert fitted.report.test.mape == pytest.approx(np.mean(abs(predicted - seconds) / seconds))
+
+
 def test_too_many_features_are_skipped_and_said_so():
     fitted = fit(synthetic("swap_in", 60), names=("linear",), degrees=(1, 2, 3), max_features=5)
     assert [candidate.skipped for candidate in fitted.report.candidates] == [
@@ -170,18 +199,66 @@ def test_a_cost_model_for_one_model_of_the_samples(quick_fits):
     model = RegressionCostModel(fitted, MODELS[1], BLOCK_SIZE)
     exact = COSTS[MODELS[1]]
     assert isinstance(model, BatchCostModel)
-    assert model.prefill_seconds(300, 4, 50) == pytest.approx(exact.prefill_seconds(300, 4, 50), rel=0.1)
-    assert model.decode_seconds(16, 4000) == pytest.approx(exact.decode_seconds(16, 4000), rel=0.05)
+    for work, limit in (
+        ((0, 0, 300, 4, 50), 0.1),
+        ((16, 4000), 0.05),
+        ((16, 4000, 20, 1, 50), 0.1),
+        ((16, 4000, 300, 4, 50), 0.1),
+    ):
+        assert model.step_seconds(*work) == pytest.approx(exact.step_seconds(*work), rel=limit)
     assert model.swap_out_seconds(20) == pytest.approx(exact.swap_out_seconds(20), rel=0.03)
     assert model.swap_in_seconds(20) == pytest.approx(exact.swap_in_seconds(20), rel=0.03)
-    assert model.prefill_seconds(0, 0) == model.decode_seconds(0, 0) == model.swap_in_seconds(0) == 0.0
+
+
+def test_each_kind_is_asked_of_its_own_regressor():
+    class Fixed:
+        """Answers with the sum of what it is asked, and its number."""
+
+        def __init__(self, number):
+            self.number = number
+
+        def predict(self, features):
+            return features.sum(axis=1) + self.number
+
+    fitted = {kind: Fixed(number / 8) for number, kind in enumerate(COST_KINDS)}
+    model = RegressionCostModel(fitted, MODELS[0], BLOCK_SIZE)
+    shape, block = 40 + 5120, MODELS[0].block_bytes(BLOCK_SIZE)
+    assert model.step_seconds(0, 0, 100, 4, 7) == shape + 111
+    assert model.step_seconds(8, 900) == shape + 908 + 1 / 8
+    assert model.step_seconds(8, 900, 100, 4, 7) == shape + 1019 + 2 / 8
+    assert model.swap_out_seconds(5) == block + 5 + 3 / 8
+    assert model.swap_in_seconds(9) == block + 9 + 4 / 8
+    # A part without work is left out; nothing is asked where there is none at all.
+    for nothing in ((0, 4, 9), (-1, 1, 9), (5, 0, 9)):
+        assert model.step_seconds(8, 900, *nothing) == shape + 908 + 1 / 8
+    for nothing in ((0, 99), (-1, 99)):
+        assert model.step_seconds(*nothing, 100, 4, 7) == shape + 111
+    assert model.step_seconds(8, -5) == shape + 8 + 1 / 8
+    for work in ((0, 0), (0, 9), (-1, 9), (0, 0, 0, 4), (0, 0, 5, 0), (0, 0, -1, 1, 9)):
+        assert model.step_seconds(*work) == 0.0
+    assert model.swap_out_seconds(0) == model.swap_in_seconds(0) == model.swap_in_seconds(-1) == 0.0
+
+
+def test_a_distilled_fit_errs_little_more_than_the_fit(quick_fits):
+    fitted = {kind: quick_fits[kind].regressor for kind in COST_KINDS}
+    model = RegressionCostModel(fitted, MODELS[1], BLOCK_SIZE)
     axes = TableAxes.geometric(
-        max_num_batched_tokens=2048, max_num_seqs=64, max_context_tokens=65536, max_num_blocks=128
+        max_num_batched_tokens=2048,
+        max_num_seqs=128,
+        max_context_tokens=2**17,
+        max_num_blocks=128,
+        max_prefill_context_tokens=1024,
     )
     table = TableCostModel.distil(model, axes, monotone=False)
     for blocks in axes.swap_blocks:
         assert table.swap_in_seconds(blocks) == pytest.approx(model.swap_in_seconds(blocks))
-    assert table.prefill_seconds(2048, 1) == pytest.approx(model.prefill_seconds(2048, 1))
+    assert table.step_seconds(0, 0, 2048, 1) == pytest.approx(model.step_seconds(0, 0, 2048, 1))
+    assert table.step_seconds(128, 2**17) == pytest.approx(model.step_seconds(128, 2**17))
+    for kind in ("prefill", "decode", "mixed"):
+        ours = [sample for sample in quick_fits[kind].test if sample.features[1] == MODELS[1].hidden_size]
+        errors = [abs(table.seconds_of(kind, one.work) / one.seconds - 1) for one in ours]
+        assert len(errors) > 20
+        assert np.mean(errors) < quick_fits[kind].report.test.mape + 0.02
 
 
 def test_work_beyond_the_samples_costs_in_proportion(quick_fits):
@@ -189,7 +266,12 @@ def test_work_beyond_the_samples_costs_in_proportion(quick_fits):
     largest = max(s.features[1] for s in synthetic("swap_in", 400))
     edge = model.swap_in_seconds(int(largest))
     assert model.swap_in_seconds(int(10 * largest)) == pytest.approx(10 * edge)
-    assert 0 < model.decode_seconds(10_000, 10**8) < math.inf
+    assert 0 < model.step_seconds(10_000, 10**8) < math.inf
+    measured = np.array([sample.features for sample in synthetic("mixed", 400)])
+    most = [int(largest) for largest in measured.max(axis=0)[2:]]
+    edge = model.step_seconds(*most)
+    assert model.step_seconds(10 * most[0], *most[1:]) == pytest.approx(10 * edge)
+    assert model.step_seconds(*most[:2], 3 * most[2], *most[3:]) == pytest.approx(3 * edge)
 
 
 def test_other_models_and_unmeasured_work_are_refused(quick_fits, all_candidates):
@@ -198,12 +280,16 @@ def test_other_models_and_unmeasured_work_are_refused(quick_fits, all_candidates
     with pytest.raises(
         ConfigError, match="num_layers 40 to 48 only, and is asked for 96; measure it there too"
     ):
-        RegressionCostModel(fitted, large, BLOCK_SIZE).decode_seconds(1, 1)
+        RegressionCostModel(fitted, large, BLOCK_SIZE).step_seconds(1, 1)
     with pytest.raises(ConfigError, match="swap_in was measured with block_bytes"):
         RegressionCostModel(fitted, MODELS[1], 2 * BLOCK_SIZE).swap_in_seconds(1)
-    with pytest.raises(ConfigError, match="no regressor was fitted for swap_in"):
-        RegressionCostModel({k: f for k, f in fitted.items() if k != "swap_in"}, MODELS[1], BLOCK_SIZE)
-    one_seq = [Sample.prefill(MODELS[0], tokens, 1, 0, float(tokens)) for tokens in range(1, 21)]
+    for missing in set(COST_KINDS) - {"mixed"}:
+        with pytest.raises(ConfigError, match=f"no regressor was fitted for {missing}$"):
+            RegressionCostModel({k: f for k, f in fitted.items() if k != missing}, MODELS[1], BLOCK_SIZE)
+    pure = RegressionCostModel({k: f for k, f in fitted.items() if k != "mixed"}, MODELS[1], BLOCK_SIZE)
+    both = pure.step_seconds(8, 900) + pure.step_seconds(0, 0, 100, 4)
+    assert pure.step_seconds(8, 900, 100, 4) == pytest.approx(both)
+    one_seq = [Sample.step(MODELS[0], float(tokens), 0, 0, tokens, 1) for tokens in range(1, 21)]
     only = fit(one_seq, names=("linear",), degrees=(1,)).regressor
     assert only.predict(np.array([[40, 5120, 7, 1, 0]])) == pytest.approx([7.0])
     with pytest.raises(ConfigError, match="prefill was measured with num_seqs 1 only, and is asked for 2"):
@@ -211,9 +297,36 @@ def test_other_models_and_unmeasured_work_are_refused(quick_fits, all_candidates
 
 
 @pytest.mark.parametrize(
+    ("counts", "kind", "work"),
+    [
+        ((8, 900), "decode", (8, 900)),
+        ((8, 900, 0, 3, 7), "decode", (8, 900)),
+        ((0, 0, 100, 4), "prefill", (100, 4, 0)),
+        ((0, 900, 100, 4, 7), "prefill", (100, 4, 7)),
+        ((8, 900, 100, 4), "mixed", (8, 900, 100, 4, 0)),
+        ((8, 900, 100, 4, 7), "mixed", (8, 900, 100, 4, 7)),
+    ],
+)
+def test_a_step_is_a_sample_of_the_kind_that_it_computes(counts, kind, work):
+    sample = Sample.step(MODELS[0], 0.5, *counts)
+    assert sample == Sample(kind, (40, 5120, *work), 0.5)
+    assert sample.work == work
+    assert len(FEATURE_NAMES[kind]) == len(sample.features)
+
+
+def test_the_work_of_a_sample_is_without_the_models_counts():
+    assert Sample.swap_out(MODELS[0], BLOCK_SIZE, 5, 0.5).work == (5,)
+    assert Sample.swap_in(MODELS[1], BLOCK_SIZE, 9, 0.5).work == (9,)
+    work = Sample("mixed", (40.0, 5120.0, 8.0, 900.0, 100.0, 4.0, 7.0), 0.5).work  # as from a file
+    assert work == (8, 900, 100, 4, 7)
+    assert {type(count) for count in work} == {int}
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((("decode"), (40.0, 5120.0, 1.0), 1.0), "a decode sample has features"),
+        (("decode", (40.0, 5120.0, 1.0), 1.0), "a decode sample has features"),
+        (("mixed", (40.0, 5120.0, 8.0, 900.0, 100.0, 4.0), 1.0), "a mixed sample has features"),
         (("swap_in", (4.0, -1.0), 1.0), "features must be finite and >= 0"),
         (("swap_in", (4.0, math.nan), 1.0), "features must be finite and >= 0"),
         (("swap_in", (4.0, 1.0), 0.0), r"took 0.0 seconds; it must be above 0"),
@@ -237,10 +350,7 @@ def test_bad_arguments_are_refused():
         fit(samples, degrees=(11,))
     with pytest.raises(ConfigError, match=r"one of the regressors linear, .* names=\['svm'\]"):
         fit(samples, names=("svm",))
-    assert FEATURE_NAMES["prefill"] == (
-        "num_layers",
-        "hidden_size",
-        "num_tokens",
-        "num_seqs",
-        "context_tokens",
-    )
+    prompts = ("num_tokens", "num_seqs")
+    assert FEATURE_NAMES["prefill"] == ("num_layers", "hidden_size", *prompts, "context_tokens")
+    decodes = ("num_layers", "hidden_size", "batch", "context_tokens")
+    assert FEATURE_NAMES["mixed"] == (*decodes, *prompts, "prompt_context")

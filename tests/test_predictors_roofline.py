@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import MODEL_SHAPES, ModelShape, model_shape
+from jaxllm.predictors.base import COST_KINDS, MODEL_SHAPES, ModelShape, model_shape, step_kind
 from jaxllm.predictors.devices import DEVICES, DeviceSpec, device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
 
@@ -51,7 +51,7 @@ def test_importing_every_module_imports_neither_jax_nor_sklearn():
         f"import importlib, sys; [importlib.import_module(name) for name in {modules!r}]\n"
         "assert not {'jax', 'sklearn', 'scipy', 'pandas'} & sys.modules.keys(), sorted(sys.modules)"
     )
-    assert len(modules) == 9
+    assert len(modules) == 10
     subprocess.run([sys.executable, "-c", code], check=True, cwd=folder.parent)
 
 
@@ -134,23 +134,60 @@ def test_a_device_refuses_rates_that_are_none():
         dataclasses.replace(UNIT_DEVICE, peak_flops={"float32": float("nan")})
 
 
+# Of TINY on UNIT_DEVICE: 1152 parameters of layers and 80 of the head, 2 flops each per token and per row
+# sampled; 4 * 2 layers * 4 heads * 2 flops per pair of query and key; 64 bytes of KV per token.
+PER_TOKEN, PER_SEQ, PER_PAIR = 2 * 1152 / 1000, 2 * 80 / 1000, 64 / 1000
+WEIGHTS, PER_KV_TOKEN = (1152 + 80) * 4 / 100, 64 / 100
+
+
 def test_a_decode_step_by_hand():
-    # Three sequences that attend to 30 tokens in all. Bytes bound the layers (2304 elements at rest beside
-    # 3 * 2304 flops) and the head; attention reads and writes 33 tokens of 64 bytes.
-    layers = max(2 * 3 * 1152 / 1000, 1152 * 4 / 100)
-    attention = max(4 * 2 * 4 * 2 * 30 / 1000, 33 * 64 / 100)
-    head = max(2 * 3 * 80 / 1000, 80 * 4 / 100)
-    assert TINY.num_layer_parameters == 1152
-    assert unit_model().decode_seconds(3, 30) == pytest.approx(1.0 + layers + attention + head)
+    # Three sequences that attend to 30 tokens in all: 9.3 s of flops beside weights and the KV of 33 tokens.
+    flops = 3 * PER_TOKEN + 30 * PER_PAIR + 3 * PER_SEQ
+    assert flops == pytest.approx(9.312)
+    assert unit_model().step_seconds(3, 30) == pytest.approx(1.0 + WEIGHTS + 33 * PER_KV_TOKEN)
+    assert unit_model().step_seconds(3, 30) == pytest.approx(71.4)
+    # 64 sequences with a token each: 131.2 s of bytes beside flops.
+    flops = 64 * PER_TOKEN + 64 * PER_PAIR + 64 * PER_SEQ
+    assert unit_model().step_seconds(64, 64) == pytest.approx(1.0 + flops) == pytest.approx(162.792)
 
 
 def test_a_prefill_step_by_hand():
-    # Two sequences of 50 new tokens after 10 cached ones each: flops bound the layers.
+    # Two sequences of 50 new tokens after 10 cached ones each: flops bound it.
     pairs = 2 * (50 * 10 + 50 * 51 / 2)
-    layers = max(2 * 100 * 1152 / 1000, 1152 * 4 / 100)
-    attention = max(4 * 2 * 4 * 2 * pairs / 1000, (2 * 100 + 20) * 64 / 100)
-    head = max(2 * 2 * 80 / 1000, 80 * 4 / 100)
-    assert unit_model().prefill_seconds(100, 2, 20) == pytest.approx(1.0 + layers + attention + head)
+    flops = 100 * PER_TOKEN + pairs * PER_PAIR + 2 * PER_SEQ
+    assert unit_model().step_seconds(0, 0, 100, 2, 20) == pytest.approx(1.0 + flops) == pytest.approx(458.92)
+    # Two tokens after 50: weights, and the KV of 50 tokens read and of 2 written and read.
+    bytes_of_both = WEIGHTS + (50 + 2 * 2) * PER_KV_TOKEN
+    assert unit_model().step_seconds(0, 0, 2, 1, 50) == pytest.approx(1.0 + bytes_of_both)
+    assert unit_model().step_seconds(0, 0, 2, 1, 50) == pytest.approx(84.84)
+
+
+def test_a_mixed_step_by_hand():
+    # Beside the three decodes a chunk of 4 tokens after 10: weights are read once, for both.
+    memory = WEIGHTS + (33 + 2 * 4 + 10) * PER_KV_TOKEN
+    assert unit_model().step_seconds(3, 30, 4, 1, 10) == pytest.approx(1.0 + memory) == pytest.approx(82.92)
+    # Beside the two chunks of 50 tokens: all flops of both.
+    compute = 103 * PER_TOKEN + (30 + 2 * (500 + 1275)) * PER_PAIR + 5 * PER_SEQ
+    assert unit_model().step_seconds(3, 30, 100, 2, 20) == pytest.approx(1.0 + compute)
+    assert unit_model().step_seconds(3, 30, 100, 2, 20) == pytest.approx(458.92 + 9.312)
+
+
+def test_prompt_tokens_beside_decodes_that_wait_for_memory_cost_their_kv_only():
+    model = unit_model()
+    decode = model.step_seconds(3, 30)
+    for num_tokens in (1, 10, 20, 30):
+        assert model.step_seconds(3, 30, num_tokens, 1) == pytest.approx(
+            decode + 2 * num_tokens * PER_KV_TOKEN
+        )
+    # From here on flops take longer than bytes: those of 9.312 s, and these.
+    for num_tokens in (31, 40, 100):
+        added = num_tokens * PER_TOKEN + num_tokens * (num_tokens + 1) / 2 * PER_PAIR + PER_SEQ
+        assert model.step_seconds(3, 30, num_tokens, 1) == pytest.approx(1.0 + 9.312 + added)
+        assert model.step_seconds(3, 30, num_tokens, 1) > decode + 2 * num_tokens * PER_KV_TOKEN
+    # Of a real device: reading 13 billion weights hides 64 more tokens; a step of their own reads them again.
+    real = RooflineCostModel(model_shape("opt-13b"), device_spec("A800-80GB-PCIe"))
+    added = real.step_seconds(8, 4000, 64, 1) - real.step_seconds(8, 4000)
+    assert 0 < added < 0.01 * real.step_seconds(0, 0, 64, 1)
 
 
 def test_a_swap_by_hand():
@@ -162,9 +199,27 @@ def test_a_swap_by_hand():
 
 def test_no_work_costs_nothing():
     model = unit_model()
-    assert model.prefill_seconds(0, 0) == model.prefill_seconds(0, 4) == model.prefill_seconds(-1, 1) == 0.0
-    assert model.decode_seconds(0, 0) == model.decode_seconds(0, 100) == 0.0
+    for work in ((0, 0), (0, 100), (-1, 5), (0, 0, 0, 4), (0, 0, -1, 1), (0, 0, 5, 0), (0, 9, 5, -1, 7)):
+        assert model.step_seconds(*work) == 0.0
     assert model.swap_out_seconds(0) == model.swap_in_seconds(0) == model.swap_in_seconds(-3) == 0.0
+
+
+def test_a_part_without_work_is_left_out():
+    model = unit_model()
+    for nothing in ((0, 4, 9), (-1, 1, 9), (5, 0, 9)):
+        assert model.step_seconds(3, 30, *nothing) == model.step_seconds(3, 30)
+    for nothing in ((0, 99), (-1, 99)):
+        assert model.step_seconds(*nothing, 100, 2, 20) == model.step_seconds(0, 0, 100, 2, 20)
+    assert model.step_seconds(3, -5, 100, 2, -5) == model.step_seconds(3, 0, 100, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "prompt_tokens", "kind"),
+    [(1, 0, "decode"), (0, 1, "prefill"), (2, 3, "mixed"), (0, 0, "decode")],
+)
+def test_steps_are_named_by_what_they_compute(batch, prompt_tokens, kind):
+    assert step_kind(batch, prompt_tokens) == kind
+    assert kind in COST_KINDS
 
 
 def test_efficiencies_default_to_assumptions_or_to_what_was_measured():
@@ -192,25 +247,48 @@ def test_bad_options_are_refused(option, value):
         unit_model(**{option: value})
 
 
-@given(
-    st.sampled_from(sorted(DEVICES)), st.sampled_from(sorted(MODEL_SHAPES)), counts, counts, counts, counts
+rooflines = st.builds(
+    lambda device, shape: RooflineCostModel(model_shape(shape, "float32"), device_spec(device)),
+    st.sampled_from(sorted(DEVICES)),
+    st.sampled_from(sorted(MODEL_SHAPES)),
 )
-def test_more_work_never_costs_less(device, shape, tokens, seqs, context, more):
-    model = RooflineCostModel(model_shape(shape, "float32"), device_spec(device))
-    prefill = model.prefill_seconds(tokens, seqs, context)
-    assert 0 < model.step_overhead_seconds < prefill <= model.prefill_seconds(tokens + more, seqs, context)
-    assert prefill <= model.prefill_seconds(tokens, seqs, context + more)
-    decode = model.decode_seconds(seqs, context)
-    assert (
-        0
-        < decode
-        <= min(model.decode_seconds(seqs + more, context), model.decode_seconds(seqs, context + more))
-    )
-    assert 0 < model.swap_out_seconds(tokens) < model.swap_out_seconds(tokens + more)
+work = st.tuples(st.integers(0, 512), st.integers(0, 10**6), *[st.integers(0, 4096)] * 3)
+
+
+@given(rooflines, work, counts)
+def test_more_work_never_costs_less(model, work, more):
+    batch, context, tokens, prompts, before = work
+    step = model.step_seconds(*work)
+    slack = 1 - 1e-12
+    assert model.step_seconds(batch + more, context, tokens, prompts, before) >= step * slack
+    assert model.step_seconds(batch, context + more, tokens, prompts, before) >= step * slack
+    assert model.step_seconds(batch, context, tokens + more, prompts, before) >= step * slack
+    assert model.step_seconds(batch, context, tokens, prompts, before + more) >= step * slack
+    # As many prompts again: the same tokens of more prompts attend to less, which is another matter.
+    assert model.step_seconds(batch, context, 2 * tokens, 2 * prompts, 2 * before) >= step * slack
+    assert (step > model.step_overhead_seconds > 0) == (batch > 0 or (tokens > 0 and prompts > 0))
+    assert 0 < model.swap_out_seconds(more) < model.swap_out_seconds(more + tokens + 1)
+
+
+@given(rooflines, work, counts)
+def test_tokens_of_more_prompts_cost_no_more_than_the_rows_they_sample(model, work, more):
+    batch, context, tokens, prompts, before = work
+    assume(tokens and prompts)
+    flops = model.device.flops_for("float32") * model.compute_efficiency
+    rows = more * 2 * model.model.hidden_size * model.model.vocab_size / flops
+    split = model.step_seconds(batch, context, tokens, prompts + more, before)
+    assert split <= (model.step_seconds(*work) + rows) * (1 + 1e-12)
+
+
+@given(rooflines, work)
+def test_a_mixed_step_takes_at_least_its_longer_part_and_at_most_both(model, work):
+    decodes, prompts = model.step_seconds(*work[:2]), model.step_seconds(0, 0, *work[2:])
+    mixed = model.step_seconds(*work)
+    assert max(decodes, prompts) * (1 - 1e-12) <= mixed <= (decodes + prompts) * (1 + 1e-12)
 
 
 @given(counts, counts)
 def test_chunks_of_a_prompt_cost_no_less_than_the_whole(first, second):
     model = RooflineCostModel(model_shape("llama-13b"), device_spec("A800-80GB-PCIe"))
-    chunks = model.prefill_seconds(first, 1) + model.prefill_seconds(second, 1, first)
-    assert model.prefill_seconds(first + second, 1) <= chunks * (1 + 1e-12)
+    chunks = model.step_seconds(0, 0, first, 1) + model.step_seconds(0, 0, second, 1, first)
+    assert model.step_seconds(0, 0, first + second, 1) <= chunks * (1 + 1e-12)

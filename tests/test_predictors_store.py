@@ -61,6 +61,8 @@ def test_a_profile_comes_back_as_it_was(tmp_path):
     assert loaded.table.axes == AXES
     for name, array in PROFILE.table.to_arrays().items():
         assert np.array_equal(loaded.table.to_arrays()[name], array)
+    work = (5, 300, 40, 2)
+    assert loaded.table.step_seconds(*work) == PROFILE.table.step_seconds(*work) > 0
     loaded.check_matches(device="NVIDIA H100 80GB HBM3", model=LLAMA, block_size=16)
 
 
@@ -111,7 +113,8 @@ def test_the_name_is_readable():
         (lambda d: d.update(device=3), "field device must be str, got '3'"),
         (lambda d: d.update(extra=1), "field extra is unknown; expected format, "),
         (lambda d: d.update(format="other"), "field format must be jaxllm-profile, got 'other'"),
-        (lambda d: d.update(format_version=2), "field format_version must be 1, got '2'"),
+        (lambda d: d.update(format_version=1), "field format_version must be 2, got '1'"),
+        (lambda d: d.update(format_version=3), "field format_version must be 2, got '3'"),
         (lambda d: d.update(model=[]), r"field model must be dict, got '\[\]'"),
         (lambda d: d["model"].pop("head_dim"), "field model.head_dim is missing"),
         (lambda d: d["model"].update(colour=1), "field model.colour is unknown"),
@@ -142,6 +145,9 @@ def test_wrong_fields_are_named(tmp_path, edit, message):
             {"swap_in_seconds": np.zeros(3)},
             r"swap_in_seconds has shape \(3,\); its axes \(swap_blocks\) make",
         ),
+        ({"mixed_hidden": None}, r"missing \['mixed_hidden'\]"),  # as of version 1
+        ({"mixed_hidden": np.zeros((1, 1, 1))}, r"mixed_hidden has shape \(1, 1, 1\); its axes"),
+        ({"mixed_hidden": PROFILE.table.to_arrays()["mixed_hidden"] + 2}, "must hold shares from -1 to 1"),
         ({"swap_blocks": np.array([[1]])}, "axis swap_blocks must be a vector"),
         ({"decode_seconds": np.array(["a"])}, "decode_seconds must be an array of float64"),
         ({"decode_seconds": np.array([print])}, "allow_pickle=False"),

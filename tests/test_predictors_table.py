@@ -3,6 +3,9 @@
 import functools
 import itertools
 import math
+import random
+import statistics
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.base import COST_KINDS, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import BatchCostModel, TableAxes, TableCostModel
@@ -38,15 +41,21 @@ def small_grids(**changes):
     grids = {
         "prefill_seconds": np.array([[[1.0, 2.0], [5.0, 8.0]], [[3.0, 4.0], [9.0, 12.0]]]),
         "decode_seconds": np.array([[1.0, 2.0, 6.0], [2.0, 4.0, 8.0]]),
+        # By context, batch and prompt tokens.
+        "mixed_hidden": np.array(
+            [[[0.0, 0.8], [0.2, 1.0]], [[0.1, 0.5], [0.3, 0.7]], [[-1.0, 0.4], [-0.2, 0.0]]]
+        ),
         "swap_out_seconds": np.array([1.0, 2.5]),
         "swap_in_seconds": np.array([2.0, 2.0]),
     }
     return grids | changes
 
 
-def naive(grid, axes, point):
+def naive(grid, axes, point, *, grows=True):
     """Multilinear interpolation by summing over the corners of the cell, with the documented edges."""
-    scale = max(1.0, *(x / axis[-1] for axis, x in zip(axes, point, strict=True) if axis[-1]))
+    scale = (
+        max(1.0, *(x / axis[-1] for axis, x in zip(axes, point, strict=True) if axis[-1])) if grows else 1.0
+    )
     weights = []
     for axis, x in zip(axes, point, strict=True):
         x = min(max(x, axis[0]), axis[-1])
@@ -57,29 +66,71 @@ def naive(grid, axes, point):
     )
 
 
+def naive_mixed(batch, context, tokens, seqs, before):
+    """A mixed step of the small table: both parts, less the share of the shorter one that mixing hides."""
+    grids = small_grids()
+    axes = (SMALL.prefill_context, SMALL.prefill_tokens, SMALL.prefill_seqs)
+    prefill = naive(grids["prefill_seconds"], axes, (before, tokens, seqs))
+    decode = naive(grids["decode_seconds"], (SMALL.decode_batch, SMALL.decode_context), (batch, context))
+    axes = (SMALL.decode_context, SMALL.decode_batch, SMALL.prefill_tokens)
+    hidden = naive(grids["mixed_hidden"], axes, (context, batch, tokens), grows=False)
+    return decode + prefill - hidden * min(decode, prefill)
+
+
 def test_values_between_the_nodes_by_hand():
     table = TableCostModel(SMALL, **small_grids())
-    assert table.prefill_seconds(2, 1) == 1.0
-    assert table.prefill_seconds(6, 2) == pytest.approx((1 + 2 + 5 + 8) / 4)
-    assert table.prefill_seconds(10, 3, 8) == 12.0
-    assert table.prefill_seconds(10, 3, 4) == 10.0
-    assert table.decode_seconds(3, 12) == pytest.approx((1 + 2 + 2 + 4) / 4)
+    assert table.step_seconds(0, 0, 2, 1) == 1.0
+    assert table.step_seconds(0, 0, 6, 2) == pytest.approx((1 + 2 + 5 + 8) / 4)
+    assert table.step_seconds(0, 0, 10, 3, 8) == 12.0
+    assert table.step_seconds(0, 0, 10, 3, 4) == 10.0
+    assert table.step_seconds(3, 12) == pytest.approx((1 + 2 + 2 + 4) / 4)
     assert table.swap_out_seconds(3) == 2.0
 
 
 def test_values_beyond_the_nodes_grow_in_proportion():
     table = TableCostModel(SMALL, **small_grids())
-    assert table.prefill_seconds(1, 1) == 1.0  # flat below the first node
-    assert table.prefill_seconds(30, 3) == 24.0
-    assert table.prefill_seconds(30, 6, 16) == 36.0  # tokens exceed their axis the most
-    assert table.decode_seconds(10, 200) == 16.0
+    assert table.step_seconds(0, 0, 1, 1) == 1.0  # flat below the first node
+    assert table.step_seconds(0, 0, 30, 3) == 24.0
+    assert table.step_seconds(0, 0, 30, 6, 16) == 36.0  # tokens exceed their axis the most
+    assert table.step_seconds(10, 200) == 16.0
     assert table.swap_out_seconds(40) == 25.0
     assert table.swap_in_seconds(40) == 20.0
 
 
+def test_a_mixed_step_hides_a_share_of_its_shorter_part():
+    table = TableCostModel(SMALL, **small_grids())
+    assert table.step_seconds(1, 4, 2, 1) == 1 + 1  # nothing is hidden
+    assert table.step_seconds(1, 4, 10, 1) == pytest.approx(1 + 5 - 0.8 * 1)
+    assert table.step_seconds(5, 4, 10, 1) == 2 + 5 - 2  # all of the decodes
+    assert table.step_seconds(5, 20, 2, 1) == pytest.approx(4 + 1 - 0.3 * 1)  # the prompt is shorter
+    assert table.step_seconds(1, 100, 2, 1) == 6 + 1 + 1  # mixing costs as much as the prompt itself
+    # Between the nodes of batch, tokens and context: (1 + 2) / 2 of decode, (1 + 5) / 2 of prefill.
+    assert table.step_seconds(3, 4, 6, 1) == pytest.approx(1.5 + 3 - (0.0 + 0.8 + 0.2 + 1.0) / 4 * 1.5)
+    assert table.step_seconds(1, 12, 2, 1) == pytest.approx(1.5 + 1 - (0.0 + 0.1) / 2 * 1)
+    assert table.step_seconds(1, 60, 10, 1) == pytest.approx(4 + 5 - (0.5 + 0.4) / 2 * 4)
+    # The prompts' sequences and context change their seconds, not the share.
+    assert table.step_seconds(1, 4, 10, 3, 8) == pytest.approx(1 + 12 - 0.8 * 1)
+
+
+def test_the_share_beyond_its_axes_is_that_of_their_ends():
+    table = TableCostModel(SMALL, **small_grids())
+    assert table.step_seconds(1, 0, 1, 1) == 1 + 1
+    assert table.step_seconds(10, 4, 30, 1) == pytest.approx(2 * 2 + 3 * 5 - 1.0 * 4)
+    assert table.step_seconds(5, 200, 2, 1) == pytest.approx(2 * 8 + 1 + 0.2 * 1)
+    assert table.step_seconds(1, 400, 40, 1) == pytest.approx(4 * 6 + 4 * 5 - 0.4 * 20)
+
+
 def test_no_work_costs_nothing():
-    assert TABLE.prefill_seconds(0, 0) == TABLE.prefill_seconds(0, 1, 5) == TABLE.decode_seconds(0, 9) == 0.0
+    for work in ((0, 0), (0, 9), (-1, 9), (0, 0, 0, 1, 5), (0, 0, -1, 1), (0, 0, 5, 0), (0, 0, 5, -1)):
+        assert TABLE.step_seconds(*work) == 0.0
     assert TABLE.swap_out_seconds(0) == TABLE.swap_in_seconds(0) == TABLE.swap_in_seconds(-1) == 0.0
+
+
+def test_a_part_without_work_is_left_out():
+    for nothing in ((0, 4, 9), (-1, 1, 9), (5, 0, 9)):
+        assert TABLE.step_seconds(3, 300, *nothing) == TABLE.step_seconds(3, 300)
+    for nothing in ((0, 99), (-1, 99)):
+        assert TABLE.step_seconds(*nothing, 100, 2, 20) == TABLE.step_seconds(0, 0, 100, 2, 20)
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 30))
@@ -91,7 +142,7 @@ def test_prefill_lookups_equal_naive_interpolation(tokens, seqs, context):
         (SMALL.prefill_context, SMALL.prefill_tokens, SMALL.prefill_seqs),
         (context, tokens, seqs),
     )
-    assert table.prefill_seconds(tokens, seqs, context) == pytest.approx(expected)
+    assert table.step_seconds(0, 0, tokens, seqs, context) == pytest.approx(expected)
 
 
 @given(st.integers(1, 20), st.integers(0, 500))
@@ -100,22 +151,95 @@ def test_decode_lookups_equal_naive_interpolation(batch, context):
     expected = naive(
         small_grids()["decode_seconds"], (SMALL.decode_batch, SMALL.decode_context), (batch, context)
     )
-    assert table.decode_seconds(batch, context) == pytest.approx(expected)
+    assert table.step_seconds(batch, context) == pytest.approx(expected)
+
+
+@given(st.integers(1, 20), st.integers(0, 500), st.integers(1, 40), st.integers(1, 9), st.integers(0, 30))
+def test_mixed_lookups_equal_naive_interpolation(batch, context, tokens, seqs, before):
+    table = TableCostModel(SMALL, **small_grids())
+    expected = naive_mixed(batch, context, tokens, seqs, before)
+    assert table.step_seconds(batch, context, tokens, seqs, before) == pytest.approx(expected)
 
 
 @given(st.integers(1, 2048), st.data())
 def test_a_distilled_table_is_close_to_its_model(tokens, data):
     seqs = data.draw(st.integers(1, min(tokens, 64)))
-    context = data.draw(st.one_of(st.just(0), st.integers(1, 4096)))
+    before = data.draw(st.one_of(st.just(0), st.integers(1, 4096)))
     batch = data.draw(st.integers(1, 64))
-    decode_context = data.draw(st.integers(batch, 1024 * batch))
+    context = data.draw(st.integers(batch, 1024 * batch))
     blocks = data.draw(st.integers(1, 128))
-    exact = ROOFLINE.prefill_seconds(tokens, seqs, context)
-    assert TABLE.prefill_seconds(tokens, seqs, context) == pytest.approx(exact, rel=0.06)
-    exact = ROOFLINE.decode_seconds(batch, decode_context)
-    assert TABLE.decode_seconds(batch, decode_context) == pytest.approx(exact, rel=0.01)
+    for work, limit in (
+        ((0, 0, tokens, seqs, before), 0.065),
+        ((batch, context), 0.01),
+        ((batch, context, tokens, seqs, before), 0.13),
+    ):
+        assert TABLE.step_seconds(*work) == pytest.approx(ROOFLINE.step_seconds(*work), rel=limit), work
     assert TABLE.swap_out_seconds(blocks) == pytest.approx(ROOFLINE.swap_out_seconds(blocks), rel=1e-9)
     assert TABLE.swap_in_seconds(blocks) == pytest.approx(ROOFLINE.swap_in_seconds(blocks), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["opt-13b", "llama-13b"])
+def test_a_distilled_table_errs_little_on_mixed_steps_of_whole_prompts(name):
+    roofline = RooflineCostModel(model_shape(name), device_spec("A800-80GB-PCIe"))
+    table = TableCostModel.distil(roofline, AXES)
+    rng, errors = random.Random(0), []
+    for _ in range(3000):
+        batch, tokens = rng.randint(1, 64), rng.randint(1, 2048)
+        work = (batch, rng.randint(batch, 1024 * batch), tokens, rng.randint(1, min(tokens, 64)))
+        errors.append(abs(table.step_seconds(*work) / roofline.step_seconds(*work) - 1))
+    assert statistics.fmean(errors) < 0.003
+    assert max(errors) < 0.08
+    # Adding up what both parts take alone would be wrong by far: weights are read once.
+    apart = table.step_seconds(32, 8000) + table.step_seconds(0, 0, 64, 1)
+    assert apart > 1.7 * table.step_seconds(32, 8000, 64, 1)
+
+
+def test_what_mixing_hides_is_found_by_asking_the_model():
+    """Of a device that takes the longer part and half of the shorter one, whatever they are."""
+
+    class HalfHidden:
+        def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+            decode, prefill = 1.0 * batch, 0.25 * prompt_tokens
+            return decode + prefill - 0.5 * min(decode, prefill)
+
+        def swap_out_seconds(self, num_blocks):
+            return 1.0
+
+        swap_in_seconds = swap_out_seconds
+
+    table = TableCostModel.distil(HalfHidden(), AXES)
+    hidden = table.to_arrays()["mixed_hidden"]
+    assert hidden.shape == (len(AXES.decode_context), len(AXES.decode_batch), len(AXES.prefill_tokens))
+    assert hidden == pytest.approx(np.full(hidden.shape, 0.5))
+    assert table.step_seconds(8, 100, 16, 1) == pytest.approx(8 + 4 - 2)
+
+
+@pytest.mark.parametrize(("mixed", "share"), [(0.0, 1.0), (100.0, -1.0)])
+def test_shares_stay_between_minus_one_and_one(mixed, share):
+    """A fit may predict that a mixed step takes less than its parts, or much more than both."""
+
+    class Odd:
+        def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+            return mixed if batch and prompt_tokens else 1.0
+
+        def swap_out_seconds(self, num_blocks):
+            return 1.0
+
+        swap_in_seconds = swap_out_seconds
+
+    table = TableCostModel.distil(Odd(), AXES)
+    assert set(table.to_arrays()["mixed_hidden"].ravel()) == {share}
+    assert table.step_seconds(3, 9, 5, 1) == 1 + 1 - share
+
+
+def test_work_of_a_kind_is_looked_up_by_its_counts():
+    assert TABLE.seconds_of("decode", (7, 300)) == TABLE.step_seconds(7, 300)
+    assert TABLE.seconds_of("prefill", (100, 2, 50)) == TABLE.step_seconds(0, 0, 100, 2, 50)
+    assert TABLE.seconds_of("mixed", (7, 300, 100, 2, 50)) == TABLE.step_seconds(7, 300, 100, 2, 50)
+    assert TABLE.seconds_of("swap_out", (9,)) == TABLE.swap_out_seconds(9)
+    table = TableCostModel(SMALL, **small_grids())
+    assert table.seconds_of("swap_out", [1]) == 1.0
+    assert table.seconds_of("swap_in", [1]) == 2.0
 
 
 class Noisy:
@@ -124,11 +248,8 @@ class Noisy:
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
 
-    def prefill_seconds(self, num_tokens, num_seqs, context_tokens=0):
-        return ROOFLINE.prefill_seconds(num_tokens, num_seqs, context_tokens) * self.rng.uniform(0.5, 1.0)
-
-    def decode_seconds(self, batch, context_tokens):
-        return ROOFLINE.decode_seconds(batch, context_tokens) * self.rng.uniform(0.5, 1.0)
+    def step_seconds(self, *work):
+        return ROOFLINE.step_seconds(*work) * self.rng.uniform(0.5, 1.0)
 
     def swap_out_seconds(self, num_blocks):
         return ROOFLINE.swap_out_seconds(num_blocks) * self.rng.uniform(0.5, 1.0)
@@ -155,12 +276,16 @@ def noisy_table(seed):
 def test_a_table_of_noise_is_monotone_all_the_same(seed, tokens, seqs, context, more):
     table = noisy_table(seed)
     slack = 1 + 1e-12
-    prefill = table.prefill_seconds(tokens, seqs, context)
-    assert 0 < prefill <= table.prefill_seconds(tokens + more, seqs, context) * slack
-    assert prefill <= table.prefill_seconds(tokens, seqs, context + more) * slack
-    decode = table.decode_seconds(seqs, context)
-    assert 0 < decode <= table.decode_seconds(seqs + more, context) * slack
-    assert decode <= table.decode_seconds(seqs, context + more) * slack
+    prefill = table.step_seconds(0, 0, tokens, seqs, context)
+    assert 0 < prefill <= table.step_seconds(0, 0, tokens + more, seqs, context) * slack
+    assert prefill <= table.step_seconds(0, 0, tokens, seqs, context + more) * slack
+    decode = table.step_seconds(seqs, context)
+    assert 0 < decode <= table.step_seconds(seqs + more, context) * slack
+    assert decode <= table.step_seconds(seqs, context + more) * slack
+    mixed = table.step_seconds(seqs, context, tokens, seqs, more)
+    prefill = table.step_seconds(0, 0, tokens, seqs, more)
+    assert max(decode, prefill) <= mixed * slack
+    assert mixed <= (decode + prefill + min(decode, prefill)) * slack
     assert 0 < table.swap_out_seconds(tokens) <= table.swap_out_seconds(tokens + more) * slack
 
 
@@ -174,30 +299,33 @@ def test_the_cleanup_only_ever_raises_values():
 
 def test_a_model_that_answers_in_batches_is_asked_once_per_kind():
     class Batched(Noisy):
-        calls = 0
+        def __init__(self):
+            self.calls = []
 
         def seconds_many(self, kind, work):
-            self.calls += 1
-            return np.array([getattr(ROOFLINE, f"{kind}_seconds")(*row) for row in work])
+            self.calls.append(kind)
+            work = work.astype(int).tolist()
+            if kind.startswith("swap"):
+                return np.array([ROOFLINE.swap_in_seconds(*row) for row in work])
+            before = (0, 0) if kind == "prefill" else ()
+            return np.array([ROOFLINE.step_seconds(*before, *row) for row in work])
 
-    model = Batched(0)
+    model = Batched()
     assert isinstance(model, BatchCostModel)
     assert not isinstance(ROOFLINE, BatchCostModel)
     table = TableCostModel.distil(model, AXES)
-    assert model.calls == 4
-    assert table.decode_seconds(7, 300) == pytest.approx(TABLE.decode_seconds(7, 300))
+    assert sorted(set(model.calls)) == sorted(COST_KINDS)
+    assert Counter(model.calls) == dict.fromkeys(COST_KINDS, 1) | {"mixed": 3}  # once per length of chunks
+    for name, array in table.to_arrays().items():
+        assert array == pytest.approx(TABLE.to_arrays()[name]), name
 
 
 def test_impossible_nodes_take_the_nearest_possible_work():
     asked = []
 
     class Recorder:
-        def prefill_seconds(self, num_tokens, num_seqs, context_tokens=0):
-            asked.append(("prefill", num_tokens, num_seqs))
-            return 1.0
-
-        def decode_seconds(self, batch, context_tokens):
-            asked.append(("decode", context_tokens, batch))
+        def step_seconds(self, *work):
+            asked.append(work)
             return 1.0
 
         def swap_out_seconds(self, num_blocks):
@@ -206,7 +334,16 @@ def test_impossible_nodes_take_the_nearest_possible_work():
         swap_in_seconds = swap_out_seconds
 
     TableCostModel.distil(Recorder(), AXES)
-    assert all(tokens >= seqs for _, tokens, seqs in asked)
+    steps = [(*work, 0, 0, 0)[:5] for work in asked]
+    assert {(batch > 0, tokens > 0) for batch, _, tokens, *_ in steps} == {(0, 1), (1, 0), (1, 1)}
+    for batch, context, tokens, seqs, before in steps:
+        assert context >= batch
+        assert tokens >= seqs >= (tokens > 0)
+        assert not (batch and before)
+        assert seqs <= AXES.prefill_seqs[-1]
+    assert {16, 2} <= {
+        seqs for batch, _, tokens, seqs, _ in steps if batch and tokens == 2048
+    }  # of 128, 1024
 
 
 def test_arrays_round_trip():
@@ -216,8 +353,11 @@ def test_arrays_round_trip():
     for name, array in copy.to_arrays().items():
         assert np.array_equal(array, arrays[name])
         assert array.dtype == arrays[name].dtype
-    arrays["decode_seconds"][:] = 0.0  # a copy
-    assert TABLE.decode_seconds(3, 100) == copy.decode_seconds(3, 100) > 0
+    for array in arrays.values():
+        array[:] = 0  # a copy
+    for work in ((3, 100), (0, 0, 100, 3, 50), (3, 100, 100, 3, 50)):
+        assert TABLE.step_seconds(*work) == copy.step_seconds(*work) > 0
+    assert TABLE.swap_in_seconds(3) == copy.swap_in_seconds(3) > 0
 
 
 @pytest.mark.parametrize(
@@ -232,6 +372,16 @@ def test_arrays_round_trip():
             {"swap_in_seconds": np.array([-1.0, 1.0])},
             "swap_in_seconds must hold finite seconds of at least 0",
         ),
+        ({"mixed_hidden": None}, r"missing \['mixed_hidden'\], unknown \[\]"),
+        (
+            {"mixed_hidden": np.zeros((2, 3, 2))},
+            r"mixed_hidden has shape \(2, 3, 2\); its axes \(decode_context, decode_batch, prefill_tokens\) "
+            r"make \(3, 2, 2\)",
+        ),
+        ({"mixed_hidden": np.full((3, 2, 2), 1.01)}, "mixed_hidden must hold shares from -1 to 1"),
+        ({"mixed_hidden": np.full((3, 2, 2), -1.01)}, "mixed_hidden must hold shares from -1 to 1"),
+        ({"mixed_hidden": np.full((3, 2, 2), np.nan)}, "mixed_hidden must hold shares from -1 to 1"),
+        ({"mixed_hidden": np.zeros((3, 2, 2), np.int64)}, "mixed_hidden must be an array of float64"),
         ({"swap_blocks": np.array([4, 1])}, "axis swap_blocks must strictly increase"),
         ({"swap_blocks": np.array([0, 1])}, "a node of axis swap_blocks must lie in"),
         ({"swap_blocks": np.array([[1, 4]])}, r"axis swap_blocks must be a vector, got shape \(1, 2\)"),
@@ -256,7 +406,8 @@ def test_geometric_axes_reach_from_one_to_their_limits(limit):
     assert all(high <= 1.5 * low + 1 for low, high in itertools.pairwise(axes.swap_blocks))
     assert axes.prefill_context == (0,)
     table = TableCostModel.distil(ROOFLINE, axes)
-    assert table.prefill_seconds(2 * limit, 1, 77) > 0  # a context that no plane knows is left out
+    assert table.step_seconds(0, 0, 2 * limit, 1, 77) > 0  # a context that no plane knows is left out
+    assert table.step_seconds(2 * limit, 4 * limit, 2 * limit, 1) > 0
 
 
 def test_geometric_axes_refuse_limits_below_one():

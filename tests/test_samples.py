@@ -30,8 +30,10 @@ def measured(count, noise):
     samples = {kind: [] for kind in COST_KINDS}
     for _ in range(count):
         tokens, blocks = rng.randint(1, 256), rng.randint(1, 32)
-        samples["prefill"].append(Sample.prefill(MODEL, tokens, 1, 0, off(0.01 + tokens)))
-        samples["decode"].append(Sample.decode(MODEL, 1 + tokens % 16, 4 * tokens, off(5.0 + tokens)))
+        decodes = (1 + tokens % 16, 4 * tokens)
+        samples["prefill"].append(Sample.step(MODEL, off(0.01 + tokens), 0, 0, tokens, 1))
+        samples["decode"].append(Sample.step(MODEL, off(5.0 + tokens), *decodes))
+        samples["mixed"].append(Sample.step(MODEL, off(5.0 + 2 * tokens), *decodes, tokens, 1))
         samples["swap_out"].append(Sample.swap_out(MODEL, 16, blocks, off(1.0 + blocks)))
         samples["swap_in"].append(Sample.swap_in(MODEL, 16, blocks, off(1.0 + blocks)))
     return samples
@@ -43,9 +45,22 @@ def test_samples_survive_a_file(tmp_path):
     assert load_samples(tmp_path / "s.json") == samples
     content = json.loads((tmp_path / "s.json").read_text())
     assert content["command"] == "jaxllm profile"
+    assert content["columns"].keys() == set(COST_KINDS)
     assert content["columns"]["swap_in"] == ["block_bytes", "num_blocks", "seconds"]
+    counts = ["batch", "context_tokens", "num_tokens", "num_seqs", "prompt_context"]
+    assert content["columns"]["mixed"] == ["num_layers", "hidden_size", *counts, "seconds"]
+    for kind, of_kind in samples.items():
+        assert len(content["samples"][kind]) == len(of_kind) == 5
     with pytest.raises(ConfigError, match=r"cannot write the samples .*: No such file"):
         save_samples(tmp_path / "absent" / "s.json", samples, {})
+
+
+def test_a_file_may_lack_kinds(tmp_path):
+    samples = {kind: of_kind for kind, of_kind in measured(90, 1.1).items() if kind != "mixed"}
+    save_samples(tmp_path / "s.json", samples, {})
+    loaded = load_samples(tmp_path / "s.json")
+    assert loaded == samples
+    assert all(ratios.keys() == samples.keys() for ratios in held_out_ratios(loaded))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +99,16 @@ def test_a_predictor_fitted_to_noise_finds_the_costs_within_it():
     costs = LinearCosts(prefill=0.01, decode=0.1, swap=0.5)
     ratios = {kind: [0.8, 0.9, 1.0, 1.1, 1.2] for kind in COST_KINDS}
     predictor = fit_predictor(costs, MODEL, AXES, ratios, block_size=16, num_samples=150, seed=3)
-    assert predictor.prefill_seconds(100, 4) == pytest.approx(1.0, rel=0.15)
-    assert predictor.decode_seconds(8, 500) == pytest.approx(0.8, rel=0.25)
+    assert predictor.step_seconds(0, 0, 100, 4) == pytest.approx(1.0, rel=0.15)
+    assert predictor.step_seconds(8, 500) == pytest.approx(0.8, rel=0.25)
+    assert predictor.step_seconds(8, 500, 100, 4) == pytest.approx(1.8, rel=0.25)
     assert predictor.swap_in_seconds(10) == pytest.approx(5.0, rel=0.15)
     assert predictor.swap_out_seconds(10) != costs.swap_out_seconds(10)
+
+
+def test_mixed_steps_without_ratios_of_their_own_take_those_of_prefills():
+    costs = LinearCosts(prefill=0.01, decode=0.1, swap=0.5)
+    predictor = fit_predictor(costs, MODEL, AXES, {"prefill": [2.0]}, block_size=16, num_samples=100)
+    assert predictor.step_seconds(0, 0, 100, 4) == pytest.approx(2.0, rel=0.05)
+    assert predictor.step_seconds(8, 500) == pytest.approx(0.8, rel=0.05)
+    assert predictor.step_seconds(8, 500, 100, 4) == pytest.approx(2 * 1.8, rel=0.1)

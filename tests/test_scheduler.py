@@ -1,18 +1,22 @@
-"""Scheduler: hand-computed traces, limits, and the life of a request."""
+"""Scheduler: hand-computed traces, limits, and the life of a request.
+
+Without another policy it decides as today's vLLM: mixed iterations, first come first served.
+"""
 
 import dataclasses
 import subprocess
 import sys
 
 import pytest
-from scheduler_helpers import NO_WATERMARK, describe, make_request, make_scheduler, step
+from scheduler_helpers import V1, describe, make_request, make_scheduler, step, take
 
-from jaxllm.errors import KVCacheError, RequestError
+from jaxllm.errors import ConfigError, KVCacheError, RequestError
 from jaxllm.sched.policies import (
-    HostBoundAdmission,
+    FairPriority,
     MoreUrgentFirst,
-    PrefillFirst,
+    ResumeFirst,
     SchedulerPolicy,
+    SeparateIterations,
     SwapIfItFits,
     WatermarkAdmission,
 )
@@ -23,22 +27,22 @@ def steps(scheduler, count):
     return [step(scheduler) for _ in range(count)]
 
 
-# Prefill iterations
+# Mixed iterations
 
 
-def test_prefill_then_decode_until_the_length_limit():
+def test_prompts_then_decodes_until_the_length_limit():
     scheduler = make_scheduler()
     first, second = make_request(0, 3, max_new_tokens=3), make_request(1, 4, max_new_tokens=2)
     scheduler.add(first)
     scheduler.add(second)
-    assert step(scheduler) == "P r0[0:3]! r1[0:4]!"
+    assert step(scheduler) == "| r0[0:3]! r1[0:4]!"
     assert (first.block_ids, second.block_ids) == ([0], [1])
     assert (first.num_computed_tokens, first.num_tokens) == (3, 4)
-    assert step(scheduler) == "D r0 r1"  # r1 fed position 4: its second block
+    assert step(scheduler) == "r0 r1"  # r1 fed position 4: its second block
     assert (first.num_computed_tokens, first.num_tokens) == (4, 5)
     assert second.is_finished
     assert second.finish_reason == "length"
-    assert step(scheduler) == "D r0"
+    assert step(scheduler) == "r0"
     assert step(scheduler) == "-"
     assert not scheduler.has_unfinished
     assert scheduler.num_free_blocks == 64
@@ -49,22 +53,24 @@ def test_step_ids_count_calls():
     assert [scheduler.schedule(0.0).step_id for _ in range(3)] == [0, 1, 2]
 
 
-def test_a_long_first_prompt_is_chunked_and_its_last_chunk_shares_the_iteration():
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    for index, length in enumerate([10, 2, 3]):
-        scheduler.add(make_request(index, length))
-    assert scheduler.schedule(0.0).num_prefill_tokens == 4
-    assert scheduler.num_free_blocks == 64 - 3  # all its blocks at once
-    scheduler.check()
-    assert steps(scheduler, 4) == ["P r0[4:8]", "P r0[8:10]! r1[0:2]!", "P r2[0:3]!", "D r0 r1 r2"]
+def test_a_prompt_rides_in_chunks_beside_the_decodes_and_takes_its_blocks_piece_by_piece():
+    scheduler = make_scheduler(max_num_batched_tokens=4, max_num_seqs=3)
+    scheduler.add(make_request(0, 2))
+    assert step(scheduler) == "| r0[0:2]!"
+    scheduler.add(make_request(1, 7))
+    scheduler.add(make_request(2, 1))
+    # One of four tokens decodes r0, and then two decode r0 and r1.
+    assert step(scheduler) == "r0 | r1[0:3]"
+    assert scheduler.num_free_blocks == 64 - 2
+    assert steps(scheduler, 3) == ["r0 | r1[3:6]", "r0 | r1[6:7]! r2[0:1]!", "r0 r1 r2"]
+    assert scheduler.num_free_blocks == 64 - 2 - 2 - 1
 
 
-def test_a_prompt_beyond_the_remaining_budget_waits_whole():
+def test_the_budget_counts_all_tokens_and_the_last_prompt_is_cut():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     for index, length in enumerate([5, 4, 1]):
         scheduler.add(make_request(index, length))
-    # r2 would fit after r0, but first come is first served.
-    assert steps(scheduler, 2) == ["P r0[0:5]!", "P r1[0:4]! r2[0:1]!"]
+    assert steps(scheduler, 3) == ["| r0[0:5]! r1[0:3]", "r0 | r1[3:4]! r2[0:1]!", "r0 r1 r2"]
 
 
 def test_a_head_that_does_not_fit_the_pool_blocks_those_behind_it():
@@ -72,7 +78,18 @@ def test_a_head_that_does_not_fit_the_pool_blocks_those_behind_it():
     scheduler.add(make_request(0, 7, max_new_tokens=2))
     scheduler.add(make_request(1, 12, max_new_tokens=2))
     scheduler.add(make_request(2, 1, max_new_tokens=1))
-    assert steps(scheduler, 4) == ["P r0[0:7]!", "D r0", "P r1[0:12]! r2[0:1]!", "D r1"]
+    assert steps(scheduler, 4) == ["| r0[0:7]!", "r0", "| r1[0:12]! r2[0:1]!", "r1"]
+
+
+def test_a_prompt_starts_only_if_all_of_it_fits_and_what_it_will_need_is_not_given_away():
+    scheduler = make_scheduler(num_gpu_blocks=4, max_num_batched_tokens=8, max_num_seqs=4)
+    scheduler.add(make_request(0, 12, max_new_tokens=2))
+    assert step(scheduler) == "| r0[0:8]"
+    assert scheduler.num_free_blocks == 2
+    scheduler.add(make_request(1, 5))  # two blocks are free, and one is r0's
+    scheduler.add(make_request(2, 2, max_new_tokens=1))
+    assert step(scheduler) == "| r0[8:12]!"
+    assert step(scheduler) == "r0"  # takes the last block
 
 
 def test_slots_limit_admission_and_are_reused():
@@ -80,39 +97,91 @@ def test_slots_limit_admission_and_are_reused():
     requests = [make_request(index, 2, max_new_tokens=2 + index) for index in range(3)]
     for request in requests:
         scheduler.add(request)
-    assert step(scheduler) == "P r0[0:2]! r1[0:2]!"
+    assert step(scheduler) == "| r0[0:2]! r1[0:2]!"
     assert [request.slot for request in requests] == [0, 1, None]
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
-    assert step(scheduler) == "D r0 r1"
-    assert step(scheduler) == "P r2[0:2]!"
-    assert [request.slot for request in requests] == [None, 1, 0]
+    assert step(scheduler) == "r0 r1"
+    assert step(scheduler) == "r1 | r2[0:2]!"
+    assert [request.slot for request in requests] == [None, None, 0]
 
 
-def test_max_prefill_seqs_limits_one_prefill_iteration():
+def test_max_prefill_seqs_limits_the_chunks_of_one_iteration():
     scheduler = make_scheduler(max_prefill_seqs=2)
     for index in range(3):
         scheduler.add(make_request(index, 2))
-    assert steps(scheduler, 3) == ["P r0[0:2]! r1[0:2]!", "P r2[0:2]!", "D r0 r1 r2"]
+    assert steps(scheduler, 3) == ["| r0[0:2]! r1[0:2]!", "r0 r1 | r2[0:2]!", "r0 r1 r2"]
 
 
 def test_the_watermark_holds_back_a_request_while_others_run():
     scheduler = make_scheduler(SchedulerPolicy(admission=WatermarkAdmission(0.3)), num_gpu_blocks=10)
     scheduler.add(make_request(0, 16, max_new_tokens=3))  # 4 blocks, 6 left
     scheduler.add(make_request(1, 16, max_new_tokens=2))  # would leave 2, fewer than 3
-    assert steps(scheduler, 4) == ["P r0[0:16]!", "D r0", "D r0", "P r1[0:16]!"]
+    assert steps(scheduler, 4) == ["| r0[0:16]!", "r0", "r0", "| r1[0:16]!"]
 
 
 def test_the_watermark_never_starves_a_request_that_is_alone():
     scheduler = make_scheduler(SchedulerPolicy(admission=WatermarkAdmission(0.99)), num_gpu_blocks=10)
     scheduler.add(make_request(0, 40, max_new_tokens=1))
     scheduler.add(make_request(1, 1, max_new_tokens=1))
-    assert steps(scheduler, 2) == ["P r0[0:40]!", "P r1[0:1]!"]
+    assert steps(scheduler, 2) == ["| r0[0:40]!", "| r1[0:1]!"]
 
 
 def test_a_request_that_ends_with_its_prefill_never_decodes():
     scheduler = make_scheduler()
     scheduler.add(make_request(0, 4, max_new_tokens=1))
-    assert steps(scheduler, 2) == ["P r0[0:4]!", "-"]
+    assert steps(scheduler, 2) == ["| r0[0:4]!", "-"]
+
+
+def test_separate_iterations_prefill_or_decode():
+    policy = SchedulerPolicy(iterations=SeparateIterations())
+    scheduler = make_scheduler(policy, max_num_batched_tokens=8)
+    for index, length in enumerate([5, 4, 10]):
+        scheduler.add(make_request(index, length, max_new_tokens=9))
+    # Only an iteration's first prompt is cut, and it goes on at once.
+    assert steps(scheduler, 5) == ["| r0[0:5]!", "| r1[0:4]!", "| r2[0:8]", "| r2[8:10]!", "r0 r1 r2"]
+
+
+# Cutting prompts for programs
+
+
+def cut(decodes, prompt, sizes, behind=0):
+    """Prompt tokens computed beside so many decodes, with another prompt of `behind` tokens waiting."""
+    limits = {"max_num_batched_tokens": sizes[-1], "program_sizes": sizes, "max_num_seqs": 9}
+    scheduler = make_scheduler(**limits)
+    for index in range(decodes):
+        scheduler.add(make_request(index, 1))
+    if decodes:
+        step(scheduler)
+    for index, length in enumerate((prompt, behind) if behind else (prompt,), decodes):
+        scheduler.add(make_request(index, length))
+    output = scheduler.schedule(0.0)
+    scheduler.check()
+    assert len(output.decode) == decodes
+    return output.num_prefill_tokens
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prompt", "computed"),
+    [
+        (8, 24, 24),  # 32 rows
+        (8, 21, 21),  # 29 of 32 are full enough
+        (8, 40, 24),  # 32, then 8 + 16 of 32, instead of 48 of 64
+        (8, 50, 50),  # 58 of 64
+        (0, 33, 32),  # 32, then 1 of 8
+        (0, 45, 45),  # 32 and 32 would be no less than 64
+        (8, 3, 3),  # no smaller program has room for more than the decodes
+        (0, 90, 64),  # the budget
+    ],
+)
+def test_prompts_are_cut_to_fill_a_program_where_that_computes_less_in_vain(decodes, prompt, computed):
+    assert cut(decodes, prompt, (8, 32, 64)) == computed
+
+
+def test_who_waits_behind_fills_the_next_program():
+    scheduler = make_scheduler(max_num_batched_tokens=64, program_sizes=(32, 64), max_prefill_seqs=1)
+    for index in range(2):
+        scheduler.add(make_request(index, 45))
+    assert steps(scheduler, 3) == ["| r0[0:32]", "| r0[32:45]!", "r0 | r1[0:31]"]
 
 
 # Preemption
@@ -123,7 +192,7 @@ def test_the_latest_arrival_is_preempted_and_prefilled_again():
     first, second = make_request(0, 4, max_new_tokens=5), make_request(1, 3, max_new_tokens=3)
     scheduler.add(first)
     scheduler.add(second)
-    assert steps(scheduler, 3) == ["P r0[0:4]! r1[0:3]!", "D r0 r1", "D r0 -r1"]
+    assert steps(scheduler, 3) == ["| r0[0:4]! r1[0:3]!", "r0 r1", "r0 -r1"]
     # r1 held [0, 5), so it needs two blocks; one is free until r0 ends.
     assert (second.status, second.num_computed_tokens, second.block_ids, second.slot) == (
         RequestStatus.WAITING,
@@ -132,7 +201,11 @@ def test_the_latest_arrival_is_preempted_and_prefilled_again():
         None,
     )
     assert second.metrics.num_preemptions == 1
-    assert steps(scheduler, 3) == ["D r0", "D r0", "P r1[0:5]!"]
+    assert steps(scheduler, 2) == ["r0", "r0"]
+    output = scheduler.schedule(0.0)
+    assert describe(output) == "| r1[0:5]!"
+    assert output.prefill[0].num_recomputed == 4  # its newest token had not been computed
+    take(scheduler, output)
     assert second.is_finished
     assert len(second.output_token_ids) == 3
     assert not scheduler.has_unfinished
@@ -142,7 +215,23 @@ def test_a_request_may_preempt_itself():
     scheduler = make_scheduler(num_gpu_blocks=2)
     scheduler.add(make_request(0, 2, max_new_tokens=3))
     scheduler.add(make_request(1, 4, max_new_tokens=2))
-    assert steps(scheduler, 2) == ["P r0[0:2]! r1[0:4]!", "D r0 -r1"]
+    assert steps(scheduler, 2) == ["| r0[0:2]! r1[0:4]!", "r0 -r1"]
+
+
+def test_a_prompt_under_way_is_a_victim_like_any_other():
+    scheduler = make_scheduler(num_gpu_blocks=4, max_num_batched_tokens=5, max_num_seqs=4)
+    scheduler.add(make_request(0, 3, max_new_tokens=10))
+    assert step(scheduler) == "| r0[0:3]!"
+    prompt = make_request(1, 12, max_new_tokens=2)
+    scheduler.add(prompt)
+    assert steps(scheduler, 2) == ["r0 | r1[0:4]", "r0 | r1[4:8]"]
+    # r0 has two blocks and r1 two; r0 needs no more yet, but r1 does.
+    assert (scheduler.num_free_blocks, step(scheduler)) == (0, "r0 -r1")
+    assert (prompt.num_computed_tokens, prompt.status) == (0, RequestStatus.WAITING)
+    scheduler.finish(scheduler._state.live["r0"], "abort")
+    output = scheduler.schedule(0.0)
+    assert describe(output) == "| r1[0:5]"
+    assert output.prefill[0].num_recomputed == 5
 
 
 def test_a_preempted_request_goes_before_later_arrivals():
@@ -150,10 +239,10 @@ def test_a_preempted_request_goes_before_later_arrivals():
     for index in range(3):
         scheduler.add(make_request(index, 4, max_new_tokens=3))
     assert steps(scheduler, 4) == [
-        "P r0[0:4]! r1[0:4]!",
-        "D r0 -r1",
-        "D r0",  # one block is free: r2 could start, but r1, which needs two, is first
-        "P r1[0:5]! r2[0:4]!",
+        "| r0[0:4]! r1[0:4]!",
+        "r0 -r1",
+        "r0",  # one block is free: r2 could start, but r1, which needs two, is first
+        "| r1[0:5]! r2[0:4]!",
     ]
 
 
@@ -162,21 +251,14 @@ def test_several_victims_of_one_iteration():
     for index in range(4):
         scheduler.add(make_request(index, 4, max_new_tokens=3))
     # All four need a second block: r3's and r2's blocks serve r0 and r1.
-    assert steps(scheduler, 2)[1] == "D r0 r1 -r3 -r2"
+    assert steps(scheduler, 2)[1] == "r0 r1 -r3 -r2"
 
 
 def test_blocks_of_one_token():
     scheduler = make_scheduler(num_gpu_blocks=5, block_size=1)
     scheduler.add(make_request(0, 2, max_new_tokens=4))
     scheduler.add(make_request(1, 2, max_new_tokens=3))
-    assert steps(scheduler, 6) == [
-        "P r0[0:2]! r1[0:2]!",
-        "D r0 -r1",
-        "D r0",
-        "D r0",
-        "P r1[0:3]!",
-        "D r1",
-    ]
+    assert steps(scheduler, 6) == ["| r0[0:2]! r1[0:2]!", "r0 -r1", "r0", "r0", "| r1[0:3]!", "r1"]
 
 
 def test_an_in_flight_token_delays_the_prefill_of_a_preempted_request():
@@ -185,11 +267,11 @@ def test_an_in_flight_token_delays_the_prefill_of_a_preempted_request():
     scheduler.add(first)
     scheduler.add(second)
     scheduler.schedule(0.0)
-    assert describe(scheduler.schedule(0.0)) == "D r0 -r1"
+    assert describe(scheduler.schedule(0.0)) == "r0 -r1"
     assert scheduler.schedule(0.0).is_empty  # the pool is free, but r1's first token is not read yet
     scheduler.check()
     second.output_token_ids.append(5)
-    assert describe(scheduler.schedule(0.0)) == "P r1[0:5]!"
+    assert describe(scheduler.schedule(0.0)) == "| r1[0:5]!"
 
 
 def test_the_first_scheduled_time_survives_a_preemption():
@@ -199,13 +281,13 @@ def test_the_first_scheduled_time_survives_a_preemption():
         scheduler.add(request)
     assert requests[0].metrics.first_scheduled_time is None
     trace = [step(scheduler, now=10.0 + i) for i in range(3)]
-    assert trace == ["P r0[0:4]! r1[0:4]!", "D r0 -r1", "P r1[0:5]!"]
+    assert trace == ["| r0[0:4]! r1[0:4]!", "r0 -r1", "| r1[0:5]!"]
     assert [request.metrics.first_scheduled_time for request in requests] == [10.0, 10.0]
 
 
 # Swapping
 
-SWAP = dataclasses.replace(NO_WATERMARK, action=SwapIfItFits())
+SWAP = dataclasses.replace(V1, action=SwapIfItFits())
 
 
 def test_a_swapped_request_goes_on_where_it_was():
@@ -213,9 +295,9 @@ def test_a_swapped_request_goes_on_where_it_was():
     first, second = make_request(0, 4, max_new_tokens=4), make_request(1, 3, max_new_tokens=4)
     scheduler.add(first)
     scheduler.add(second)
-    assert steps(scheduler, 2) == ["P r0[0:4]! r1[0:3]!", "D r0 r1"]
+    assert steps(scheduler, 2) == ["| r0[0:4]! r1[0:3]!", "r0 r1"]
     output = scheduler.schedule(0.0)  # r1 needs a second block
-    assert describe(output) == "D r0 <r1"
+    assert describe(output) == "r0 <r1"
     (swap,) = output.swap_out
     assert (swap.request, swap.handle, swap.block_ids) == (second, second.host_handle, (1,))
     assert (second.status, second.slot, second.block_ids) == (RequestStatus.SWAPPED, None, [])
@@ -223,9 +305,9 @@ def test_a_swapped_request_goes_on_where_it_was():
     assert (scheduler.num_swapped, scheduler.num_free_host_blocks) == (1, 1)
     assert (second.metrics.num_preemptions, second.metrics.num_swaps) == (1, 1)
     first.output_token_ids.append(0)
-    assert step(scheduler) == "D r0"  # r1 needs two blocks, one is free
+    assert step(scheduler) == "r0"  # r1 needs two blocks, one is free
     output = scheduler.schedule(0.0)
-    assert describe(output) == "D r1 >r1"
+    assert describe(output) == "r1 >r1"
     assert [(swap.handle, len(swap.block_ids)) for swap in output.swap_in] == [(swap.handle, 1)]
     assert output.swap_in[0].block_ids == tuple(second.block_ids[:1])
     assert (second.host_handle, second.num_computed_tokens, second.num_tokens) == (None, 5, 6)
@@ -235,19 +317,63 @@ def test_a_swapped_request_goes_on_where_it_was():
     assert scheduler.num_free_host_blocks == 2
 
 
+def test_a_swapped_prompt_goes_on_where_it_was():
+    scheduler = make_scheduler(
+        SWAP, num_gpu_blocks=4, num_host_blocks=2, max_num_batched_tokens=5, max_num_seqs=4
+    )
+    scheduler.add(make_request(0, 3, max_new_tokens=3))
+    assert step(scheduler) == "| r0[0:3]!"
+    prompt = make_request(1, 12, max_new_tokens=2)
+    scheduler.add(prompt)
+    scheduler.add(make_request(2, 1, max_new_tokens=1))
+    assert steps(scheduler, 1) == ["r0 | r1[0:4]"]
+    scheduler.finish(scheduler._state.live["r2"], "abort")
+    assert step(scheduler) == "r0 | r1[4:8]"
+    assert step(scheduler) == "| r1[8:12]!"
+
+
+def test_a_swapped_prompt_comes_back_with_its_next_chunk():
+    policy = dataclasses.replace(SWAP, restore=ResumeFirst())
+    scheduler = make_scheduler(
+        policy, num_gpu_blocks=4, num_host_blocks=2, max_num_batched_tokens=5, max_num_seqs=4
+    )
+    scheduler.add(make_request(0, 3, max_new_tokens=4))
+    assert step(scheduler) == "| r0[0:3]!"
+    prompt = make_request(1, 12, max_new_tokens=2)
+    scheduler.add(prompt)
+    assert steps(scheduler, 3) == ["r0 | r1[0:4]", "r0 | r1[4:8]", "r0 <r1"]
+    assert (prompt.status, prompt.num_computed_tokens, scheduler.num_free_host_blocks) == (
+        RequestStatus.SWAPPED,
+        8,
+        0,
+    )
+    output = scheduler.schedule(0.0)
+    scheduler.check()
+    assert describe(output) == "| r1[8:12]! >r1"
+    assert output.prefill[0].is_first
+    assert output.prefill[0].num_recomputed == 0
+
+
 def test_what_does_not_fit_the_host_pool_is_dropped():
     scheduler = make_scheduler(SWAP, num_gpu_blocks=4, num_host_blocks=1)
     for index in range(4):
         scheduler.add(make_request(index, 4, max_new_tokens=3))
-    assert steps(scheduler, 2)[1] == "D r0 r1 <r3 -r2"
+    assert steps(scheduler, 2)[1] == "r0 r1 <r3 -r2"
 
 
-def test_nothing_starts_before_what_is_swapped_is_back():
-    scheduler = make_scheduler(SWAP, num_gpu_blocks=3, num_host_blocks=2)
-    for index, length in enumerate([4, 4, 1]):
-        scheduler.add(make_request(index, length, max_new_tokens=3))
-    # r2 would fit beside r0. Once r1 is back, its block, a spare one and r1's next are all there are.
-    assert steps(scheduler, 4) == ["P r0[0:4]! r1[0:4]! r2[0:1]!", "D r0 <r2 <r1", "D r0", "D r1 >r1"]
+def test_others_start_beside_what_is_swapped_unless_the_policy_says_no():
+    traces = {}
+    for is_exclusive in (False, True):
+        policy = dataclasses.replace(SWAP, restore=ResumeFirst(is_exclusive=is_exclusive))
+        scheduler = make_scheduler(policy, num_gpu_blocks=3, num_host_blocks=2)
+        for index, length in enumerate([4, 4, 1]):
+            scheduler.add(make_request(index, length, max_new_tokens=3))
+        traces[is_exclusive] = steps(scheduler, 2)
+        scheduler.add(make_request(3, 1, max_new_tokens=3))
+        traces[is_exclusive].append(step(scheduler))
+    start = ["| r0[0:4]! r1[0:4]! r2[0:1]!", "r0 <r2 <r1"]
+    assert traces[False] == [*start, "r0 r2 >r2"]
+    assert traces[True] == [*start, "r0 r2 >r2"]
 
 
 def test_an_in_flight_token_delays_a_swap_in():
@@ -256,10 +382,10 @@ def test_an_in_flight_token_delays_a_swap_in():
     scheduler.add(first)
     scheduler.add(second)
     scheduler.schedule(0.0)
-    assert describe(scheduler.schedule(0.0)) == "D r0 <r1"
+    assert describe(scheduler.schedule(0.0)) == "r0 <r1"
     assert scheduler.schedule(0.0).is_empty
     second.output_token_ids.append(5)
-    assert describe(scheduler.schedule(0.0)) == "D r1 >r1"
+    assert describe(scheduler.schedule(0.0)) == "r1 >r1"
 
 
 def test_an_aborted_swapped_request_is_discarded_with_the_next_step():
@@ -267,7 +393,7 @@ def test_an_aborted_swapped_request_is_discarded_with_the_next_step():
     first, second = make_request(0, 4, max_new_tokens=5), make_request(1, 4, max_new_tokens=2)
     scheduler.add(first)
     scheduler.add(second)
-    assert steps(scheduler, 2)[1] == "D r0 <r1"
+    assert steps(scheduler, 2)[1] == "r0 <r1"
     handle = second.host_handle
     scheduler.finish(second, "abort")
     scheduler.check()
@@ -276,7 +402,7 @@ def test_an_aborted_swapped_request_is_discarded_with_the_next_step():
     assert scheduler.schedule(0.0).discarded == ()
 
 
-class NeverSwapIn(PrefillFirst):
+class NeverSwapIn(ResumeFirst):
     def swaps_in(self, waiting, swapped, now):
         return False
 
@@ -286,25 +412,98 @@ def test_no_policy_leaves_the_only_set_of_requests_alone():
     scheduler = make_scheduler(policy, num_gpu_blocks=2, num_host_blocks=2)
     scheduler.add(make_request(0, 4, max_new_tokens=2))
     scheduler.add(make_request(1, 4, max_new_tokens=2))
-    assert steps(scheduler, 3) == ["P r0[0:4]! r1[0:4]!", "D r0 <r1", "D r1 >r1"]
+    assert steps(scheduler, 3) == ["| r0[0:4]! r1[0:4]!", "r0 <r1", "r1 >r1"]
 
 
-def test_the_host_bound_counts_a_prompt_that_is_partly_prefilled():
-    policy = dataclasses.replace(SWAP, admission=HostBoundAdmission(0.0))
-    scheduler = make_scheduler(policy, num_gpu_blocks=20, num_host_blocks=10, max_num_batched_tokens=8)
-    scheduler.add(make_request(0, 12, max_new_tokens=21))  # 8 blocks at its end
-    scheduler.add(make_request(1, 4, max_new_tokens=21))  # 6
-    assert steps(scheduler, 3) == ["P r0[0:8]", "P r0[8:12]!", "D r0"]
+def test_swapped_and_waiting_requests_take_room_in_one_iteration():
+    policy = dataclasses.replace(SWAP, restore=ResumeFirst())
+    scheduler = make_scheduler(policy, num_gpu_blocks=4, num_host_blocks=4)
+    scheduler.add(make_request(0, 4, max_new_tokens=10))
+    scheduler.add(make_request(1, 8, max_new_tokens=3))
+    assert steps(scheduler, 2) == ["| r0[0:4]! r1[0:8]!", "r0 <r1"]
+    scheduler.add(make_request(2, 2, max_new_tokens=4))
+    scheduler.finish(scheduler._state.live["r0"], "abort")
+    assert step(scheduler) == "r1 | r2[0:2]! >r1"
 
 
-def test_who_joins_a_split_prompt_leaves_the_next_blocks_of_the_running_ones():
-    policy = dataclasses.replace(NO_WATERMARK, restore=MoreUrgentFirst())
-    scheduler = make_scheduler(policy, num_gpu_blocks=4, max_num_batched_tokens=4)
-    scheduler.add(make_request(0, 4))  # needs a second block to decode
-    assert step(scheduler) == "P r0[0:4]!"
-    scheduler.add(make_request(1, 6))
-    scheduler.add(make_request(2, 2))
-    assert steps(scheduler, 3) == ["P r1[0:4]", "P r1[4:6]!", "D r0 r1"]
+# A bound on waiting
+
+
+def flood(policy, count):
+    """Ids in the order of their starts: a long request, and more short ones than there is room for."""
+    scheduler = make_scheduler(policy, num_gpu_blocks=10)
+    scheduler.add(make_request(0, 1, max_new_tokens=10))
+    started = []
+    for index in range(1, count):
+        if index == 3:
+            scheduler.add(make_request(1000, 30, max_new_tokens=9, arrival_time=0.0, arrival_index=1))
+        scheduler.add(make_request(2 * index, 2, max_new_tokens=10, arrival_time=0.0))
+        scheduler.add(make_request(2 * index + 1, 2, max_new_tokens=10, arrival_time=0.0))
+        output = scheduler.schedule(float(index))
+        scheduler.check()
+        started += [chunk.request.request_id for chunk in output.prefill if chunk.is_first]
+        take(scheduler, output)
+    return started, scheduler
+
+
+SHORT_FIRST = SchedulerPolicy(priority=FairPriority(), restore=MoreUrgentFirst())
+
+
+@pytest.mark.parametrize("patience", [1, 7, 30])
+def test_nobody_is_passed_over_more_often_than_the_policy_says(patience):
+    started, _ = flood(dataclasses.replace(SHORT_FIRST, patience=patience), 10 * patience + 60)
+    before = [name for name in started[: started.index("r1000")] if int(name[1:]) >= 6]  # it came third
+    assert len(before) <= patience
+    assert started.index("r1000") < len(started) - 9  # and the others go on
+
+
+def test_without_patience_a_long_request_starves_among_short_ones():
+    started, _ = flood(dataclasses.replace(SHORT_FIRST, patience=None), 400)
+    assert len(started) > 100
+    assert "r1000" not in started
+
+
+def test_whose_room_was_reserved_keeps_it_while_others_can_be_preempted():
+    _, scheduler = flood(dataclasses.replace(SHORT_FIRST, patience=1), 20)
+    long = scheduler._state.live["r1000"]
+    assert long.is_protected
+    for index in range(50, 100):
+        scheduler.add(make_request(index, 2, max_new_tokens=10, arrival_time=0.0))
+        step(scheduler, float(index))
+    assert long.is_finished
+    assert long.metrics.num_preemptions == 0
+    assert scheduler._state.recent.num_finished > 10
+
+
+def test_a_request_preempted_in_mid_prompt_was_passed_over_all_the_same():
+    """Without a token gained its count goes on, so that it is not started for nothing for ever."""
+    scheduler = make_scheduler(dataclasses.replace(SHORT_FIRST, patience=50))
+    request = make_request(0, 8)
+    scheduler.add(request)
+    request.num_passed = 9
+    scheduler.schedule(0.0)
+    assert request.num_passed == 0  # its prompt is done, and it has a token
+    partial = make_request(1, 200)
+    scheduler = make_scheduler(V1, max_num_batched_tokens=8)
+    scheduler.add(partial)
+    partial.num_passed = 9
+    scheduler.schedule(0.0)
+    assert partial.num_passed == 9
+
+
+# Priorities
+
+
+def test_a_queued_request_can_be_given_another_priority():
+    from jaxllm.sched.policies import PriorityClasses
+
+    scheduler = make_scheduler(SchedulerPolicy(priority=PriorityClasses()), max_num_seqs=1)
+    requests = [make_request(index, 2, max_new_tokens=1, priority=5) for index in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.reprioritize(requests[2], 1)
+    scheduler.check()
+    assert steps(scheduler, 3) == ["| r2[0:2]!", "| r0[0:2]!", "| r1[0:2]!"]
 
 
 # The end of a request
@@ -316,7 +515,7 @@ def test_a_request_at_its_length_limit_keeps_its_blocks_until_the_next_iteration
     scheduler.add(request)
     scheduler.schedule(0.0)
     output = scheduler.schedule(0.0)
-    assert describe(output) == "D r0"
+    assert describe(output) == "r0"
     assert (request.num_tokens, request.block_ids, request.slot) == (6, [0, 1], 0)
     scheduler.check()
     assert scheduler.schedule(0.0).is_empty
@@ -330,7 +529,7 @@ def test_a_request_at_its_length_limit_keeps_its_blocks_until_the_next_iteration
 
 
 def test_finish_works_in_every_state():
-    scheduler = make_scheduler(max_num_batched_tokens=4, max_num_seqs=4)
+    scheduler = make_scheduler(max_num_batched_tokens=5, max_num_seqs=4)
     running, ending, partial, waiting = (
         make_request(0, 2),
         make_request(1, 2, max_new_tokens=1),
@@ -342,7 +541,7 @@ def test_finish_works_in_every_state():
     scheduler.schedule(0.0)
     scheduler.finish(ending, "stop", stop_reason=7)
     scheduler.check()
-    assert describe(scheduler.schedule(0.0)) == "P r2[0:4]"
+    assert describe(scheduler.schedule(0.0)) == "r0 | r2[1:5]"
     for request in (partial, waiting, running):
         scheduler.finish(request, "abort")
         scheduler.check()
@@ -382,7 +581,7 @@ def test_the_largest_request_that_fits_runs_to_its_end():
     scheduler = make_scheduler(num_gpu_blocks=10)
     request = make_request(0, 30, max_new_tokens=11)  # 41 tokens, of which 40 need KV
     scheduler.add(request)
-    assert steps(scheduler, 12) == ["P r0[0:30]!", *["D r0"] * 10, "-"]
+    assert steps(scheduler, 12) == ["| r0[0:30]!", *["r0"] * 10, "-"]
     assert request.is_finished
 
 
@@ -411,7 +610,7 @@ def _forget_growth(scheduler, request):
 
 
 def _skip_a_position(scheduler, request):
-    request.num_tokens += 1
+    request._num_tokens += 1
 
 
 @pytest.mark.parametrize(
@@ -419,7 +618,7 @@ def _skip_a_position(scheduler, request):
     [_leak_a_block, _drop_a_request, _share_a_slot, _queue_twice, _forget_growth, _skip_a_position],
 )
 def test_check_finds_corruption(corrupt):
-    scheduler = make_scheduler(NO_WATERMARK)
+    scheduler = make_scheduler()
     request = make_request(0, 4)
     scheduler.add(request)
     scheduler.schedule(0.0)
@@ -427,6 +626,24 @@ def test_check_finds_corruption(corrupt):
     corrupt(scheduler, request)
     with pytest.raises(KVCacheError, match="invariant broken"):
         scheduler.check()
+
+
+def test_the_budget_must_let_everybody_decode():
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=7 must be at least max_num_seqs=8"):
+        make_scheduler(max_num_batched_tokens=7)
+
+
+def test_clear_forgets_everything():
+    scheduler = make_scheduler(SWAP, num_gpu_blocks=2, num_host_blocks=2)
+    for index in range(2):
+        scheduler.add(make_request(index, 4, max_new_tokens=4))
+    assert steps(scheduler, 2)[1] == "r0 <r1"
+    scheduler.clear()
+    scheduler.check()
+    assert (scheduler.num_free_blocks, scheduler.num_free_host_blocks) == (2, 2)
+    assert not scheduler.has_unfinished
+    scheduler.add(make_request(0, 4, max_new_tokens=4))
+    assert step(scheduler) == "| r0[0:4]!"
 
 
 def test_the_scheduler_runs_without_jax():

@@ -4,17 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from scheduler_helpers import NO_WATERMARK, LinearCosts, make_request
+from scheduler_helpers import V1, LinearCosts, make_request
 
 from jaxllm.errors import ConfigError, RequestTooLargeError
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import (
     AdaptiveAction,
-    AlwaysRecompute,
     ResumeAction,
     ResumeDecision,
-    ResumeFirst,
+    SeparateIterations,
     SwapIfItFits,
 )
 from jaxllm.sched.presets import PRESETS, make_preset
@@ -29,11 +28,8 @@ from jaxllm.workloads.trace import Trace
 class ConstantCosts:
     """Whatever the size of the work."""
 
-    def prefill_seconds(self, num_tokens, num_seqs, context_tokens=0):
-        return 10.0
-
-    def decode_seconds(self, batch, context_tokens):
-        return 1.0
+    def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+        return (1.0 if batch else 0.0) + (10.0 if prompt_tokens else 0.0)
 
     def swap_out_seconds(self, num_blocks):
         return 4.0
@@ -61,7 +57,8 @@ def trace(prompt_lens, output_lens, arrival_times=None):
     )
 
 
-SWAP = dataclasses.replace(NO_WATERMARK, action=SwapIfItFits())
+SEPARATE = dataclasses.replace(V1, iterations=SeparateIterations())
+SWAP = dataclasses.replace(SEPARATE, action=SwapIfItFits())
 TWO = trace([4, 4], [2, 2])  # P r0 r1, D r0 and r1 preempted, D r1 after a swap-in or a prefill
 
 
@@ -95,12 +92,12 @@ def test_a_copy_in_hides_behind_the_step_before():
 
 
 class InBackground:
-    def choose(self, request, num_lost, copied_out_at, state, now):
+    def choose(self, request, copied_out_at, state, now):
         return ResumeDecision(ResumeAction.IN_BACKGROUND)
 
 
 def test_a_copy_in_the_background_delays_nobody_but_its_request():
-    policy = dataclasses.replace(SWAP, resume=InBackground(), restore=ResumeFirst())
+    policy = dataclasses.replace(SWAP, resume=InBackground())
     three = trace([4, 4, 1], [9, 2, 3])
     result = simulate(three, config(num_gpu_blocks=4), policy, ConstantCosts(), overlap_swaps=True)
     assert result.num_swaps > 0
@@ -114,7 +111,7 @@ def test_several_decode_steps_take_as_long_as_one_after_another():
     executor = SimulatedExecutor(costs, num_gpu_blocks=8, block_size=4, overlap_swaps=True)
     request = make_request(0, 3)
     request.num_tokens = 8
-    step = executor.execute(SchedulerOutput(0, decode=(request,), num_decode_steps=4))
+    step = executor.execute(SchedulerOutput(0, decode=(request,), num_decode_steps=4, num_context_tokens=5))
     assert executor.now == executor.spent.decode == 4 * 2.0
     assert step.fetch().token_ids == [0] * 4
 
@@ -148,25 +145,59 @@ def test_copies_out_wait_for_staging_memory():
 
 
 def test_recomputed_tokens_are_accounted_apart():
-    result = simulate(TWO, config(), NO_WATERMARK, ConstantCosts(), overlap_swaps=False)
-    # 10 prefill, 1 decode, 10 for 5 tokens again, of which the last one ends r1
+    result = simulate(TWO, config(), SEPARATE, ConstantCosts(), overlap_swaps=False)
+    # 10 prefill, 1 decode, 10 for 4 tokens again and the one that r1 did not decode, which ends it
     assert result.finish_times.tolist() == [11.0, 21.0]
-    assert result.spent == TimeSpent(prefill=10.0, recompute=10.0, decode=1.0)
+    assert result.spent == TimeSpent(prefill=12.0, recompute=8.0, decode=1.0)
     assert (result.num_steps, result.num_prefill_steps, result.num_prefill_tokens) == (3, 2, 13)
     assert (result.num_preemptions, result.num_swaps, result.mean_decode_batch) == (1, 0, 1.0)
 
 
-def test_a_mixed_prefill_is_shared_by_tokens():
+def test_a_prefill_of_several_is_shared_by_tokens():
     # r1 (5 tokens, again) and r2 (5 tokens, new) share the second prefill.
     result = simulate(
         trace([4, 4, 5], [2, 2, 1], [0.0, 0.0, 10.5]),
         config(num_gpu_blocks=4, max_num_seqs=2),
-        dataclasses.replace(NO_WATERMARK, action=AlwaysRecompute()),
+        SEPARATE,
         LinearCosts(),
         overlap_swaps=False,
     )
     spent = result.spent
     assert spent.prefill + spent.recompute == result.num_prefill_tokens
+
+
+def test_prompt_tokens_cost_what_they_add_to_the_decodes_they_ride_beside():
+
+    class MaxCosts(LinearCosts):
+        def step_seconds(self, batch, context, prompt_tokens=0, num_prompts=0, prompt_context=0):
+            return max(1.0 * (batch > 0), prompt_tokens / 2.0)
+
+    asked = []
+
+    class Recording(MaxCosts):
+        def step_seconds(self, *counts):
+            asked.append(counts)
+            return super().step_seconds(*counts)
+
+    ledger = Ledger()
+    result = simulate(
+        trace([4, 3, 2], [6, 3, 2], [0.0, 0.0, 2.6]),
+        config(num_gpu_blocks=4, max_num_batched_tokens=8),
+        V1,
+        Recording(),
+        overlap_swaps=False,
+        ledger=ledger,
+    )
+    # Until 3.5 the prompts of r0 and r1. They decode, and r2's prompt adds nothing; it is dropped, and comes
+    # back when r1 has ended: two tokens again, and the third.
+    seen = [(0, 0, 7, 2, 0), (2, 9), (2, 9, 2, 1, 0), (2, 11), (1, 7), (1, 7, 3, 1, 0), (1, 8), (1, 9)]
+    assert asked == seen
+    (record,) = ledger.preemptions
+    assert record.request_id == "2"
+    assert record.measured_seconds == result.spent.recompute == pytest.approx(0.5 * 2 / 3)
+    assert result.spent.prefill == pytest.approx(3.5 + 0.5 / 3)
+    assert result.spent.decode == 5.0
+    assert result.seconds == 9.0
 
 
 def test_the_clock_waits_for_arrivals_and_starts_with_the_first():
@@ -196,8 +227,8 @@ def test_figures_by_hand():
     [
         (SWAP, False, 7.0),
         (SWAP, True, 6.0),  # out and in, less the step beside them
-        (NO_WATERMARK, False, 10.0),
-        (NO_WATERMARK, True, 10.0),
+        (SEPARATE, False, 8.0),
+        (SEPARATE, True, 8.0),
     ],
 )
 def test_the_ledger_learns_what_a_restore_took(policy, overlap, measured):

@@ -8,7 +8,7 @@ from engine_helpers import make_engine, make_llm, run
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
-from jaxllm.errors import ConfigError
+from jaxllm.errors import EngineError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.sched.policies import (
@@ -17,38 +17,32 @@ from jaxllm.sched.policies import (
     MoreUrgentFirst,
     ResumeAction,
     ResumeDecision,
-    ResumeFirst,
     SchedulerPolicy,
     SwapIfItFits,
-    WatermarkAdmission,
 )
 from jaxllm.types import piece_sizes
 
 
 class InBackground:
-    def choose(self, request, num_lost, copied_out_at, state, now):
+    def choose(self, request, copied_out_at, state, now):
         return ResumeDecision(ResumeAction.IN_BACKGROUND)
 
 
 NAME = "llama_gqa"
 SHAPE = (2, 2, 2, 4, 8)  # of a block: layers, K and V, heads, tokens, head_dim
 SWAPPING = {
-    "fcfs": SchedulerPolicy(admission=WatermarkAdmission(0.0), action=SwapIfItFits()),
+    "fcfs": SchedulerPolicy(action=SwapIfItFits()),
     "fair": SchedulerPolicy(
         priority=FairPriority(),
-        admission=WatermarkAdmission(0.0),
         victim=LeastUrgentVictim(),
         action=SwapIfItFits(),
         restore=MoreUrgentFirst(),
     ),
     "background": SchedulerPolicy(
         priority=FairPriority(),
-        admission=WatermarkAdmission(0.0),
         victim=LeastUrgentVictim(),
         action=SwapIfItFits(),
         resume=InBackground(),
-        restore=ResumeFirst(),
-        lazy_eviction=True,
     ),
 }
 
@@ -98,20 +92,6 @@ def test_copies_are_pinned_and_survive_later_writes(swapper):
     np.testing.assert_array_equal(bits_of(pool)[3], kept)
     swapper.swap_out(pool, 8, (0, 1, 2))
     swapper.discard(8)
-    assert not swapper.handles
-
-
-def test_intact_blocks_are_not_copied(swapper):
-    pool = random_pool(20, "float32")
-    kept = bits_of(pool)
-    swapper.swap_out(pool, 30, tuple(range(19)))  # pieces of 16, 2 and 1
-    pool = pool.at[jnp.array([0, 17, 18])].set(0.0)
-    pool = swapper.swap_in(pool, 30, tuple(range(19)), num_intact=16)
-    assert not bits_of(pool)[0].any()  # nobody wrote it
-    np.testing.assert_array_equal(bits_of(pool)[1:], kept[1:])
-    swapper.swap_out(pool, 31, (0, 1, 2))
-    pool = swapper.swap_in(pool, 31, (3, 4, 5), num_intact=3)
-    np.testing.assert_array_equal(bits_of(pool)[1:], kept[1:])
     assert not swapper.handles
 
 
@@ -181,7 +161,7 @@ def test_a_load_writes_only_its_own_blocks_and_ends_bit_for_bit(swapper):
     swapper.swap_out(pool, 51, (3, 4))
     pool = jax.jit(jnp.zeros_like, donate_argnums=0)(pool)
     swapper.load(50, tuple(range(num_blocks, 2 * num_blocks)))
-    swapper.load(51, (0, 1), num_intact=1)
+    swapper.load(51, (0, 1))
     assert swapper.handles == {50, 51}
     assert sum(load.num_staged for load in swapper._loads.values()) <= MAX_STAGED_BLOCKS
     while 50 not in swapper.arrived():
@@ -291,9 +271,9 @@ def test_a_scheduler_that_swaps_needs_an_executor_with_host_blocks():
         llm,
         num_gpu_blocks=40,
         num_host_blocks=24,
-        policy=SchedulerPolicy(admission=WatermarkAdmission(0.0), action=SwapIfItFits()),
+        policy=SchedulerPolicy(action=SwapIfItFits()),
     )
-    with pytest.raises(ConfigError, match="built with num_host_blocks=0"):
+    with pytest.raises(EngineError, match="built with num_host_blocks=0"):
         run(
             engine,
             golden_data(NAME)["prompts"],

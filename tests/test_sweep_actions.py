@@ -74,14 +74,12 @@ def test_cells_are_faster_or_slower_by_more_than_chance():
 
 
 def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep.cells, "MIXED_LINK_SPEEDS", (0.1,))
-    monkeypatch.setattr(sweep.cells, "MIXED_OUTPUT_LENGTHS", (64,))
     monkeypatch.setattr(sweep.cells, "NUM_GPU_BLOCKS", 24)
     samples = tmp_path / "samples.json"
     save_samples(samples, measured(90, 1.2), {})
     command = ["--requests", "10", "--seeds", "0,1", "--jobs", "1", "--datasets", "chatbot"]
     command += ["--models", "llama-13b", "--output-lengths", "64", "--link-speeds", "0.01,1"]
-    command += ["--samples", str(samples), "--out-dir", str(tmp_path / "out"), "--parts", "actions,mixed"]
+    command += ["--samples", str(samples), "--out-dir", str(tmp_path / "out"), "--parts", "actions"]
     sweep_actions.main(command)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert len(results["places"]) == 2 * 3
@@ -96,13 +94,6 @@ def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
     assert fast["rates"]["swap"]["0"] > slow["rates"]["swap"]["0"]
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| llama-13b | chatbot | 64 | 64 |" in report
-    assert len(results["mixed"]) == 2 * 3 * 3  # seeds, host pools, variants
-    assert {row["num_requests"] for row in results["mixed"]} == {20}  # of short outputs there are more
-    mixed = report.partition("## Mixed restore")[2]
-    (gain,) = [line.split(" | ")[-1] for line in mixed.splitlines() if "chatbot | 64 | 64 |" in line]
-    measured_gain, bound = map(float, gain.strip(" |").split(" / "))
-    assert 0.7 < measured_gain < 1.3
-    assert 0.9 < bound < 1.5
     assert "Regret, all decisions together" in report
     assert str(tmp_path) not in report
 
@@ -143,10 +134,8 @@ def test_regret_is_that_of_its_own_part():
     assert "Regret, all decisions together: 1.0%" in "\n".join(actions_report(rows))
 
 
-@pytest.mark.parametrize(
-    ("noisy", "variant"), [(True, "adaptive"), (True, sweep.cells.MIXED_BOUND), (False, "adaptive")]
-)
-def test_predictions_are_corrected_where_there_is_noise(tmp_path, monkeypatch, noisy, variant):
+@pytest.mark.parametrize("noisy", [True, False])
+def test_predictions_are_corrected_where_there_is_noise(tmp_path, monkeypatch, noisy):
     calibrations = []
 
     def watched(*args, calibration, **options):
@@ -158,7 +147,7 @@ def test_predictions_are_corrected_where_there_is_noise(tmp_path, monkeypatch, n
     samples = tmp_path / "samples.json"
     save_samples(samples, measured(90, 1.2), {})
     cell = sweep.cells.Cell(
-        "mixed", "llama-13b", "chatbot", 64, 16, 0.1, variant, 20, 0, str(samples) if noisy else None
+        "policies", "llama-13b", "chatbot", 64, 16, 0.1, "adaptive", 20, 0, str(samples) if noisy else None
     )
     assert sweep.cells.run_cell(cell)["num_preemptions"]
     (calibration,) = calibrations
@@ -192,7 +181,7 @@ def test_wrong_arguments(tmp_path, capsys):
     ):
         with pytest.raises(SystemExit):
             sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
-    assert "--parts all: name some of actions, mixed, policies, near" in capsys.readouterr().err
+    assert "--parts all: name some of actions, policies, near" in capsys.readouterr().err
     for wrong, message in (
         (["--parts", "policies", "--link-speeds", "1"], "--link-speeds is of parts actions, not of policies"),
         (["--parts", "typo", "--link-speeds", "1"], "--parts typo: name some of"),

@@ -23,12 +23,16 @@ COSTS = LinearCosts()
 OTHERS = """
 import dataclasses
 from jaxllm.sched.policies import (
-    Decision, OutputReserve, PreemptionAction, PaddedBatching, ResumeAction, ResumeDecision, SchedulerPolicy,
+    Decision, PreemptionAction, ResumeAction, ResumeDecision, SchedulerPolicy, SeparateIterations,
+    WatermarkAdmission,
 )
 
 class OldestVictim:
-    def choose(self, candidates, now):
-        return candidates[0]
+    def score(self, request, now):
+        return request.arrival_index
+
+    def outranks(self, queued, holder, now):
+        return False
 
 class NeverSwap:
     def choose(self, victim, state, now):
@@ -37,7 +41,7 @@ class NeverSwap:
 class AtOnce:
     def __init__(self, costs=None):
         self.costs = costs
-    def choose(self, request, num_lost, copied_out_at, state, now):
+    def choose(self, request, copied_out_at, state, now):
         return ResumeDecision(ResumeAction.AT_ONCE)
 
 class Everyone:
@@ -61,8 +65,8 @@ def fails(costs):
 def of_two(one, two):
     return SchedulerPolicy()
 
-padded = PaddedBatching()
-reserve = OutputReserve(0.5)
+separate = SeparateIterations()
+reserve = WatermarkAdmission(0.5)
 
 class Anything:
     def choose(self, *args):
@@ -113,8 +117,8 @@ def test_the_documented_example_orders_requests():
         ("AtOnce", "resume", "AtOnce"),
         ("Everyone", "admission", "Everyone"),
         ("of_nothing", "victim", "OldestVictim"),
-        ("padded", "batching", "PaddedBatching"),
-        ("reserve", "admission", "OutputReserve"),
+        ("separate", "iterations", "SeparateIterations"),
+        ("reserve", "admission", "WatermarkAdmission"),
     ],
 )
 def test_a_class_changes_one_answer_of_the_default(attribute, question, name):
@@ -129,7 +133,7 @@ def test_a_class_changes_one_answer_of_the_default(attribute, question, name):
     part = getattr(policy, question)
     assert type(part).__name__ == name
     assert getattr(part, "costs", COSTS) is COSTS
-    assert getattr(part, "share", 0.5) == 0.5
+    assert getattr(part, "watermark", 0.5) == 0.5
 
 
 @pytest.mark.usefixtures("importable")
@@ -191,7 +195,7 @@ def test_the_command_finds_a_policy_in_the_current_folder(folder):
             "priority=42 does not answer the question: it must be an object that has score, group",
         ),
         ({"victim": LeastUrgentVictim}, "victim=<class"),
-        ({"lazy_eviction": "x"}, "lazy_eviction must be True or False, got 'x'"),
+        ({"patience": True}, "patience must be None or an integer of at least 1, got True"),
     ],
 )
 def test_what_answers_no_question_is_refused(change, message):

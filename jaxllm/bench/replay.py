@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.observer import StepObserver
+from jaxllm.engine.observer import StepObserver, predicted_seconds
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy
+from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import NO_COPIES, CopyProgress, CopyTime, SchedulerOutput
 from jaxllm.workloads import Trace
@@ -54,7 +54,7 @@ class Replay:
         llm: LLM,
         trace: Trace,
         config: SchedulerConfig,
-        policy: SchedulerPolicy,
+        policy: SchedulingPolicy,
         *,
         costs: OnlineCalibration | None = None,
         ledger: Ledger | None = None,
@@ -65,9 +65,12 @@ class Replay:
         self.clock, self.executor = clock, llm.executor
         self.runs_ahead = llm.config.async_scheduling if async_scheduling is None else async_scheduling
         self._keeper = _TimeKeeper(costs, ledger)
-        self._action, self._resume = _Timed(policy.action), _Timed(policy.resume)
-        timed: dict[str, Any] = {"action": self._action, "resume": self._resume}
-        self._scheduler = _TimedScheduler(config, dataclasses.replace(policy, **timed), ledger=ledger)
+        self._timed: list[_Timed] = []
+        if isinstance(policy, SchedulerPolicy):
+            self._timed = [_Timed(policy.action), _Timed(policy.resume)]
+            timed: dict[str, Any] = dict(zip(("action", "resume"), self._timed, strict=True))
+            policy = dataclasses.replace(policy, **timed)
+        self._scheduler = _TimedScheduler(config, policy, ledger=ledger)
         self._engine = Engine(
             llm.executor,
             self._scheduler,
@@ -116,6 +119,7 @@ class Replay:
         trace, keeper, arrivals = self._trace, self._keeper, self._arrivals
         metrics = [self._outputs[str(index)].metrics for index in range(len(trace))]
         first = np.array([one.first_scheduled_time for one in metrics])  # type: ignore[union-attr]
+        tokens = np.array([one.first_token_time for one in metrics])  # type: ignore[union-attr]
         finished = np.array([one.finished_time for one in metrics])  # type: ignore[union-attr]
         seconds = float(finished.max()) - arrivals[0]
         spent = keeper.spent
@@ -123,7 +127,7 @@ class Replay:
         return RunResult(
             seconds=seconds,
             num_output_tokens=int(trace.output_lens.sum()),
-            num_steps=keeper.num_prefill_steps + keeper.num_decode_steps,
+            num_steps=keeper.num_steps,
             num_prefill_steps=keeper.num_prefill_steps,
             num_prefill_tokens=keeper.num_prefill_tokens,
             num_preemptions=keeper.num_preemptions,
@@ -132,9 +136,10 @@ class Replay:
             spent=spent,
             arrival_times=np.asarray(arrivals),
             first_scheduled_times=first,
+            first_token_times=tokens,
             finish_times=finished,
             scheduling_seconds=self._scheduler.seconds,
-            prediction_seconds=self._action.seconds + self._resume.seconds + keeper.seconds,
+            prediction_seconds=sum([timed.seconds for timed in self._timed]) + keeper.seconds,
         )
 
 
@@ -142,7 +147,7 @@ def replay(
     llm: LLM,
     trace: Trace,
     config: SchedulerConfig,
-    policy: SchedulerPolicy,
+    policy: SchedulingPolicy,
     *,
     costs: OnlineCalibration | None = None,
     ledger: Ledger | None = None,
@@ -270,31 +275,40 @@ class _TimeKeeper(StepObserver):
     def __init__(self, costs: OnlineCalibration | None, ledger: Ledger | None) -> None:
         super().__init__(costs, ledger)
         self.spent = TimeSpent()
-        self.num_prefill_steps = self.num_decode_steps = self.num_decoded = self.num_prefill_tokens = 0
-        self.num_preemptions = self.num_swaps = 0
+        self.num_steps = self.num_prefill_steps = self.num_decode_steps = 0
+        self.num_decoded = self.num_prefill_tokens = self.num_preemptions = self.num_swaps = 0
         self.seconds = 0.0
 
-    def observe(self, scheduled: SchedulerOutput, seconds: float, num_decode_steps: int = 1) -> None:
+    def observe(self, scheduled: SchedulerOutput, seconds: float, *, is_timed: bool = True) -> None:
         """Take a step."""
+        spent, costs, prefill = self.spent, self.costs, scheduled.prefill
+        self.num_steps += 1
         self.num_preemptions += len(scheduled.preempted)
         self.num_swaps += len(scheduled.swap_out)
-        if scheduled.prefill:
-            self.num_prefill_steps += 1
-            self.num_prefill_tokens += scheduled.num_prefill_tokens
-            repeated = sum(chunk.length for chunk in scheduled.prefill if chunk.is_recompute)
-            recompute = seconds * repeated / scheduled.num_prefill_tokens
-            self.spent.recompute += recompute
-            self.spent.prefill += seconds - recompute
-        else:
+        left = seconds
+        if costs is not None and scheduled.has_copies:
+            left = min(left, predicted_seconds(costs, scheduled))
+            spent.swap_stall += seconds - left
+        if scheduled.decode:
             self.num_decode_steps += 1
             self.num_decoded += len(scheduled.decode)
-            stall = 0.0
-            if self.costs is not None and scheduled.has_copies:
-                stall = max(0.0, seconds - self._predicted(self.costs, scheduled))
-            self.spent.swap_stall += stall
-            self.spent.decode += seconds - stall
+            decode = left
+            if prefill:  # without predictions what the two take together is the prefill's
+                decode = 0.0
+                if costs is not None:
+                    decode = costs.step_seconds(len(scheduled.decode), scheduled.num_context_tokens)
+            decode = min(decode, left)
+            spent.decode += decode
+            left -= decode
+        if prefill:
+            self.num_prefill_steps += 1
+            num_tokens = scheduled.num_prefill_tokens
+            self.num_prefill_tokens += num_tokens
+            recompute = left * sum([chunk.num_recomputed for chunk in prefill]) / num_tokens
+            spent.recompute += recompute
+            spent.prefill += left - recompute
         started = time.perf_counter()
-        super().observe(scheduled, seconds, num_decode_steps)
+        super().observe(scheduled, seconds, is_timed=is_timed)
         self.seconds += time.perf_counter() - started
 
     def observe_copies(self, timed: Iterable[CopyTime]) -> None:

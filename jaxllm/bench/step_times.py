@@ -23,13 +23,19 @@ from typing import Any, cast
 
 from jaxllm.engine.engine import Engine
 from jaxllm.executor.model_executor import ModelExecutor
+from jaxllm.executor.programs import ProgramKey
 from jaxllm.outputs import RequestOutput
 from jaxllm.types import SampledTokens, SchedulerOutput, StepResult
+
+STEP_KINDS = ("prefill", "mixed", "decode", "drain")
 
 
 @dataclasses.dataclass(slots=True)
 class StepTimes:
-    """Seconds of one engine step by part, and how much was scheduled in it."""
+    """Seconds of one engine step by part, and how much was scheduled in it.
+
+    `num_rows` are those of its program, if that computes prompts: `fill` is how many of them are real.
+    """
 
     total: float = 0.0
     schedule: float = 0.0
@@ -38,6 +44,12 @@ class StepTimes:
     fetch: float = 0.0
     num_decode: int = 0
     num_prefill_tokens: int = 0
+    num_rows: int = 0
+
+    @property
+    def fill(self) -> float:
+        """Share of the rows of a program with prompts that compute something; 1 of others."""
+        return (self.num_decode + self.num_prefill_tokens) / self.num_rows if self.num_rows else 1.0
 
     @property
     def pack(self) -> float:
@@ -57,7 +69,9 @@ class StepTimes:
     @property
     def kind(self) -> str:
         """What the step scheduled."""
-        return "prefill" if self.num_prefill_tokens else "decode" if self.num_decode else "drain"
+        if self.num_prefill_tokens:
+            return "mixed" if self.num_decode else "prefill"
+        return "decode" if self.num_decode else "drain"
 
 
 class StepTimer:
@@ -90,7 +104,7 @@ class StepTimer:
         self._untimed = dict(executor.programs)
         programs = cast("dict[Any, Any]", executor.programs)
         for key, program in self._untimed.items():
-            programs[key] = self._timed("program", program)
+            programs[key] = self._timed("program", program, self._note_rows(key))
         return self
 
     def __exit__(
@@ -118,10 +132,18 @@ class StepTimer:
         self._current.num_prefill_tokens = scheduled.num_prefill_tokens
         return scheduled
 
+    def _note_rows(self, key: ProgramKey) -> Callable[[Any], Any]:
+        def note(outputs: Any) -> Any:
+            self._current.num_rows = key.rows if key.max_chunks else 0
+            return outputs
+
+        return note
+
     def _wrap_result(self, result: StepResult) -> StepResult:
-        return _TimedResult(self._timed("fetch", result.fetch))
+        return _TimedResult(result.is_ready, self._timed("fetch", result.fetch))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TimedResult:
+    is_ready: Callable[[], bool]
     fetch: Callable[[], SampledTokens]

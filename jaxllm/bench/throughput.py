@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.bench import hardware
-from jaxllm.bench.step_times import StepTimer
+from jaxllm import hardware
+from jaxllm.bench.step_times import STEP_KINDS, StepTimer
 from jaxllm.errors import ConfigError
 from jaxllm.executor import compile_stats
 from jaxllm.models.registry import abstract_params
@@ -253,14 +253,20 @@ def _preemptions(run: Repetition) -> int:
 
 
 def overhead(runs: Sequence[Repetition]) -> dict[str, Any]:
-    """The host's time outside device programs (see `step_times`): shares of wall time, step medians."""
+    """The host's time outside device programs (see `step_times`): shares of wall time, step medians.
+
+    `prompt_program_fill` is the share of the rows of programs with prompts that computed something.
+    """
     steps = [step for run in runs for step in run.timer.steps]
     seconds = sum(run.seconds for run in runs)
     inside = sum(step.program + step.fetch for step in steps)
     parts = ("schedule", "pack", "commit", "host", "program", "fetch", "total")
-    kinds = {kind: [step for step in steps if step.kind == kind] for kind in ("prefill", "decode", "drain")}
+    kinds = {kind: [step for step in steps if step.kind == kind] for kind in STEP_KINDS}
+    rows = sum(step.num_rows for step in steps)
+    used = sum(step.num_decode + step.num_prefill_tokens for step in steps if step.num_rows)
     return {
         "host_share": (seconds - inside) / seconds,
+        "prompt_program_fill": used / rows if rows else None,
         "shares": {part: sum(getattr(step, part) for step in steps) / seconds for part in parts},
         "num_steps": {kind: len(found) for kind, found in kinds.items()},
         "median_step_seconds": {

@@ -65,7 +65,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run_throughput(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit code."""
-    from jaxllm.bench.command import command_line
+    from jaxllm.bench.results import command_line
     from jaxllm.bench.throughput import Workload, measure_throughput
 
     workload = Workload(

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxllm.errors import ConfigError
+from jaxllm.ledgers import read_ledger
 from jaxllm.predictors.online import KindReport
-from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord, read_ledger
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -61,8 +62,8 @@ def summary(ledger: Ledger, top: int) -> str:
     """Counts, costs and regret by action, and the decisions that cost most."""
     records = ledger.preemptions
     lines = [f"{len(ledger.steps)} steps, {len(records)} preemptions"]
-    for action in ("recompute", "swap", "swap, then recompute", "mixed", "mixed, then recompute"):
-        of_action = [record for record in records if _done(record) == action]
+    for action in ("recompute", "swap"):
+        of_action = [record for record in records if record.action == action]
         if of_action:
             lines.append(f"  {action}: {_costs(of_action)}")
     known = [record for record in records if record.regret_seconds is not None]
@@ -146,36 +147,35 @@ def _accuracy(report: KindReport) -> str:
 
 
 def _costs(records: Sequence[PreemptionRecord]) -> str:
+    """What both actions were predicted to add to the iterations they ride in, and what the chosen one did."""
     parts = [f"{len(records)} requests, {sum(record.num_blocks for record in records)} blocks"]
-    predicted = [record.predicted_seconds for record in records if record.predicted_seconds is not None]
+    predicted = {
+        "swapping": [record.swap_seconds for record in records],
+        "recomputing": [record.recompute_seconds for record in records],
+    }
+    for name, values in predicted.items():
+        known = [seconds for seconds in values if seconds is not None]
+        if known:
+            parts.append(f"{name} predicted to add {sum(known):.4g} s for {len(known)}")
     measured = [record.measured_seconds for record in records if record.measured_seconds is not None]
-    if predicted:
-        parts.append(f"predicted {sum(predicted):.4g} s for {len(predicted)}")
     if measured:
-        parts.append(f"took {sum(measured):.4g} s for {len(measured)}")
+        parts.append(f"added {sum(measured):.4g} s for {len(measured)}")
     return "; ".join(parts)
-
-
-def _done(record: PreemptionRecord) -> str:
-    is_given_up = record.action != "recompute" and record.resume_action == "recompute"
-    return f"{record.action}, then recompute" if is_given_up else record.action
 
 
 def _describe(record: PreemptionRecord) -> str:
     costs = ", ".join(
         f"{name} {'unknown' if seconds is None else f'{1e3 * seconds:.3g} ms'}"
         for name, seconds in (
-            ("swap predicted", record.swap_seconds),
-            ("recompute predicted", record.recompute_seconds),
-            ("mixed predicted", record.mixed_seconds),
-            ("took", record.measured_seconds),
+            ("swapping predicted to add", record.swap_seconds),
+            ("recomputing", record.recompute_seconds),
+            ("added", record.measured_seconds),
         )
-        if seconds is not None or not name.startswith("mixed")
     )
     back = "never resumed" if record.resumed_step_id is None else f"resumed in step {record.resumed_step_id}"
-    if record.is_copied_back and record.resume_action is not None:
+    if record.resume_action is not None:
         back += f" ({record.resume_action})"
     return (
-        f"step {record.step_id}: {_done(record)} of {record.request_id!r}, {record.num_tokens} tokens in "
-        f"{record.num_blocks} blocks, one of {len(record.scores)} running; {costs}; {back}"
+        f"step {record.step_id}: {record.action} of {record.request_id!r}, {record.num_tokens} tokens in "
+        f"{record.num_blocks} blocks; {costs}; {back}"
     )

@@ -71,11 +71,11 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, print, store; returns the exit code."""
-    from jaxllm.bench import hardware
-    from jaxllm.bench.command import command_line
-    from jaxllm.bench.profile import Profiler
+    from jaxllm import hardware
+    from jaxllm.bench.results import command_line
     from jaxllm.costs import profile_folder, shape_of
     from jaxllm.predictors.samples import load_samples, save_samples
+    from jaxllm.profiling import Profiler
     from jaxllm.sched.policies import SchedulerPolicy
 
     if not 0 < args.seconds <= 86400:

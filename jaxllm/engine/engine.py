@@ -6,24 +6,27 @@ It knows the scheduler and the executor's protocol, never a concrete executor.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from jaxllm import tokenizer as tokenization
 from jaxllm.engine.observer import StepObserver
-from jaxllm.engine.output_processor import RequestState
-from jaxllm.errors import ConfigError, KVCacheError, RequestError, SamplingParamsError
+from jaxllm.engine.output_processor import Delta, OutputBuilder, RequestState, Sink
+from jaxllm.errors import ConfigError, EngineError, RequestError
+from jaxllm.inputs import InputProcessor, Prompt
 from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, SamplingParams
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import (
     MAX_DECODE_STEPS,
     Executor,
-    Request,
+    FinishReason,
+    RequestStatus,
     SampledTokens,
     SchedulerOutput,
     StepResult,
@@ -35,25 +38,21 @@ if TYPE_CHECKING:
 _SECONDS_AT_A_TIME = 0.05
 _RATE = 0.1  # weight of the newest decode step
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
 
 @dataclasses.dataclass(slots=True)
 class _Dispatched:
-    """A step under way, and when it was sent; a void one computes nothing, as the one before ended early."""
+    """A step under way; it began when it was sent if the device had nothing else to do."""
 
     scheduled: SchedulerOutput
     result: StepResult
-    dispatched: float
-    is_void: bool = False
-
-    @property
-    def may_end_early(self) -> bool:
-        return self.scheduled.may_end_early and not self.is_void
+    sent: float
+    is_first: bool
 
 
 class Engine:
     """Runs requests to their end, many at a time.
+
+    It belongs to the thread that adds requests while there are any; `EngineThread` wraps it for several.
 
     Args:
         executor: computes the scheduled steps.
@@ -87,8 +86,13 @@ class Engine:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self._executor = executor
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._inputs = InputProcessor(
+            scheduler.config,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            reads=scheduler.policy.reads,
+        )
         self._primary_eos = (
             tokenizer.eos_token_id if tokenizer is not None else min(eos_token_ids, default=None)
         )
@@ -106,25 +110,32 @@ class Engine:
         self._decode_seconds = math.inf
         self._clock = clock
         self._observer = observer
-        self._last_fetched = 0.0
+        self._last_read = 0.0
+        self._last_ended: float | None = None  # None if that is not known
         self._arrivals = itertools.count()
         self._states: dict[str, RequestState] = {}
+        self._builders: dict[str, OutputBuilder] = {}
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
-        self._unreported: list[RequestOutput] = []
+        self._deliveries: list[tuple[RequestState, Delta]] = []
+        self._reports: list[RequestOutput] = []
+        self._owner: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to report."""
-        return bool(self._states or self._in_flight or self._unreported)
+        return bool(self._states or self._in_flight or self._deliveries or self._reports)
 
     @property
     def num_live(self) -> int:
         """Requests added and not ended."""
         return len(self._states)
 
-    def put_back(self, outputs: Iterable[RequestOutput]) -> None:
-        """Report these again at the next `step`: for a caller that stepped on behalf of others."""
-        self._unreported.extend(outputs)
+    @property
+    def failure(self) -> BaseException | None:
+        """What the engine died of; None while it lives."""
+        return self._failure
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request was added and has not ended."""
@@ -138,6 +149,8 @@ class Engine:
         *,
         arrival_time: float | None = None,
         stream: bool = False,
+        priority: int | None = None,
+        deadline: float | None = None,
     ) -> None:
         """Queue a request. A refused one leaves the engine as it was.
 
@@ -147,71 +160,217 @@ class Engine:
             sampling_params: vLLM's defaults if None.
             arrival_time: seconds of the engine's clock; now if None.
             stream: report the request after every step it advanced in, not only when it has finished.
+            priority: as in vLLM, lower is more urgent; for policies that look at it.
+            deadline: seconds from its arrival by which it should end; likewise.
 
         Raises:
-            RequestError: the prompt is empty or malformed, or a token id is out of range.
+            RequestError: the prompt is empty or malformed, a token id is out of range, or the policy does not
+                look at what was given.
             RequestTooLargeError: it can never fit.
             SamplingParamsError: a token id is out of range, or stop strings lack a tokenizer.
+            EngineError: the engine has failed, or another thread uses it.
         """
-        if not isinstance(request_id, str):
-            raise RequestError(f"request_id={request_id!r} must be a string")
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise SamplingParamsError(
-                f"sampling_params must be a SamplingParams, not {type(params).__name__}; "
-                "build one with SamplingParams.from_dict(...)"
+        with self._used():
+            state, builder = self.prepare(
+                request_id,
+                prompt,
+                sampling_params,
+                arrival_time=arrival_time,
+                stream=stream,
+                priority=priority,
+                deadline=deadline,
             )
-        text, token_ids = self._tokenize(prompt)
-        params.validate_for_vocab(self._vocab_size)
-        num_banned = len({*(params.stop_token_ids or ()), *self._eos_token_ids})
-        if params.min_tokens and num_banned > MAX_BANNED_TOKEN_IDS:
-            raise SamplingParamsError(
-                f"min_tokens={params.min_tokens} would keep back {num_banned} end and stop tokens; "
-                f"at most {MAX_BANNED_TOKEN_IDS} are supported: drop min_tokens or some stop_token_ids"
-            )
-        if params.stop and self.tokenizer is None:
-            raise SamplingParamsError("stop strings need a tokenizer; use stop_token_ids with this engine")
-        limit = self.scheduler.config.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(token_ids) + params.max_tokens)
-        now = self._clock() if arrival_time is None else arrival_time
-        request = Request(
+            self._add(state)
+            self._builders[request_id] = builder
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        stream: bool = False,
+        priority: int | None = None,
+        deadline: float | None = None,
+        sink: Sink | None = None,
+        output_id: str | None = None,
+    ) -> tuple[RequestState, OutputBuilder]:
+        """Check a request, in any thread, without queueing it; arguments and errors as `add_request`.
+
+        Args beside those:
+            sink: is given its deltas instead of the caller of `step`.
+            output_id: what its outputs are called, if not as the request.
+        """
+        request, text = self._inputs.make(
             request_id,
-            token_ids,
-            params,
-            arrival_time=now,
+            prompt,
+            sampling_params,
+            arrival_time=self._clock() if arrival_time is None else arrival_time,
             arrival_index=next(self._arrivals),
-            max_total_tokens=limit,
-            eos_token_ids=self._eos_token_ids,
+            priority=priority,
+            deadline=deadline,
         )
-        self.scheduler.add(request)
-        self._states[request_id] = RequestState(
-            request, text, self.tokenizer, primary_eos_token_id=self._primary_eos, stream=stream
+        state = RequestState(
+            request, self.tokenizer, primary_eos_token_id=self._primary_eos, stream=stream, sink=sink
         )
+        return state, OutputBuilder(request, output_id or request_id, text, self.tokenizer)
+
+    def add(self, state: RequestState) -> None:
+        """Queue a prepared request.
+
+        Raises:
+            RequestError: its id is in use.
+            EngineError: the engine has failed, or another thread uses it.
+        """
+        with self._used():
+            self._add(state)
 
     def step(self) -> list[RequestOutput]:
-        """Run one iteration; returns the requests that finished, and those streaming that advanced."""
-        if any(step.may_end_early for step in self._in_flight) and not self.scheduler.decodes_on:
-            # What to decide depends on how far they got.
-            while self._in_flight:
-                self._unreported = self._commit(self._in_flight.popleft())
-        copies = self._executor.copies()
-        if self._observer is not None and copies.timed:
-            self._observer.observe_copies(copies.timed)
-        scheduled = self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
-        self._dispatch(scheduled)
-        return self._commit(self._oldest_due(scheduled))
+        """Run one iteration; returns the requests that finished, and those streaming that advanced.
+
+        Whatever a scheduling policy raises leaves the engine as it was. Any other exception, also one that
+        comes from outside such as Ctrl-C, ends all requests, and the engine with them.
+
+        Raises:
+            EngineError: the engine has failed, or another thread uses it. `finished` has what had finished.
+            Exception: what a scheduling policy raised.
+        """
+        self.advance()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def advance(self) -> None:
+        """As `step`, without returning anything: the next `step` does."""
+        with self._used():
+            num_scheduled = self.scheduler.num_scheduled
+            try:
+                self._advance()
+            except BaseException as error:
+                # Planning changes nothing: who fails there leaves everything as it was.
+                if isinstance(error, Exception) and self.scheduler.num_scheduled == num_scheduled:
+                    raise
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                dead = self._dead()
+                dead.finished, self._reports = self._reports, []
+                raise dead from error
+            self._deliver()
 
     def abort(self, request_id: str) -> None:
         """End a request in any state; `step` reports it with finish_reason "abort".
 
         Raises:
             RequestError: no live request has this id.
+            EngineError: the engine has failed, or another thread uses it.
         """
+        with self._used():
+            self._finish(self._live(request_id), "abort", None)
+
+    def drop(self, request_id: str) -> None:
+        """End a request in any state, and report nothing.
+
+        Raises:
+            RequestError: no live request has this id.
+            EngineError: the engine has failed, or another thread uses it.
+        """
+        with self._used():
+            state = self._live(request_id)
+            self.scheduler.finish(state.request, "error")
+            del self._states[request_id]
+
+    def check_priority(self, priority: int) -> None:
+        """Verify that a priority is one, and that the policy looks at it.
+
+        Raises:
+            RequestError: it is not, or does not.
+        """
+        self._inputs.check_priority(priority)
+
+    def set_priority(self, request_id: str, priority: int) -> None:
+        """Give a live request another priority, for policies that look at it; lower is more urgent.
+
+        Raises:
+            RequestError: no live request has this id, or the priority is no integer, or would be ignored.
+            EngineError: the engine has failed, or another thread uses it.
+        """
+        with self._used():
+            self._inputs.check_priority(priority)
+            self.scheduler.reprioritize(self._live(request_id).request, priority)
+
+    # Owner, and failure
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep other threads out, and everybody if the engine has failed."""
+        if self._failure is not None:
+            raise self._dead()
+        me, owner = threading.current_thread(), self._owner
+        is_free = owner is None or owner is me or not (owner.is_alive() and self.has_unfinished_requests)
+        if not is_free or not self._lock.acquire(blocking=False):
+            name = "another thread" if owner is None else f"thread {owner.name!r}"
+            raise EngineError(
+                f"thread {me.name!r} called an engine that {name} uses, with {self.num_live} live requests; "
+                "an engine serves one thread: use LLM.generate or LLM.stream, which any thread may call"
+            )
+        self._owner = me
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def hand_over(self, thread: threading.Thread) -> threading.Thread | None:
+        """Give the engine to another thread; returns the caller if it has requests on it, which go with it.
+
+        Raises:
+            EngineError: the engine has failed, or a thread that is not the caller uses it.
+        """
+        with self._used():
+            owner, self._owner = self._owner, thread
+            return owner if self.has_unfinished_requests else None
+
+    def release_to(self, thread: threading.Thread | None) -> None:
+        """Give the engine back, from the thread that it was handed over to."""
+        self._owner = thread
+
+    def _fail(self, error: BaseException) -> None:
+        """End everything, in an order in which nothing can be lost that has finished."""
+        self._failure = error
+        states = list(self._states.values())
+        self._states.clear()
+        self._in_flight.clear()
+        self.scheduler.clear()
+        for state in states:
+            state.request.status = RequestStatus.FINISHED
+            state.request.finish_reason = "error"
+        self._deliver()
+        self._builders.clear()
+        dead = self._dead()
+        dead.__cause__ = error
+        for state in states:
+            if state.sink is not None:
+                state.sink(state, dead)
+        self._executor.release()
+
+    def _dead(self) -> EngineError:
+        error = self._failure
+        return EngineError(
+            f"the engine has failed and all its requests have ended: {type(error).__name__}: {error}; "
+            "make a new one (a new LLM works in the same process)"
+        )
+
+    # The parts of a step
+
+    def _add(self, state: RequestState) -> None:
+        self.scheduler.add(state.request)
+        self._states[state.request.request_id] = state
+
+    def _live(self, request_id: str) -> RequestState:
         state = self._states.get(request_id)
         if state is None:
-            raise RequestError(f"cannot abort request {request_id!r}: no live request has this id")
-        self._unreported.append(self._finish(state, "abort", None))
+            raise RequestError(f"there is no request {request_id!r}: no live request has this id")
+        return state
 
     def _max_decode_steps(self) -> int:
         if self._num_scheduler_steps is not None:
@@ -219,130 +378,89 @@ class Engine:
         most = min(MAX_DECODE_STEPS, self._executor.max_decode_steps)
         return max(1, min(most, int(_SECONDS_AT_A_TIME / self._decode_seconds)))
 
-    # The three parts of a step
-
-    def _dispatch(self, scheduled: SchedulerOutput) -> None:
+    def _advance(self) -> None:
+        """Schedule, dispatch, commit."""
+        copies = self._executor.copies()
+        if self._observer is not None and copies.timed:
+            self._observer.observe_copies(copies.timed)
+        scheduled = self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
         if not scheduled.is_empty:
-            dispatched = self._clock()
-            self._in_flight.append(_Dispatched(scheduled, self._executor.execute(scheduled), dispatched))
+            sent = self._clock()
+            result = self._executor.execute(scheduled)
+            self._in_flight.append(_Dispatched(scheduled, result, sent, not self._in_flight))
+        if len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight):
+            self._commit(self._in_flight.popleft())
+        while self._in_flight and not self._states:  # all that is in flight is overrun
+            self._commit(self._in_flight.popleft())
 
-    def _oldest_due(self, scheduled: SchedulerOutput) -> _Dispatched | None:
-        """The step to read back now: the newest, or with run-ahead the one before it."""
-        due = len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight)
-        return self._in_flight.popleft() if due else None
-
-    def _commit(self, step: _Dispatched | None) -> list[RequestOutput]:
-        reports, self._unreported = self._unreported, []
-        if step is None:
-            return reports
+    def _commit(self, step: _Dispatched) -> None:
         scheduled = step.scheduled
+        was_ready = step.result.is_ready()
         sampled = step.result.fetch()
         now = self._clock()
-        # The device runs steps one after another: this one began when it was sent or the last one ended.
-        seconds = now - max(step.dispatched, self._last_fetched)
-        self._last_fetched = now
-        num_steps = sampled.num_decode_steps
-        if num_steps is None:
-            num_steps = scheduled.num_decode_steps
-        if self._observer is not None:
-            self._observer.observe(scheduled, seconds, num_steps)
-        if scheduled.decode and not scheduled.prefill and num_steps:
-            self._decode_seconds = min(_SECONDS_AT_A_TIME, self._decode_seconds)
-            self._decode_seconds += _RATE * (seconds / num_steps - self._decode_seconds)
+        self._observe(step, was_ready, now)
         self.scheduler.complete(scheduled.step_id)
-        self._commit_prompt_logprobs(scheduled, sampled)
-        requests = [*scheduled.decode, *(chunk.request for chunk in scheduled.prefill if chunk.is_last)]
-        if scheduled.decode:
-            requests *= num_steps
+        if sampled.prompt_logprobs:
+            self._commit_prompt_logprobs(scheduled, sampled)
+        requests = scheduled.sampled * scheduled.num_decode_steps
         logprobs = sampled.logprobs or [None] * len(requests)
         states = self._states
         streaming: dict[str, RequestState] = {}
         for request, token_id, scores in zip(requests, sampled.token_ids, logprobs, strict=True):
-            if request.is_finished:
+            if request.status is RequestStatus.FINISHED:
                 continue  # it has ended: this is a token of the overrun
             state = states[request.request_id]
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
             ended = state.append(token_id, scores)
             if ended is not None:
-                reports.append(self._finish(state, *ended))
+                self._finish(state, *ended)
             elif state.stream:
                 streaming[request.request_id] = state
-        reports += [state.output() for state in streaming.values() if not state.request.is_finished]
-        if num_steps < scheduled.num_decode_steps and not step.is_void:
-            self._rewind(scheduled, scheduled.num_decode_steps - num_steps)
-        return reports
+        for state in streaming.values():
+            if state.request.status is not RequestStatus.FINISHED:
+                self._deliveries.append((state, state.delta()))
 
-    def _rewind(self, scheduled: SchedulerOutput, num_steps: int) -> None:
-        """Take back the last iterations of a step, which ended early, and those dispatched to follow it."""
-        if all(request.is_finished for request in scheduled.decode):
-            return  # nobody is left to go on
-        if num_steps == scheduled.num_decode_steps:  # it would be scheduled again and again
-            raise KVCacheError(
-                f"the executor computed nothing of step {scheduled.step_id}, which is not over"
-            )
-        self.scheduler.rewind(scheduled.decode, num_steps)
-        for later in self._in_flight:
-            self.scheduler.rewind(later.scheduled.decode, later.scheduled.num_decode_steps)
-            later.is_void = True
+    def _observe(self, step: _Dispatched, was_ready: bool, now: float) -> None:
+        """Tell how long a step ran: exactly if it was waited for, and began when the last one ended.
+
+        Whatever the host or the caller did meanwhile is not the device's time: then only a bound is known.
+        Where a step is read as soon as it is sent there is no meanwhile.
+        """
+        scheduled = step.scheduled
+        began = step.sent if step.is_first else self._last_ended
+        is_timed = began is not None and not (was_ready and self._depth)
+        seconds = now - (max(step.sent, self._last_read) if began is None else max(step.sent, began))
+        self._last_read = now
+        self._last_ended = None if was_ready else now
+        if self._observer is not None:
+            self._observer.observe(scheduled, seconds, is_timed=is_timed)
+        if is_timed and scheduled.decode and not scheduled.prefill:
+            self._decode_seconds = min(_SECONDS_AT_A_TIME, self._decode_seconds)
+            self._decode_seconds += _RATE * (seconds / scheduled.num_decode_steps - self._decode_seconds)
 
     def _commit_prompt_logprobs(self, scheduled: SchedulerOutput, sampled: SampledTokens) -> None:
-        if sampled.prompt_logprobs:
-            for chunk in scheduled.prefill:
-                request_id = chunk.request.request_id
-                scores = sampled.prompt_logprobs.get(request_id)
-                if scores and not chunk.request.is_finished:
-                    self._states[request_id].add_prompt_logprobs(scores, chunk.start + 1)
+        for chunk in scheduled.prefill:
+            request_id = chunk.request.request_id
+            scores = (sampled.prompt_logprobs or {}).get(request_id)
+            if scores and not chunk.request.is_finished:
+                self._states[request_id].add_prompt_logprobs(scores, chunk.start + 1)
 
-    def _finish(self, state: RequestState, reason: Any, stop_reason: int | str | None) -> RequestOutput:
+    def _finish(self, state: RequestState, reason: FinishReason, stop_reason: int | str | None) -> None:
         request = state.request
         self.scheduler.finish(request, reason, stop_reason)
         request.metrics.finished_time = self._clock()
         del self._states[request.request_id]
-        return state.output()
+        self._deliveries.append((state, state.delta()))
 
-    # Prompts
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            keys = set(prompt)
-            if keys not in ({"prompt"}, {"prompt_token_ids"}):
-                raise RequestError(
-                    "a prompt dictionary must have the one key 'prompt' or 'prompt_token_ids', "
-                    f"not {sorted(map(str, keys))}"
-                )
-            (key,), (prompt,) = keys, prompt.values()
-            if isinstance(prompt, str) != (key == "prompt"):
-                expected = "text" if key == "prompt" else "a list of token ids"
-                raise RequestError(f"the prompt's {key!r} must be {expected}, not {type(prompt).__name__}")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("this engine has no tokenizer; pass the prompt as token ids")
-            token_ids = tokenization.encode(self.tokenizer, prompt) if prompt else []
-            if not token_ids:
-                raise RequestError("the prompt is empty; send text, or the token ids to start from")
-            return prompt, self._check_token_ids(token_ids)
-        return None, self._check_token_ids(prompt)
-
-    def _check_token_ids(self, prompt: Any) -> list[int]:
-        is_array = hasattr(prompt, "tolist") and getattr(prompt, "ndim", None) == 1
-        if not is_array and (not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray)):
-            shape = f" of shape {prompt.shape}" if hasattr(prompt, "shape") else ""
-            raise RequestError(
-                f"a prompt must be text or a list of token ids, not {type(prompt).__name__}{shape}"
-            )
-        values = prompt.tolist() if is_array else list(prompt)
-        if not values:
-            raise RequestError("the prompt is empty; send at least one token id")
-        for position, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int):
-                index = getattr(value, "__index__", None)
-                if index is None or isinstance(value, bool) or (hasattr(value, "tolist") and value.ndim):
-                    raise RequestError(f"prompt token {value!r} at position {position} is not an integer")
-                values[position] = value = index()
-            if not 0 <= value < self._vocab_size:
-                raise RequestError(
-                    f"prompt token id {value} at position {position} is out of range; "
-                    f"this model's vocabulary has ids 0 to {self._vocab_size - 1}"
-                )
-        return values
+    def _deliver(self) -> None:
+        """Send what is new where it belongs."""
+        deliveries, self._deliveries = self._deliveries, []
+        for state, delta in deliveries:
+            if state.sink is not None:
+                state.sink(state, delta)
+                continue
+            request_id = state.request.request_id
+            self._reports.append(self._builders[request_id].add(delta))
+            if delta.finish_reason is not None:
+                del self._builders[request_id]

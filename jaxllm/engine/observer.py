@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jaxllm.predictors.base import CostModel, step_kind
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger
 from jaxllm.types import CopyTime, SchedulerOutput
@@ -15,12 +16,11 @@ _COMPARED_EACH = 4
 class StepObserver:
     """Compares each step's duration with its prediction, and charges preemptions with what they cost.
 
-    A recompute is charged with its share of the prefill, by tokens. A swap is charged with what the steps in
-    which its copies start take longer than predicted, by blocks: copies run beside steps, so that their own
-    durations would say nothing; the charge holds the error of the prediction, too. Of a prefill with copies
-    recomputes share what was predicted, or all where nothing was; who comes back by both is charged with
-    both. Steps with copies are left out of the comparison; of the others the first 64 are compared, then one
-    in four.
+    A recompute is charged with its share, by tokens, of what the prompt tokens added to the step: what it
+    took longer than its decodes alone are predicted to. A swap is charged with what the steps in which its
+    copies start take longer than predicted, by blocks: copies run beside steps, so that their own durations
+    would say nothing; the charge holds the error of the prediction, too. Steps with copies are left out of
+    the comparison; of the others the first 64 are compared, then one in four.
 
     Args:
         costs: corrected as steps are observed; None compares nothing, and leaves swaps unmeasured.
@@ -32,37 +32,32 @@ class StepObserver:
         self._ledger = ledger
         self._num_steps = 0
 
-    def observe(self, scheduled: SchedulerOutput, seconds: float, num_decode_steps: int = 1) -> None:
-        """Take a step that ran for `seconds`. Call before its tokens are committed.
-
-        Args:
-            scheduled: the step.
-            seconds: how long it ran.
-            num_decode_steps: decode iterations it computed; 0 if all its requests had ended before.
-        """
-        if seconds <= 0.0 or (scheduled.decode and not num_decode_steps):
+    def observe(self, scheduled: SchedulerOutput, seconds: float, *, is_timed: bool = True) -> None:
+        """Take a step that ran for `seconds`; at most for so long if it is not `is_timed`."""
+        if seconds <= 0.0 or not is_timed:
             return
         self._num_steps += 1
-        prefill_seconds = seconds
+        costs, ledger, prefill = self.costs, self._ledger, scheduled.prefill
         is_compared = self._num_steps <= _ALL_COMPARED or self._num_steps % _COMPARED_EACH == 0
-        if self.costs is not None and (is_compared or scheduled.has_copies):
-            predicted = self._predicted(self.costs, scheduled, num_decode_steps)
-            if scheduled.has_copies and predicted > 0.0:
+        if costs is not None and (is_compared or scheduled.has_copies):
+            predicted = predicted_seconds(costs, scheduled)
+            if not scheduled.has_copies:
+                num_steps = scheduled.num_decode_steps
+                kind = step_kind(len(scheduled.decode), len(prefill))
+                costs.observe(kind, predicted / num_steps, seconds / num_steps)
+            elif predicted > 0.0:
                 self._charge_swaps(scheduled, max(0.0, seconds - predicted))
-                prefill_seconds = min(seconds, predicted)
-            elif scheduled.has_copies:
-                pass
-            elif scheduled.prefill and not scheduled.decode:
-                self.costs.observe("prefill", predicted, seconds)
-            elif scheduled.decode and not scheduled.prefill:
-                self.costs.observe("decode", predicted / num_decode_steps, seconds / num_decode_steps)
-        if self._ledger is not None and scheduled.prefill:
-            per_token = prefill_seconds / scheduled.num_prefill_tokens
-            for chunk in scheduled.prefill:
-                if chunk.is_recompute:
-                    self._ledger.measured(
-                        chunk.request.request_id, per_token * chunk.length, scheduled.step_id
-                    )
+                seconds = min(seconds, predicted)
+        if ledger is None or not any(chunk.num_recomputed for chunk in prefill):
+            return
+        added = seconds
+        if costs is not None:
+            added -= costs.step_seconds(len(scheduled.decode), scheduled.num_context_tokens)
+        per_token = max(0.0, added) / scheduled.num_prefill_tokens
+        for chunk in prefill:
+            if chunk.num_recomputed:
+                charge = per_token * chunk.num_recomputed
+                ledger.measured(chunk.request.request_id, charge, scheduled.step_id)
 
     def observe_copies(self, timed: Iterable[CopyTime]) -> None:
         """Take durations of copies, as far as they are known."""
@@ -76,27 +71,19 @@ class StepObserver:
             else:
                 costs.observe_bounds("swap_in", costs.swap_in_seconds(copy.num_blocks), *bounds)
 
-    def _predicted(
-        self, costs: OnlineCalibration, scheduled: SchedulerOutput, num_decode_steps: int = 1
-    ) -> float:
-        prefill, decode = scheduled.prefill, scheduled.decode
-        seconds = 0.0
-        if prefill:
-            context = sum(chunk.start for chunk in prefill)
-            seconds += costs.prefill_seconds(scheduled.num_prefill_tokens, len(prefill), context)
-        if decode:
-            context = sum(len(r.prompt_token_ids) + len(r.output_token_ids) for r in decode)
-            context += len(decode) * (num_decode_steps - 1) // 2  # as many as in the middle one
-            seconds += num_decode_steps * costs.decode_seconds(len(decode), context)
-        return seconds
-
     def _charge_swaps(self, scheduled: SchedulerOutput, seconds: float) -> None:
         if self._ledger is None:
             return
-        copies = [(swap, len(swap.block_ids)) for swap in scheduled.swap_out]
-        copies += [
-            (swap, len(swap.block_ids) - swap.num_intact) for swap in (*scheduled.swap_in, *scheduled.load)
-        ]
-        total = max(1, sum(num_blocks for _, num_blocks in copies))
-        for swap, num_blocks in copies:
-            self._ledger.measured(swap.request.request_id, seconds * num_blocks / total, scheduled.step_id)
+        copies = (*scheduled.swap_out, *scheduled.swap_in, *scheduled.load)
+        total = max(1, sum([len(swap.block_ids) for swap in copies]))
+        for swap in copies:
+            charge = seconds * len(swap.block_ids) / total
+            self._ledger.measured(swap.request.request_id, charge, scheduled.step_id)
+
+
+def predicted_seconds(costs: CostModel, scheduled: SchedulerOutput) -> float:
+    """What a step is predicted to take, without copies."""
+    prefill, batch = scheduled.prefill, len(scheduled.decode)
+    num_tokens, before = scheduled.num_prefill_tokens, sum([chunk.start for chunk in prefill])
+    step = costs.step_seconds(batch, scheduled.num_context_tokens, num_tokens, len(prefill), before)
+    return step * scheduled.num_decode_steps

@@ -1,6 +1,7 @@
-"""Static shapes: the sizes of decode batches and of prefill slices that programs are compiled for.
+"""Static shapes: the sizes of decode batches and of steps with prompts that programs are compiled for.
 
-The two ladders are compiled apart, so the number of programs is their sum, not their product.
+The two ladders are compiled apart, so the number of programs is their sum, not their product: a step with
+prompts has one number of rows, which decodes and prompt tokens share as they come.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, EngineError
 from jaxllm.types import MULTI_STEP_SEQS
 
-_TOKENS_PER_SEQ = 8  # a prefill program of T tokens takes up to T / 8 prompts
+_TOKENS_PER_CHUNK = 8  # a program of T rows takes up to T / 8 prompt chunks
 
 
 def decode_ladder(limit: int) -> tuple[int, ...]:
@@ -27,23 +28,22 @@ def decode_ladder(limit: int) -> tuple[int, ...]:
 
 
 def prefill_ladder(limit: int) -> tuple[int, ...]:
-    """Prefill token counts up to `limit`: 32 and its multiples by powers of four; half of `limit`."""
+    """Numbers of rows of steps with prompts, up to `limit`: powers of two from 32 on."""
     sizes = {limit}
-    if limit >= 128:
-        sizes.add(limit // 2)
     size = 32
-    while size < limit // 2:
+    while size < limit:
         sizes.add(size)
-        size *= 4
+        size *= 2
     return tuple(sorted(sizes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Decode batch sizes (rows) and prefill sizes (tokens, with the most sequences each takes)."""
+    """Decode batch sizes, and numbers of rows of steps with prompts, within `max_num_seqs` requests."""
 
     decode: tuple[int, ...]
-    prefill: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+    max_num_seqs: int
 
     @classmethod
     def make(
@@ -60,28 +60,49 @@ class Buckets:
             ConfigError: a size is not an integer in [1, limit].
         """
         decode = _sizes("decode_buckets", decode_sizes, max_num_seqs, decode_ladder)
-        prefill = _sizes("prefill_buckets", prefill_sizes, max_num_batched_tokens, prefill_ladder)
-        return cls(
-            decode, tuple((size, min(max_num_seqs, max(1, size // _TOKENS_PER_SEQ))) for size in prefill)
-        )
+        sizes = _sizes("prefill_buckets", prefill_sizes, max_num_batched_tokens, prefill_ladder)
+        return cls(decode, sizes, max_num_seqs)
 
     @property
     def max_prefill_seqs(self) -> int:
-        """Most prompts one prefill step takes."""
-        return self.prefill[-1][1]
+        """Most prompt chunks of one step."""
+        return self.max_chunks(self.sizes[-1])
 
-    def multi_step_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
+    def max_chunks(self, size: int) -> int:
+        """Most prompt chunks of a step of `size` rows."""
+        return min(self.max_num_seqs, max(1, size // _TOKENS_PER_CHUNK))
+
+    def multi_step_sizes(self) -> tuple[int, ...]:
         """Decode batches for which several iterations may be one program."""
-        largest = self.decode_size(min(MULTI_STEP_SEQS, max_num_seqs))
+        largest = self.decode_size(min(MULTI_STEP_SEQS, self.max_num_seqs))
         return tuple(size for size in self.decode if size <= largest)
 
     def decode_size(self, num_rows: int) -> int:
-        """Smallest decode batch that holds `num_rows` requests."""
-        return next(size for size in self.decode if size >= num_rows)
+        """Smallest decode batch that holds `num_rows` requests.
 
-    def prefill_size(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
-        """Smallest prefill slice, (tokens, sequences), that holds the chunks."""
-        return next(size for size in self.prefill if size[0] >= num_tokens and size[1] >= num_seqs)
+        Raises:
+            EngineError: there is none.
+        """
+        for size in self.decode:
+            if size >= num_rows:
+                return size
+        raise EngineError(
+            f"no program decodes {num_rows} requests at once; the largest one {self.decode[-1]}"
+        )
+
+    def size(self, num_decodes: int, num_tokens: int, num_chunks: int) -> int:
+        """Rows of the smallest program with prompts that holds an iteration.
+
+        Raises:
+            EngineError: there is none.
+        """
+        for size in self.sizes:
+            if size >= num_decodes + num_tokens and self.max_chunks(size) >= num_chunks:
+                return size
+        raise EngineError(
+            f"no program computes {num_tokens} prompt tokens of {num_chunks} requests beside {num_decodes} "
+            f"decodes; the largest one has {self.sizes[-1]} rows for up to {self.max_prefill_seqs} prompts"
+        )
 
 
 def _sizes(

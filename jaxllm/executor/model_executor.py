@@ -12,12 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import pallas_kernels
-from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.errors import CapacityError, ConfigError, EngineError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
 from jaxllm.executor.pending import PendingStep
-from jaxllm.executor.programs import CompiledProgram, ProgramKey, jitted_step, state_shapes
+from jaxllm.executor.programs import (
+    CompiledProgram,
+    PackedStep,
+    ProgramKey,
+    jitted_step,
+    state_shapes,
+)
 from jaxllm.executor.sampler import SlotParams
 from jaxllm.executor.step import DeviceState, StepOutputs
 from jaxllm.executor.swapper import BlockSwapper
@@ -25,7 +31,6 @@ from jaxllm.models.registry import AnyConfig, Params
 from jaxllm.types import (
     NO_COPIES,
     CopyProgress,
-    PrefillChunk,
     Request,
     SchedulerOutput,
 )
@@ -56,12 +61,11 @@ class ExecutorConfig:
         A GPU's loop waits for the host to read its condition, so single steps have programs of their own
         there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
         """
-        loops = self.buckets.multi_step_sizes(self.max_num_seqs) if self.max_decode_steps > 1 else ()
-        keys = [ProgramKey(0, *size) for size in self.buckets.prefill]
-        keys += [
-            ProgramKey(rows, 0, 0) for rows in self.buckets.decode if rows not in loops or platform != "cpu"
-        ]
-        keys += [ProgramKey(rows, 0, 0, self.max_decode_steps) for rows in loops]
+        buckets = self.buckets
+        loops = buckets.multi_step_sizes() if self.max_decode_steps > 1 else ()
+        keys = [ProgramKey(size, buckets.max_chunks(size)) for size in buckets.sizes]
+        keys += [ProgramKey(rows) for rows in buckets.decode if rows not in loops or platform != "cpu"]
+        keys += [ProgramKey(rows, 0, self.max_decode_steps) for rows in loops]
         return keys
 
 
@@ -103,7 +107,7 @@ class ModelExecutor:
         self._params_changed = False
         self._tables = np.zeros((config.max_num_seqs, self._max_blocks), np.int32)
         self._table_ends = [(0, -1)] * config.max_num_seqs  # size and last block of each
-        self._is_loop_ahead = False  # whether the last program was one that may have ended early
+        self._is_warm = False
         self._swapper = None
         if config.num_host_blocks:
             self._swapper = BlockSwapper(
@@ -162,17 +166,17 @@ class ModelExecutor:
         """
         started = time.perf_counter()
         keys = self.config.program_keys(self._device.platform)
-        lowered = [self._lower(key, *self._padding_inputs(key)) for key in keys]
+        lowered = [self._lower(key) for key in keys]
         with concurrent.futures.ThreadPoolExecutor(_COMPILE_THREADS) as pool:
             for key, (program, seconds) in zip(keys, pool.map(_timed_compile, lowered), strict=True):
                 self._programs[key], self._program_seconds[key] = program, seconds
         for key in keys:
-            outputs = self._run(key, *self._padding_inputs(key))
-            np.asarray(outputs.sampled.tokens)
+            np.asarray(self._run(key, self._padding(key)).sampled.tokens)
         if self._swapper is not None:
             self._state = self._state._replace(pool=self._swapper.warm_up(self._state.pool))
         self._restore_history(self.config.max_num_seqs, [])
         self._slot_params = self._upload_params()
+        self._is_warm = True
         self.compile_seconds = time.perf_counter() - started
 
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -190,23 +194,15 @@ class ModelExecutor:
         if self._params_changed:
             self._slot_params = self._upload_params()
             self._params_changed = False
-        decode, prefill = scheduled.decode, scheduled.prefill
-        decode_rows = self.config.buckets.decode_size(len(decode)) if decode else 0
-        size = (
-            self.config.buckets.prefill_size(scheduled.num_prefill_tokens, len(prefill))
-            if prefill
-            else (0, 0)
-        )
-        num_steps = scheduled.num_decode_steps
-        key = ProgramKey(decode_rows, *size)
-        is_loop = num_steps > 1 or (bool(decode) and (self._is_loop_ahead or key not in self._keys))
-        if is_loop:
-            key = key._replace(max_decode_steps=self.config.max_decode_steps)
-        self._is_loop_ahead = num_steps > 1
-        packed_decode = self._pack_decode(decode, decode_rows, num_steps) if decode else None
-        packed_prefill = self._pack_prefill(prefill, *size) if prefill else None
-        outputs = self._run(key, packed_decode, packed_prefill)
-        return PendingStep(scheduled, outputs, decode_rows)
+        key = self._key(scheduled)
+        packed = self._pack_step(key, scheduled) if scheduled.prefill else self._pack_decode(key, scheduled)
+        return PendingStep(scheduled, self._run(key, packed), key.rows)
+
+    def release(self) -> None:
+        """Let go of weights, pool and programs: nothing will be executed any more."""
+        self._programs.clear()
+        self._params, self._swapper = {}, None
+        del self._state, self._slot_params
 
     def copies(self) -> CopyProgress:
         """How far the copies between device and host are."""
@@ -258,34 +254,59 @@ class ModelExecutor:
 
     # Programs
 
-    def _run(self, key: ProgramKey, decode: np.ndarray | None, prefill: np.ndarray | None) -> StepOutputs:
+    def _padding(self, key: ProgramKey) -> np.ndarray:
+        """Inputs of a step that computes nothing."""
+        if key.max_chunks:
+            return PackedStep(key, self.config.max_num_seqs, self._max_blocks).array
+        return np.zeros(key.packed_shape(self.config.max_num_seqs, self._max_blocks), np.int32)
+
+    def _key(self, scheduled: SchedulerOutput) -> ProgramKey:
+        """The program of an iteration.
+
+        Raises:
+            EngineError: there is none.
+        """
+        buckets, prefill = self.config.buckets, scheduled.prefill
+        num_decodes, num_steps = len(scheduled.decode), scheduled.num_decode_steps
+        if prefill:
+            size = buckets.size(num_decodes, scheduled.num_prefill_tokens, len(prefill))
+            key = ProgramKey(size, buckets.max_chunks(size), num_steps)
+        else:
+            key = ProgramKey(buckets.decode_size(num_decodes))
+            if num_steps > 1 or key not in self._keys:
+                key = key._replace(max_decode_steps=self.config.max_decode_steps)
+        if key not in self._keys or num_steps > key.max_decode_steps:
+            raise EngineError(f"no program computes a {key.name} with {num_steps} decode iterations")
+        return key
+
+    def _run(self, key: ProgramKey, packed: np.ndarray) -> StepOutputs:
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._lower(key, decode, prefill).compile()
-        self._state, outputs = program(self._params, self._state, self._slot_params, decode, prefill)
+            if self._is_warm:
+                raise EngineError(f"the program {key.name!r} was not compiled at warm-up")
+            program = self._programs[key] = self._lower(key).compile()
+        self._state, outputs = program(self._params, self._state, self._slot_params, packed)
         return outputs
 
-    def _lower(
-        self, key: ProgramKey, decode: np.ndarray | None, prefill: np.ndarray | None
-    ) -> jax.stages.Lowered:
-        jitted = jitted_step(self.model_config, key, self._max_blocks, self._implementation(key))
-        return jitted.lower(self._params, self._state, self._slot_params, decode, prefill)
+    def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        max_num_seqs, max_blocks = self.config.max_num_seqs, self._max_blocks
+        jitted = jitted_step(self.model_config, key, max_num_seqs, max_blocks, self._implementation(key))
+        packed = jax.ShapeDtypeStruct(key.packed_shape(max_num_seqs, max_blocks), jnp.int32)
+        return jitted.lower(self._params, self._state, self._slot_params, packed)
 
     def _implementation(self, key: ProgramKey) -> str | None:
         """Of the attention in a program."""
         config, model = self.config, self.model_config
         if config.implementation != FASTEST:
             return config.implementation
-        if key.prefill_tokens:
+        if key.max_chunks:
             op = "prefill"
-            shape = AttentionShape.prefill(
-                key.prefill_tokens, key.prefill_seqs, max_model_len=config.max_model_len
-            )
+            shape = AttentionShape.prefill(key.rows, key.max_chunks, max_model_len=config.max_model_len)
         else:
             op = "decode"
             pool_tokens = config.num_gpu_blocks * config.block_size
             shape = AttentionShape.decode(
-                key.decode_rows, max_model_len=config.max_model_len, pool_tokens=pool_tokens
+                key.rows, max_model_len=config.max_model_len, pool_tokens=pool_tokens
             )
         if shape not in self._fastest:
             names = candidates(op, self._device, config.dtype, model.head_dim, config.block_size)
@@ -298,11 +319,6 @@ class ModelExecutor:
         return jax.device_put(jax.tree.map(np.array, self._host_params), self._device)
 
     # Inputs
-
-    def _padding_inputs(self, key: ProgramKey) -> tuple[np.ndarray | None, np.ndarray | None]:
-        decode = self._pack_decode((), key.decode_rows, 1) if key.decode_rows else None
-        prefill = self._pack_prefill((), key.prefill_tokens, key.prefill_seqs) if key.prefill_tokens else None
-        return decode, prefill
 
     def _open_slot(self, request: Request) -> None:
         """Note the sampling parameters of a request that has just got its slot."""
@@ -329,9 +345,9 @@ class ModelExecutor:
         for swap in scheduled.swap_out:
             swapper.swap_out(pool, swap.handle, swap.block_ids)
         for swap in scheduled.swap_in:
-            pool = swapper.swap_in(pool, swap.handle, swap.block_ids, swap.num_intact)
+            pool = swapper.swap_in(pool, swap.handle, swap.block_ids)
         for swap in scheduled.load:
-            swapper.load(swap.handle, swap.block_ids, swap.num_intact)
+            swapper.load(swap.handle, swap.block_ids)
         self._state = self._state._replace(pool=swapper.advance(pool))
         prefilled = {chunk.request for chunk in scheduled.prefill}
         for swap in (*scheduled.joined, *scheduled.swap_in):
@@ -350,45 +366,50 @@ class ModelExecutor:
         self._tables[slot, : len(block_ids)] = block_ids
         self._table_ends[slot] = (len(block_ids), block_ids[-1])
 
-    def _pack_decode(self, requests: Sequence[Request], rows: int, num_steps: int) -> np.ndarray:
+    def _tables_of(self, requests: Sequence[Request]) -> tuple[list[int], np.ndarray]:
+        """Slots of running requests, and their block tables."""
+        ends = self._table_ends
+        slots = [_slot(request) for request in requests]
+        for slot, request in zip(slots, requests, strict=True):
+            # A table grows by at most one block from step to step, at its end.
+            if ends[slot] != (len(request.block_ids), request.block_ids[-1]):
+                self._set_table(slot, request.block_ids)
+        return slots, self._tables[slots]
+
+    def _pack_decode(self, key: ProgramKey, scheduled: SchedulerOutput) -> np.ndarray:
         """`[rows, 3 + max_blocks]` int32: slot, length, iterations, block table."""
-        packed = np.zeros((rows, 3 + self._max_blocks), np.int32)
+        num_steps, requests = scheduled.num_decode_steps, scheduled.decode
+        packed = self._padding(key)
+        count = len(requests)
         packed[:, 2] = num_steps
-        if requests:
-            ends = self._table_ends
-            slots = [_slot(request) for request in requests]
-            for slot, request in zip(slots, requests, strict=True):
-                # A table grows by at most one block from step to step, at its end, also after a rewind.
-                if ends[slot] != (len(request.block_ids), request.block_ids[-1]):
-                    self._set_table(slot, request.block_ids)
-            count = len(requests)
-            packed[:count, 0] = slots
-            packed[:count, 1] = [request.num_tokens - num_steps for request in requests]
-            packed[:count, 3:] = self._tables[slots]
+        packed[:count, 0], packed[:count, 3:] = self._tables_of(requests)
+        packed[:count, 1] = [request.num_tokens - num_steps for request in requests]
         return packed
 
-    def _pack_prefill(self, chunks: Sequence[PrefillChunk], num_tokens: int, num_seqs: int) -> np.ndarray:
-        """A flat int32 array; see `programs._unpack_prefill`."""
-        tokens = np.zeros(num_tokens, np.int32)
-        targets = np.zeros(num_tokens, np.int32)
-        starts = np.zeros(num_seqs + 1, np.int32)
-        per_seq = np.zeros((3, num_seqs), np.int32)
-        tables = np.zeros((num_seqs, self._max_blocks), np.int32)
-        row = 0
-        for i, chunk in enumerate(chunks):
+    def _pack_step(self, key: ProgramKey, scheduled: SchedulerOutput) -> np.ndarray:
+        """A flat int32 array; see `programs.PackedStep`."""
+        packed = PackedStep(key, self.config.max_num_seqs, self._max_blocks)
+        row = count = len(scheduled.decode)
+        if count:
+            slots, packed.decode_tables[:count] = self._tables_of(scheduled.decode)
+            lengths = [request.num_tokens - 1 for request in scheduled.decode]
+            packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
+            packed.sampled[:, :count] = range(count), slots, lengths
+        packed.starts[:] = row
+        for i, chunk in enumerate(scheduled.prefill):
             request, stop = chunk.request, chunk.start + chunk.length
+            slot, end = _slot(request), row + chunk.length
             ids = request.token_ids(chunk.start, stop + 1)
-            tokens[row : row + chunk.length] = ids[: chunk.length]
-            targets[row : row + len(ids) - 1] = ids[1:]
-            row += chunk.length
-            starts[i + 1] = row
-            slot = _slot(request)
-            per_seq[:, i] = stop, slot, chunk.is_last
-            tables[i] = self._tables[slot]
-        starts[len(chunks) + 1 :] = row
-        return np.concatenate(
-            [tokens, targets, starts, per_seq.ravel(), [len(chunks)], tables.ravel()], dtype=np.int32
-        )
+            packed.tokens[row:end] = ids[: chunk.length]
+            packed.targets[row : row + len(ids) - 1] = ids[1:]
+            row = end
+            packed.starts[i + 1 :] = row
+            packed.lengths[i], packed.slots[i], packed.tables[i] = stop, slot, self._tables[slot]
+            if chunk.is_last:
+                packed.sampled[:, count] = row - 1, slot, stop
+                count += 1
+        packed.num_seqs[0] = len(scheduled.prefill)
+        return packed.array
 
 
 def _timed_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:

@@ -14,33 +14,30 @@ from jaxllm.types import PrefillChunk, SampledTokens, SchedulerOutput, TokenLogp
 class PendingStep:
     """A dispatched step; `fetch` waits for it and reads back what the host needs."""
 
-    def __init__(self, scheduled: SchedulerOutput, outputs: StepOutputs, decode_rows: int) -> None:
-        sampled = list(scheduled.decode) * scheduled.num_decode_steps + [
-            c.request for c in scheduled.prefill if c.is_last
-        ]
-        num_steps = scheduled.num_decode_steps
-        rows = [step * decode_rows + i for step in range(num_steps) for i in range(len(scheduled.decode))]
-        rows += [decode_rows + i for i, chunk in enumerate(scheduled.prefill) if chunk.is_last]
-        self._rows = rows
-        self._num_decode = len(scheduled.decode)
-        self._num_logprobs = [request.sampling_params.logprobs for request in sampled]
-        self._prompt_chunks = [
-            (chunk, start)
-            for chunk, start in zip(scheduled.prefill, _starts(scheduled.prefill), strict=True)
-            if chunk.request.sampling_params.prompt_logprobs is not None
-        ]
+    def __init__(self, scheduled: SchedulerOutput, outputs: StepOutputs, num_rows: int) -> None:
+        """`num_rows` of its sampled rows belong to each decode iteration, if there are several."""
+        sampled, num_steps = scheduled.sampled, scheduled.num_decode_steps
+        self._rows = [step * num_rows + i for step in range(num_steps) for i in range(len(sampled))]
+        self._num_logprobs = [request.sampling_params.logprobs for request in sampled] * num_steps
+        self._prompt_chunks: list[tuple[PrefillChunk, int]] = []
+        row = len(scheduled.decode)
+        for chunk in scheduled.prefill:
+            if chunk.request.sampling_params.prompt_logprobs is not None:
+                self._prompt_chunks.append((chunk, row))
+            row += chunk.length
         self._sampled: SampledRows | None = outputs.sampled
-        self._num_steps = outputs.num_steps
         self._prompt: PromptLogprobs | None = outputs.prompt_logprobs if self._prompt_chunks else None
         outputs.sampled.tokens.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        """Whether the device has finished the step."""
+        assert self._sampled is not None, "a step is fetched once"
+        return bool(self._sampled.tokens.is_ready())  # type: ignore[attr-defined]
 
     def fetch(self) -> SampledTokens:
         """Wait for the device and return the step's tokens; call once."""
         assert self._sampled is not None, "a step is fetched once"
         tokens = np.asarray(self._sampled.tokens)
-        num_steps = None if self._num_steps is None else int(self._num_steps)
-        if num_steps is not None:  # a program of decode rows alone
-            del self._rows[num_steps * self._num_decode :], self._num_logprobs[num_steps * self._num_decode :]
         token_ids = tokens[self._rows].tolist() if self._rows else []
         logprobs = None
         if any(n is not None for n in self._num_logprobs):
@@ -57,15 +54,7 @@ class PendingStep:
                 for chunk, start in self._prompt_chunks
             }
         self._sampled = self._prompt = None
-        return SampledTokens(token_ids, logprobs, prompt_logprobs, num_steps)
-
-
-def _starts(chunks: Sequence[PrefillChunk]) -> list[int]:
-    starts, row = [], 0
-    for chunk in chunks:
-        starts.append(row)
-        row += chunk.length
-    return starts
+        return SampledTokens(token_ids, logprobs, prompt_logprobs)
 
 
 def _token_logprobs(arrays: Sequence[np.ndarray], row: int, num_top: int) -> TokenLogprobs:

@@ -23,23 +23,32 @@ from jaxllm.models.registry import AnyConfig, Params, abstract_params
 
 
 class ProgramKey(NamedTuple):
-    """Static shape of a step: decode rows, prefill tokens, prefill sequences; 0 where a slice is absent.
+    """Static shape of a step: rows, and the most prompt chunks among them; 0 for one that only decodes.
 
     With `max_decode_steps` of more than one it is a program of up to so many decode iterations.
     """
 
-    decode_rows: int
-    prefill_tokens: int
-    prefill_seqs: int
+    rows: int
+    max_chunks: int = 0
     max_decode_steps: int = 1
 
     @property
     def name(self) -> str:
         """What the program computes."""
-        if not self.decode_rows:
-            return f"prefill of {self.prefill_tokens} tokens, {self.prefill_seqs} prompts"
+        if self.max_chunks:
+            return f"step of {self.rows} tokens, up to {self.max_chunks} prompts"
         steps = f", up to {self.max_decode_steps} steps" if self.max_decode_steps > 1 else ""
-        return f"decode of {self.decode_rows}{steps}"
+        return f"decode of {self.rows}{steps}"
+
+    def num_decodes(self, max_num_seqs: int) -> int:
+        """Most requests that it decodes."""
+        return min(self.rows, max_num_seqs)
+
+    def packed_shape(self, max_num_seqs: int, max_blocks: int) -> tuple[int, ...]:
+        """Of its packed inputs."""
+        if self.max_chunks:
+            return (sum(_sizes(self, max_num_seqs, max_blocks)),)
+        return self.rows, 3 + max_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +98,9 @@ def step_program(
         max_num_seqs=max_num_seqs,
     )
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SlotParams.host_zeros(max_num_seqs)))
-    decode = prefill = None
-    if key.decode_rows:
-        decode = jax.ShapeDtypeStruct((key.decode_rows, 3 + max_blocks), jnp.int32)
-    if key.prefill_tokens:
-        size = sum(_prefill_sizes(key.prefill_tokens, key.prefill_seqs, max_blocks))
-        prefill = jax.ShapeDtypeStruct((size,), jnp.int32)
-    jitted = jitted_step(model_config, key, max_blocks, implementation)
-    return jitted, (abstract_params(model_config, dtype), state, slot_params, decode, prefill)
+    packed = jax.ShapeDtypeStruct(key.packed_shape(max_num_seqs, max_blocks), jnp.int32)
+    jitted = jitted_step(model_config, key, max_num_seqs, max_blocks, implementation)
+    return jitted, (abstract_params(model_config, dtype), state, slot_params, packed)
 
 
 def state_shapes(
@@ -118,50 +122,74 @@ def state_shapes(
 
 
 def jitted_step(
-    model_config: AnyConfig, key: ProgramKey, max_blocks: int, implementation: str | None
+    model_config: AnyConfig, key: ProgramKey, max_num_seqs: int, max_blocks: int, implementation: str | None
 ) -> jax.stages.Wrapped:
     """A step's program, to be lowered; it updates the device's state in place."""
-    step = functools.partial(_packed_step, model_config, key, max_blocks, implementation)
+    step = functools.partial(_packed_step, model_config, key, max_num_seqs, max_blocks, implementation)
     return jax.jit(step, donate_argnums=(1,))
 
 
-def _prefill_sizes(num_tokens: int, num_seqs: int, max_blocks: int) -> tuple[int, ...]:
-    return (num_tokens, num_tokens, num_seqs + 1, num_seqs, num_seqs, num_seqs, 1, num_seqs * max_blocks)
+class PackedStep:
+    """The inputs of a step with prompts: views of parts of one flat int32 array, uploaded at once.
+
+    `tokens`, `targets` [R]; `starts` [P + 1]; `lengths`, `slots` [P]; `num_seqs` [1]; `sampled` [3, S];
+    `tables` [P, M]; `decode_slots`, `decode_lengths` [B]; `decode_tables` [B, M]; see `step.PrefillInputs`.
+    Everything is padding at first.
+    """
+
+    def __init__(self, key: ProgramKey, max_num_seqs: int, max_blocks: int) -> None:
+        self.array = np.zeros(key.packed_shape(max_num_seqs, max_blocks), np.int32)
+        parts = _split(self.array, key, max_num_seqs, max_blocks)
+        self.tokens, self.targets, self.starts, self.lengths, self.slots, self.num_seqs = parts[:6]
+        self.sampled, self.tables, self.decode_slots, self.decode_lengths, self.decode_tables = parts[6:]
+        self.sampled[1] = -1
 
 
-def _unpack_prefill(packed: jax.Array, num_tokens: int, num_seqs: int, max_blocks: int) -> PrefillInputs:
-    sizes = _prefill_sizes(num_tokens, num_seqs, max_blocks)
+def _sizes(key: ProgramKey, max_num_seqs: int, max_blocks: int) -> tuple[int, ...]:
+    rows, chunks = key.rows, key.max_chunks
+    decodes = key.num_decodes(max_num_seqs)
+    prompts = (rows, rows, chunks + 1, chunks, chunks, 1, 3 * decodes, chunks * max_blocks)
+    return (*prompts, decodes, decodes, decodes * max_blocks)
+
+
+def _split(packed: Any, key: ProgramKey, max_num_seqs: int, max_blocks: int) -> list[Any]:
+    """The parts of a packed array, of numpy's or JAX's."""
+    sizes = _sizes(key, max_num_seqs, max_blocks)
     ends = np.cumsum(sizes)
     parts = [packed[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
-    parts[-1] = parts[-1].reshape(num_seqs, max_blocks)
-    return PrefillInputs(*parts)
+    parts[6] = parts[6].reshape(3, -1)
+    parts[7] = parts[7].reshape(-1, max_blocks)
+    parts[10] = parts[10].reshape(-1, max_blocks)
+    return parts
 
 
 def _packed_step(
     model_config: AnyConfig,
     key: ProgramKey,
+    max_num_seqs: int,
     max_blocks: int,
     implementation: str | None,
     params: Params,
     state: DeviceState,
     slot_params: SlotParams,
-    packed_decode: jax.Array | None,
-    packed_prefill: jax.Array | None,
+    packed: jax.Array,
 ) -> tuple[DeviceState, StepOutputs]:
-    decode = prefill = None
-    if packed_decode is not None:
-        decode = DecodeInputs(packed_decode[:, 0], packed_decode[:, 1], packed_decode[:, 3:])
-        if key.max_decode_steps > 1:
-            return run_decode_steps(
-                model_config,
-                params,
-                state,
-                slot_params,
-                decode,
-                packed_decode[0, 2],
-                max_steps=key.max_decode_steps,
-                implementation=implementation,
-            )
-    if packed_prefill is not None:
-        prefill = _unpack_prefill(packed_prefill, key.prefill_tokens, key.prefill_seqs, max_blocks)
-    return run_step(model_config, params, state, slot_params, decode, prefill, implementation=implementation)
+    if key.max_chunks:
+        parts = _split(packed, key, max_num_seqs, max_blocks)
+        prefill, decode = PrefillInputs(*parts[:8]), DecodeInputs(*parts[8:])
+        return run_step(
+            model_config, params, state, slot_params, decode, prefill, implementation=implementation
+        )
+    decode = DecodeInputs(packed[:, 0], packed[:, 1], packed[:, 3:])
+    if key.max_decode_steps == 1:
+        return run_step(model_config, params, state, slot_params, decode, None, implementation=implementation)
+    return run_decode_steps(
+        model_config,
+        params,
+        state,
+        slot_params,
+        decode,
+        packed[0, 2],
+        max_steps=key.max_decode_steps,
+        implementation=implementation,
+    )

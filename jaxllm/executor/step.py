@@ -1,10 +1,13 @@
 """The device program of one iteration, as a pure function.
 
-A step works on a decode slice (one token of each of B requests) and a prefill slice (chunks of up to P
-prompts, T tokens in all); either may be absent. Linear layers see the tokens of both together:
+A step decodes one token each of some requests and computes chunks of prompts beside them; either may be
+absent. Where there are prompts both share a fixed number of rows, R, as they come:
 
-    rows    |--- decode: B ---|-------------- prefill: T --------------|
-    sampled |--- decode: B ---|- last rows of the chunks: P -|
+    rows    |- decode: D -|-------- prompt tokens: T --------|- padding -|
+    sampled   the decode rows, and the last rows of chunks that end their sequences
+
+D and T are data, not shapes. Linear layers see all rows together; attention runs over the first B rows, most
+of which may be padding, for the decodes, and over all rows for the chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from jaxllm.models.registry import AnyConfig, AnyModel, bind
 from jaxllm.sampling_params import MAX_LOGPROBS
 
 _PROMPT_LOGPROB_ROWS = 64
-_NOT_COMPUTED = -1  # in place of a token
 
 
 class DeviceState(NamedTuple):
@@ -45,11 +47,12 @@ class DecodeInputs(NamedTuple):
 
 
 class PrefillInputs(NamedTuple):
-    """Chunks one after another.
+    """Chunks one after another, after the decode rows.
 
-    `tokens` [T]; `targets` [T], the token after each (for prompt log-probabilities); `query_starts` [P + 1];
-    `lengths` [P], tokens with KV after this step; `slots` [P]; `is_last` [P], 1 where the chunk ends its
-    sequence and is sampled; `num_seqs` [1]; `block_tables` [P, M]. All int32.
+    `tokens` [R], of which those of decode rows are not read; `targets` [R], the token after each (for prompt
+    log-probabilities); `query_starts` [P + 1], rows, the first of them the number of decode rows; `lengths`
+    [P], tokens with KV after this step; `slots` [P]; `num_seqs` [1]; `sampled` [3, S]: the rows that are
+    sampled, their slots and their lengths, with slot -1 in padding; `block_tables` [P, M]. All int32.
     """
 
     tokens: jax.Array
@@ -57,8 +60,8 @@ class PrefillInputs(NamedTuple):
     query_starts: jax.Array
     lengths: jax.Array
     slots: jax.Array
-    is_last: jax.Array
     num_seqs: jax.Array
+    sampled: jax.Array
     block_tables: jax.Array
 
 
@@ -72,23 +75,24 @@ class PromptLogprobs(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """Sampled rows (decode rows first), and prompt log-probabilities if there is a prefill slice.
+    """Sampled rows, and prompt log-probabilities if there are prompts.
 
-    Of several decode iterations the rows come one iteration after another, and `num_steps` says how many
-    were computed.
+    Of several decode iterations the rows come one iteration after another.
     """
 
     sampled: SampledRows
     prompt_logprobs: PromptLogprobs | None
-    num_steps: jax.Array | None = None
 
 
-class _Ragged(NamedTuple):
-    """Per prefill row: its sequence, position and place in the pool; -1 in rows of padding."""
+class _Places(NamedTuple):
+    """Per row of the step: its slot, position and place in the pool; padding has the last slot, and -1."""
 
-    seq: jax.Array
+    slots: jax.Array
     positions: jax.Array
     slot_mapping: jax.Array
+
+
+_Carry = tuple[jax.Array, DeviceState, jax.Array, jax.Array, SampledRows]
 
 
 def slot_of(block_tables: jax.Array, rows: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
@@ -99,19 +103,46 @@ def slot_of(block_tables: jax.Array, rows: jax.Array, positions: jax.Array, bloc
     return jnp.where(positions >= 0, slot, -1)
 
 
-def _ragged(inputs: PrefillInputs, block_size: int) -> _Ragged:
+def _decode_places(decode: DecodeInputs, padding_slot: int, block_size: int) -> _Places:
+    positions = decode.lengths - 1
+    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
+    slots = jnp.where(positions >= 0, decode.slots, padding_slot)
+    return _Places(slots, positions, slot_of(decode.block_tables, rows, positions, block_size))
+
+
+def _prefill_places(inputs: PrefillInputs, padding_slot: int, block_size: int) -> _Places:
     rows = jnp.arange(inputs.tokens.shape[0], dtype=jnp.int32)
     ends = inputs.query_starts[1:]
     seq = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
-    inside = seq < inputs.num_seqs[0]
+    inside = (seq < inputs.num_seqs[0]) & (rows >= inputs.query_starts[0])
     seq = jnp.minimum(seq, ends.shape[0] - 1)
-    positions = inputs.lengths[seq] - (ends[seq] - rows)
-    positions = jnp.where(inside, positions, -1)
-    return _Ragged(seq, positions, slot_of(inputs.block_tables, seq, positions, block_size))
+    positions = jnp.where(inside, inputs.lengths[seq] - (ends[seq] - rows), -1)
+    slots = jnp.where(inside, inputs.slots[seq], padding_slot)
+    return _Places(slots, positions, slot_of(inputs.block_tables, seq, positions, block_size))
+
+
+def _places(
+    decode: DecodeInputs | None, prefill: PrefillInputs | None, padding_slot: int, block_size: int
+) -> _Places:
+    """Of all rows of the step."""
+    if prefill is None:
+        if decode is None:
+            raise ValueError("a step needs decodes or prompts")
+        return _decode_places(decode, padding_slot, block_size)
+    prompts = _prefill_places(prefill, padding_slot, block_size)
+    if decode is None:
+        return prompts
+    decodes = _decode_places(decode, padding_slot, block_size)
+    is_decode = decodes.positions >= 0
+    merged = (
+        part.at[: len(is_decode)].set(jnp.where(is_decode, own, part[: len(is_decode)]))
+        for own, part in zip(decodes, prompts, strict=True)
+    )
+    return _Places(*merged)
 
 
 class _PagedAttention:
-    """Attention over both slices; stores the new KV in the pool it carries through the layers."""
+    """Attention over decodes and prompts; stores the new KV in the pool it carries through the layers."""
 
     def __init__(
         self,
@@ -132,55 +163,33 @@ class _PagedAttention:
         self.pool = pallas_kernels.write_kv(
             self.pool, k, v, self._slot_mapping, layer=layer, implementation=implementation
         )
-        outputs = []
-        num_decode = 0
-        if self._decode is not None:
-            num_decode = self._decode.slots.shape[0]
-            outputs.append(
-                pallas_kernels.decode_attention(
-                    q[:num_decode],
-                    self.pool,
-                    self._decode.block_tables,
-                    self._decode.lengths,
-                    layer=layer,
-                    scale=scale,
-                    implementation=implementation,
-                )
+        decode, prefill = self._decode, self._prefill
+        decoded = prefilled = None
+        if decode is not None:
+            decoded = pallas_kernels.decode_attention(
+                q[: decode.slots.shape[0]],
+                self.pool,
+                decode.block_tables,
+                decode.lengths,
+                layer=layer,
+                scale=scale,
+                implementation=implementation,
             )
-        if self._prefill is not None:
-            outputs.append(
-                pallas_kernels.prefill_attention(
-                    q[num_decode:],
-                    self.pool,
-                    self._prefill.block_tables,
-                    self._prefill.query_starts,
-                    self._prefill.lengths,
-                    self._prefill.num_seqs[0],
-                    layer=layer,
-                    scale=scale,
-                    implementation=implementation,
-                )
+        if prefill is not None:
+            prefilled = pallas_kernels.prefill_attention(
+                q,
+                self.pool,
+                prefill.block_tables,
+                prefill.query_starts,
+                prefill.lengths,
+                prefill.num_seqs[0],
+                layer=layer,
+                scale=scale,
+                implementation=implementation,
             )
-        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
-
-
-def _forward_places(
-    decode: DecodeInputs | None, prefill: PrefillInputs | None, block_size: int
-) -> tuple[jax.Array, jax.Array]:
-    """Position and pool slot of every row of the step, -1 in padding."""
-    positions, mappings = [], []
-    if decode is not None:
-        place = decode.lengths - 1
-        rows = jnp.arange(place.shape[0], dtype=jnp.int32)
-        positions.append(place)
-        mappings.append(slot_of(decode.block_tables, rows, place, block_size))
-    if prefill is not None:
-        ragged = _ragged(prefill, block_size)
-        positions.append(ragged.positions)
-        mappings.append(ragged.slot_mapping)
-    if not positions:
-        raise ValueError("a step needs a decode or a prefill slice")
-    return jnp.concatenate(positions), jnp.concatenate(mappings)
+        if decoded is None or prefilled is None:
+            return prefilled if decoded is None else decoded  # type: ignore[return-value]
+        return prefilled.at[: decoded.shape[0]].add(decoded)  # either is 0 in the other's rows
 
 
 def forward(
@@ -193,24 +202,24 @@ def forward(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, AnyModel]:
-    """The forward pass over both slices.
+    """The forward pass over decodes and prompts.
 
     Args:
         config: the model's configuration (static).
         params: flat weights.
         pool: the KV pool.
-        decode: the decode slice, if any.
-        tokens: [B + T] int32, the tokens of the decode rows, then those of the prefill rows.
-        prefill: the prefill slice, if any.
+        decode: what is decoded, if anything.
+        tokens: [R] int32, the tokens of all rows; [B] without prompts.
+        prefill: the prompt chunks, if any.
         implementation: of attention.
 
     Returns:
-        The updated pool, the hidden states [B + T, features], and the bound model for its output head.
+        The updated pool, the hidden states [R, features], and the bound model for its output head.
     """
     model = bind(config, params)
-    positions, slot_mapping = _forward_places(decode, prefill, pool.shape[4])
-    attend = _PagedAttention(pool, slot_mapping, decode, prefill, implementation)
-    hidden = model(tokens, jnp.maximum(positions, 0), attend)
+    places = _places(decode, prefill, 0, pool.shape[4])
+    attend = _PagedAttention(pool, places.slot_mapping, decode, prefill, implementation)
+    hidden = model(tokens, jnp.maximum(places.positions, 0), attend)
     return attend.pool, hidden, model
 
 
@@ -227,39 +236,28 @@ def run_step(
     """Compute one iteration: forward pass, KV writes, sampling, and the sampled tokens into the history."""
     pool, history = state
     padding_slot = history.shape[0] - 1
-    tokens, slots, lengths = [], [], []
-    num_decode = 0
-    if decode is not None:
-        num_decode = decode.slots.shape[0]
-        is_real = decode.lengths > 0
-        row_slots = jnp.where(is_real, decode.slots, padding_slot)
-        tokens.append(history[row_slots, jnp.maximum(decode.lengths - 1, 0)])
-        slots.append(row_slots)
-        lengths.append(decode.lengths)
+    places = _places(decode, prefill, padding_slot, pool.shape[4])
+    here = places.slots, jnp.maximum(places.positions, 0)
+    tokens = history[here]
     if prefill is not None:
-        ragged = _ragged(prefill, pool.shape[4])
-        token_slots = jnp.where(ragged.positions >= 0, prefill.slots[ragged.seq], padding_slot)
-        history = history.at[token_slots, jnp.maximum(ragged.positions, 0)].set(prefill.tokens)
-        tokens.append(prefill.tokens)
-        is_sampled = (jnp.arange(prefill.slots.shape[0]) < prefill.num_seqs[0]) & (prefill.is_last > 0)
-        slots.append(jnp.where(is_sampled, prefill.slots, padding_slot))
-        lengths.append(prefill.lengths)
-
+        is_prompt = jnp.arange(len(tokens)) >= prefill.query_starts[0]
+        tokens = jnp.where(is_prompt, prefill.tokens, tokens)
+        history = history.at[here].set(tokens)
     pool, hidden, model = forward(
-        config, params, pool, decode, jnp.concatenate(tokens), prefill, implementation=implementation
+        config, params, pool, decode, tokens, prefill, implementation=implementation
     )
-    sampled_hidden = hidden[:num_decode]
     prompt_logprobs = None
-    if prefill is not None:
-        last_rows = num_decode + jnp.maximum(prefill.query_starts[1:] - 1, 0)
-        sampled_hidden = jnp.concatenate([sampled_hidden, hidden[last_rows]])
-        is_wanted = jnp.any(slot_params.num_prompt_logprobs[token_slots] >= 0)
-        prompt_logprobs = _prompt_logprobs(model, hidden[num_decode:], prefill.targets, is_wanted)
-
-    all_slots, all_lengths = jnp.concatenate(slots), jnp.concatenate(lengths)
-    sampled = sample(model.logits(sampled_hidden), slot_params, all_slots, history, all_lengths)
-    end = jnp.minimum(all_lengths, history.shape[1] - 1)
-    history = history.at[all_slots, end].set(sampled.tokens)
+    if prefill is None:
+        slots, lengths = places.slots, places.positions + 1
+    else:
+        rows, slots, lengths = prefill.sampled
+        slots = jnp.where(slots >= 0, slots, padding_slot)
+        is_wanted = jnp.any(slot_params.num_prompt_logprobs[places.slots] >= 0)
+        prompt_logprobs = _prompt_logprobs(model, hidden, prefill.targets, is_wanted)
+        hidden = hidden[rows]
+    sampled = sample(model.logits(hidden), slot_params, slots, history, lengths)
+    end = jnp.minimum(lengths, history.shape[1] - 1)
+    history = history.at[slots, end].set(sampled.tokens)
     return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs)
 
 
@@ -276,10 +274,8 @@ def run_decode_steps(
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute several decode iterations, each on the tokens of the one before it.
 
-    The program ends early when a row samples one of its `end_ids`. Where the next one, which the host may
-    dispatch before it knows, looks for the newest tokens there is `_NOT_COMPUTED` then: it computes nothing,
-    and neither do those after it, until one starts from tokens that are there. A row that had ended before
-    the program is padding.
+    A row that samples one of its `end_ids` is padding from then on, also in the program after this one, which
+    the host may have sent before it knows; when all rows are, the program ends.
 
     Args:
         config: the model's configuration (static).
@@ -292,10 +288,19 @@ def run_decode_steps(
         implementation: of attention.
 
     Returns:
-        The state, and outputs with the number of iterations computed and `[max_steps * B]` rows, one
-        iteration after another; those of iterations that were not computed, or of rows that had ended
-        before, mean nothing.
+        The state, and outputs with `[max_steps * B]` rows, one iteration after another; those after a row's
+        end mean nothing.
     """
+
+    def ends(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Whether tokens at places `lengths` of the history end their requests, as the host decides."""
+        is_end = jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1) & (tokens >= 0)
+        least = jnp.maximum(slot_params.prompt_length + 1, slot_params.min_length)[decode.slots]
+        return is_end & (lengths + 1 >= least)
+
+    newest = jnp.maximum(decode.lengths - 1, 0)
+    tokens = state.history[decode.slots, newest]
+    is_live = (decode.lengths > 0) & ~ends(tokens, newest)
 
     def step(state: DeviceState, lengths: jax.Array) -> tuple[DeviceState, SampledRows]:
         inputs = DecodeInputs(decode.slots, lengths, decode.block_tables)
@@ -304,23 +309,12 @@ def run_decode_steps(
         )
         return state, outputs.sampled
 
-    is_real = decode.lengths > 0
-    newest = jnp.maximum(decode.lengths - 1, 0)
+    def goes_on(carry: _Carry) -> jax.Array:
+        i, _, is_live, _, _ = carry
+        return (i < num_steps) & jnp.any(is_live)
 
-    def ends(tokens: jax.Array, places: jax.Array) -> jax.Array:
-        """Whether these tokens, at these places of the history, end their requests; as the host decides."""
-        is_end = jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1) & (tokens >= 0)
-        least = jnp.maximum(slot_params.prompt_length + 1, slot_params.min_length)[decode.slots]
-        return is_end & (places + 1 >= least)
-
-    def unfinished(carry: tuple[jax.Array, DeviceState, jax.Array, SampledRows]) -> jax.Array:
-        i, _, is_over, _ = carry
-        return (i < num_steps) & ~is_over
-
-    def body(
-        carry: tuple[jax.Array, DeviceState, jax.Array, SampledRows],
-    ) -> tuple[jax.Array, DeviceState, jax.Array, SampledRows]:
-        i, state, _, collected = carry
+    def body(carry: _Carry) -> _Carry:
+        i, state, is_live, last, collected = carry
         state, sampled = step(state, jnp.where(is_live, decode.lengths + i, 0))
         collected = SampledRows(
             *(
@@ -328,24 +322,20 @@ def run_decode_steps(
                 for x, row in zip(collected, sampled, strict=True)
             )
         )
-        return i + 1, state, jnp.any(is_live & ends(sampled.tokens, decode.lengths + i)), collected
+        last = jnp.where(is_live, sampled.tokens, last)
+        return i + 1, state, is_live & ~ends(sampled.tokens, decode.lengths + i), last, collected
 
-    tokens = state.history[decode.slots, newest]
-    has_ended = ends(tokens, newest)
-    is_live = is_real & ~has_ended
-    is_over = ~jnp.any(is_live) | jnp.any(is_real & (tokens == _NOT_COMPUTED))
     shapes = jax.eval_shape(step, state, decode.lengths)[1]
     empty = SampledRows(*(jnp.zeros((max_steps, *shape.shape), shape.dtype) for shape in shapes))
-    carry = (jnp.int32(0), state, is_over, empty)
-    computed, state, _, collected = lax.while_loop(unfinished, body, carry)
-    # Where the next program looks for the newest tokens.
+    _, state, _, last, collected = lax.while_loop(
+        goes_on, body, (jnp.int32(0), state, is_live, tokens, empty)
+    )
+    # Where the next program looks for the newest tokens it finds the ends of rows that have ended.
     place = jnp.minimum(newest + num_steps, state.history.shape[1] - 1)
-    last = jnp.where(has_ended, tokens, state.history[decode.slots, place])
-    last = jnp.where((computed < num_steps) & jnp.any(is_live), _NOT_COMPUTED, last)
-    slots = jnp.where(is_real, decode.slots, state.history.shape[0] - 1)
+    slots = jnp.where(decode.lengths > 0, decode.slots, state.history.shape[0] - 1)
     state = state._replace(history=state.history.at[slots, place].set(last))
     sampled = SampledRows(*(x.reshape(-1, *x.shape[2:]) for x in collected))
-    return state, StepOutputs(sampled, None, computed)
+    return state, StepOutputs(sampled, None)
 
 
 def _prompt_logprobs(

@@ -137,21 +137,18 @@ class BlockSwapper:
             self._out_free_at = max(self._clock(), self._out_free_at) + seconds
             self._out_done_at[handle] = self._out_free_at
 
-    def swap_in(
-        self, pool: jax.Array, handle: int, block_ids: Sequence[int], num_intact: int = 0
-    ) -> jax.Array:
+    def swap_in(self, pool: jax.Array, handle: int, block_ids: Sequence[int]) -> jax.Array:
         """Write a request's blocks, which may have other ids than before, into the donated `pool`.
 
-        Of the first `num_intact`, which hold their contents, only those that share a piece with a later one
-        are written. Waits for the device after every `MAX_STAGED_BLOCKS`.
+        Waits for the device after every `MAX_STAGED_BLOCKS`.
         """
         self._trim_staged(MAX_STAGED_BLOCKS)
         self._looks_until_known = 2  # one while the step before it runs, one while its own does
-        missing = self._take_missing(handle, block_ids, num_intact)
-        time.sleep(max(0.0, self._arrival(handle, missing) - self._clock()))
-        return self._write(pool, missing)
+        pieces = self._take(handle, block_ids)
+        time.sleep(max(0.0, self._arrival(handle, pieces) - self._clock()))
+        return self._write(pool, pieces)
 
-    def load(self, handle: int, block_ids: Sequence[int], num_intact: int = 0) -> None:
+    def load(self, handle: int, block_ids: Sequence[int]) -> None:
         """Start to copy a request's blocks back; they are its own until `join` or `discard`.
 
         At most `MAX_STAGED_BLOCKS` at a time are on their way (or one piece); `advance` starts the others.
@@ -159,12 +156,12 @@ class BlockSwapper:
         self._trim_staged(MAX_STAGED_BLOCKS)
         now, is_known = self._clock(), not self._looks_until_known
         is_known = is_known and self._has_left(handle, now)
-        missing = self._take_missing(handle, block_ids, num_intact)
-        num_blocks = sum(len(ids) for ids, _ in missing)
+        pieces = self._take(handle, block_ids)
+        num_blocks = len(block_ids)
         num_loading = num_blocks + sum(load.num_blocks for load in self._loads.values())
         is_known = is_known and num_loading <= MAX_STAGED_BLOCKS  # else parts of it wait for steps
         self._in_timer.send(handle, num_blocks, now, is_known=is_known)
-        self._loads[handle] = _Load(collections.deque(missing), self._arrival(handle, missing))
+        self._loads[handle] = _Load(collections.deque(pieces), self._arrival(handle, pieces))
         self._start_copies()
 
     def arrived(self) -> list[int]:
@@ -248,21 +245,16 @@ class BlockSwapper:
             num_staged += len(ids)
         return pool
 
-    def _take_missing(self, handle: int, block_ids: Sequence[int], num_intact: int) -> list[Piece]:
-        """The pieces of a copy that hold blocks after the first `num_intact`, with their new ids."""
+    def _take(self, handle: int, block_ids: Sequence[int]) -> list[Piece]:
+        """The pieces of a copy, with their new ids; it is no longer in host memory."""
         self._out_timer.forget(handle)
-        missing, end = [], 0
-        for ids, piece in zip(self._cut(block_ids), self._pieces.pop(handle), strict=True):
-            end += len(ids)
-            if end > num_intact:
-                missing.append((ids, piece))
-        return missing
+        return list(zip(self._cut(block_ids), self._pieces.pop(handle), strict=True))
 
-    def _arrival(self, handle: int, missing: Sequence[Piece]) -> float:
+    def _arrival(self, handle: int, pieces: Sequence[Piece]) -> float:
         """When a link of the speed of `bandwidth_limit` will have brought the pieces back."""
         copied_out = self._out_done_at.pop(handle, 0.0)
-        num_bytes = sum(piece.nbytes for _, piece in missing)
-        if self.bandwidth_limit is None or not num_bytes:
+        num_bytes = sum(piece.nbytes for _, piece in pieces)
+        if self.bandwidth_limit is None:
             return 0.0
         start = max(self._clock(), copied_out, self._in_free_at)
         self._in_free_at = start + num_bytes / self.bandwidth_limit

@@ -17,9 +17,8 @@ from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.gpu.target import Compiler, GPUTarget
 from jaxllm.models.registry import AnyConfig, abstract_params
+from jaxllm.predictors.base import ITEMSIZES
 from jaxllm.types import MAX_DECODE_STEPS
-
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +108,7 @@ def make_plan(
         dtype: of weights and KV.
         max_model_len: longest sequence, in tokens.
         max_num_seqs: most requests running at once.
-        max_num_batched_tokens: most prompt tokens of a prefill step.
+        max_num_batched_tokens: most tokens of a step.
         block_size: tokens per KV block.
         num_gpu_blocks: blocks of the pool; None takes as many as fit.
         utilization: share of the allocator's memory to use, as `LLM(gpu_memory_utilization=...)`.
@@ -129,7 +128,7 @@ def make_plan(
     )
     params = abstract_params(config, dtype)
     weight_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params.values())
-    block_bytes = memory.block_bytes(config, block_size, _ITEMSIZE[dtype])
+    block_bytes = memory.block_bytes(config, block_size, ITEMSIZES[dtype])
     allowed = int(target.memory_size * mem_fraction * utilization)
     needed = max_num_seqs * -(-max_model_len // block_size)
     guess = num_gpu_blocks or max(1, min(needed, (allowed - weight_bytes) * 3 // 4 // block_bytes))
@@ -139,11 +138,12 @@ def make_plan(
             f"{allowed / 2**30:.1f} GiB ({utilization:g} of {mem_fraction:g} of {target.description}); use a "
             "smaller model or dtype, a larger device, or raise XLA_PYTHON_CLIENT_MEM_FRACTION"
         )
-    keys = [ProgramKey(rows, 0, 0) for rows in (buckets.decode if every_bucket else buckets.decode[-1:])]
     max_steps = min(MAX_DECODE_STEPS, block_size)
-    loops = buckets.multi_step_sizes(max_num_seqs) if max_steps > 1 else ()
-    keys += [ProgramKey(rows, 0, 0, max_steps) for rows in (loops if every_bucket else loops[-1:])]
-    keys += [ProgramKey(0, *size) for size in (buckets.prefill if every_bucket else buckets.prefill[-1:])]
+    loops = buckets.multi_step_sizes() if max_steps > 1 else ()
+    keys = [ProgramKey(rows) for rows in (buckets.decode if every_bucket else buckets.decode[-1:])]
+    keys += [ProgramKey(rows, 0, max_steps) for rows in (loops if every_bucket else loops[-1:])]
+    sizes = buckets.sizes if every_bucket else buckets.sizes[-1:]
+    keys += [ProgramKey(size, buckets.max_chunks(size)) for size in sizes]
     programs = []
     with Compiler(target) as compiler:
 

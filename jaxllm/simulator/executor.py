@@ -89,42 +89,41 @@ class SimulatedExecutor:
         if scheduled.swap_in or scheduled.load:
             self._copy_in(scheduled)
         started = self.now
-        costs, spent = self._costs, self.spent
-        prefill = scheduled.prefill
+        if scheduled.decode or scheduled.prefill:
+            self._compute(scheduled)
+        self._hidden = self.now - started
+        num_sampled = sum([chunk.is_last for chunk in scheduled.prefill])
+        return SimulatedStep(scheduled.num_decode_steps * len(scheduled.decode) + num_sampled)
+
+    def _compute(self, scheduled: SchedulerOutput) -> None:
+        """Charge an iteration: its decodes, and what its prompt tokens add to them."""
+        costs, spent, prefill = self._costs, self.spent, scheduled.prefill
+        batch, context = len(scheduled.decode), scheduled.num_context_tokens
+        seconds = costs.step_seconds(batch, context) if batch else 0.0
+        added = 0.0
+        num_tokens = repeated = prompt_context = 0
         if prefill:
-            num_tokens = repeated = context = 0
             for chunk in prefill:
                 num_tokens += chunk.length
-                context += chunk.start
-                if chunk.is_recompute:
-                    repeated += chunk.length
-            seconds = self._prefill_seconds(scheduled, num_tokens, context)
+                prompt_context += chunk.start
+                repeated += chunk.num_recomputed
+            whole = costs.step_seconds(batch, context, num_tokens, len(prefill), prompt_context)
+            added = max(0.0, whole - seconds)
             if self._residuals is not None:
-                seconds *= self._residuals.ratio("prefill", key_of(prefill[0].request))
-            recompute = seconds * repeated / num_tokens
+                added *= self._residuals.ratio("prefill", key_of(prefill[0].request))
+            recompute = added * repeated / num_tokens
             spent.recompute += recompute
-            spent.prefill += seconds - recompute
-            self.now += seconds
+            spent.prefill += added - recompute
             if self._ledger is not None and repeated:
                 for chunk in prefill:
-                    if chunk.is_recompute:
-                        share = seconds * chunk.length / num_tokens
+                    if chunk.num_recomputed:
+                        share = added * chunk.num_recomputed / num_tokens
                         self._ledger.measured(chunk.request.request_id, share, scheduled.step_id)
-        decode, num_steps = scheduled.decode, scheduled.num_decode_steps
-        if decode:
-            num_tokens = sum([request.num_tokens for request in decode])
-            if num_steps > 1:
-                num_tokens -= len(decode) * (num_steps - 1) // 2  # as many as in the middle one
-            seconds = costs.decode_seconds(len(decode), num_tokens) * num_steps
-            if self._residuals is not None:
-                seconds *= self._residuals.ratio("decode", scheduled.step_id)
-            spent.decode += seconds
-            self.now += seconds
-        self._hidden = self.now - started
-        return SimulatedStep(num_steps * len(decode) + sum([chunk.is_last for chunk in prefill]))
-
-    def _prefill_seconds(self, scheduled: SchedulerOutput, num_tokens: int, context_tokens: int) -> float:
-        return self._costs.prefill_seconds(num_tokens, len(scheduled.prefill), context_tokens)
+        seconds *= scheduled.num_decode_steps
+        if self._residuals is not None:
+            seconds *= self._residuals.ratio("decode", scheduled.step_id)
+        spent.decode += seconds
+        self.now += seconds + added
 
     def copies(self) -> CopyProgress:
         """Loads that have ended by now, what copies out still hold, and how long copies took."""
@@ -137,6 +136,9 @@ class SimulatedExecutor:
             self._staged.popleft()
         num_leaving = sum([num_blocks for _, num_blocks in self._staged])
         return CopyProgress(arrived, num_leaving, timed)
+
+    def release(self) -> None:
+        """There is nothing to let go of."""
 
     def _join(self, scheduled: SchedulerOutput) -> None:
         for swap in scheduled.joined:
@@ -192,7 +194,7 @@ class SimulatedExecutor:
             if not self._overlap_swaps:
                 self._stall(seconds)
             else:
-                num_blocks = len(swap.block_ids) - swap.num_intact
+                num_blocks = len(swap.block_ids)
                 is_known = out_ready <= self.now and num_blocks <= MAX_STAGED_BLOCKS
                 self._in_timer.send(swap.handle, num_blocks, self.now, is_known=is_known)
             done = max(done, out_ready, self.now) + seconds if self._overlap_swaps else self.now
@@ -204,7 +206,7 @@ class SimulatedExecutor:
         """Of a copy back: its seconds, and when its copy out was ready and what that took."""
         out_ready, out_seconds = self._copied_out.pop(swap.handle)
         self._out_timer.forget(swap.handle)
-        seconds = self._costs.swap_in_seconds(len(swap.block_ids) - swap.num_intact)
+        seconds = self._costs.swap_in_seconds(len(swap.block_ids))
         if self._residuals is not None:
             seconds *= self._residuals.ratio("swap_in", key_of(swap.request))
         return seconds, out_ready, out_seconds
@@ -217,6 +219,10 @@ class SimulatedStep:
 
     def __init__(self, num_sampled: int) -> None:
         self._num_sampled = num_sampled
+
+    def is_ready(self) -> bool:
+        """Always."""
+        return True
 
     def fetch(self) -> SampledTokens:
         """Token 0 for every sampled request."""

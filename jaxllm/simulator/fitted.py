@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import CostKind, CostModel, ModelShape
+from jaxllm.predictors.base import COST_KINDS, CostKind, CostModel, ModelShape
 from jaxllm.predictors.regression import RegressionCostModel, Sample, fit
 from jaxllm.predictors.samples import load_samples
 from jaxllm.predictors.table import TableAxes, TableCostModel
@@ -118,19 +118,23 @@ def fit_predictor(
         return max(1, round(limit ** rng.random()))
 
     def noise(kind: CostKind) -> float:
-        of_kind = ratios.get(kind)
+        of_kind = ratios.get(kind) or ratios.get("prefill" if kind == "mixed" else kind)
         return rng.choice(of_kind) if of_kind else 1.0
 
-    samples: dict[CostKind, list[Sample]] = {"prefill": [], "decode": [], "swap_out": [], "swap_in": []}
+    samples: dict[CostKind, list[Sample]] = {kind: [] for kind in COST_KINDS}
+
+    def measure(kind: CostKind, batch: int, context: int, *prompts: int) -> None:
+        seconds = costs.step_seconds(batch, context, *prompts) * noise(kind)
+        samples[kind].append(Sample.step(model, seconds, batch, context, *prompts))
+
     for _ in range(num_samples):
         tokens = size(axes.prefill_tokens[-1])
         seqs = min(tokens, size(axes.prefill_seqs[-1]))
-        context = rng.choice((0, size(axes.prefill_context[-1]))) if axes.prefill_context[-1] else 0
-        seconds = costs.prefill_seconds(tokens, seqs, context) * noise("prefill")
-        samples["prefill"].append(Sample.prefill(model, tokens, seqs, context, seconds))
+        before = rng.choice((0, size(axes.prefill_context[-1]))) if axes.prefill_context[-1] else 0
         batch, context = size(axes.decode_batch[-1]), size(axes.decode_context[-1])
-        seconds = costs.decode_seconds(batch, context) * noise("decode")
-        samples["decode"].append(Sample.decode(model, batch, context, seconds))
+        measure("prefill", 0, 0, tokens, seqs, before)
+        measure("decode", batch, context)
+        measure("mixed", batch, context, tokens, seqs, before)
         blocks = size(axes.swap_blocks[-1])
         seconds = costs.swap_out_seconds(blocks) * noise("swap_out")
         samples["swap_out"].append(Sample.swap_out(model, block_size, blocks, seconds))

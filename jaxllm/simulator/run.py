@@ -13,7 +13,7 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import SchedulerPolicy
+from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.simulator.executor import SimulatedExecutor
 from jaxllm.simulator.truth import Residuals
@@ -27,14 +27,13 @@ _SAMPLING_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
 def simulate(
     trace: Trace,
     config: SchedulerConfig,
-    policy: SchedulerPolicy,
+    policy: SchedulingPolicy,
     costs: CostModel,
     *,
     overlap_swaps: bool,
     residuals: Residuals | None = None,
     ledger: Ledger | None = None,
     calibration: OnlineCalibration | None = None,
-    executor_class: type[SimulatedExecutor] = SimulatedExecutor,
 ) -> RunResult:
     """Run every request of `trace` to its full output length.
 
@@ -51,7 +50,6 @@ def simulate(
         ledger: collects the decisions.
         calibration: predictions to correct by what steps and copies take, as the engine does; None corrects
             nothing.
-        executor_class: what charges the clock.
 
     Raises:
         RequestTooLargeError: a request of the trace can never fit.
@@ -61,7 +59,7 @@ def simulate(
         raise ConfigError("the trace holds no requests")
     scheduler = Scheduler(config, policy, ledger=ledger)
     observer = None if calibration is None else StepObserver(calibration, None)
-    executor = executor_class(
+    executor = SimulatedExecutor(
         costs,
         num_gpu_blocks=config.num_gpu_blocks,
         block_size=config.block_size,
@@ -73,7 +71,7 @@ def simulate(
     executor.now = arrivals[0]  # the clock starts with the first request
     prompt_lens, output_lens = trace.prompt_lens.tolist(), trace.output_lens.tolist()
     count = len(arrivals)
-    first_scheduled, finished = np.zeros(count), np.zeros(count)
+    first_scheduled, first_tokens, finished = np.zeros(count), np.zeros(count), np.zeros(count)
     scheduling = 0.0
     added = num_steps = num_prefill_steps = num_prefill_tokens = 0
     num_decode_steps = num_decoded = num_preemptions = num_swaps = 0
@@ -103,7 +101,10 @@ def simulate(
             for chunk in scheduled.prefill:
                 if chunk.is_last:
                     chunk.request.output_token_ids.append(0)
-        else:
+                    first_tokens[chunk.request.arrival_index] = (
+                        first_tokens[chunk.request.arrival_index] or executor.now
+                    )
+        if scheduled.decode:
             num_decode_steps += 1
             num_decoded += len(scheduled.decode)
             for request in scheduled.decode:
@@ -128,6 +129,7 @@ def simulate(
         spent=executor.spent,
         arrival_times=np.asarray(arrivals),
         first_scheduled_times=first_scheduled,
+        first_token_times=first_tokens,
         finish_times=finished,
         scheduling_seconds=scheduling,
     )

@@ -68,14 +68,19 @@ class RealisedCosts:
     residuals: Residuals
     key: int
 
-    def prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
-        """Of a prefill step that this victim's return leads."""
-        seconds = self.costs.prefill_seconds(num_tokens, num_seqs, context_tokens)
-        return seconds * self.residuals.ratio("prefill", self.key)
-
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """As predicted: the steps that copies run beside are not known."""
-        return self.costs.decode_seconds(batch, context_tokens)
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """Of a step with prompt tokens that this victim's return leads; its decodes are not known better."""
+        decodes = self.costs.step_seconds(batch, context_tokens)
+        work = prompt_tokens, num_prompts, prompt_context
+        added = self.costs.step_seconds(batch, context_tokens, *work) - decodes
+        return decodes + added * self.residuals.ratio("prefill", self.key)
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """Of this victim's blocks."""
@@ -90,7 +95,7 @@ class RealisedCosts:
 class HindsightAction:
     """The oracle: weighs both actions as `rule` does, but by what they will really take.
 
-    Exists in simulations only. A drop's residual is that of the prefill step it leads; where another request
+    Exists in simulations only. A drop's residual is that of the prompt tokens it leads; where another request
     leads the step it takes part in, hindsight errs too.
 
     Args:
@@ -135,7 +140,6 @@ class RegretMeter:
         costs = {
             PreemptionAction.SWAP: best.swap_seconds,
             PreemptionAction.RECOMPUTE: best.recompute_seconds,
-            PreemptionAction.MIXED: best.mixed_seconds or best.recompute_seconds,
         }
         self.num_decisions += 1
         self.best_seconds += costs[best.action]

@@ -13,9 +13,11 @@ import numpy.typing as npt
 class TimeSpent:
     """Seconds by what they were spent on.
 
-    `recompute` is the part of the prefills that repeats work a preemption threw away, in proportion to
-    tokens; `swap_stall` is the part of the copies that nothing hid. A real engine measures steps, and cannot
-    tell a stall from the step it delays: there it is what steps with copies took longer than predicted.
+    `decode` is what the decodes of all steps would take without prompts beside them, `prefill` and
+    `recompute` what prompt tokens add to that; `recompute` is the part, in proportion to tokens, that repeats
+    work a preemption threw away. `swap_stall` is the part of the copies that nothing hid. A real engine
+    measures steps, and cannot tell a stall from the step it delays: there it is what steps with copies took
+    longer than predicted, and what decodes take beside prompts is predicted, too.
     """
 
     prefill: float = 0.0
@@ -44,6 +46,7 @@ class RunResult:
     spent: TimeSpent
     arrival_times: npt.NDArray[np.float64]
     first_scheduled_times: npt.NDArray[np.float64]
+    first_token_times: npt.NDArray[np.float64]
     finish_times: npt.NDArray[np.float64]
     scheduling_seconds: float
     prediction_seconds: float | None = None

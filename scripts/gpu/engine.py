@@ -16,14 +16,14 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from gpu.kernels import seconds_of
 from jaxllm import LLM
-from jaxllm.bench.profile import Profiler
 from jaxllm.bench.replay import replay
 from jaxllm.costs import shape_of
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict
 from jaxllm.predictors.base import ModelShape
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.sched.presets import PRESETS, make_preset
+from jaxllm.profiling import Profiler
+from jaxllm.sched.presets import make_preset
 from jaxllm.workloads import make_trace
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -61,6 +61,8 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "max_position_embeddings": 256,
     },
 }
+
+MEMORY_PRESETS = ("adaptive", "paper", "vllm", "vllm_swap", "vllm_swap_both", "vllm_v1")
 
 
 def model_config(name: str) -> LlamaConfig | OPTConfig:
@@ -227,12 +229,12 @@ def predictor_errors(llm: LLM, seconds: float) -> tuple[dict[str, Any], OnlineCa
 def preset_speeds(
     llm: LLM, costs: OnlineCalibration, num_requests: int, *, blocks: int, host_blocks: int, output_len: int
 ) -> Iterator[dict[str, Any]]:
-    """Every preset on the same trace, with few blocks."""
+    """The memory policies on the same trace, with few blocks."""
     trace = make_trace("chatbot", num_requests, output_len, seed=0)
     config = dataclasses.replace(
         llm.engine.scheduler.config, num_gpu_blocks=blocks, num_host_blocks=host_blocks
     )
-    for preset in PRESETS:
+    for preset in MEMORY_PRESETS:
         calibration = OnlineCalibration(costs.model)
         result = replay(llm, trace, config, make_preset(preset, calibration), costs=calibration)
         yield {"preset": preset, **result.summary()}

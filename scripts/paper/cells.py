@@ -30,7 +30,14 @@ DEVICE = "A800-80GB-PCIe"
 MODELS = ("opt-13b", "opt-30b", "llama-13b", "llama-32.5b")
 DATASETS = ("chatbot", "alpaca", "summary")
 # What the published systems do with copies: they stop the device. Ours run beside it.
-OVERLAP = {"vllm": False, "vllm_swap": False, "vllm_swap_both": False, "paper": False, "adaptive": True}
+OVERLAP = {
+    "vllm": False,
+    "vllm_swap": False,
+    "vllm_swap_both": False,
+    "vllm_v1": False,
+    "paper": False,
+    "adaptive": True,
+}
 NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 128, 64, 16
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 256, 2560
 OUTPUT_LENGTHS = (8, 16, 32, 64, 128, 256)

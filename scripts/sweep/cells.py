@@ -18,26 +18,22 @@ from jaxllm.sched.policies import (
     AlwaysRecompute,
     FairPriority,
     FCFSPriority,
-    GrowthReserve,
-    LatestArrivalVictim,
     LeastUrgentVictim,
+    MixedIterations,
     MoreUrgentFirst,
-    OutputReserve,
     OverlapAwareAction,
     OverlapAwareResume,
-    PrefillFirst,
     ResumeAtOnce,
     ResumeFirst,
     SchedulerPolicy,
+    SeparateIterations,
     SwapIfItFits,
     WatermarkAdmission,
 )
 from jaxllm.sched.presets import adaptive
-from jaxllm.simulator.executor import SimulatedExecutor
 from jaxllm.simulator.fitted import noise_and_predictor
 from jaxllm.simulator.run import simulate
 from jaxllm.simulator.truth import HindsightAction, RegretMeter, Residuals
-from jaxllm.types import SchedulerOutput
 from jaxllm.workloads import make_trace
 
 ALL_MODELS = ("opt-13b", "opt-30b", "llama-13b", "llama-32.5b")
@@ -53,8 +49,6 @@ ALL_DATASETS = ("chatbot", "alpaca", "summary")
 ACTIONS = ("recompute", "swap", "adaptive", "hindsight")
 HINDSIGHT_HOST_BLOCKS = 64  # one pool is enough to see how far it is
 POLICIES_HOST_BLOCKS = 64
-MIXED, MIXED_BOUND = "action: mixed", "action: mixed, at best"
-MIXED_OUTPUT_LENGTHS, MIXED_LINK_SPEEDS = (64, 256), (0.03, 0.06, 0.12, 0.25, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +84,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
             "adaptive": meter,
             "hindsight": hindsight,
         }[cell.variant]
-        resume = OverlapAwareResume(predicted, gives_up=cell.variant != "swap")
-        policy = dataclasses.replace(policy, action=action, resume=resume)
+        policy = dataclasses.replace(policy, action=action)
     else:
         policy = VARIANTS[cell.variant](policy, predicted)
     config = SchedulerConfig(
@@ -113,7 +106,6 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         overlap_swaps=True,
         residuals=residuals,
         calibration=calibration,
-        executor_class=MixedRestoreBound if cell.variant == MIXED_BOUND else SimulatedExecutor,
     )
     row = {**dataclasses.asdict(cell), **result.summary()}
     if meter is not None and cell.variant == "adaptive":
@@ -150,27 +142,6 @@ def _noise_and_predictor(
     )
 
 
-class MixedRestoreBound(SimulatedExecutor):
-    """What restoring a dropped request in part from host memory could save at best.
-
-    Loads as many of its blocks as the link could have carried while it was idle during the step before; only
-    the rest is prefilled. Nobody asks whether the host pool had room for them, or when they were copied out.
-    """
-
-    def _prefill_seconds(self, scheduled: SchedulerOutput, num_tokens: int, context_tokens: int) -> float:
-        hidden = max(0.0, self.now - max(self._in_free_at, self.now - self._hidden))
-        for chunk in scheduled.prefill:
-            if chunk.is_recompute:
-                blocks = chunk.length // self.block_size
-                while blocks and self._costs.swap_in_seconds(blocks) > hidden:
-                    blocks -= 1
-                if blocks:
-                    hidden -= self._costs.swap_in_seconds(blocks)
-                    loaded = min(blocks * self.block_size, chunk.length - 1)
-                    num_tokens, context_tokens = num_tokens - loaded, context_tokens + loaded
-        return super()._prefill_seconds(scheduled, num_tokens, context_tokens)
-
-
 Change = Callable[[SchedulerPolicy, CostModel], SchedulerPolicy]
 
 
@@ -187,25 +158,15 @@ VARIANTS: dict[str, Change] = {
     "resume: leaving nothing free": lambda policy, costs: dataclasses.replace(
         policy, resume=OverlapAwareResume(costs, output_share=0.0)
     ),
-    "resume: never given up": lambda policy, costs: dataclasses.replace(
-        policy, resume=OverlapAwareResume(costs, gives_up=False)
-    ),
-    MIXED: lambda policy, costs: dataclasses.replace(policy, action=OverlapAwareAction(costs, mixes=True)),
-    MIXED_BOUND: _with(),
-    "eviction: all blocks at once": _with(lazy_eviction=False),
-    "priority: first come": _with(priority=FCFSPriority(), victim=LeastUrgentVictim(FCFSPriority())),
-    "victim: latest arrival": _with(victim=LatestArrivalVictim()),
+    "iterations: as many prompt tokens as fit": _with(iterations=MixedIterations()),
+    "iterations: separate": _with(iterations=SeparateIterations()),
+    "priority: first come": _with(priority=FCFSPriority()),
+    "victim: least urgent": _with(victim=LeastUrgentVictim(FairPriority())),
     "restore: Algorithm 2": _with(restore=MoreUrgentFirst(FairPriority())),
     "restore: resume first": _with(restore=ResumeFirst()),
-    "restore: prefill first": _with(restore=PrefillFirst()),
     "admission: none": _with(admission=WatermarkAdmission(0.0)),
-    "admission: 1 % watermark": _with(admission=WatermarkAdmission(0.01)),
-    "admission: half the share": _with(admission=OutputReserve(0.04)),
-    "admission: twice the share": _with(admission=OutputReserve(0.16)),
-    "admission: 1/8 block each": _with(admission=GrowthReserve(0.125)),
-    "admission: 1/4 block each": _with(admission=GrowthReserve(0.25)),
-    "admission: 1/2 block each": _with(admission=GrowthReserve(0.5)),
-    "admission: 1 block each": _with(admission=GrowthReserve(1.0)),
+    "admission: 5 % watermark": _with(admission=WatermarkAdmission(0.05)),
+    "patience: none": _with(patience=None),
 }
 
 
@@ -249,12 +210,6 @@ def make_cells(
         for (*of_trace, host, speed), seed in itertools.product(chosen, seeds):
             for action in ("swap", "adaptive", "hindsight"):
                 add("near", (*of_trace, seed), host, speed, action)
-    if "mixed" in parts:
-        for trace in itertools.product(models, datasets, MIXED_OUTPUT_LENGTHS, seeds):
-            for host, speed, variant in itertools.product(
-                host_blocks, MIXED_LINK_SPEEDS, ("adaptive", MIXED, MIXED_BOUND)
-            ):
-                add("mixed", trace, host, speed, variant)
     if "policies" in parts:
         for dataset, seed, variant in itertools.product(ALL_DATASETS, seeds, VARIANTS):
             output, speed = policies_at

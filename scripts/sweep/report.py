@@ -19,8 +19,6 @@ from sweep.cells import (
     BLOCK_SIZE,
     DEVICE,
     HINDSIGHT_HOST_BLOCKS,
-    MIXED,
-    MIXED_BOUND,
     MORE_REQUESTS,
     NUM_GPU_BLOCKS,
     POLICIES_HOST_BLOCKS,
@@ -252,42 +250,6 @@ def _name(place: Place, digits: int = 3) -> str:
     )
 
 
-def mixed_report(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What restoring a dropped request in part from the host gains, and could at best."""
-    lines = [
-        "## Mixed restore",
-        "",
-        "Tokens/s relative to `adaptive`, as measured / at best. Measured: of a victim that would be dropped "
-        "the first blocks are copied to the host (`OverlapAwareAction(mixes=True)`) as far as that costs "
-        "nothing, or as far as the host pool has room where swapping is cheaper; its return copies them back "
-        "and computes the rest. At best: had each dropped request's first blocks come back for nothing, as "
-        "many as the link could have carried while it was idle during the step before, whether or not the "
-        "host pool had room. Medians over seeds of ratios on the same trace; columns are link speeds.",
-        "",
-    ]
-    found: dict[tuple[Any, ...], dict[float, dict[int, dict[str, float]]]] = {}
-    for row in rows:
-        if row["part"] == "mixed":
-            key = row["model"], row["dataset"], row["max_output_len"], row["num_host_blocks"]
-            of_seed = found.setdefault(key, {}).setdefault(row["link_speed"], {}).setdefault(row["seed"], {})
-            of_seed[row["variant"]] = row["output_tokens_per_second"]
-    speeds = sorted({speed for by_speed in found.values() for speed in by_speed})
-    lines += [
-        "| model | data | output | host blocks | " + " | ".join(f"{speed:g}" for speed in speeds) + " |",
-        "|---|---|---:|---:|" + "---:|" * len(speeds),
-    ]
-    for key, by_speed in sorted(found.items()):
-        gains = [
-            " / ".join(
-                f"{statistics.median(of[variant] / of['adaptive'] for of in by_speed[speed].values()):.3f}"
-                for variant in (MIXED, MIXED_BOUND)
-            )
-            for speed in speeds
-        ]
-        lines.append("| " + " | ".join([*map(str, key), *gains]) + " |")
-    return [*lines, ""]
-
-
 def policies_report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """What every single change of `adaptive` does."""
     lines = [
@@ -351,8 +313,6 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
         lines += actions_report(rows)
     if "near" in args.parts:
         lines += near_report(places(rows, "near"))
-    if "mixed" in args.parts:
-        lines += mixed_report(rows)
     if "policies" in args.parts:
         lines += policies_report(rows, args)
     return "\n".join(lines)

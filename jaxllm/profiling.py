@@ -7,12 +7,12 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxllm.bench import hardware
+from jaxllm import hardware
 from jaxllm.errors import ConfigError
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.predictors.base import COST_KINDS, CostKind, ModelShape
@@ -51,30 +51,37 @@ class Profiler:
         self._random = random.Random(seed)
         self.model = model
         self._repetitions = repetitions
-        self._draws: dict[CostKind, Callable[[], Sample | None]] = {
+        draws: dict[CostKind, Callable[[], Sample | None]] = {
             "prefill": self._prefill,
             "decode": self._decode,
+            "mixed": self._mixed,
         }
+        if executor.config.max_num_seqs == 1:
+            del draws["mixed"]
+        self._draws = draws
 
     def samples(self, seconds: float) -> dict[CostKind, list[Sample]]:
         """Measure for about so long, at least 60 samples of each kind.
 
-        Swaps are measured only if the engine has host blocks.
+        Swaps are measured only if the engine has host blocks, mixed steps if it takes several sequences.
         """
         found: dict[CostKind, list[Sample]] = {kind: [] for kind in COST_KINDS}
         for _ in range(2):  # first uses: pages, caches
             for draw in self._draws.values():
                 draw()
         started = time.perf_counter()
-        while time.perf_counter() - started < seconds or len(found["decode"]) < _MIN_SAMPLES:
-            for kind, draw in self._draws.items():
+        while time.perf_counter() - started < seconds or self._too_few(found):
+            for draw in self._draws.values():
                 sample = draw()
                 if sample is not None:
-                    found[kind].append(sample)
+                    found[sample.kind].append(sample)
             if self._config.num_host_blocks:
                 for sample in self._swap():
                     found[sample.kind].append(sample)
         return {kind: samples for kind, samples in found.items() if samples}
+
+    def _too_few(self, found: Mapping[CostKind, Sequence[Sample]]) -> bool:
+        return any(len(found[kind]) < _MIN_SAMPLES for kind in self._draws)
 
     def time_decode(self, batch: int, context: int, repetitions: int = 10) -> float:
         """Median seconds of a decode step of `batch` sequences of `context` tokens.
@@ -173,7 +180,7 @@ class Profiler:
         Raises:
             ConfigError: swaps were not measured.
         """
-        missing = sorted(set(COST_KINDS) - fits.keys())
+        missing = sorted({*self._draws, "swap_out", "swap_in"} - fits.keys())
         if missing:
             raise ConfigError(
                 f"a profile needs {', '.join(missing)} too: set num_host_blocks to measure swaps"
@@ -181,7 +188,7 @@ class Profiler:
         config = self._config
         regressors = {kind: found.regressor for kind, found in fits.items()}
         axes = TableAxes.geometric(
-            max_num_batched_tokens=config.buckets.prefill[-1][0],
+            max_num_batched_tokens=config.buckets.sizes[-1],
             max_num_seqs=config.max_num_seqs,
             max_context_tokens=min(config.num_gpu_blocks * config.block_size,
                                    config.max_num_seqs * config.max_model_len),
@@ -196,49 +203,63 @@ class Profiler:
             block_size=config.block_size,
             versions=hardware.versions(),
             num_samples={kind: len(of_kind) for kind, of_kind in samples.items()},
-            errors={kind: found.report.to_dict() for kind, found in fits.items()},
+            errors={
+                kind: found.report.to_dict() | {"distilled": _distilled_error(table, found.test)}
+                for kind, found in fits.items()
+            },
             table=table,
         )
 
     # One measurement each
 
     def _prefill(self) -> Sample | None:
-        config = self._config
+        return self._step(self._draw_size(self._config.buckets.sizes), 0)
+
+    def _mixed(self) -> Sample | None:
+        total = max(2, self._draw_size(self._config.buckets.sizes))
+        return self._step(total, self._draw_size((min(total, self._config.max_num_seqs) - 1,)))
+
+    def _decode(self) -> Sample | None:
+        batch = self._draw_size(self._config.buckets.decode)
+        return self._step(batch, batch)
+
+    def _step(self, num_rows: int, batch: int) -> Sample | None:
+        """Measure a step of so many rows, `batch` of them decodes; None if what was drawn does not fit."""
+        config, uniform = self._config, self._random.uniform
         longest = config.max_model_len - 1
-        num_tokens = self._draw_size([size for size, _ in config.buckets.prefill])
-        num_tokens = min(num_tokens, longest * config.buckets.max_prefill_seqs)
-        most = min(config.buckets.max_prefill_seqs, num_tokens)
-        num_seqs = self._random.randint(-(-num_tokens // longest), most)
+        room = config.num_gpu_blocks // max(1, batch) * config.block_size
+        most = min(longest, room // 2 if num_rows > batch else room)
+        if batch and most < 1:
+            return None
+        mean = max(1, round(most ** self._random.random())) if batch else 0
+        contexts = [min(most, max(1, round(mean * uniform(0.5, 1.5)))) for _ in range(batch)]
+        lengths, starts = self._chunks(num_rows - batch, config.max_num_seqs - batch)
+        totals = [start + length for start, length in zip(starts, lengths, strict=True)]
+        requests = self._requests([*(context + 1 for context in contexts), *(total + 1 for total in totals)])
+        if requests is None:
+            return None
+        chunks = [
+            PrefillChunk(request, start, length, True)
+            for request, start, length in zip(requests[batch:], starts, lengths, strict=True)
+        ]
+        scheduled = SchedulerOutput(0, decode=tuple(requests[:batch]), prefill=tuple(chunks))
+        work = (batch, sum(contexts), sum(lengths), len(lengths), sum(starts))
+        return Sample.step(self.model, self._median(scheduled), *work)
+
+    def _chunks(self, num_tokens: int, max_seqs: int) -> tuple[list[int], list[int]]:
+        """Lengths and starts of prompt chunks of so many tokens, or as many as sequences may have."""
+        if num_tokens < 1:
+            return [], []
+        config, longest = self._config, self._config.max_model_len - 1
+        most = min(config.buckets.max_prefill_seqs, max_seqs)
+        num_tokens = min(num_tokens, longest * most)
+        num_seqs = self._random.randint(-(-num_tokens // longest), min(most, num_tokens))
         lengths = self._split(num_tokens, num_seqs)
         starts = [0] * num_seqs
         if self._random.random() < _CONTEXT_SHARE:
-            room = min(longest, config.num_gpu_blocks // num_seqs * config.block_size)
+            room = min(longest, config.num_gpu_blocks // (2 * num_seqs) * config.block_size)
             starts = [self._random.randint(0, max(0, room - length)) for length in lengths]
-        totals = [start + length for start, length in zip(starts, lengths, strict=True)]
-        requests = self._requests([total + 1 for total in totals])
-        if requests is None:
-            return None
-        chunks = tuple(
-            PrefillChunk(request, start, length, True)
-            for request, start, length in zip(requests, starts, lengths, strict=True)
-        )
-        seconds = self._median(SchedulerOutput(0, prefill=chunks))
-        return Sample.prefill(self.model, num_tokens, num_seqs, sum(starts), seconds)
-
-    def _decode(self) -> Sample | None:
-        config = self._config
-        batch = self._draw_size(config.buckets.decode)
-        longest = config.max_model_len - 1
-        most = min(longest, config.num_gpu_blocks // batch * config.block_size)
-        if most < 1:
-            return None
-        mean = max(1, round(most ** self._random.random()))
-        lengths = [min(most, max(1, round(mean * self._random.uniform(0.5, 1.5)))) for _ in range(batch)]
-        requests = self._requests([length + 1 for length in lengths])
-        if requests is None:
-            return None
-        seconds = self._median(SchedulerOutput(0, decode=tuple(requests)))
-        return Sample.decode(self.model, batch, sum(lengths), seconds)
+        return lengths, starts
 
     def _swap(self) -> Iterator[Sample]:
         config = self._config
@@ -290,3 +311,9 @@ class Profiler:
             next_block += num_blocks
             requests.append(request)
         return requests if next_block <= self._config.num_gpu_blocks else None
+
+
+def _distilled_error(table: TableCostModel, test: Sequence[Sample]) -> dict[str, float]:
+    """How far a table is off on samples nothing was fitted to: `ErrorStats`, as values."""
+    errors = [abs(table.seconds_of(one.kind, one.work) - one.seconds) / one.seconds for one in test]
+    return {"mape": statistics.fmean(errors), "median": statistics.median(errors), "largest": max(errors)}

@@ -6,20 +6,30 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
-from jaxllm.sched.policies import QUESTIONS, LeastUrgentVictim, MoreUrgentFirst, SchedulerPolicy, members_of
+from jaxllm.sched.policies import (
+    QUESTIONS,
+    LeastUrgentVictim,
+    MoreUrgentFirst,
+    SchedulerPolicy,
+    SchedulingPolicy,
+    members_of,
+)
 
 
-def import_policy(path: str, base: Callable[[], SchedulerPolicy], costs: CostModel | None) -> SchedulerPolicy:
+def import_policy(
+    path: str, base: Callable[[], SchedulerPolicy], costs: CostModel | None
+) -> SchedulingPolicy:
     """The policy that an import path names.
 
     Args:
-        path: "module:attribute", where the attribute is a `SchedulerPolicy`, a class or object that answers
-            one question (`jaxllm.sched.policies`), or a function that returns either. A function gets the
-            costs if it takes an argument, a class if that is named `costs` or has no default.
+        path: "module:attribute", where the attribute is a `SchedulerPolicy` (or a baseline), a class or
+            object that answers one question (`jaxllm.sched.policies`), or a function that returns either. A
+            function gets the costs if it takes an argument, a class if that is named `costs` or has no
+            default.
         base: makes what answers the other questions beside one class. A priority is also what victims are
             chosen by, and what decides whether requests start or resume.
         costs: predicted seconds, or None.
@@ -34,10 +44,12 @@ def import_policy(path: str, base: Callable[[], SchedulerPolicy], costs: CostMod
         where = "; a module of your own must be in the current folder, on PYTHONPATH, or installed"
         hint = where if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"cannot import the policy {path!r}: {_message(error)}{hint}") from error
-    if inspect.isclass(found) or (callable(found) and _question(found) is None):
+    if inspect.isclass(found) or (
+        callable(found) and not hasattr(found, "planner") and _question(found) is None
+    ):
         found = _called(path, found, costs)
-    if isinstance(found, SchedulerPolicy):
-        return found
+    if hasattr(found, "planner") and not isinstance(found, type):
+        return cast(SchedulingPolicy, found)
     question = _question(found)
     if question is None:
         raise ConfigError(

@@ -1,0 +1,261 @@
+"""An engine from an `EngineConfig`: what `LLM`, the command and a server share."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxllm import tokenizer as tokenization
+from jaxllm.config import EngineConfig
+from jaxllm.costs import shape_of
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.observer import StepObserver
+from jaxllm.errors import ConfigError
+from jaxllm.executor import memory
+from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.model_executor import ExecutorConfig, ModelExecutor
+from jaxllm.loading import load_params
+from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
+from jaxllm.predictors.base import ITEMSIZES, ModelShape
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.profiling import Profiler
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.ledger import open_ledger
+from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.scheduling import Scheduling, make_scheduling
+from jaxllm.types import MAX_DECODE_STEPS, MAX_STAGED_BLOCKS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_logger = logging.getLogger(__name__)
+_DEFAULT_LIMITS = {"cpu": (64, 512)}  # max_num_seqs, max_num_batched_tokens by platform
+_OTHER_LIMITS = (256, 2048)
+_BRIEF_PROFILE_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadTimes:
+    """Seconds spent before the first request: reading weights, and compiling and warming up."""
+
+    load_seconds: float
+    warm_up_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """An engine that is ready, and what it was made of.
+
+    Attributes:
+        engine: runs requests.
+        executor: its executor.
+        tokenizer: the checkpoint's; None if it was to be left out.
+        model_config: with the engine's `max_model_len`.
+        dtype: of weights and KV.
+        costs: predicted seconds, corrected as the engine runs.
+        costs_source: where they come from; None if nothing is known.
+        load_times: seconds it took.
+    """
+
+    engine: Engine
+    executor: ModelExecutor
+    tokenizer: PreTrainedTokenizerBase | None
+    model_config: LlamaConfig | OPTConfig
+    dtype: str
+    costs: OnlineCalibration
+    costs_source: str | None
+    load_times: LoadTimes
+
+
+def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | None = None) -> Assembly:
+    """Load the model, size the pool, compile the programs, and put an engine together.
+
+    Args:
+        config: how.
+        scheduler_policy: as for `LLM`.
+
+    Raises:
+        ConfigError: a setting or the checkpoint's configuration is invalid or unsupported.
+        WeightsError: the weights are missing, truncated or do not match.
+        CapacityError: the device cannot hold the model and one KV block.
+    """
+    folder = Path(config.model)
+    started = time.perf_counter()
+    device = jax.devices()[0]
+    _set_compilation_cache(config.compilation_cache_dir)
+    hf_config = read_hf_config(folder)
+    model_config = config_from_dict(hf_config, config.hf_overrides)
+    dtype = _resolve_dtype(config.dtype, {**hf_config, **(config.hf_overrides or {})}, device.platform)
+    defaults = _DEFAULT_LIMITS.get(device.platform, _OTHER_LIMITS)
+    max_num_seqs = config.max_num_seqs or defaults[0]
+    max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
+
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = tokenization.load_tokenizer(config.tokenizer or folder)
+    eos_token_ids = tokenization.eos_token_ids(folder, tokenizer, config.hf_overrides)
+
+    max_model_len = config.max_model_len or model_config.default_max_model_len
+    model_config.with_max_model_len(max_model_len)
+    shape = shape_of(model_config, folder.resolve().name, dtype)
+    scheduling = make_scheduling(scheduler_policy, shape, device.device_kind, config.block_size)
+    buckets = Buckets.make(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        decode_sizes=config.decode_buckets,
+        prefill_sizes=config.prefill_buckets,
+    )
+    params = load_params(
+        folder, model_config, dtype, load_format=config.load_format, seed=config.seed, device=device
+    )
+    itemsize = ITEMSIZES[dtype]
+    bytes_per_block = memory.block_bytes(model_config, config.block_size, itemsize)
+    temporaries = memory.temporary_bytes(model_config, max_num_batched_tokens, max_num_seqs, itemsize)
+    if scheduling.policy.may_swap and config.num_host_blocks != 0:
+        temporaries += 2 * MAX_STAGED_BLOCKS * bytes_per_block
+    needed_blocks = max_num_seqs * -(-max_model_len // config.block_size)
+    num_blocks = memory.num_blocks_that_fit(
+        device=device,
+        bytes_per_block=bytes_per_block,
+        temporaries=temporaries,
+        needed_blocks=needed_blocks,
+        num_gpu_blocks_override=config.num_gpu_blocks_override,
+        kv_cache_memory=config.kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )
+    max_model_len = _fit_length(max_model_len, num_blocks * config.block_size, config.max_model_len)
+    num_host_blocks = scheduling.num_host_blocks(
+        config.num_host_blocks, num_blocks, needed_blocks, bytes_per_block
+    )
+    if config.host_bandwidth_limit is not None and not num_host_blocks:
+        raise ConfigError(
+            f"host_bandwidth_limit={config.host_bandwidth_limit:g} slows swaps down, and there are none: "
+            "set num_host_blocks"
+        )
+    scheduler_config = SchedulerConfig(
+        num_gpu_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_seqs=buckets.max_prefill_seqs,
+        num_host_blocks=num_host_blocks,
+        program_sizes=buckets.sizes,
+    )
+    model_config = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]
+    executor = ModelExecutor(
+        model_config,
+        params,
+        ExecutorConfig(
+            num_gpu_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            buckets=buckets,
+            dtype=dtype,
+            seed=config.seed,
+            implementation=config.attention_implementation,
+            num_host_blocks=num_host_blocks,
+            host_bandwidth_limit=config.host_bandwidth_limit,
+            max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
+        ),
+        device,
+    )
+    loaded = time.perf_counter()
+    executor.warm_up()
+    load_times = LoadTimes(loaded - started, time.perf_counter() - loaded)
+    costs_source = _settle_costs(config, executor, shape, scheduling)
+    ledger = close_ledger = None
+    if config.ledger is not None:
+        ledger, close_ledger = open_ledger(config.ledger, None if costs_source is None else scheduling.costs)
+    engine = Engine(
+        executor,
+        Scheduler(scheduler_config, scheduling.policy, ledger=ledger),
+        observer=StepObserver(scheduling.costs, ledger),
+        vocab_size=model_config.vocab_size,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        async_scheduling=config.async_scheduling,
+        num_scheduler_steps=config.num_scheduler_steps,
+    )
+    if close_ledger is not None:
+        weakref.finalize(engine, close_ledger)
+    return Assembly(
+        engine, executor, tokenizer, model_config, dtype, scheduling.costs, costs_source, load_times
+    )
+
+
+def _settle_costs(
+    config: EngineConfig, executor: ModelExecutor, shape: ModelShape, scheduling: Scheduling
+) -> str | None:
+    """Replace estimated costs by a brief profile, if asked to or if there is none; returns their source.
+
+    Raises:
+        ConfigError: `profile_seconds` is set, and nothing would use what it measures.
+    """
+    seconds = config.profile_seconds
+    has_swaps = executor.config.num_host_blocks > 0
+    is_idle = scheduling.is_ready_made and config.ledger is None
+    if seconds and (is_idle or not has_swaps):
+        raise ConfigError(
+            f"profile_seconds={seconds:g} would measure costs that nobody weighs: give a "
+            "scheduler_policy by name, or a ledger, and num_host_blocks"
+        )
+    source = scheduling.source
+    if not has_swaps:
+        return source
+    if seconds is None:
+        seconds = _BRIEF_PROFILE_SECONDS if scheduling.needs_measuring else 0.0
+    if seconds and not (source or "").startswith("profile"):
+        _logger.info("measuring costs for %g s; `jaxllm profile` does it once and for all", seconds)
+        profiler = Profiler(executor, shape)
+        samples = profiler.samples(seconds)
+        scheduling.costs.model = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
+        return f"profile of {seconds:g} s at start"
+    if scheduling.weighs_costs and (source or "").startswith("roofline"):
+        _logger.warning("predicted costs are a %s, not measured; `jaxllm profile` measures them", source)
+    return source
+
+
+def _resolve_dtype(dtype: str, hf_config: Mapping[str, Any], platform: str) -> str:
+    if dtype != "auto":
+        return dtype
+    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
+    return stored if platform != "cpu" and stored in ITEMSIZES else "float32"
+
+
+def _fit_length(max_model_len: int, pool_tokens: int, asked: int | None) -> int:
+    """The longest sequence must fit the pool: shorten the default, refuse an explicit length."""
+    if max_model_len <= pool_tokens:
+        return max_model_len
+    if asked is not None:
+        raise ConfigError(
+            f"max_model_len={asked} does not fit the KV pool of {pool_tokens} tokens; lower max_model_len "
+            "or enlarge the pool (num_gpu_blocks_override, kv_cache_memory or gpu_memory_utilization)"
+        )
+    _logger.warning(
+        "max_model_len is %d, the KV pool's size, and not the checkpoint's %d; enlarge the pool for more",
+        pool_tokens,
+        max_model_len,
+    )
+    return pool_tokens
+
+
+def _set_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
+    """Turn on JAX's persistent compilation cache, unless the user has set one up already."""
+    if folder is None or (folder == "auto" and jax.config.values["jax_compilation_cache_dir"]):
+        return
+    if folder == "auto":
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = str(Path(base) / "jaxllm" / f"xla-{jax.__version__}")
+    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -1,0 +1,208 @@
+"""A thread that owns an engine, for any number of threads that want something of it."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.output_processor import Delta, OutputBuilder, RequestState
+from jaxllm.errors import EngineError, RequestError
+from jaxllm.outputs import RequestOutput
+
+_Item = tuple[str, Delta | BaseException]
+_Queue = queue.SimpleQueue[_Item]  # its put may interrupt anything, itself included: the collector calls it
+
+
+class EngineThread:
+    """Runs an engine for its clients: commands go in, deltas come out by a queue for each call.
+
+    The thread is there while its requests are, so that nothing has to be closed; it ends them when the
+    interpreter exits. While it runs the engine is its own, and requests that a thread had added itself go on
+    with the others.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Nothing runs yet."""
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._live: dict[str, RequestState] = {}
+        self._waiting: list[threading.Event] = []  # for what was commanded to have taken place
+        self._lock = threading.Lock()  # of the thread's beginning and end
+        self._thread: threading.Thread | None = None
+        self._lender: threading.Thread | None = None
+
+    def submit(self, requests: Sequence[tuple[str, dict[str, Any]]], *, stream: bool) -> OutputStream:
+        """Check and queue requests, all or none.
+
+        Args:
+            requests: an id that is never used twice and the arguments of `Engine.prepare`, in order; outputs
+                are called by their places.
+            stream: whether outputs are wanted in every step, not only the last.
+
+        Raises:
+            RequestError, SamplingParamsError: a request is refused; the message names its place.
+            EngineError: the engine has failed, or belongs to a thread that is not the caller.
+        """
+        items: _Queue = queue.SimpleQueue()
+        sink = functools.partial(self._forward, items)
+        prepared: dict[str, tuple[RequestState, OutputBuilder]] = {}
+        for place, (request_id, arguments) in enumerate(requests):
+            try:
+                prepared[request_id] = self._engine.prepare(
+                    request_id, stream=stream, sink=sink, output_id=str(place), **arguments
+                )
+            except RequestError as error:
+                raise type(error)(f"prompt {place}: {error}") from error
+        states = [state for state, _ in prepared.values()]
+        with self._lock:
+            thread = self._thread
+            if thread is None:
+                thread = threading.Thread(target=self._run, name="jaxllm-engine")
+                self._lender = self._engine.hand_over(thread)
+            self._commands.put(functools.partial(self._add, states))
+            if self._thread is None:
+                self._thread = thread
+                thread.start()
+        return OutputStream(self, items, {name: builder for name, (_, builder) in prepared.items()})
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests, and wait until they have; those that have ended are left alone."""
+        done = threading.Event()
+        with self._lock:
+            if self._thread is None:
+                return
+            self._commands.put(functools.partial(self._abort, request_ids, done))
+        done.wait()
+
+    def abort_soon(self, request_ids: Sequence[str]) -> None:
+        """The same without waiting, nor a lock: from wherever the garbage collector runs."""
+        self._commands.put(functools.partial(self._abort, request_ids, None))
+
+    def set_priority(self, request_id: str, priority: int) -> None:
+        """Give a live request another priority; one that has ended is left alone.
+
+        Raises:
+            RequestError: the priority is no integer, or would be ignored.
+        """
+        self._engine.check_priority(priority)
+        self._commands.put(functools.partial(self._set_priority, request_id, priority))
+
+    # In the thread
+
+    def _run(self) -> None:
+        while True:
+            while not self._commands.empty():
+                self._commands.get()()
+            if not threading.main_thread().is_alive():
+                self._end(EngineError("the interpreter exits"))
+            if not (self._live or self._waiting):
+                with self._lock:
+                    if self._commands.empty():
+                        self._thread = None
+                        self._engine.release_to(self._lender)
+                        return
+            try:
+                self._engine.advance()
+            except BaseException as error:
+                self._end(error)
+            finally:
+                waiting, self._waiting = self._waiting, []
+                for event in waiting:
+                    event.set()
+
+    def _forward(self, items: _Queue, state: RequestState, item: Delta | BaseException) -> None:
+        """Put what is new of a request in its queue."""
+        request_id = state.request.request_id
+        if isinstance(item, BaseException) or item.finish_reason is not None:
+            self._live.pop(request_id, None)
+        items.put((request_id, item))
+
+    def _end(self, error: BaseException) -> None:
+        """End all requests with what went wrong. If the engine has failed it has done so already."""
+        for state in list(self._live.values()):
+            if self._engine.is_live(state.request.request_id):
+                self._engine.drop(state.request.request_id)
+            if state.sink is not None:
+                state.sink(state, error)
+
+    def _add(self, states: Sequence[RequestState]) -> None:
+        for state in states:
+            self._live[state.request.request_id] = state
+        try:
+            for state in states:
+                self._engine.add(state)
+        except Exception as error:
+            for state in states:
+                if self._engine.is_live(state.request.request_id):
+                    self._engine.drop(state.request.request_id)
+                if state.request.request_id in self._live and state.sink is not None:
+                    state.sink(state, error)
+
+    def _abort(self, request_ids: Sequence[str], done: threading.Event | None) -> None:
+        for request_id in request_ids:
+            if request_id in self._live:
+                self._engine.abort(request_id)
+        if done is not None:
+            self._waiting.append(done)
+
+    def _set_priority(self, request_id: str, priority: int) -> None:
+        if request_id in self._live:
+            self._engine.set_priority(request_id, priority)
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """Outputs of one call's requests, each time with everything so far; in the order they come.
+
+    Closing it ends the requests that are left; so does dropping it, used or not.
+    """
+
+    def __init__(self, thread: EngineThread, items: _Queue, builders: dict[str, OutputBuilder]) -> None:
+        self._thread, self._items, self._builders = thread, items, builders
+        self._dropped = weakref.finalize(self, thread.abort_soon, tuple(builders))
+        self._dropped.atexit = False
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose last output is still to come."""
+        return len(self._builders)
+
+    def __next__(self) -> RequestOutput:
+        """The next output; waits for it.
+
+        Raises:
+            EngineError: the engine has failed.
+            Exception: what ended all requests, such as an error of a scheduling policy.
+        """
+        if not self._builders:
+            raise StopIteration
+        request_id, item = self._items.get()
+        if isinstance(item, BaseException):
+            self._builders.clear()
+            raise item
+        output = self._builders[request_id].add(item)
+        if output.finished:
+            del self._builders[request_id]
+        return output
+
+    def set_priority(self, place: int, priority: int) -> None:
+        """Give the request at a place of the call another priority, for policies that look at it.
+
+        Raises:
+            RequestError: the priority is no integer, or would be ignored.
+        """
+        for request_id, builder in self._builders.items():
+            if builder.request_id == str(place):
+                self._thread.set_priority(request_id, priority)
+
+    def close(self) -> None:
+        """End the requests that are left, and wait until they hold nothing."""
+        self._dropped.detach()
+        request_ids = tuple(self._builders)
+        self._builders.clear()
+        if request_ids:
+            self._thread.abort(request_ids)

@@ -1,0 +1,114 @@
+"""Reads the files that `jaxllm.sched.ledger` writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import COST_KINDS
+from jaxllm.predictors.online import KindReport
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, Record, StepRecord
+from jaxllm.sched.policies import PreemptionAction, ResumeAction
+
+
+def read_ledger(path: str | Path) -> Ledger:
+    """The ledger that a run wrote to `path`.
+
+    Raises:
+        ConfigError: a line is not one of a ledger's, or time goes back from one step to the next; the last
+            line may be cut off, as a killed run leaves it.
+    """
+    ledger = Ledger()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a ledger's, which are text in UTF-8: {error}") from None
+    last_time = -math.inf
+    for number, values in _objects(lines, str(path)):
+        kind = values.pop("record", None)
+        values.pop("regret_seconds", None)
+        try:
+            if kind == "preemption":
+                preemption = PreemptionRecord(**values)
+                _check_types(preemption)
+                ledger.preemptions.append(preemption)
+            elif kind == "step":
+                step = StepRecord(**values)
+                _check_types(step)
+                if step.time < last_time:
+                    raise TypeError(f"time={step.time} is before {last_time}, of the step before: two runs?")
+                last_time = step.time
+                ledger.steps.append(step)
+            elif kind == "predictions":
+                of_kind = values.pop("kind", None)
+                if of_kind not in COST_KINDS:
+                    raise TypeError(f"kind={of_kind!r} is none of {', '.join(COST_KINDS)}")
+                report = KindReport(**values)
+                _check_types(report)
+                ledger.predictions[of_kind] = report
+            else:
+                raise TypeError(f"record={kind!r} is neither 'preemption' nor 'step' nor 'predictions'")
+        except TypeError as error:
+            raise ConfigError(f"{path}, line {number} is not a ledger's: {error}") from None
+    return ledger
+
+
+def _objects(lines: Sequence[str], path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) > 1:
+                return
+            raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}, line {number} must be a JSON object")
+        yield number, values
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(cast(float, value))
+
+
+def _is_scores(value: object) -> bool:
+    pairs = value if isinstance(value, list) else [None]
+    return all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and type(pair[1]) in (int, float)
+        for pair in pairs
+    )
+
+
+_ACTIONS = [action.value for action in PreemptionAction]
+_RESUME_ACTIONS = [None, *(action.value for action in ResumeAction)]
+_IS_OF_TYPE: dict[str, Callable[[object], bool]] = {
+    "int": lambda value: type(value) is int,
+    "float": _is_number,
+    "str": lambda value: isinstance(value, str),
+    "list[tuple[str, float]]": _is_scores,
+}
+
+
+def _check_types(record: Record) -> None:
+    """Refuse fields that a run would not have written.
+
+    Raises:
+        TypeError: one is of another type, not finite, or no action.
+    """
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        kind, _, none = str(field.type).partition(" | ")
+        if not ((none and value is None) or _IS_OF_TYPE[kind](value)):
+            raise TypeError(f"{field.name}={value!r} is not {field.type}")
+    if isinstance(record, PreemptionRecord):
+        if record.action not in _ACTIONS:
+            raise TypeError(f"action={record.action!r} is none of {', '.join(_ACTIONS)}")
+        if record.resume_action not in _RESUME_ACTIONS:
+            raise TypeError(f"resume_action={record.resume_action!r} is none of {_RESUME_ACTIONS}")

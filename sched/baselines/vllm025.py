@@ -1,0 +1,207 @@
+"""vLLM 0.2.5's scheduler for single-sequence requests, decision by decision.
+
+Prefills go first while nothing is swapped; an iteration prefills or decodes. What no later system shares
+is kept here: prompt batches are padded to their longest prompt, a request decodes only while a block is free
+even if its last one has room, and swapped requests ask for more room than they need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxllm.errors import ConfigError
+from jaxllm.sched.plan import Plan
+from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision
+from jaxllm.sched.policies.priority import FCFSPriority, PriorityPolicy
+from jaxllm.sched.queues import Verdict
+from jaxllm.sched.state import SchedulerState
+from jaxllm.types import Request
+
+_WATERMARK = 0.01
+_MAX_PADDINGS = 256
+_DROP, _SWAP = Decision(PreemptionAction.RECOMPUTE), Decision(PreemptionAction.SWAP)
+_AT_ONCE = ResumeDecision(ResumeAction.AT_ONCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class VLLM025:
+    """vLLM 0.2.5: first come first served, the latest arrival is preempted.
+
+    Args:
+        swaps: "never" drops victims, to be prefilled again. The others swap them out, and start a request
+            only if all that started could end in host memory, each at its greatest length: within the "host"
+            pool, or within "both" pools less the largest request. vLLM has no such rule and fails when the
+            host pool is full; AdaptiveLLM describes its vLLM_s, which swaps, as running smaller batches.
+
+    Raises:
+        ConfigError: there is no such rule.
+    """
+
+    swaps: Literal["never", "host", "both"] = "never"
+
+    def __post_init__(self) -> None:
+        if self.swaps not in ("never", "host", "both"):
+            raise ConfigError(f"swaps={self.swaps!r} is unknown: use 'never', 'host' or 'both'")
+
+    @property
+    def priority(self) -> PriorityPolicy:
+        """First come, first served."""
+        return FCFSPriority()
+
+    @property
+    def length(self) -> None:
+        """Nothing is predicted."""
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether it can ask for host memory."""
+        return self.swaps != "never"
+
+    @property
+    def needs_host_pool(self) -> bool:
+        """Whether it starts only what fits host memory."""
+        return self.swaps == "host"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Neither priorities nor deadlines."""
+        return ()
+
+    def planner(self, state: SchedulerState) -> VLLM025Planner:
+        """What decides."""
+        return VLLM025Planner(state, self)
+
+
+class VLLM025Planner:
+    """Plans as vLLM 0.2.5's `Scheduler._schedule` does."""
+
+    def __init__(self, state: SchedulerState, rules: VLLM025) -> None:
+        """Reads `state`."""
+        self._state, self._rules = state, rules
+
+    def plan(self, now: float) -> Plan:
+        """The next iteration."""
+        state = self._state
+        plan = Plan(is_repeatable=False)  # it wants a free block for each, every time
+        if state.prompts or not state.swapped:
+            self._prefill(plan, now)
+        if plan.chunks or plan.starting:
+            plan.decodes = False
+            return plan
+        requests, growing = state.running.requests, set(state.running.growing)
+        num_kept, num_growing = len(requests), len(growing)
+        num_free, num_host_free = state.pool.num_free, state.copies.num_free
+        while num_kept > 1:
+            # A free block is asked for on behalf of each request in turn, also of one that needs none.
+            needs_spare = requests[num_kept - 1] not in growing
+            if num_growing + needs_spare <= num_free:
+                break
+            num_kept -= 1
+            victim = requests[num_kept]
+            is_swap = self._rules.may_swap and len(victim.block_ids) <= num_host_free
+            plan.victims.append((victim, _SWAP if is_swap else _DROP))
+            num_growing -= victim in growing
+            num_free += len(victim.block_ids)
+            num_host_free -= len(victim.block_ids) * is_swap
+        if state.swapped and not plan.victims:
+            self._swap_in(plan, num_free - num_growing, now)
+        return plan
+
+    def _prefill(self, plan: Plan, now: float) -> None:
+        """Add the prompt that spans iterations, and those that start, as many as fit a padded batch."""
+        state, pool, config = self._state, self._state.pool, self._state.config
+        budget, num_free = config.max_num_batched_tokens, pool.num_free
+        lengths: list[int] = []
+        for request in state.prompts:
+            num_free -= pool.blocks_for(request.num_tokens) - len(request.block_ids)
+            lengths.append(min(request.num_tokens - request.num_computed_tokens, budget))
+            plan.chunks.append((request, lengths[-1]))
+        num_slots = min(
+            len(state.free_slots), (config.max_prefill_seqs or config.max_num_seqs) - len(lengths)
+        )
+        if num_slots < 1 or not state.waiting:
+            return
+        bound = self._worst_case()
+
+        def judge(request: Request) -> Verdict:
+            nonlocal num_free
+            num_needed = pool.blocks_for(request.num_tokens)
+            if len(plan.starting) == num_slots or num_needed > num_free or request.num_in_flight:
+                return Verdict.STOP
+            length = min(request.num_tokens, budget)
+            padded = (len(lengths) + 1) * max(length, *lengths) if lengths else length
+            if lengths and (
+                request.num_tokens > budget - sum(lengths)
+                or padded > budget
+                or padded - sum(lengths) - length > _MAX_PADDINGS
+            ):
+                return Verdict.STOP
+            if num_free < pool.num_blocks or state.swapped:  # who has the pool to itself always starts
+                if num_free - num_needed < int(_WATERMARK * pool.num_blocks):
+                    return Verdict.STOP
+                if bound is not None and not bound.admits(request):
+                    return Verdict.STOP
+            if bound is not None:
+                bound.add(request)
+            num_free -= num_needed
+            lengths.append(length)
+            plan.starting.append((request, length))
+            return Verdict.TAKE
+
+        state.waiting.visit(now, judge)
+
+    def _worst_case(self) -> _WorstCase | None:
+        """What those who started may need in host memory, if that bounds who starts."""
+        state = self._state
+        if not self._rules.may_swap:
+            return None
+        num_device = state.pool.num_blocks if self._rules.swaps == "both" else 0
+        worst = _WorstCase(state.pool.block_size, state.copies.num_blocks, num_device)
+        for request in (*state.running, *state.prompts, *state.swapped):
+            worst.add(request)
+        return worst
+
+    def _swap_in(self, plan: Plan, num_free: int, now: float) -> None:
+        """Add swapped requests that fit with a block to spare and the watermark."""
+        state, pool = self._state, self._state.pool
+        num_slots = len(state.free_slots)
+
+        def judge(request: Request) -> Verdict:
+            nonlocal num_free
+            num_needed = pool.blocks_for(request.num_tokens)
+            if len(plan.resuming) == num_slots or num_needed > num_free or request.num_in_flight:
+                return Verdict.STOP
+            num_spare = 1 + int(_WATERMARK * pool.num_blocks)
+            num_held = pool.blocks_for(request.num_computed_tokens)
+            if num_free < pool.num_blocks and num_held + num_spare > num_free:
+                return Verdict.STOP
+            num_free -= num_needed
+            plan.resuming.append((request, _AT_ONCE, 1))
+            return Verdict.TAKE
+
+        state.swapped.visit(now, judge)
+
+
+@dataclasses.dataclass(slots=True)
+class _WorstCase:
+    """Blocks of requests at their greatest lengths, against a limit."""
+
+    block_size: int
+    num_host_blocks: int
+    num_device_blocks: int
+    total: int = 0
+    largest: int = 0
+
+    def add(self, request: Request) -> None:
+        size = self._size(request)
+        self.total, self.largest = self.total + size, max(self.largest, size)
+
+    def admits(self, request: Request) -> bool:
+        size, limit = self._size(request), self.num_host_blocks
+        if self.num_device_blocks:
+            limit += self.num_device_blocks - max(self.largest, size)
+        return self.total + size <= limit
+
+    def _size(self, request: Request) -> int:
+        return -(-(request.max_total_tokens - 1) // self.block_size)

@@ -1,0 +1,442 @@
+"""What an iteration is to do, decided without changing anything: the planner of a `SchedulerPolicy`."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from typing import Protocol
+
+from jaxllm.errors import ConfigError
+from jaxllm.sched.policies import (
+    Decision,
+    IterationState,
+    PoolState,
+    PreemptionAction,
+    ResumeAction,
+    ResumeDecision,
+    SchedulerPolicy,
+)
+from jaxllm.sched.queues import Verdict
+from jaxllm.sched.state import SchedulerState
+from jaxllm.types import Request, RequestStatus
+
+_FULL = 0.9
+"""Share of a program's rows from which on it is not worth cutting prompts for a smaller one."""
+
+
+@dataclasses.dataclass(slots=True)
+class Plan:
+    """An iteration: who decodes, who computes how many prompt tokens, who gives up blocks, who takes some.
+
+    Attributes:
+        decodes: whether the running requests compute their next tokens.
+        chunks: requests under way, and how many of their prompt tokens are computed.
+        victims: who is preempted, and what becomes of it, in this order.
+        scores: the victims' ids and scores, and those of the holder that would have been next.
+        resuming: swapped requests that take blocks, how they come back, and how many tokens they compute.
+        starting: waiting requests that take blocks, and how many tokens they compute.
+        reserved: the request that is the only one to take blocks, since it was passed over so often.
+        is_repeatable: whether the next iteration would be the same, if nothing happens, while blocks suffice.
+    """
+
+    decodes: bool = True
+    chunks: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
+    victims: list[tuple[Request, Decision]] = dataclasses.field(default_factory=list)
+    scores: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    resuming: list[tuple[Request, ResumeDecision, int]] = dataclasses.field(default_factory=list)
+    starting: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
+    reserved: Request | None = None
+    is_repeatable: bool = True
+
+    @property
+    def is_only_decode(self) -> bool:
+        """Whether nothing happens but that the running requests decode."""
+        return self.decodes and not (self.chunks or self.victims or self.resuming or self.starting)
+
+
+class Planner(Protocol):
+    """Decides iterations. It may raise: nothing has changed then."""
+
+    def plan(self, now: float) -> Plan | None:
+        """The next iteration; None if somebody whose copy is on its way must join first."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Room:
+    """What is left for those who return or start."""
+
+    num_blocks: int
+    num_tokens: int
+    num_slots: int
+    num_chunks: int
+
+
+class PolicyPlanner:
+    """Plans as a `SchedulerPolicy` answers.
+
+    The running requests' next tokens come first, then the prompts under way, in chunks; then those who return
+    or start, until the budget or the blocks are used up. Where blocks run out for the first two, holders are
+    preempted, and nobody returns or starts.
+    """
+
+    def __init__(self, state: SchedulerState, policy: SchedulerPolicy) -> None:
+        """Reads `state`."""
+        self._state, self._policy = state, policy
+        self._mixes = policy.iterations.mixes
+        self._max_chunks = state.config.max_prefill_seqs or state.config.max_num_seqs
+        skips = policy.restore.skips
+        # What the visit of a request leads to that is too large, and of one that does not suit now.
+        self._too_large = Verdict.SKIP if skips else Verdict.STOP
+        self._unsuited = Verdict.SKIP_ONE if skips else Verdict.STOP
+
+    def plan(self, now: float) -> Plan | None:
+        """The next iteration."""
+        state = self._state
+        plan, num_tokens = Plan(), 0
+        if state.prompts or state.is_queued or state.copies.num_loading:
+            num_tokens = self._num_prompt_tokens()
+            self._go_on(plan, num_tokens)
+        num_free = state.pool.num_free - self._num_needed(plan)
+        if num_free < 0:
+            if state.num_holders == 1 and state.copies.num_loading:
+                return None  # so that there is somebody to preempt
+            self._preempt(plan, num_tokens, now)
+        elif state.is_queued:
+            self._take_in(plan, num_tokens, num_free, now)
+        if not (state.running or plan.chunks or plan.starting or plan.resuming) and state.copies.num_loading:
+            return None
+        if plan.chunks or plan.starting:
+            self._fit_program(plan)
+        return plan
+
+    def _num_prompt_tokens(self) -> int:
+        """Most prompt tokens of the iteration."""
+        state, policy = self._state, self._policy.iterations
+        under_way = [request.num_tokens - request.num_computed_tokens for request in state.prompts]
+        backlog = state.waiting.num_tokens + sum(under_way)
+        num_decodes, budget = len(state.running), state.config.max_num_batched_tokens
+        asked = IterationState(num_decodes, state.running.num_tokens, backlog, budget)
+        answer = policy.num_prompt_tokens(asked)
+        if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
+            raise ConfigError(f"{policy} lets {answer!r} prompt tokens ride; it must be an integer from 0 up")
+        answer = min(answer, budget - num_decodes if self._mixes else budget)
+        return answer if num_decodes else max(answer, 1)
+
+    # Those who hold blocks
+
+    def _go_on(self, plan: Plan, num_tokens: int) -> None:
+        """Let the running requests go on, and as much of the prompts under way as `num_tokens` allow."""
+        gone = {request for request, _ in plan.victims}
+        plan.chunks = []
+        for request in self._state.prompts[: self._max_chunks + len(gone)]:
+            length = min(request.num_tokens - request.num_computed_tokens, num_tokens)
+            if length <= 0 or len(plan.chunks) == self._max_chunks:
+                break
+            if request not in gone:
+                plan.chunks.append((request, length))
+                num_tokens -= length
+        plan.decodes = self._mixes or not plan.chunks
+
+    def _num_needed(self, plan: Plan) -> int:
+        """Blocks that those who go on need."""
+        num_needed = len(self._state.running.growing) if plan.decodes else 0
+        return num_needed + sum([self._num_missing(*chunk) for chunk in plan.chunks])
+
+    def _num_missing(self, request: Request, length: int) -> int:
+        return self._state.num_missing(request, request.num_computed_tokens + length)
+
+    def _preempt(self, plan: Plan, num_tokens: int, now: float) -> None:
+        """Add victims to `plan` until the blocks that the others need are free; one holder stays."""
+        state = self._state
+        order = self._victim_order(now)
+        pools = state.pools(state.pool.num_free, state.copies.num_free, mixes=self._mixes)
+        growing = set(state.running.growing)
+        num_spared = 0  # blocks that victims among the running ones do not need
+        num_needed = self._num_needed(plan)
+        while num_needed - num_spared * plan.decodes > pools.num_free and len(order) > 1:
+            key, _, victim = heapq.heappop(order)
+            pools = self._give_up(plan, victim, key[1], pools, now)
+            num_spared += victim in growing
+            if victim in state.prompts:
+                self._go_on(plan, num_tokens)
+                num_needed = self._num_needed(plan)
+        if not (pools.num_running or plan.chunks):
+            self._go_on(plan, 1)
+        plan.scores.append(_next_score(order))
+
+    def _victim_order(self, now: float) -> list[tuple[tuple[int, float], int, Request]]:
+        """A heap of all holders, the first to lose its blocks first; protected ones last, by arrival."""
+        policy, order = self._policy.victim, []
+        for request in (*self._state.running, *self._state.prompts):
+            score = policy.score(request, now)
+            if score is None or score != score:
+                raise ConfigError(f"{policy} scores {request!r} with {score!r}, which is not a number")
+            key = (1, 0.0) if request.is_protected else (0, score)
+            order.append((key, -request.arrival_index, request))
+        heapq.heapify(order)
+        return order
+
+    def _give_up(self, plan: Plan, victim: Request, score: float, pools: PoolState, now: float) -> PoolState:
+        """Add a victim to `plan`; returns the pools without it."""
+        is_running = victim in self._state.running
+        num_running = pools.num_running - is_running
+        num_tokens = pools.num_context_tokens - is_running * victim.num_tokens
+        pools = pools._replace(num_running=num_running, num_context_tokens=num_tokens)
+        policy = self._policy.action
+        decision = policy.choose(victim, pools, now)
+        if not isinstance(decision, Decision) or not isinstance(decision.action, PreemptionAction):
+            raise ConfigError(f"{policy} answered {decision!r}, which is not a Decision")
+        check_seconds(policy, decision.swap_seconds, decision.recompute_seconds, decision.copy_seconds)
+        num_host_free, num_copied = pools.num_host_free, 0
+        if not (self._mixes or is_running):  # it would come back into a decode iteration
+            decision = decision._replace(action=PreemptionAction.RECOMPUTE)
+        if decision.action is PreemptionAction.SWAP:
+            num_copied = self._state.pool.blocks_for(victim.num_computed_tokens)
+            if not 0 < num_copied <= num_host_free:
+                raise ConfigError(
+                    f"{policy} swaps {num_copied} blocks; {num_host_free} of {pools.num_host_blocks} host "
+                    "blocks are free: drop the victim or raise num_host_blocks"
+                )
+        plan.victims.append((victim, decision))
+        plan.scores.append((victim.request_id, score))
+        return pools._replace(
+            num_free=pools.num_free + len(victim.block_ids),
+            num_host_free=num_host_free - num_copied,
+            num_leaving=pools.num_leaving + num_copied,
+        )
+
+    # Those who want some
+
+    def _take_in(self, plan: Plan, num_tokens: int, num_free: int, now: float) -> None:
+        """Add to `plan` who resumes or starts within so many tokens and blocks."""
+        state, restore = self._state, self._policy.restore
+        for request in state.prompts:  # what they still need is theirs
+            num_free -= state.pool.blocks_for(request.num_tokens) - len(request.block_ids)
+        if not plan.decodes:
+            num_free -= len(state.running.growing)  # they go on next
+        for request, length in plan.chunks:
+            num_free += self._num_missing(request, length)  # which was taken off before
+            num_tokens -= length
+        num_chunks = self._max_chunks - len(plan.chunks)
+        room = _Room(num_free, num_tokens, len(state.free_slots), num_chunks)
+        first = state.first_queued()
+        patience = self._policy.patience
+        if patience is not None and first is not None:
+            if first.num_passed >= patience:
+                plan.reserved = first
+                self._take_only(plan, first, room)
+                return
+            room.num_slots = min(room.num_slots, patience - first.num_passed)
+        alone = dataclasses.replace(room)
+        waits = restore.is_exclusive and len(state.swapped) > 0
+        # Where a copy is all there is to wait for, no other is put before it.
+        is_free = state.num_holders > 0 or not state.copies.num_loading
+        resuming = self._resumable(room, now) if is_free and (self._mixes or not plan.chunks) else []
+        starting = [] if waits else self._startable(alone, bool(plan.chunks), now)
+        if resuming and starting:
+            waiting, swapped = [one[0] for one in starting], [one[0] for one in resuming]
+            if restore.swaps_in(waiting, swapped, now):
+                starting = self._startable(room, bool(plan.chunks), now) if self._mixes else []
+            else:
+                resuming = self._resumable(alone, now) if self._mixes else []
+        elif not (resuming or starting or state.num_holders or state.copies.num_loading):
+            # Nothing will ever change: whoever was put off goes.
+            resuming = self._resumable(room, now, put_off=False)
+        if not (state.running or plan.chunks or starting) and resuming:  # nothing else to do than to wait
+            request, decision, length = resuming[0]
+            length = max(1, min(length or request.num_tokens - request.num_computed_tokens, num_tokens))
+            resuming[0] = request, decision._replace(action=ResumeAction.AT_ONCE), length
+        plan.resuming, plan.starting = resuming, starting
+        plan.decodes = plan.decodes and (self._mixes or not starting)
+        if not (resuming or starting):
+            self._outrank(plan, room, now)
+
+    def _take_only(self, plan: Plan, request: Request, room: _Room) -> None:
+        """Let this one take blocks, if there are enough, and nobody else."""
+        has_room = self._state.pool.blocks_for(request.num_tokens) <= room.num_blocks
+        is_free = min(room.num_slots, room.num_tokens, room.num_chunks) > 0
+        if not (has_room and is_free) or request.num_in_flight:
+            return
+        length = min(request.num_tokens - request.num_computed_tokens, room.num_tokens)
+        if request.status is RequestStatus.SWAPPED and (self._mixes or not plan.chunks):
+            plan.resuming = [(request, ResumeDecision(ResumeAction.AT_ONCE), length)]
+        elif request.status is RequestStatus.WAITING:
+            plan.starting = [(request, length)]
+            plan.decodes = self._mixes
+
+    def _startable(self, room: _Room, has_chunks: bool, now: float) -> list[tuple[Request, int]]:
+        """Waiting requests that fit into `room`, and how many tokens they compute; takes that off."""
+        state, admission = self._state, self._policy.admission
+        pool, waiting = state.pool, state.waiting
+        if not waiting or min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
+            return []
+        if pool.blocks_for(waiting.min_num_tokens) > room.num_blocks:
+            return []
+        starting: list[tuple[Request, int]] = []
+        pools: PoolState | None = None
+
+        def judge(request: Request) -> Verdict:
+            nonlocal pools
+            if min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
+                return Verdict.STOP
+            num_tokens = request.num_tokens
+            num_needed = pool.blocks_for(num_tokens)
+            if num_needed > room.num_blocks:
+                return self._too_large
+            if num_tokens > room.num_tokens and not self._mixes and (starting or has_chunks):
+                return self._too_large  # only the first prompt of a prefill is split
+            if request.num_in_flight:
+                return self._unsuited  # just preempted: its newest token is not known yet
+            # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
+            if room.num_blocks < pool.num_blocks or state.swapped:
+                if pools is None:
+                    pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
+                    pools = pools._replace(num_started=pools.num_started + len(starting))
+                if not admission.admits(request, num_needed, pools):
+                    return self._too_large
+            length = min(num_tokens, room.num_tokens)
+            room.num_blocks -= num_needed
+            room.num_tokens -= length
+            room.num_slots -= 1
+            room.num_chunks -= 1
+            if pools is not None:
+                pools = pools._replace(num_free=room.num_blocks, num_started=pools.num_started + 1)
+            starting.append((request, length))
+            return Verdict.TAKE
+
+        waiting.visit(now, judge, self._least_too_long(room))
+        return starting
+
+    def _resumable(
+        self, room: _Room, now: float, *, put_off: bool = True
+    ) -> list[tuple[Request, ResumeDecision, int]]:
+        """Swapped requests that fit into `room` with their next token, and how they come back, as above.
+
+        Without `put_off` the policy is not asked, and the first that fits resumes at once, alone.
+        """
+        state, pool, policy = self._state, self._state.pool, self._policy.resume
+        if not state.swapped or min(room.num_slots, room.num_blocks, room.num_tokens) < 1:
+            return []
+        resuming: list[tuple[Request, ResumeDecision, int]] = []
+        pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
+
+        def judge(request: Request) -> Verdict:
+            nonlocal pools
+            if min(room.num_slots, room.num_tokens) < 1 or (resuming and not put_off):
+                return Verdict.STOP
+            num_needed = pool.blocks_for(request.num_tokens)
+            if num_needed > room.num_blocks:
+                return self._too_large
+            num_left = request.num_tokens - request.num_computed_tokens
+            if request.num_in_flight or (num_left > 1 and room.num_chunks < 1):
+                return self._unsuited
+            decision = ResumeDecision(ResumeAction.AT_ONCE)
+            if put_off:
+                copied_out_at = state.copied_out_at.get(request.request_id, now)
+                decision = policy.choose(request, copied_out_at, pools, now)
+                if not isinstance(decision, ResumeDecision) or not isinstance(decision.action, ResumeAction):
+                    raise ConfigError(f"{policy} answered {decision!r}, which is not a ResumeDecision")
+                check_seconds(policy, decision.swap_seconds, decision.copy_seconds)
+            if decision.action is ResumeAction.LATER:
+                return Verdict.STOP
+            length = 0
+            if decision.action is ResumeAction.AT_ONCE:
+                length = min(num_left, room.num_tokens)
+            room.num_blocks -= num_needed
+            room.num_tokens -= length
+            room.num_slots -= 1
+            room.num_chunks -= num_left > 1
+            until = max(now, pools.copy_in_until) + (decision.copy_seconds or 0.0)
+            pools = pools._replace(num_free=room.num_blocks, copy_in_until=until)
+            resuming.append((request, decision, length))
+            return Verdict.TAKE
+
+        state.swapped.visit(now, judge, self._least_too_long(room))
+        return resuming
+
+    def _least_too_long(self, room: _Room) -> float:
+        """Tokens that the blocks do not hold, if requests of so many may be passed over."""
+        return room.num_blocks * self._state.pool.block_size + 1 if self._policy.restore.skips else math.inf
+
+    def _outrank(self, plan: Plan, room: _Room, now: float) -> None:
+        """Let the most urgent queued request take the room of holders, if the policy says so."""
+        state, policy = self._state, self._policy
+        heads: list[Request] = []
+
+        def look(request: Request) -> Verdict:
+            heads.append(request)
+            return Verdict.STOP
+
+        for queue in (state.waiting, state.swapped):
+            queue.visit(now, look)
+        _, _, queued = min((-policy.priority.score(one, now), one.arrival_index, one) for one in heads)
+        is_waiting = queued.status is RequestStatus.WAITING
+        if not plan.decodes or queued.num_in_flight or min(room.num_tokens, room.num_chunks) < 1:
+            return
+        num_needed = state.pool.blocks_for(queued.num_tokens)
+        order = self._victim_order(now)
+        pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
+        found = Plan()
+        while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
+            key, _, victim = heapq.heappop(order)
+            if key[0] or not policy.victim.outranks(queued, victim, now):
+                return
+            pools = self._give_up(found, victim, key[1], pools, now)
+        if pools.num_free < num_needed or not found.victims:
+            return
+        if is_waiting and not policy.admission.admits(queued, num_needed, pools):
+            return
+        gone = {request for request, _ in found.victims}
+        plan.chunks = [(request, length) for request, length in plan.chunks if request not in gone]
+        plan.victims, plan.scores = found.victims, found.scores
+        if order:
+            plan.scores.append(_next_score(order))
+        length = min(queued.num_tokens - queued.num_computed_tokens, room.num_tokens)
+        if is_waiting:
+            plan.starting, plan.decodes = [(queued, length)], self._mixes
+        else:
+            plan.resuming = [(queued, ResumeDecision(ResumeAction.AT_ONCE), length)]
+
+    def _fit_program(self, plan: Plan) -> None:
+        """Cut prompts so that they fill a program of the executor's, where that computes less in vain."""
+        state, sizes = self._state, self._state.config.program_sizes
+        num_decodes = len(state.running) * plan.decodes + sum(length for _, _, length in plan.resuming)
+        total = num_decodes + sum(length for _, length in (*plan.chunks, *plan.starting))
+        size = next((size for size in sizes if size >= total), 0)
+        smaller = max((size for size in sizes if size <= total), default=0)
+        if total >= _FULL * size or smaller <= num_decodes:
+            return
+        rest = total - smaller
+        if len(state.waiting) == len(plan.starting):  # nobody else will fill the program of the rest
+            later = next((size for size in sizes if size >= num_decodes + rest), size)
+            if smaller + later - num_decodes >= size:
+                return
+        for of in (plan.starting, plan.chunks):
+            while of and rest:
+                request, length = of.pop()
+                if length > rest:
+                    of.append((request, length - rest))
+                rest -= min(rest, length)
+
+
+def check_seconds(policy: object, *predicted: float | None) -> None:
+    """Refuse predictions that are no seconds.
+
+    Raises:
+        ConfigError: one is neither None nor a finite number of at least 0.
+    """
+    for seconds in predicted:
+        try:
+            is_wrong = seconds is not None and not 0.0 <= seconds < math.inf
+        except TypeError:
+            is_wrong = True
+        if is_wrong:
+            raise ConfigError(f"{policy} predicted {seconds!r} s; predict seconds of at least 0, or None")
+
+
+def _next_score(order: list[tuple[tuple[int, float], int, Request]]) -> tuple[str, float]:
+    """Id and score of the holder that would be preempted next."""
+    (_, score), _, request = order[0]
+    return request.request_id, score

@@ -1,0 +1,234 @@
+"""Scheduling policies: one small class per question the scheduler asks.
+
+Who is most urgent?
+    `PriorityPolicy` (`.priority`, `.orders`): `FCFSPriority`, `FairPriority`, `PriorityClasses`,
+    `EarliestDeadline`, `ShortestJob`, `LeastWorkLeft`, `MultiLevelFeedback`.
+May this waiting request start now?
+    `AdmissionPolicy` (`.admission`): `WatermarkAdmission`.
+How many prompt tokens ride in an iteration?
+    `IterationPolicy` (`.iterations`): `MixedIterations`, `PacedIterations`, `SeparateIterations`.
+Whom to preempt when blocks run out?
+    `VictimPolicy` (`.victims`): `LatestArrivalVictim`, `LeastUrgentVictim`, `OutrankedVictim`.
+What becomes of the victim's KV?
+    `ActionPolicy` (`.actions`): `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`, `OverlapAwareAction`.
+How does a swapped request come back?
+    `ResumePolicy` (`.resume`): `ResumeAtOnce`, `OverlapAwareResume`.
+In which order do requests start, resume and go on?
+    `RestorePolicy` (`.order`): `MoreUrgentFirst`, `ResumeFirst`.
+How long will its output be?
+    `LengthPolicy` (`jaxllm.predictors.lengths`): `ValuePredictor`, `RangePredictor`, `RankPredictor`,
+    `TrueLength`.
+
+Policies only read requests and never change them. `now` is seconds of the engine's clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.lengths import LengthPolicy
+from jaxllm.sched.policies.actions import (
+    ActionPolicy,
+    AdaptiveAction,
+    AlwaysRecompute,
+    Decision,
+    OverlapAwareAction,
+    PreemptionAction,
+    SwapIfItFits,
+)
+from jaxllm.sched.policies.admission import AdmissionPolicy, WatermarkAdmission
+from jaxllm.sched.policies.iterations import (
+    IterationPolicy,
+    IterationState,
+    MixedIterations,
+    PacedIterations,
+    SeparateIterations,
+)
+from jaxllm.sched.policies.order import MoreUrgentFirst, RestorePolicy, ResumeFirst
+from jaxllm.sched.policies.orders import (
+    EarliestDeadline,
+    LeastWorkLeft,
+    MultiLevelFeedback,
+    PriorityClasses,
+    ShortestJob,
+)
+from jaxllm.sched.policies.priority import FairPriority, FCFSPriority, PriorityPolicy
+from jaxllm.sched.policies.resume import (
+    OverlapAwareResume,
+    ResumeAction,
+    ResumeAtOnce,
+    ResumeDecision,
+    ResumePolicy,
+)
+from jaxllm.sched.policies.victims import (
+    LatestArrivalVictim,
+    LeastUrgentVictim,
+    OutrankedVictim,
+    VictimPolicy,
+)
+from jaxllm.sched.pressure import PoolState, RecentPressure
+
+if TYPE_CHECKING:
+    from jaxllm.sched.plan import Planner
+    from jaxllm.sched.state import SchedulerState
+
+__all__ = [
+    "QUESTIONS",
+    "ActionPolicy",
+    "AdaptiveAction",
+    "AdmissionPolicy",
+    "AlwaysRecompute",
+    "Decision",
+    "EarliestDeadline",
+    "FCFSPriority",
+    "FairPriority",
+    "IterationPolicy",
+    "IterationState",
+    "LatestArrivalVictim",
+    "LeastUrgentVictim",
+    "LeastWorkLeft",
+    "LengthPolicy",
+    "MixedIterations",
+    "MoreUrgentFirst",
+    "MultiLevelFeedback",
+    "OutrankedVictim",
+    "OverlapAwareAction",
+    "OverlapAwareResume",
+    "PacedIterations",
+    "PoolState",
+    "PreemptionAction",
+    "PriorityClasses",
+    "PriorityPolicy",
+    "RecentPressure",
+    "RestorePolicy",
+    "ResumeAction",
+    "ResumeAtOnce",
+    "ResumeDecision",
+    "ResumeFirst",
+    "ResumePolicy",
+    "SchedulerPolicy",
+    "SchedulingPolicy",
+    "SeparateIterations",
+    "ShortestJob",
+    "SwapIfItFits",
+    "VictimPolicy",
+    "WatermarkAdmission",
+    "members_of",
+]
+
+QUESTIONS: Mapping[str, type] = {
+    "priority": PriorityPolicy,
+    "admission": AdmissionPolicy,
+    "iterations": IterationPolicy,
+    "victim": VictimPolicy,
+    "action": ActionPolicy,
+    "resume": ResumePolicy,
+    "restore": RestorePolicy,
+    "length": LengthPolicy,
+}
+"""What each part of a `SchedulerPolicy` must be."""
+
+
+def members_of(protocol: type) -> dict[str, Any]:
+    """What a policy of this protocol is asked: its methods and properties by name."""
+    return {name: member for name, member in vars(protocol).items() if not name.startswith("_")}
+
+
+class SchedulingPolicy(Protocol):
+    """What a scheduler is made with: a `SchedulerPolicy`, or a baseline that plans in its own way."""
+
+    @property
+    def priority(self) -> PriorityPolicy:
+        """The order of the queues."""
+        ...
+
+    @property
+    def length(self) -> LengthPolicy | None:
+        """Predicts outputs' lengths, if anything does."""
+        ...
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether it can ask for host memory."""
+        ...
+
+    @property
+    def needs_host_pool(self) -> bool:
+        """Whether it starts only what fits host memory."""
+        ...
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What of a request's `priority` and `deadline` it looks at."""
+        ...
+
+    def planner(self, state: SchedulerState) -> Planner:
+        """What decides the iterations."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerPolicy:
+    """One policy per question; the defaults are today's vLLM's (V1).
+
+    Args:
+        priority, admission, iterations, victim, action, resume, restore: see the module.
+        length: predicts outputs' lengths for policies that weigh them (`Request.predicted_tokens`); None
+            predicts nothing.
+        patience: how many others at most start or resume while the request that arrived first, of those
+            without blocks, is passed over. After that nobody does until it has, and then it keeps its blocks
+            as long as anybody else can be preempted: so every request ends. None bounds nothing.
+
+    Raises:
+        ConfigError: a part lacks what it is asked, or `patience` is no positive integer.
+    """
+
+    priority: PriorityPolicy = dataclasses.field(default_factory=FCFSPriority)
+    admission: AdmissionPolicy = dataclasses.field(default_factory=WatermarkAdmission)
+    iterations: IterationPolicy = dataclasses.field(default_factory=MixedIterations)
+    victim: VictimPolicy = dataclasses.field(default_factory=LatestArrivalVictim)
+    action: ActionPolicy = dataclasses.field(default_factory=AlwaysRecompute)
+    resume: ResumePolicy = dataclasses.field(default_factory=ResumeAtOnce)
+    restore: RestorePolicy = dataclasses.field(default_factory=lambda: ResumeFirst(skips=False))
+    length: LengthPolicy | None = None
+    patience: int | None = 1024
+
+    def __post_init__(self) -> None:
+        for question, protocol in QUESTIONS.items():
+            policy, asked = getattr(self, question), members_of(protocol)
+            if policy is None and question == "length":
+                continue
+            if isinstance(policy, type) or not all(hasattr(policy, name) for name in asked):
+                raise ConfigError(
+                    f"{question}={policy!r} does not answer the question: it must be an object that has "
+                    f"{', '.join(asked)} ({protocol.__module__}.{protocol.__name__})"
+                )
+        patience = self.patience
+        if patience is not None and (
+            isinstance(patience, bool) or not isinstance(patience, int) or patience < 1
+        ):
+            raise ConfigError(f"patience must be None or an integer of at least 1, got {patience!r}")
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether it can ask for host memory."""
+        return not isinstance(self.action, AlwaysRecompute)
+
+    @property
+    def needs_host_pool(self) -> bool:
+        """Whether it starts only what fits host memory."""
+        return False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What of `priority` and `deadline` it looks at; all of it if its priority does not say."""
+        return tuple(getattr(self.priority, "reads", ("priority", "deadline")))
+
+    def planner(self, state: SchedulerState) -> Planner:
+        """What decides the iterations of a scheduler."""
+        from jaxllm.sched.plan import PolicyPlanner
+
+        return PolicyPlanner(state, self)

@@ -1,0 +1,79 @@
+"""In which order do requests start, resume and go on?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from jaxllm.errors import ConfigError
+from jaxllm.sched.policies.priority import FairPriority, PriorityPolicy
+from jaxllm.types import Request
+
+
+class RestorePolicy(Protocol):
+    """Who takes room first, swapped requests or waiting ones.
+
+    `skips` goes past a request that does not fit to those after it. A swapped request resumes once it fits
+    with its next token. With `is_exclusive` nobody starts while anybody is swapped.
+    """
+
+    @property
+    def skips(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def is_exclusive(self) -> bool:
+        """See the class."""
+        ...
+
+    def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
+        """Whether the swapped requests that could resume go before the waiting ones that could start.
+
+        The scheduler asks only where there are some of both. In separate iterations (`IterationPolicy`) the
+        others stay; in mixed ones they take what is left.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class MoreUrgentFirst:
+    """AdaptiveLLM's Algorithm 2: of the two sets that fit, the one with the larger mean priority.
+
+    Args:
+        priority: says how urgent a request is; not negative, unless `margin` is 1.
+        margin: how many times more urgent the waiting set must be to go first, at least 1 (the paper's).
+            Resuming frees host memory for the next preemptions, and starting takes device memory.
+
+    Raises:
+        ConfigError: `margin` is below 1 or not finite.
+    """
+
+    priority: PriorityPolicy = dataclasses.field(default_factory=FairPriority)
+    skips: bool = True
+    is_exclusive: bool = False
+    margin: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.margin < float("inf"):
+            raise ConfigError(f"margin must be at least 1 and finite, got {self.margin}")
+
+    def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
+        """Whether the waiting set is not so much more urgent."""
+        return self._mean(waiting, now) <= self.margin * self._mean(swapped, now)
+
+    def _mean(self, requests: Sequence[Request], now: float) -> float:
+        return sum(self.priority.score(request, now) for request in requests) / len(requests)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeFirst:
+    """Swapped requests before new ones: they are under way, and the host memory they hold is wanted."""
+
+    skips: bool = True
+    is_exclusive: bool = False
+
+    def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
+        """Always."""
+        return True

@@ -1,0 +1,59 @@
+"""Who is most urgent?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Protocol
+
+from jaxllm.types import Request
+
+
+class PriorityPolicy(Protocol):
+    """Who is most urgent.
+
+    A policy that reads `request.priority` or `request.deadline` may say so in `reads`, a tuple of these
+    names: requests that come with one are refused where it would be ignored.
+    """
+
+    def score(self, request: Request, now: float) -> float:
+        """Urgency of a request; larger starts sooner, ties go by arrival."""
+        ...
+
+    def group(self, request: Request) -> Hashable:
+        """A value such that of two requests with the same one it never changes which is the more urgent.
+
+        A constant if scores do not depend on `now`, `request.arrival_index` if nothing of the kind holds:
+        only the most urgent of each group is compared in every iteration.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FCFSPriority:
+    """First come, first served. A preempted request keeps its arrival, so it goes to the front."""
+
+    reads = ()
+
+    def score(self, request: Request, now: float) -> float:
+        """The same for all: arrival decides."""
+        return 0.0
+
+    def group(self, request: Request) -> Hashable:
+        """One for all."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class FairPriority:
+    """AdaptiveLLM's fairness: waiting time over length, so that short requests overtake long ones."""
+
+    reads = ()
+
+    def score(self, request: Request, now: float) -> float:
+        """(now - first arrival) / (prompt and generated tokens), in seconds per token."""
+        return (now - request.arrival_time) / request.num_tokens
+
+    def group(self, request: Request) -> Hashable:
+        """The length: at equal length the earlier arrival is always the more urgent."""
+        return request.num_tokens

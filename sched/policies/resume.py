@@ -1,0 +1,113 @@
+"""How does a swapped request come back?
+
+Copies run beside steps. A request may resume at once, so that its step waits for what is left of the copy;
+or in the background: it holds its blocks while others decode, and joins them when the copy has arrived.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple, Protocol
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostModel
+from jaxllm.sched.pressure import PoolState
+from jaxllm.types import Request
+
+_SURELY_HIDDEN = 0.5  # of a step; copies and steps are only predicted
+
+
+class ResumeAction(enum.Enum):
+    """How a swapped request comes back, once there are blocks for it."""
+
+    AT_ONCE = "at once"
+    """It goes on in this iteration, which waits for its copy."""
+    IN_BACKGROUND = "in background"
+    """It takes its blocks, and goes on when its copy has arrived."""
+    LATER = "later"
+    """It stays in host memory; so do the less urgent ones."""
+
+
+class ResumeDecision(NamedTuple):
+    """An action and what the policy predicted, in seconds; None where it predicted nothing.
+
+    `copy_seconds` is how long the copy alone takes, `swap_seconds` what returning by it costs.
+    """
+
+    action: ResumeAction
+    swap_seconds: float | None = None
+    copy_seconds: float | None = None
+
+
+class ResumePolicy(Protocol):
+    """How a swapped request comes back."""
+
+    def choose(self, request: Request, copied_out_at: float, state: PoolState, now: float) -> ResumeDecision:
+        """The action for `request`, for which there are blocks.
+
+        Args:
+            request: a swapped request.
+            copied_out_at: when its copy to the host ends by prediction; now or earlier if nobody predicts.
+            state: the pools.
+            now: the engine's clock.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeAtOnce:
+    """Every swapped request resumes as soon as there are blocks for it."""
+
+    def choose(self, request: Request, copied_out_at: float, state: PoolState, now: float) -> ResumeDecision:
+        """`AT_ONCE`."""
+        return ResumeDecision(ResumeAction.AT_ONCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapAwareResume:
+    """Brings a request back in the way that delays the engine least.
+
+    - A copy that ends within half a decode step is hidden, however wrong the predictions: at once.
+    - Else the step would wait for it; or the request's share of the pool would be idle until it has arrived.
+    - While other copies keep the link busy for longer than a step, and new requests wait for the blocks, it
+      stays where it is: that costs nothing.
+    - A return that costs something should last: it leaves each request that started room for a share of the
+      mean output, or comes later. One that is hidden takes what is there, for it may be preempted again for
+      free.
+
+    Others may start meanwhile, but not for ever (`SchedulerPolicy.patience`).
+
+    Args:
+        costs: predicts seconds.
+        output_share: of the mean output of the recently finished requests (`RecentPressure.output_tokens`),
+            what a return that is not hidden leaves room for.
+
+    Raises:
+        ConfigError: `output_share` is negative or not finite.
+    """
+
+    costs: CostModel
+    output_share: float = 0.04
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.output_share < float("inf"):
+            raise ConfigError(f"output_share must be at least 0 and finite, got {self.output_share}")
+
+    def choose(self, request: Request, copied_out_at: float, state: PoolState, now: float) -> ResumeDecision:
+        """The cheapest action."""
+        costs, block_size = self.costs, state.block_size
+        step = costs.step_seconds(state.num_running, state.num_context_tokens) if state.num_running else 0.0
+        waits = max(0.0, copied_out_at - now, state.copy_in_until - now)
+        copy = costs.swap_in_seconds(-(-request.num_computed_tokens // block_size))
+        stall = max(0.0, waits + copy - _SURELY_HIDDEN * step)
+        if not stall:
+            return ResumeDecision(ResumeAction.AT_ONCE, 0.0, copy)
+        num_blocks = -(-request.num_tokens // block_size)
+        idle = max(step, waits + copy) * num_blocks / state.num_blocks
+        if waits > step and state.num_waiting:
+            return ResumeDecision(ResumeAction.LATER, min(stall, idle), copy)
+        if state.num_free - num_blocks < state.num_to_grow(self.output_share):
+            return ResumeDecision(ResumeAction.LATER, min(stall, idle), copy)
+        action = ResumeAction.AT_ONCE if stall <= idle else ResumeAction.IN_BACKGROUND
+        return ResumeDecision(action, min(stall, idle), copy)
