@@ -121,6 +121,7 @@ class Engine:
         self._owner: threading.Thread | None = None
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
+        self._is_planning = False
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -131,6 +132,11 @@ class Engine:
     def num_live(self) -> int:
         """Requests added and not ended."""
         return len(self._states)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether steps are under way whose requests have all ended."""
+        return bool(self._in_flight) and not self._states
 
     @property
     def failure(self) -> BaseException | None:
@@ -248,7 +254,12 @@ class Engine:
                 self._advance()
             except BaseException as error:
                 # Planning changes nothing: who fails there leaves everything as it was.
-                if isinstance(error, Exception) and self.scheduler.num_scheduled == num_scheduled:
+                is_planning, self._is_planning = self._is_planning, False
+                if (
+                    isinstance(error, Exception)
+                    and is_planning
+                    and self.scheduler.num_scheduled == num_scheduled
+                ):
                     raise
                 self._fail(error)
                 if not isinstance(error, Exception):
@@ -304,21 +315,32 @@ class Engine:
     @contextlib.contextmanager
     def _used(self) -> Iterator[None]:
         """Keep other threads out, and everybody if the engine has failed."""
-        if self._failure is not None:
-            raise self._dead()
-        me, owner = threading.current_thread(), self._owner
-        is_free = owner is None or owner is me or not (owner.is_alive() and self.has_unfinished_requests)
-        if not is_free or not self._lock.acquire(blocking=False):
-            name = "another thread" if owner is None else f"thread {owner.name!r}"
-            raise EngineError(
-                f"thread {me.name!r} called an engine that {name} uses, with {self.num_live} live requests; "
-                "an engine serves one thread: use LLM.generate or LLM.stream, which any thread may call"
-            )
-        self._owner = me
+        me = threading.current_thread()
+        # Who merely finishes its last step there is waited for.
+        if not self._is_free(me) or not self._lock.acquire(blocking=self._owner is not me):
+            raise self._taken(me)
         try:
+            if self._failure is not None:
+                raise self._dead()
+            if not self._is_free(me):
+                raise self._taken(me)
+            self._owner = me
             yield
         finally:
             self._lock.release()
+
+    def _is_free(self, thread: threading.Thread) -> bool:
+        owner = self._owner
+        is_used = owner is not None and owner.is_alive() and self.has_unfinished_requests
+        return owner is thread or not is_used
+
+    def _taken(self, thread: threading.Thread) -> EngineError:
+        owner = self._owner
+        name = "another thread" if owner is None else f"thread {owner.name!r}"
+        return EngineError(
+            f"thread {thread.name!r} called an engine that {name} uses, with {self.num_live} live requests; "
+            "an engine serves one thread: use LLM.generate or LLM.stream, which any thread may call"
+        )
 
     def hand_over(self, thread: threading.Thread) -> threading.Thread | None:
         """Give the engine to another thread; returns the caller if it has requests on it, which go with it.
@@ -332,7 +354,8 @@ class Engine:
 
     def release_to(self, thread: threading.Thread | None) -> None:
         """Give the engine back, from the thread that it was handed over to."""
-        self._owner = thread
+        if self._owner is threading.current_thread():
+            self._owner = thread
 
     def _fail(self, error: BaseException) -> None:
         """End everything, in an order in which nothing can be lost that has finished."""
@@ -383,7 +406,9 @@ class Engine:
         copies = self._executor.copies()
         if self._observer is not None and copies.timed:
             self._observer.observe_copies(copies.timed)
+        self._is_planning = True
         scheduled = self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
+        self._is_planning = False
         if not scheduled.is_empty:
             sent = self._clock()
             result = self._executor.execute(scheduled)

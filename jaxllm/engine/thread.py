@@ -100,7 +100,7 @@ class EngineThread:
                 self._commands.get()()
             if not threading.main_thread().is_alive():
                 self._end(EngineError("the interpreter exits"))
-            if not (self._live or self._waiting):
+            if not (self._live or self._waiting or self._engine.is_draining):
                 with self._lock:
                     if self._commands.empty():
                         self._thread = None

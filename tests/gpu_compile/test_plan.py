@@ -72,7 +72,7 @@ def test_steps_update_the_pool_in_place_with_few_temporaries(config, device, num
     found = plan(config, device, num_gpu_blocks=num_gpu_blocks)
     decode, several, prefill, *swaps = found.programs
     assert (decode.name, several.name) == ("decode of 64", "decode of 16, up to 8 steps")
-    assert prefill.name == "prefill of 2048 tokens, 64 prompts"
+    assert prefill.name == "step of 2048 tokens, up to 64 prompts"
     pool_bytes = found.pool_bytes if num_gpu_blocks else swaps[1].aliased_bytes  # "swap in": the pool alone
     if num_gpu_blocks:
         assert pool_bytes == 1024 * found.block_bytes >= 12.5 * GIB

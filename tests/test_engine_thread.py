@@ -1,0 +1,361 @@
+"""Several threads on one LLM, streams that nobody reads to the end, and faults: right answers or errors."""
+
+import _thread
+import gc
+import json
+import threading
+import time
+
+import pytest
+from engine_helpers import make_llm
+from variants import golden_checkpoint, golden_data
+
+from jaxllm import SamplingParams
+from jaxllm.engine.output_processor import OutputBuilder, RequestState
+from jaxllm.errors import EngineError, RequestError
+from jaxllm.executor.model_executor import ModelExecutor
+from jaxllm.executor.pending import PendingStep
+from jaxllm.executor.swapper import BlockSwapper
+from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
+
+NAME = "llama_gqa"
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(golden_checkpoint(NAME))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return golden_data(NAME)["prompts"]
+
+
+def assert_idle(llm):
+    """Nothing is held; the engine's thread may still be on its way there."""
+    until = time.monotonic() + 20
+    while llm.engine.has_unfinished_requests and time.monotonic() < until:
+        time.sleep(0.01)
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_unfinished_requests
+    assert scheduler.num_free_blocks == scheduler.config.num_gpu_blocks
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    scheduler.check()
+
+
+def in_threads(count, call):
+    """What `call(i)` returns or raises, each in a thread."""
+    results = [None] * count
+
+    def work(index):
+        try:
+            results[index] = call(index)
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=work, args=(index,), name=f"client-{index}") for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a call hangs"
+    return results
+
+
+def test_four_threads_get_the_answers_of_one(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            json.loads((golden_checkpoint(NAME) / "config.json").read_text())
+            | {"max_position_embeddings": 256}
+        )
+    )
+    llm = make_llm(
+        tmp_path,
+        load_format="dummy",
+        seed=5,
+        max_model_len=160,
+        max_num_seqs=8,
+        decode_buckets=[8],
+        num_gpu_blocks_override=150,  # for about half of them
+        num_host_blocks=40,
+        scheduler_policy=SchedulerPolicy(action=SwapIfItFits()),
+    )
+    prompts = [[[1 + (7 * t + i) % 97, 3 + i, 5 + t] for i in range(16)] for t in range(4)]
+    params = [
+        [
+            SamplingParams(temperature=i % 2, seed=100 * t + i, max_tokens=120, ignore_eos=True)
+            for i in range(16)
+        ]
+        for t in range(4)
+    ]
+    expected = [[o.token_ids for o in llm.generate(prompts[t], params[t], use_tqdm=False)] for t in range(4)]
+    assert all(len(token_ids) == 120 for of in expected for token_ids in of)
+
+    def call(t):
+        if t % 2:
+            last = {int(output.request_id): output for output in llm.stream(prompts[t], params[t])}
+            return [last[place].token_ids for place in range(16)]
+        return [output.token_ids for output in llm.generate(prompts[t], params[t], use_tqdm=False)]
+
+    assert in_threads(4, call) == expected
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("how", ["never read", "read a little", "closed"])
+def test_streams_that_are_dropped_hold_nothing(llm, prompts, how):
+    stream = llm.stream(prompts, LONG)
+    if how != "never read":
+        next(stream)
+    if how == "closed":
+        stream.close()
+        assert next(stream, None) is None
+    del stream
+    gc.collect()
+    assert_idle(llm)
+    assert (
+        llm.generate([prompts[0]], GREEDY, use_tqdm=False)[0].token_ids == golden_data(NAME)["greedy"][0][:12]
+    )
+
+
+def test_a_stream_collected_inside_another_call_disturbs_nothing(llm, prompts):
+    cycle = [llm.stream(prompts[:2], LONG)]
+    next(cycle[0])
+    cycle.append(cycle)  # only the collector finds it
+
+    def collecting(output):
+        gc.collect()
+        return output.token_ids
+
+    other = llm.stream([prompts[2]], GREEDY)
+    del cycle
+    assert [collecting(output) for output in other][-1] == golden_data(NAME)["greedy"][2][:12]
+    assert_idle(llm)
+
+
+def test_a_second_thread_on_the_engine_itself_is_refused_by_name(llm, prompts):
+    llm.engine.add_request("mine", prompts[0], GREEDY)
+    calls = [
+        llm.engine.step,
+        lambda: llm.engine.add_request("other", prompts[1], GREEDY),
+        lambda: llm.engine.abort("mine"),
+        lambda: llm.generate([prompts[1]], GREEDY, use_tqdm=False),
+    ]
+    for error in in_threads(4, lambda i: calls[i]()):
+        assert isinstance(error, EngineError)
+        assert "thread 'client-" in str(error)
+        assert "called an engine that thread 'MainThread' uses, with 1 live requests" in str(error)
+    finished = []
+    while llm.engine.has_unfinished_requests:
+        finished += llm.engine.step()
+    assert [output.token_ids for output in finished] == [golden_data(NAME)["greedy"][0][:12]]
+
+
+def test_an_engine_is_free_as_soon_as_a_call_returns(llm, prompts):
+    for number in range(20):
+        llm.generate([prompts[0]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+        llm.engine.add_request(str(number), prompts[0], SamplingParams(temperature=0, max_tokens=2))
+        while llm.engine.has_unfinished_requests:
+            llm.engine.step()
+
+
+def test_ctrl_c_in_one_call_ends_it_alone(llm, prompts):
+    other = llm.stream([prompts[1]], LONG)
+    next(other)
+    timer = threading.Timer(0.05, _thread.interrupt_main)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        timer.start()
+        for _ in range(1000):
+            llm.generate(prompts[:3], LONG, use_tqdm=False)
+    timer.join()
+    assert len(list(other)[-1].token_ids) == 90
+    assert_idle(llm)
+
+
+def test_ctrl_c_while_a_stream_is_read_leaves_it_usable(llm, prompts):
+    stream = llm.stream([prompts[0]], GREEDY)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    items = stream._items
+    stream._items = type("Interrupted", (), {"get": interrupted})()
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    stream._items = items
+    assert list(stream)[-1].token_ids == golden_data(NAME)["greedy"][0][:12]
+    assert_idle(llm)
+
+
+def test_a_slow_reader_is_not_the_devices_time(llm, prompts):
+    seconds = []
+
+    class Observer:
+        def observe(self, scheduled, time_of, *, is_timed=True):
+            if is_timed:
+                seconds.append(time_of)
+
+        def observe_copies(self, timed):
+            raise AssertionError("there are none")
+
+    observer, llm.engine._observer = llm.engine._observer, Observer()
+    try:
+        for _ in llm.stream([prompts[0]], GREEDY):
+            time.sleep(0.1)
+        llm.engine.add_request("mine", prompts[0], GREEDY)  # in a loop of one's own, too
+        while llm.engine.has_unfinished_requests:
+            llm.engine.step()
+            time.sleep(0.1)
+    finally:
+        llm.engine._observer = observer
+    assert max(seconds, default=0.0) < 0.1
+
+
+def test_an_output_costs_nothing_until_somebody_looks(llm, prompts, monkeypatch):
+    looked = []
+    token_ids = OutputBuilder.token_ids
+    monkeypatch.setattr(
+        OutputBuilder, "token_ids", lambda self, count: looked.append(count) or token_ids(self, count)
+    )
+    outputs = list(llm.stream([prompts[0]], GREEDY))
+    assert looked == []
+    assert [output.token_ids for output in outputs] == [
+        golden_data(NAME)["greedy"][0][: 1 + i] for i in range(12)
+    ]
+    assert looked == list(range(1, 13))
+    outputs[3].token_ids.append(-1)
+    assert outputs[4].token_ids == golden_data(NAME)["greedy"][0][:5]
+
+
+BOUNDARIES = {
+    "execute": (ModelExecutor, "execute"),
+    "fetch": (PendingStep, "fetch"),
+    "progress": (BlockSwapper, "progress"),
+    "swap out": (BlockSwapper, "swap_out"),
+    "swap in": (BlockSwapper, "swap_in"),
+    "write of a copy": (BlockSwapper, "_write"),
+    "output": (RequestState, "append"),
+    "delta": (RequestState, "delta"),
+}
+
+
+@pytest.fixture(scope="module")
+def make_tight():
+    """Engines under pressure that swap; they share compiled programs."""
+    return lambda: make_llm(
+        golden_checkpoint(NAME),
+        num_gpu_blocks_override=40,
+        num_host_blocks=40,
+        scheduler_policy=SchedulerPolicy(action=SwapIfItFits()),
+    )
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_fault_ends_every_call_with_its_cause(make_tight, prompts, monkeypatch, boundary, after):
+    llm = make_tight()
+    holder, name = BOUNDARIES[boundary]
+    real = getattr(holder, name)
+    countdown = [after]
+
+    def failing(self, *args):
+        result = real(self, *args)  # what is donated is gone
+        countdown[0] -= 1
+        if not countdown[0]:
+            raise MemoryError("out of memory: a fault")
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, failing)
+        waiting = llm.stream(prompts[:2], LONG)
+        results = in_threads(2, lambda i: llm.generate(prompts[:4], LONG, use_tqdm=False))
+        assert countdown[0] <= 0, "it was never called"
+        for error in results:
+            assert isinstance(error, EngineError), error
+            assert "MemoryError: out of memory: a fault" in str(error)
+            assert "a new LLM works" in str(error)
+        with pytest.raises(EngineError, match="MemoryError: out of memory"):
+            list(waiting)
+    assert not llm.engine.has_unfinished_requests
+    assert isinstance(llm.engine.failure, MemoryError)
+    scheduler = llm.engine.scheduler
+    assert scheduler.num_free_blocks == scheduler.config.num_gpu_blocks
+    assert scheduler.num_free_host_blocks == scheduler.config.num_host_blocks
+    for call in (
+        lambda: llm.generate(prompts[:1], GREEDY, use_tqdm=False),
+        lambda: llm.stream(prompts[:1], GREEDY),
+        lambda: llm.engine.add_request("0", prompts[0]),
+        llm.engine.step,
+    ):
+        with pytest.raises(EngineError, match="the engine has failed"):
+            call()
+
+
+def test_a_new_llm_works_after_one_has_failed(make_tight, prompts, monkeypatch):
+    llm = make_tight()
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelExecutor, "execute", lambda self, scheduled: 1 / 0)
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+    outputs = make_tight().generate(prompts[:3], GREEDY, use_tqdm=False)
+    assert [output.token_ids for output in outputs] == [row[:12] for row in golden_data(NAME)["greedy"][:3]]
+
+
+def test_a_policy_that_raises_ends_the_calls_but_not_the_engine(prompts):
+    class Broken:
+        broken = False
+
+        def admits(self, request, num_needed, state):
+            if self.broken:
+                raise ValueError("no idea")
+            return True
+
+    broken = Broken()
+    llm = make_llm(golden_checkpoint(NAME), scheduler_policy=SchedulerPolicy(admission=broken))
+    broken.broken = True
+    other = llm.stream([prompts[0]], GREEDY)  # has the pool to itself: nobody is asked
+    with pytest.raises(ValueError, match="no idea"):  # noqa: PT012
+        for _ in range(50):
+            llm.generate(prompts, LONG, use_tqdm=False)
+    with pytest.raises(ValueError, match="no idea"):
+        list(other)
+    broken.broken = False
+    assert_idle(llm)
+    assert (
+        llm.generate(prompts[:1], GREEDY, use_tqdm=False)[0].token_ids == golden_data(NAME)["greedy"][0][:12]
+    )
+
+
+def test_priorities_and_deadlines_are_for_policies_that_look_at_them(llm, prompts):
+    with pytest.raises(RequestError, match="prompt 0: priority=1 would be ignored"):
+        llm.generate(prompts[:2], GREEDY, use_tqdm=False, priority=1)
+    with pytest.raises(RequestError, match="deadline=2.0 would be ignored"):
+        llm.stream(prompts[:2], GREEDY, deadline=[2.0, 3.0])
+    with pytest.raises(RequestError, match="3 priority for 2 prompts"):
+        llm.generate(prompts[:2], GREEDY, use_tqdm=False, priority=[1, 2, 3])
+    assert_idle(llm)
+
+
+def finish_order(stream):
+    return [int(output.request_id) for output in stream if output.finished]
+
+
+def test_urgent_requests_go_first(prompts):
+    settings = {"max_num_seqs": 1, "decode_buckets": [1]}
+    llm = make_llm(golden_checkpoint(NAME), scheduler_policy="priority", **settings)
+    assert finish_order(llm.stream(prompts[:4], GREEDY, priority=[1, 2, 0, -1])) == [3, 2, 0, 1]
+    assert finish_order(llm.stream(prompts[:4], GREEDY)) == [0, 1, 2, 3]
+    stream = llm.stream(prompts[:4], LONG, priority=[0, 1, 2, 3])
+    stream.set_priority(3, -1)  # takes the room of the first
+    assert finish_order(stream) == [3, 0, 1, 2]
+    stream.set_priority(0, 7)  # has ended
+    for wrong in (True, 1.5, "high", 1 << 80):
+        with pytest.raises(RequestError, match="must be an integer"):
+            llm.generate(prompts[:1], GREEDY, use_tqdm=False, priority=wrong)
+    llm = make_llm(golden_checkpoint(NAME), scheduler_policy="deadline", **settings)
+    assert finish_order(llm.stream(prompts[:3], GREEDY, deadline=[9.0, None, 3.0])) == [2, 0, 1]
+    for wrong in (float("nan"), -1.0, "soon", True):
+        with pytest.raises(RequestError, match="deadline"):
+            llm.generate(prompts[:1], GREEDY, use_tqdm=False, deadline=wrong)
+    assert_idle(llm)
