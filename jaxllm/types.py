@@ -182,6 +182,11 @@ class Request:
         assert self._clock is None, "the lengths of a request that decodes follow its clock"
         self._num_computed_tokens = num_tokens
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it gains a token in each decode iteration."""
+        return self._clock is not None
+
     def follow(self, clock: DecodeClock) -> int:
         """Gain a token with each tick from now on; returns the length less the ticks so far."""
         assert self._clock is None

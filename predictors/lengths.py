@@ -6,6 +6,7 @@ ones, with linear models that take milliseconds. scikit-learn is imported when s
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import math
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 
-_NUM_HASHED = 32
+_NUM_HASHED = 512
 _FIRST_FIT = 32
 _WINDOW = 4096
 
@@ -38,7 +39,7 @@ class LengthPolicy(Protocol):
 
 
 def prompt_features(prompt_token_ids: Sequence[int]) -> Array:
-    """Features `[34]` of a prompt: log length, share of distinct tokens, and hashed token frequencies."""
+    """Features `[514]` of a prompt: log length, share of distinct tokens, and hashed token frequencies."""
     ids = np.asarray(prompt_token_ids, np.int64)
     counts = np.bincount(ids * 2654435761 % 2**32 % _NUM_HASHED, minlength=_NUM_HASHED) / len(ids)
     return np.concatenate([[math.log(len(ids)), len(np.unique(ids)) / len(ids)], counts])
@@ -56,7 +57,7 @@ class TrueLength:
 
 
 @dataclasses.dataclass
-class _Learned:
+class _Learned(abc.ABC):
     """Keeps what was seen, and says when to fit again."""
 
     def __post_init__(self) -> None:
@@ -80,11 +81,13 @@ class _Learned:
             self._fit(np.stack(self._features), np.asarray(self._outputs, np.float64))
             self._is_fitted = True
 
+    @abc.abstractmethod
     def _fit(self, features: Array, outputs: Array) -> None:
-        raise NotImplementedError
+        """Learn from features `[N, 514]` and output lengths `[N]`."""
 
+    @abc.abstractmethod
     def _predict(self, features: Array) -> float:
-        raise NotImplementedError
+        """Tokens that a prompt with these features leads to."""
 
 
 @dataclasses.dataclass
@@ -112,7 +115,7 @@ class RangePredictor(_Learned):
     num_ranges: int = 10
 
     def _fit(self, features: Array, outputs: Array) -> None:
-        from sklearn.linear_model import LogisticRegression
+        from sklearn.linear_model import RidgeClassifier
 
         ends = np.unique(np.quantile(outputs, np.arange(1, self.num_ranges + 1) / self.num_ranges))
         labels = np.searchsorted(ends, outputs)
@@ -120,7 +123,7 @@ class RangePredictor(_Learned):
         self._weights = np.zeros((1, features.shape[1]))
         self._bias = np.zeros(1)
         if len(self._ends) > 1:
-            model = LogisticRegression(C=10.0, max_iter=200).fit(features, labels)
+            model = RidgeClassifier(alpha=0.1).fit(features, labels)
             self._weights, self._bias = model.coef_, model.intercept_
             if len(self._ends) == 2:  # one row of weights tells two classes apart
                 self._weights = np.concatenate([np.zeros_like(self._weights), self._weights])
@@ -142,11 +145,11 @@ class RankPredictor(_Learned):
         seed: of the draw.
     """
 
-    num_pairs: int = 2000
+    num_pairs: int = 4000
     seed: int = 0
 
     def _fit(self, features: Array, outputs: Array) -> None:
-        from sklearn.linear_model import LogisticRegression
+        from sklearn.linear_model import Ridge
 
         rng = np.random.default_rng(self.seed)
         first, second = rng.integers(len(outputs), size=(2, self.num_pairs))
@@ -155,9 +158,9 @@ class RankPredictor(_Learned):
         self._weights = np.zeros(features.shape[1])
         is_longer = outputs[first] > outputs[second]
         if is_longer.any() and not is_longer.all():
-            model = LogisticRegression(C=10.0, fit_intercept=False, max_iter=200)
-            model.fit(features[first] - features[second], is_longer)
-            self._weights = model.coef_[0]
+            model = Ridge(alpha=0.1, fit_intercept=False)
+            model.fit(features[first] - features[second], np.where(is_longer, 1.0, -1.0))
+            self._weights = model.coef_
         self._scores, self._outputs_in_order = np.sort(features @ self._weights), np.sort(outputs)
 
     def _predict(self, features: Array) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+import numbers
 from typing import Protocol
 
 from jaxllm.errors import ConfigError
@@ -71,6 +72,9 @@ class _Room:
     num_tokens: int
     num_slots: int
     num_chunks: int
+
+
+_Rank = tuple[float, int, Request]  # score, infinite of protected ones, and the later arrival first
 
 
 class PolicyPlanner:
@@ -152,35 +156,38 @@ class PolicyPlanner:
         state = self._state
         order = self._victim_order(now)
         pools = state.pools(state.pool.num_free, state.copies.num_free, mixes=self._mixes)
-        growing = set(state.running.growing)
+        growing = state.running.growing
         num_spared = 0  # blocks that victims among the running ones do not need
         num_needed = self._num_needed(plan)
         while num_needed - num_spared * plan.decodes > pools.num_free and len(order) > 1:
-            key, _, victim = heapq.heappop(order)
-            pools = self._give_up(plan, victim, key[1], pools, now)
+            score, _, victim = heapq.heappop(order)
             num_spared += victim in growing
-            if victim in state.prompts:
+            pools = self._give_up(plan, victim, score, pools, now)
+            if not victim.is_decoding:
                 self._go_on(plan, num_tokens)
                 num_needed = self._num_needed(plan)
         if not (pools.num_running or plan.chunks):
             self._go_on(plan, 1)
         plan.scores.append(_next_score(order))
 
-    def _victim_order(self, now: float) -> list[tuple[tuple[int, float], int, Request]]:
+    def _victim_order(self, now: float) -> list[_Rank]:
         """A heap of all holders, the first to lose its blocks first; protected ones last, by arrival."""
-        policy, order = self._policy.victim, []
-        for request in (*self._state.running, *self._state.prompts):
-            score = policy.score(request, now)
+        policy, state = self._policy.victim, self._state
+        holders = [*state.running, *state.prompts]
+        scores = [policy.score(request, now) for request in holders]
+        order = [
+            (math.inf if request.is_protected else score, -request.arrival_index, request)
+            for request, score in zip(holders, scores, strict=True)
+        ]
+        for score in scores:
             if score is None or score != score:
-                raise ConfigError(f"{policy} scores {request!r} with {score!r}, which is not a number")
-            key = (1, 0.0) if request.is_protected else (0, score)
-            order.append((key, -request.arrival_index, request))
+                raise ConfigError(f"{policy} scored a request with {score!r}, which is not a number")
         heapq.heapify(order)
         return order
 
     def _give_up(self, plan: Plan, victim: Request, score: float, pools: PoolState, now: float) -> PoolState:
         """Add a victim to `plan`; returns the pools without it."""
-        is_running = victim in self._state.running
+        is_running = victim.is_decoding
         num_running = pools.num_running - is_running
         num_tokens = pools.num_context_tokens - is_running * victim.num_tokens
         pools = pools._replace(num_running=num_running, num_context_tokens=num_tokens)
@@ -201,10 +208,12 @@ class PolicyPlanner:
                 )
         plan.victims.append((victim, decision))
         plan.scores.append((victim.request_id, score))
+        num_free = pools.num_free + len(victim.block_ids)
+        if not num_copied:
+            return pools._replace(num_free=num_free)
+        num_leaving = pools.num_leaving + num_copied
         return pools._replace(
-            num_free=pools.num_free + len(victim.block_ids),
-            num_host_free=num_host_free - num_copied,
-            num_leaving=pools.num_leaving + num_copied,
+            num_free=num_free, num_host_free=num_host_free - num_copied, num_leaving=num_leaving
         )
 
     # Those who want some
@@ -380,10 +389,10 @@ class PolicyPlanner:
         pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
         found = Plan()
         while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
-            key, _, victim = heapq.heappop(order)
-            if key[0] or not policy.victim.outranks(queued, victim, now):
+            score, _, victim = heapq.heappop(order)
+            if victim.is_protected or not policy.victim.outranks(queued, victim, now):
                 return
-            pools = self._give_up(found, victim, key[1], pools, now)
+            pools = self._give_up(found, victim, score, pools, now)
         if pools.num_free < num_needed or not found.victims:
             return
         if is_waiting and not policy.admission.admits(queued, num_needed, pools):
@@ -428,15 +437,13 @@ def check_seconds(policy: object, *predicted: float | None) -> None:
         ConfigError: one is neither None nor a finite number of at least 0.
     """
     for seconds in predicted:
-        try:
-            is_wrong = seconds is not None and not 0.0 <= seconds < math.inf
-        except TypeError:
-            is_wrong = True
-        if is_wrong:
+        if seconds is None or (type(seconds) is float and 0.0 <= seconds < math.inf):
+            continue
+        if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
             raise ConfigError(f"{policy} predicted {seconds!r} s; predict seconds of at least 0, or None")
 
 
-def _next_score(order: list[tuple[tuple[int, float], int, Request]]) -> tuple[str, float]:
+def _next_score(order: list[_Rank]) -> tuple[str, float]:
     """Id and score of the holder that would be preempted next."""
-    (_, score), _, request = order[0]
+    score, _, request = order[0]
     return request.request_id, score

@@ -51,7 +51,7 @@ class RequestQueue:
         self._priority = priority
         self._groups: dict[Hashable, _Group] = {}
         self._where: dict[str, tuple[Hashable, _Place]] = {}
-        self._lengths: collections.Counter[int] = collections.Counter()
+        self._lengths: collections.defaultdict[int, int] = collections.defaultdict(int)
         self._shortest: int | None = None  # None if it must be looked for
         self._groups_are_lengths = True
         self._size = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from jaxllm.errors import KVCacheError
 from jaxllm.types import DecodeClock, Request
@@ -28,8 +28,9 @@ class RunningRequests:
         self._block_size = block_size
         self._batch: tuple[Request, ...] | None = ()
         self._num_tokens = 0  # of all of them, less the ticks since they came
-        self._growing: list[list[Request]] = [[] for _ in range(block_size)]
-        self._last_decodes: dict[int, list[Request]] = {}
+        # Dictionaries as sets that keep their order: a request leaves in no time, however many there are.
+        self._growing: list[dict[Request, None]] = [{} for _ in range(block_size)]
+        self._last_decodes: dict[int, dict[Request, None]] = {}
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -47,7 +48,7 @@ class RunningRequests:
         return self._num_tokens + self.clock.ticks * len(self.requests)
 
     @property
-    def growing(self) -> list[Request]:
+    def growing(self) -> Collection[Request]:
         """Those whose next token needs another block."""
         return self._growing[self.clock.ticks % self._block_size]
 
@@ -68,8 +69,8 @@ class RunningRequests:
         bisect.insort(self.requests, request, key=_arrival_index)
         base = request.follow(self.clock)
         self._num_tokens += base
-        self._growing[(1 - base) % self._block_size].append(request)
-        self._last_decodes.setdefault(request.max_total_tokens - base - 1, []).append(request)
+        self._growing[(1 - base) % self._block_size][request] = None
+        self._last_decodes.setdefault(request.max_total_tokens - base - 1, {})[request] = None
         self._batch = None
 
     def leave(self, request: Request) -> None:
@@ -83,9 +84,9 @@ class RunningRequests:
         base = request.num_tokens - self.clock.ticks
         request.leave_clock()
         self._num_tokens -= base
-        self._growing[(1 - base) % self._block_size].remove(request)
+        del self._growing[(1 - base) % self._block_size][request]
         last_decode = request.max_total_tokens - base - 1
-        self._last_decodes[last_decode].remove(request)
+        del self._last_decodes[last_decode][request]
         if not self._last_decodes[last_decode]:
             del self._last_decodes[last_decode]
         self._batch = None

@@ -3,9 +3,10 @@
     python scripts/bench_scheduler.py --out scheduler.json
 
 Steady: every running request decodes, one in `block_size` needs a block, nobody is admitted or preempted.
-Preempting: the same with no free block left. Admitting: one request joins the others. Trace: every
-iteration of 2,000 Chatbot requests of 64 output tokens under a preset, while about half of `--running` run in
-a pool that is too small. Decision: one call of the preset's action or resume policy, predictions and choice,
+Preempting: no free block is left, and one request in 16 needs one, for which as many others go, under the
+policies of `vllm_v1` and of `adaptive`. Admitting: one request joins the others. Trace: every iteration of
+2,000 Chatbot requests of 64 output tokens under a preset, while about half of `--running` run in a pool that
+is too small. Decision: one call of the preset's action or resume policy, predictions and choice,
 with distilled tables as `jaxllm profile` stores them, corrected online.
 """
 
@@ -24,6 +25,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sweep.options import list_of
+
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
@@ -32,7 +35,7 @@ from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy, WatermarkAdmission
+from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import CopyProgress, Request, SchedulerOutput
@@ -72,10 +75,18 @@ def make_request(index: int, num_prompt_tokens: int) -> Request:
     )
 
 
-def running_scheduler(num_running: int, spare_blocks: int, spare_slots: int, seed: int) -> Scheduler:
-    """`num_running` requests just prefilled, their lengths spread evenly over a block's rows."""
+def spread_lengths(num_running: int, seed: int) -> list[int]:
+    """Lengths spread evenly over a block's rows."""
     lengths = [BLOCK_SIZE + i % BLOCK_SIZE for i in range(num_running)]
     random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+def running_scheduler(
+    lengths: list[int], spare_blocks: int, spare_slots: int, policy: SchedulerPolicy | None = None
+) -> Scheduler:
+    """Requests of these lengths, just prefilled."""
+    num_running = len(lengths)
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + spare_blocks
     scheduler = Scheduler(
         SchedulerConfig(
@@ -84,8 +95,9 @@ def running_scheduler(num_running: int, spare_blocks: int, spare_slots: int, see
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=num_running + spare_slots,
             max_num_batched_tokens=MAX_MODEL_LEN,
+            num_host_blocks=num_running,
         ),
-        SchedulerPolicy(admission=WatermarkAdmission(0.0)),
+        policy or SchedulerPolicy(),
     )
     for index, length in enumerate(lengths):
         scheduler.add(make_request(index, length))
@@ -117,7 +129,7 @@ def summarise(iteration: str, num_running: int, samples: list[tuple[float, int]]
 def bench_steady(num_running: int, repetitions: int, seed: int) -> Timing:
     """Decode iterations with enough free blocks."""
     spare = num_running * (repetitions // BLOCK_SIZE + 10)
-    scheduler = running_scheduler(num_running, spare, 0, seed)
+    scheduler = running_scheduler(spread_lengths(num_running, seed), spare, 0)
     for _ in range(2 * BLOCK_SIZE):  # warm-up
         scheduler.schedule(0.0)
     samples = []
@@ -129,19 +141,27 @@ def bench_steady(num_running: int, repetitions: int, seed: int) -> Timing:
     return summarise("steady decode", num_running, samples)
 
 
-def bench_preempting(num_running: int, repetitions: int, seed: int) -> Timing:
-    """The first decode iteration of a full pool."""
+def bench_preempting(preset: str, num_running: int, repetitions: int) -> Timing:
+    """The first decode iteration of a full pool, in which one request in 16 needs a block."""
     samples = []
-    for repetition in range(repetitions):
-        scheduler = running_scheduler(num_running, 0, 0, seed + repetition)
+    num_growing = max(1, num_running // 16)
+    lengths = [BLOCK_SIZE] * num_growing + [BLOCK_SIZE // 2] * (num_running - num_growing)
+    for _ in range(repetitions):
+        costs = OnlineCalibration(TableCostModel.distil(_ROOFLINE, _AXES))
+        policy = make_preset(preset, costs)
+        assert isinstance(policy, SchedulerPolicy)
+        scheduler = running_scheduler(lengths, 0, 0, policy)
         microseconds, output = timed(scheduler.schedule)
-        samples.append((microseconds, len(output.preempted)))
-    return summarise("preempting decode", num_running, samples)
+        if len(output.preempted) != num_growing:
+            raise RuntimeError(f"{len(output.preempted)} requests were preempted, not {num_growing}")
+        samples.append((microseconds, num_growing))
+    return summarise(f"preempting, {preset}", num_running, samples)
 
 
 def bench_admitting(num_running: int, repetitions: int, seed: int) -> Timing:
-    """Prefill iterations that admit one request next to `num_running - 1` others."""
-    scheduler = running_scheduler(num_running - 1, num_running, 1, seed)
+    """Iterations that admit one request beside the decodes of `num_running - 1` others."""
+    spare = num_running * (repetitions // BLOCK_SIZE + 10)
+    scheduler = running_scheduler(spread_lengths(num_running - 1, seed), spare, 1)
     samples = []
     for repetition in range(repetitions):
         request = make_request(num_running + repetition, BLOCK_SIZE)
@@ -151,7 +171,7 @@ def bench_admitting(num_running: int, repetitions: int, seed: int) -> Timing:
             raise RuntimeError("the iteration admitted nobody")
         scheduler.finish(request, "abort")
         samples.append((microseconds, 0))
-    return summarise("admitting prefill", num_running, samples)
+    return summarise("admitting", num_running, samples)
 
 
 def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
@@ -159,8 +179,9 @@ def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
     trace = make_trace("chatbot", _TRACE_REQUESTS, 64, seed=seed)
     costs = OnlineCalibration(TableCostModel.distil(_ROOFLINE, _AXES))
     policy = make_preset(preset, costs)
-    action, resume = TimedPolicy(policy.action), TimedPolicy(policy.resume)
-    timed: dict[str, Any] = {"action": action, "resume": resume}
+    timed: dict[str, Any] = {}
+    if isinstance(policy, SchedulerPolicy):
+        timed = {"action": TimedPolicy(policy.action), "resume": TimedPolicy(policy.resume)}
     scheduler = Scheduler(
         SchedulerConfig(
             num_gpu_blocks=int(num_running * _BLOCKS_PER_RUNNING),
@@ -170,7 +191,7 @@ def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
             max_num_batched_tokens=2560,
             num_host_blocks=2 * num_running,
         ),
-        dataclasses.replace(policy, **timed),
+        dataclasses.replace(policy, **timed) if timed else policy,  # type: ignore[type-var]
     )
     for index, (prompt, output) in enumerate(zip(trace.prompt_lens, trace.output_lens, strict=True)):
         request = make_request(index, int(prompt))
@@ -193,10 +214,10 @@ def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
         for request in output.ending:
             scheduler.finish(request, "length")
     timings = [summarise(f"trace, {preset}", round(statistics.fmean(running)), samples)]
-    for question, policy_timed in (("preempting", action), ("resuming", resume)):
+    for question, policy_timed in timed.items():
         if policy_timed.samples:
             decisions = [(microseconds, 1) for microseconds in policy_timed.samples]
-            name = f"decision on {question}, {preset}"
+            name = f"decision of {question}, {preset}"
             timings.append(summarise(name, round(statistics.fmean(running)), decisions))
     return timings
 
@@ -229,24 +250,27 @@ def cpu_model() -> str:
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--running", type=int, default=256, help="running requests")
+    parser.add_argument(
+        "--running", type=list_of(int), default="256,1024", help="running requests (default: %(default)s)"
+    )
     parser.add_argument("--repetitions", type=int, default=2000, help="timed steady and admitting calls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
     args = parser.parse_args()
-    if not 1 <= args.running <= 4096:
-        parser.error(f"--running must lie in [1, 4096], got {args.running}")
+    if not all(2 <= running <= 4096 for running in args.running):
+        parser.error(f"--running must lie in [2, 4096], got {args.running}")
     if not 10 <= args.repetitions <= 4000:  # a benchmark request ends after 4096 tokens
         parser.error(f"--repetitions must lie in [10, 4000], got {args.repetitions}")
 
     gc.disable()  # its pauses are the process's, not the scheduler's
-    timings = [
-        bench_steady(args.running, args.repetitions, args.seed),
-        bench_preempting(args.running, max(args.repetitions // 10, 10), args.seed),
-        bench_admitting(args.running, args.repetitions, args.seed),
-    ]
-    for preset in PRESETS:
-        timings += bench_trace(preset, args.running // 2, args.seed)
+    timings = []
+    for running in args.running:
+        timings.append(bench_steady(running, args.repetitions, args.seed))
+        for preset in ("vllm_v1", "adaptive"):
+            timings.append(bench_preempting(preset, running, max(args.repetitions // 10, 10)))
+        timings.append(bench_admitting(running, args.repetitions, args.seed))
+        for preset in PRESETS:
+            timings += bench_trace(preset, running // 2, args.seed)
     print(f"{cpu_model()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, seed {args.seed}")
     print(f"{'iteration':<32} {'running':>7} {'preempted':>9} {'median us':>9} {'p99 us':>9} {'calls':>6}")
     for t in timings:

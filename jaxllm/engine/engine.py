@@ -255,11 +255,8 @@ class Engine:
             except BaseException as error:
                 # Planning changes nothing: who fails there leaves everything as it was.
                 is_planning, self._is_planning = self._is_planning, False
-                if (
-                    isinstance(error, Exception)
-                    and is_planning
-                    and self.scheduler.num_scheduled == num_scheduled
-                ):
+                is_unchanged = is_planning and self.scheduler.num_scheduled == num_scheduled
+                if is_unchanged and isinstance(error, Exception):
                     raise
                 self._fail(error)
                 if not isinstance(error, Exception):

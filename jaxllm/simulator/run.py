@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,6 +35,8 @@ def simulate(
     residuals: Residuals | None = None,
     ledger: Ledger | None = None,
     calibration: OnlineCalibration | None = None,
+    priorities: Sequence[int] | None = None,
+    deadlines: Sequence[float] | None = None,
 ) -> RunResult:
     """Run every request of `trace` to its full output length.
 
@@ -50,6 +53,8 @@ def simulate(
         ledger: collects the decisions.
         calibration: predictions to correct by what steps and copies take, as the engine does; None corrects
             nothing.
+        priorities: of the requests, lower ones more urgent; all alike if None.
+        deadlines: of the requests, in seconds of the trace's clock; none if None.
 
     Raises:
         RequestTooLargeError: a request of the trace can never fit.
@@ -69,7 +74,6 @@ def simulate(
     )
     arrivals = trace.arrival_times.tolist()
     executor.now = arrivals[0]  # the clock starts with the first request
-    prompt_lens, output_lens = trace.prompt_lens.tolist(), trace.output_lens.tolist()
     count = len(arrivals)
     first_scheduled, first_tokens, finished = np.zeros(count), np.zeros(count), np.zeros(count)
     scheduling = 0.0
@@ -77,7 +81,10 @@ def simulate(
     num_decode_steps = num_decoded = num_preemptions = num_swaps = 0
     while added < count or scheduler.has_unfinished:
         while added < count and arrivals[added] <= executor.now:
-            scheduler.add(_request(added, arrivals[added], prompt_lens[added], output_lens[added]))
+            request = _request(trace, added)
+            request.priority = 0 if priorities is None else priorities[added]
+            request.deadline = None if deadlines is None else deadlines[added]
+            scheduler.add(request)
             added += 1
         copies = executor.copies()
         if observer is not None and copies.timed:
@@ -135,12 +142,13 @@ def simulate(
     )
 
 
-def _request(index: int, arrival: float, prompt_len: int, output_len: int) -> Request:
+def _request(trace: Trace, index: int) -> Request:
+    prompt_len = int(trace.prompt_lens[index])
     return Request(
         str(index),
-        range(prompt_len),
+        range(prompt_len) if trace.prompt_token_ids is None else trace.prompt_token_ids[index],
         _SAMPLING_PARAMS,
-        arrival_time=arrival,
+        arrival_time=float(trace.arrival_times[index]),
         arrival_index=index,
-        max_total_tokens=prompt_len + output_len,
+        max_total_tokens=prompt_len + int(trace.output_lens[index]),
     )

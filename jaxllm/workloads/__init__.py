@@ -4,6 +4,7 @@ from jaxllm.workloads.arrivals import AllAtOnce, ArrivalProcess, GammaBursts, Po
 from jaxllm.workloads.datasets import PromptDataset, load_dataset_file
 from jaxllm.workloads.lengths import ALPACA, CHATBOT, DATASETS, SUMMARY, LognormalLengths, UniformLengths
 from jaxllm.workloads.synthetic import make_trace
+from jaxllm.workloads.topics import TopicOutputs
 from jaxllm.workloads.trace import Trace
 from jaxllm.workloads.trace_csv import KNOWN_COLUMNS, load_trace_csv
 
@@ -20,6 +21,7 @@ __all__ = [
     "Poisson",
     "PromptDataset",
     "RecordedArrivals",
+    "TopicOutputs",
     "Trace",
     "UniformLengths",
     "load_dataset_file",

@@ -10,6 +10,7 @@ from jaxllm.workloads.checks import MAX_LEN, MAX_REQUESTS, check_choice, check_i
 from jaxllm.workloads.datasets import PromptDataset
 from jaxllm.workloads.lengths import DATASETS, LognormalLengths, UniformLengths, max_outputs, uniform_outputs
 from jaxllm.workloads.seeding import Stream, generator
+from jaxllm.workloads.topics import TopicOutputs
 from jaxllm.workloads.trace import Trace
 
 _ALL_AT_ONCE = AllAtOnce()
@@ -20,7 +21,7 @@ def make_trace(
     num_requests: int,
     max_output_len: int,
     *,
-    outputs: Literal["max", "uniform"] = "max",
+    outputs: Literal["max", "uniform"] | TopicOutputs = "max",
     arrivals: ArrivalProcess = _ALL_AT_ONCE,
     seed: int = 0,
     name: str | None = None,
@@ -35,7 +36,8 @@ def make_trace(
             what `load_dataset_file` gave, whose prompts are drawn without replacement.
         num_requests: how many.
         max_output_len: longest output, in tokens.
-        outputs: `"max"`: every output is the longest; `"uniform"`: in `[ceil(max / 4), max]`.
+        outputs: `"max"`: every output is the longest; `"uniform"`: in `[ceil(max / 4), max]`;
+            `TopicOutputs()`: as the prompts tell, which it makes, of the data set's lengths.
         arrivals: when requests are sent.
         seed: of everything drawn, in `[0, 2**63)`.
         name: the trace's; by default the data set's.
@@ -45,10 +47,10 @@ def make_trace(
     """
     num_requests = check_integer("num_requests", num_requests, 1, MAX_REQUESTS)
     max_output_len = check_integer("max_output_len", max_output_len, 1, MAX_LEN)
-    check_choice("outputs", outputs, ("max", "uniform"))
+    if not isinstance(outputs, TopicOutputs):
+        check_choice("outputs", outputs, ("max", "uniform"))
     if not hasattr(arrivals, "times"):
         raise ConfigError(f"arrivals={arrivals!r} is no arrival process; use AllAtOnce(), Poisson(rate), ...")
-    output_lengths = (max_outputs if outputs == "max" else uniform_outputs)(max_output_len)
     rng = generator(seed, Stream.PROMPTS)
     token_ids = texts = None
     if isinstance(dataset, PromptDataset):
@@ -72,13 +74,23 @@ def make_trace(
         if not hasattr(dataset, "sample"):
             raise ConfigError(f"dataset={dataset!r} is neither a name, nor lengths, nor a loaded data set")
         prompt_lens, notes = dataset.sample(num_requests, rng), [f"prompts: {dataset}"]
+    output_rng = generator(seed, Stream.OUTPUTS)
+    if isinstance(outputs, TopicOutputs):
+        if isinstance(dataset, PromptDataset):
+            raise ConfigError(f"outputs={outputs} makes prompts; data set {dataset.name!r} has its own")
+        token_ids, output_lens = outputs.sample(prompt_lens, max_output_len, output_rng)
+        notes.append(f"outputs: {outputs} of at most {max_output_len}")
+    else:
+        output_lengths = (max_outputs if outputs == "max" else uniform_outputs)(max_output_len)
+        output_lens = output_lengths.sample(num_requests, output_rng)
+        notes.append(f"outputs: {output_lengths}")
     return Trace(
         name=default_name if name is None else name,
         seed=seed,
         arrival_times=arrivals.times(num_requests, generator(seed, Stream.ARRIVALS)),
         prompt_lens=prompt_lens,
-        output_lens=output_lengths.sample(num_requests, generator(seed, Stream.OUTPUTS)),
+        output_lens=output_lens,
         prompt_token_ids=token_ids,
         prompt_texts=texts,
-        notes=(*notes, f"outputs: {output_lengths}", f"arrivals: {arrivals}"),
+        notes=(*notes, f"arrivals: {arrivals}"),
     )

@@ -115,12 +115,13 @@ class OverlapAwareAction:
             return Decision(PreemptionAction.RECOMPUTE, 0.0, 0.0)
         copy_out, copy_in = costs.swap_out_seconds(num_blocks), costs.swap_in_seconds(num_blocks)
         num_seqs = recent.swap_in_seqs if recent.swap_in_seqs > 1.0 else 1.0
-        swap = copy_in - costs.step_seconds(state.num_running, state.num_context_tokens) / num_seqs
+        alone = costs.step_seconds(state.num_running, state.num_context_tokens)
+        swap = copy_in - alone / num_seqs
         swap = max(0.0, min(swap, copy_in * num_blocks / state.num_blocks))
         num_over = state.num_leaving + num_blocks - MAX_STAGED_BLOCKS
         if num_over > 0:
             swap += costs.swap_out_seconds(num_over)
-        recompute = added_seconds(costs, victim.num_computed_tokens, state)
+        recompute = added_seconds(costs, victim.num_computed_tokens, state, alone)
         return cheaper(num_blocks, state, swap, recompute, copy_out)
 
 
@@ -136,8 +137,10 @@ def serial_costs(costs: CostModel, num_tokens: int, num_blocks: int) -> tuple[fl
     return copy_out, swap, costs.step_seconds(0, 0, num_tokens, 1)
 
 
-def added_seconds(costs: CostModel, num_tokens: int, state: PoolState) -> float:
+def added_seconds(costs: CostModel, num_tokens: int, state: PoolState, alone: float) -> float:
     """What computing `num_tokens` of a request adds to iterations like the recent ones.
+
+    Without prompts these take `alone` seconds.
 
     Where iterations are mixed these decode as many requests as now and compute the mean of the prompt
     tokens; else they are prefills of it. Tokens that do not fit one iteration ride in several.
@@ -152,7 +155,10 @@ def added_seconds(costs: CostModel, num_tokens: int, state: PoolState) -> float:
     each = num_tokens // num_steps
     before = each * (num_steps - 1) // 2  # tokens of the request itself, in the middle one
     more = costs.step_seconds(batch, context, others + each, num_others + 1, before)
-    return num_steps * max(0.0, more - costs.step_seconds(batch, context, others, num_others))
+    base = alone if state.mixes else 0.0
+    if others:
+        base = costs.step_seconds(batch, context, others, num_others)
+    return num_steps * max(0.0, more - base)
 
 
 def cheaper(

@@ -1,0 +1,344 @@
+"""In which order to serve: latency, slowdown and goodput over load, simulated, in one figure and one report.
+
+    python scripts/compare_orders.py --out-dir out/orders
+
+Requests arrive by a Poisson process, and by gamma bursts (the gaps' coefficient of variation is 4), at a
+share of what the device can serve: its throughput when all requests are there at once, first come first
+served. Output lengths depend on the prompts with lognormal noise (`jaxllm.workloads.TopicOutputs`); orders
+that go by length predict it from prompts and past outputs, or know it, or know nothing. Everything else is
+preset `adaptive`'s, except for `vllm`, `vllm_v1` and `fastserve`, which are presets.
+
+Slowdown is a request's latency over what it takes alone. Goodput is the share of requests whose slowdown is
+at most 5; the deadline that order `deadline` knows is where its slowdown is 5. Order `priority` has three
+classes, by the true length: a third of the requests each, the short ones most urgent, as a user who knows
+might choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from sweep.options import list_of
+
+from jaxllm.bench.results import command_line, write_json
+from jaxllm.predictors.base import CostModel, model_shape
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.lengths import LengthPolicy, RangePredictor, RankPredictor, TrueLength, ValuePredictor
+from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.sched.presets import make_preset
+from jaxllm.simulator.run import simulate
+from jaxllm.workloads import GammaBursts, Poisson, TopicOutputs, Trace, make_trace
+
+MODEL, DEVICE = "opt-13b", "A800-80GB-PCIe"
+DATASET, MAX_OUTPUT_LEN = "chatbot", 512
+NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 256, 512, 16, 2048
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2560
+MOST_SLOWDOWN = 5.0
+ARRIVALS = {"poisson": Poisson, "gamma": functools.partial(GammaBursts, cv=4.0)}
+LOADS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0)
+PREDICTIONS: Mapping[str, Callable[[], LengthPolicy | None]] = {
+    "value": ValuePredictor,
+    "range": RangePredictor,
+    "rank": RankPredictor,
+    "perfect": TrueLength,
+    "none": lambda: None,
+}
+BASELINES = ("vllm", "vllm_v1")
+ORDERS = (
+    *BASELINES,
+    "fcfs",
+    "fair",
+    "fastserve",
+    "deadline",
+    "priority",
+    *(f"{order}, {prediction}" for order in ("shortest", "least_work") for prediction in PREDICTIONS),
+)
+DRAWN = ("vllm", "vllm_v1", "fcfs", "fair", "fastserve", "shortest, rank", "least_work, rank")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One simulation."""
+
+    arrivals: str
+    load: float
+    order: str
+    num_requests: int
+    noise: float
+    seed: int
+
+
+def policy_of(order: str, costs: CostModel) -> SchedulingPolicy:
+    """The policy of an order."""
+    name, _, prediction = order.partition(", ")
+    policy = make_preset({"fair": "adaptive"}.get(name, name), costs)
+    return dataclasses.replace(policy, length=PREDICTIONS[prediction]()) if prediction else policy  # type: ignore[type-var]
+
+
+def costs() -> RooflineCostModel:
+    """The device's."""
+    return RooflineCostModel(model_shape(MODEL), device_spec(DEVICE), block_size=BLOCK_SIZE)
+
+
+def config() -> SchedulerConfig:
+    """The engine's limits."""
+    return SchedulerConfig(
+        num_gpu_blocks=NUM_GPU_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        num_host_blocks=NUM_HOST_BLOCKS,
+    )
+
+
+def trace_of(cell: Cell, rate: float | None) -> Trace:
+    """The requests; all at once without a rate."""
+    arrivals = {} if rate is None else {"arrivals": ARRIVALS[cell.arrivals](rate)}
+    return make_trace(
+        DATASET,
+        cell.num_requests,
+        MAX_OUTPUT_LEN,
+        outputs=TopicOutputs(noise=cell.noise),
+        seed=cell.seed,
+        **arrivals,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def capacity(num_requests: int, noise: float, seed: int) -> float:
+    """Requests per second that are served when all are there."""
+    trace = trace_of(Cell("", 0.0, "", num_requests, noise, seed), None)
+    result = simulate(trace, config(), make_preset("fcfs", costs()), costs(), overlap_swaps=True)
+    return num_requests / result.seconds
+
+
+@functools.lru_cache(maxsize=8)
+def seconds_alone(num_requests: int, noise: float, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """What each request takes alone."""
+    trace, model = trace_of(Cell("", 0.0, "", num_requests, noise, seed), None), costs()
+    found = []
+    for prompt, output in zip(trace.prompt_lens.tolist(), trace.output_lens.tolist(), strict=True):
+        mean = model.step_seconds(1, prompt + output // 2)
+        found.append(model.step_seconds(0, 0, prompt, 1) + (output - 1) * mean)
+    return np.array(found)
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """Simulate one cell."""
+    of = cell.num_requests, cell.noise, cell.seed
+    trace, alone = trace_of(cell, cell.load * capacity(*of)), seconds_alone(*of)
+    classes = np.searchsorted(np.quantile(trace.output_lens, [1 / 3, 2 / 3]), trace.output_lens)
+    result = simulate(
+        trace,
+        config(),
+        policy_of(cell.order, costs()),
+        costs(),
+        overlap_swaps=True,
+        priorities=classes.tolist(),
+        deadlines=(trace.arrival_times + MOST_SLOWDOWN * alone).tolist(),
+    )
+    latency = result.finish_times - result.arrival_times
+    slowdown = latency / alone
+    return {
+        **dataclasses.asdict(cell),
+        "mean_latency": float(latency.mean()),
+        "p99_latency": float(np.quantile(latency, 0.99)),
+        "seconds_per_token": float((latency / trace.output_lens).mean()),
+        "slowdown": [float(slowdown[classes == one].mean()) for one in range(3)],
+        "p99_slowdown": float(np.quantile(slowdown, 0.99)),
+        "goodput": float((slowdown <= MOST_SLOWDOWN).mean()),
+        "output_tokens_per_second": result.output_tokens_per_second,
+        "num_preemptions": result.num_preemptions,
+    }
+
+
+def load_at(points: Sequence[tuple[float, float]], limit: float) -> float | None:
+    """The load at which a latency reaches `limit`, interpolated; None if it never does within the loads."""
+    for (low, below), (high, above) in itertools.pairwise(points):
+        if below <= limit < above:
+            return low + (high - low) * (limit - below) / (above - below)
+    return None
+
+
+def medians(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, float], dict[str, Any]]:
+    """By arrivals, order and load: the medians over seeds of every figure."""
+    found: dict[tuple[str, str, float], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["arrivals"], row["order"], row["load"]), []).append(row)
+    names = [name for name in rows[0] if name not in ("arrivals", "order", "load", "slowdown")]
+    return {
+        key: {name: statistics.median(row[name] for row in of) for name in names}
+        | {
+            "slowdown": [
+                statistics.median(column) for column in zip(*(row["slowdown"] for row in of), strict=True)
+            ]
+        }
+        for key, of in found.items()
+    }
+
+
+def report(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> str:
+    """The Markdown report."""
+    found, loads = medians(rows), args.loads
+    lines = [
+        "# In which order to serve, simulated",
+        "",
+        f"Command: `{args.command}`. {MODEL} on a roofline of {DEVICE}; {NUM_GPU_BLOCKS} device and "
+        f"{NUM_HOST_BLOCKS} host blocks of {BLOCK_SIZE} tokens; {args.requests} requests, prompts as long "
+        f"as {DATASET}'s, outputs of at most {MAX_OUTPUT_LEN} tokens that depend on the prompt's topic with "
+        f"noise {args.noise:g}; seeds {args.seeds}, medians. A load of 1 is what `fcfs` serves when all are "
+        "there at once. Predictions of costs are exact. Copies run beside the steps.",
+        "",
+        "Slowdown: latency over that of the request alone, means of the shortest, middle and longest third "
+        f"of the outputs. Goodput: share of requests with a slowdown of at most {MOST_SLOWDOWN:g}.",
+        "",
+    ]
+    for arrivals in args.arrivals:
+        for load in loads:
+            lines += [
+                f"## {arrivals}, load {load:g}",
+                "",
+                "| order | mean latency, s | p99, s | slowdown: short | middle | long | p99 slowdown | "
+                "goodput | preemptions |",
+                "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+            ]
+            for order in ORDERS:
+                row = found[arrivals, order, load]
+                short, middle, long = row["slowdown"]
+                lines.append(
+                    f"| {order} | {row['mean_latency']:.2f} | {row['p99_latency']:.1f} | {short:.2f} | "
+                    f"{middle:.2f} | {long:.2f} | {row['p99_slowdown']:.1f} | {row['goodput']:.1%} | "
+                    f"{row['num_preemptions']:.0f} |"
+                )
+            lines.append("")
+    lines += [
+        "## Load at equal latency",
+        "",
+        "The load at which the mean latency per output token is twice that of `vllm_v1` at the lowest load "
+        "(FastServe compares systems by throughput at equal latency), over that of `vllm` and of `vllm_v1`.",
+        "",
+        "| arrivals | order | load | over vllm | over vllm_v1 |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for arrivals in args.arrivals:
+        limit = 2 * found[arrivals, "vllm_v1", loads[0]]["seconds_per_token"]
+        reached = {
+            order: load_at(
+                [(load, found[arrivals, order, load]["seconds_per_token"]) for load in loads], limit
+            )
+            for order in ORDERS
+        }
+        for order, load in reached.items():
+            ratios = [
+                "-" if load is None or reached[base] is None else f"{load / reached[base]:.2f}"  # type: ignore[operator]
+                for base in BASELINES
+            ]
+            shown = f"above {loads[-1]:g}" if load is None else f"{load:.2f}"
+            lines.append(f"| {arrivals} | {order} | {shown} | {' | '.join(ratios)} |")
+    return "\n".join([*lines, ""])
+
+
+def draw(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace, path: pathlib.Path) -> None:
+    """One figure: a row for each arrival process; mean latency, 99th percentile and goodput over load."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = medians(rows)
+    panels = (("mean_latency", "mean latency, s"), ("p99_latency", "p99 latency, s"), ("goodput", "goodput"))
+    figure, axes = pyplot.subplots(
+        len(args.arrivals),
+        len(panels),
+        figsize=(12, 3.4 * len(args.arrivals)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for arrivals, of_arrivals in zip(args.arrivals, axes, strict=True):
+        for (name, label), panel in zip(panels, of_arrivals, strict=True):
+            for order in DRAWN:
+                values = [found[arrivals, order, load][name] for load in args.loads]
+                panel.plot(args.loads, values, marker="o", label=order)
+            panel.set_title(arrivals)
+            panel.set_xlabel("load")
+            panel.set_ylabel(label)
+            if name != "goodput":
+                panel.set_yscale("log")
+    axes[0][0].legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arrivals", type=list_of(str), default=",".join(ARRIVALS))
+    parser.add_argument("--loads", type=list_of(float), default=",".join(map(str, LOADS)))
+    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--noise", type=float, default=0.3, help="of output lengths, see TopicOutputs")
+    parser.add_argument("--seeds", type=list_of(int), default="0,1")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--out-dir", type=pathlib.Path, required=True)
+    args = parser.parse_args(argv)
+    if not set(args.arrivals) <= set(ARRIVALS):
+        parser.error(f"--arrivals {','.join(args.arrivals)}: name some of {', '.join(ARRIVALS)}")
+    args.loads = sorted(args.loads)
+    if not (args.loads[0] > 0 and args.loads[-1] <= 10):
+        parser.error("--loads must lie above 0 and not above 10")
+    if not (args.requests >= 2 and 0 <= args.noise <= 10 and args.jobs >= 1 and min(args.seeds) >= 0):
+        parser.error("--requests from 2, --noise from 0 to 10, --jobs from 1, --seeds from 0")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Simulate, and write JSON, figure and report."""
+    args = parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args.command = command_line(["python", "scripts/compare_orders.py", *words])
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    cells = [
+        Cell(arrivals, load, order, args.requests, args.noise, seed)
+        for seed, arrivals, load, order in itertools.product(args.seeds, args.arrivals, args.loads, ORDERS)
+    ]
+    if args.jobs == 1:
+        rows = list(map(run_cell, cells))
+    else:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+            rows = list(pool.map(run_cell, cells, chunksize=4))
+    values = {
+        "command": args.command,
+        "device": DEVICE,
+        "model": MODEL,
+        "seconds": round(time.perf_counter() - started, 1),
+        "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
+        "capacity": {seed: capacity(args.requests, args.noise, seed) for seed in args.seeds},
+        "cells": rows,
+    }
+    write_json(args.out_dir / "results.json", values)
+    (args.out_dir / "report.md").write_text(report(rows, args), encoding="utf-8")
+    draw(rows, args, args.out_dir / "orders.png")
+    print(f"{len(rows)} simulations in {values['seconds']} s; see {args.out_dir / 'report.md'}")
+
+
+if __name__ == "__main__":
+    main()
