@@ -80,7 +80,7 @@ class PacedIterations:
     """
 
     costs: CostModel
-    slowdown: float = 2.0
+    slowdown: float = 1.9
     horizon: int = 64
     mixes = True
 
