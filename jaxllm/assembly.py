@@ -22,13 +22,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.model_executor import ExecutorConfig, ModelExecutor
+from jaxllm.ledgers import open_ledger
 from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
 from jaxllm.predictors.base import ITEMSIZES, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.profiling import Profiler
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import open_ledger
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.scheduling import Scheduling, make_scheduling

@@ -1,4 +1,4 @@
-"""Reads the files that `jaxllm.sched.ledger` writes."""
+"""Opens the files that `jaxllm.sched.ledger` writes, and reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS
+from jaxllm.predictors.base import COST_KINDS, CostModel
 from jaxllm.predictors.online import KindReport
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, Record, StepRecord
 from jaxllm.sched.policies import PreemptionAction, ResumeAction
@@ -112,3 +112,22 @@ def _check_types(record: Record) -> None:
             raise TypeError(f"action={record.action!r} is none of {', '.join(_ACTIONS)}")
         if record.resume_action not in _RESUME_ACTIONS:
             raise TypeError(f"resume_action={record.resume_action!r} is none of {_RESUME_ACTIONS}")
+
+
+def open_ledger(path: str | Path, costs: CostModel | None = None) -> tuple[Ledger, Callable[[], None]]:
+    """A ledger written to a new file, and what ends both; `costs` as for `Ledger`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115, open as long as the ledger
+    except OSError as error:
+        raise ConfigError(f"cannot write the ledger {str(path)!r}: {error.strerror}") from error
+    ledger = Ledger(file, costs)
+
+    def close() -> None:
+        ledger.close()
+        file.close()
+
+    return ledger, close

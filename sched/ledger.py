@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import IO, Any
 
-from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import KindReport, OnlineCalibration
 from jaxllm.sched.policies import Decision, ResumeDecision
@@ -183,22 +181,3 @@ class Ledger:
     def _write(self, name: str, record: Record, **more: Any) -> None:
         assert self._file is not None
         self._file.write(json.dumps({"record": name, **more, **dataclasses.asdict(record)}) + "\n")
-
-
-def open_ledger(path: str | Path, costs: CostModel | None = None) -> tuple[Ledger, Callable[[], None]]:
-    """A ledger written to a new file, and what ends both; `costs` as for `Ledger`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115, open as long as the ledger
-    except OSError as error:
-        raise ConfigError(f"cannot write the ledger {str(path)!r}: {error.strerror}") from error
-    ledger = Ledger(file, costs)
-
-    def close() -> None:
-        ledger.close()
-        file.close()
-
-    return ledger, close

@@ -11,11 +11,12 @@ from engine_helpers import make_llm
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
-from jaxllm.engine.output_processor import OutputBuilder, RequestState
+from jaxllm.engine.output_processor import RequestState
 from jaxllm.errors import EngineError, RequestError
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.pending import PendingStep
 from jaxllm.executor.swapper import BlockSwapper
+from jaxllm.output_builder import OutputBuilder
 from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
 
 NAME = "llama_gqa"

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from jaxllm.engine.observer import StepObserver
-from jaxllm.engine.output_processor import Delta, OutputBuilder, RequestState, Sink
+from jaxllm.engine.output_processor import RequestState, Sink
 from jaxllm.errors import ConfigError, EngineError, RequestError
 from jaxllm.inputs import InputProcessor, Prompt
+from jaxllm.output_builder import Delta, OutputBuilder
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.scheduler import Scheduler

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.output_processor import Delta, OutputBuilder, RequestState
+from jaxllm.engine.output_processor import RequestState
 from jaxllm.errors import EngineError, RequestError
+from jaxllm.output_builder import Delta, OutputBuilder
 from jaxllm.outputs import RequestOutput
 
 _Item = tuple[str, Delta | BaseException]
