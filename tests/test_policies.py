@@ -188,7 +188,7 @@ def test_mixed_iterations_leave_prompts_what_decodes_do_not_need():
     ],
 )
 def test_paced_iterations_bound_the_slowdown_until_the_backlog_is_too_long(decodes, backlog, tokens):
-    policy = PacedIterations(LinearCosts(prefill=1.0, decode=2.0), horizon=16)
+    policy = PacedIterations(LinearCosts(prefill=1.0, decode=2.0), slowdown=2.0, horizon=16)
     assert policy.num_prompt_tokens(iteration(decodes, 0, backlog)) == tokens
 
 

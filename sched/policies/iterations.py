@@ -81,7 +81,7 @@ class PacedIterations:
 
     costs: CostModel
     slowdown: float = 1.9
-    horizon: int = 24
+    horizon: int = 12
     mixes = True
 
     def __post_init__(self) -> None:
