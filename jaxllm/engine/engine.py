@@ -209,6 +209,8 @@ class Engine:
             sink: is given its deltas instead of the caller of `step`.
             output_id: what its outputs are called, if not as the request.
         """
+        if self._failure is not None:
+            raise self._dead()
         request, text = self._inputs.make(
             request_id,
             prompt,

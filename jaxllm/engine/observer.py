@@ -34,7 +34,7 @@ class StepObserver:
 
     def observe(self, scheduled: SchedulerOutput, seconds: float, *, is_timed: bool = True) -> None:
         """Take a step that ran for `seconds`; at most for so long if it is not `is_timed`."""
-        if seconds <= 0.0 or not is_timed:
+        if seconds <= 0.0:
             return
         self._num_steps += 1
         costs, ledger, prefill = self.costs, self._ledger, scheduled.prefill
@@ -42,13 +42,13 @@ class StepObserver:
         if costs is not None and (is_compared or scheduled.has_copies):
             predicted = predicted_seconds(costs, scheduled)
             if not scheduled.has_copies:
-                num_steps = scheduled.num_decode_steps
+                each, longest = predicted / scheduled.num_decode_steps, seconds / scheduled.num_decode_steps
                 kind = step_kind(len(scheduled.decode), len(prefill))
-                costs.observe(kind, predicted / num_steps, seconds / num_steps)
-            elif predicted > 0.0:
+                costs.observe_bounds(kind, each, longest if is_timed else 0.0, longest)
+            elif predicted > 0.0 and is_timed:
                 self._charge_swaps(scheduled, max(0.0, seconds - predicted))
                 seconds = min(seconds, predicted)
-        if ledger is None or not any(chunk.num_recomputed for chunk in prefill):
+        if ledger is None or not is_timed or not any(chunk.num_recomputed for chunk in prefill):
             return
         added = seconds
         if costs is not None:
