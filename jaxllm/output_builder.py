@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.detokenizer import IncrementalDetokenizer
+from jaxllm.errors import EngineError
 from jaxllm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxllm.types import FinishReason, Request, TokenLogprobs
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 
 
 class Delta(NamedTuple):
-    """What is new of a request: tokens with their scores, and how it ended if it did."""
+    """What is new of a request: tokens from place `start` on, their scores, and how it ended if it did."""
 
+    start: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
@@ -64,7 +66,16 @@ class OutputBuilder:
         return self._scored is not None
 
     def add(self, delta: Delta) -> RequestOutput:
-        """The output after one more delta."""
+        """The output after one more delta.
+
+        Raises:
+            EngineError: one before it is missing: the caller was interrupted when it had it in its hands.
+        """
+        if delta.start != len(self._token_ids):
+            raise EngineError(
+                f"request {self.request_id!r}: {delta.start - len(self._token_ids)} tokens were lost when "
+                "reading them was interrupted; generate again"
+            )
         self._token_ids += delta.token_ids
         if self._scored is not None:
             self._scored += delta.logprobs

@@ -17,6 +17,7 @@ from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.pending import PendingStep
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.output_builder import OutputBuilder
+from jaxllm.predictors.lengths import TrueLength
 from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
 
 NAME = "llama_gqa"
@@ -326,6 +327,58 @@ def test_a_policy_that_raises_ends_the_calls_but_not_the_engine(prompts):
     assert (
         llm.generate(prompts[:1], GREEDY, use_tqdm=False)[0].token_ids == golden_data(NAME)["greedy"][0][:12]
     )
+
+
+class Touchy:
+    """A priority that raises on demand."""
+
+    reads = ("priority",)
+    broken = False
+
+    def score(self, request, now):
+        if self.broken and request.priority == 5:
+            raise ZeroDivisionError("a score")
+        return 0.0
+
+    def group(self, request):
+        return None
+
+
+def test_a_policy_that_raises_where_nothing_is_planned_fails_the_engine(prompts):
+    """Its request was taken out of the queue: nobody can say where it stands."""
+    touchy = Touchy()
+    policy = SchedulerPolicy(priority=touchy)
+    llm = make_llm(golden_checkpoint(NAME), max_num_seqs=1, decode_buckets=[1], scheduler_policy=policy)
+    stream = llm.stream(prompts[:2], LONG)
+    touchy.broken = True
+    stream.set_priority(1, 5)
+    with pytest.raises(EngineError, match="ZeroDivisionError: a score"):
+        list(stream)
+    with pytest.raises(EngineError, match="ZeroDivisionError: a score"):
+        llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+    with pytest.raises(EngineError, match="make a new LLM"):
+        llm.executor.execute(None)
+
+
+def test_a_length_predictor_that_raises_ends_all_with_its_error(prompts):
+    class Forgetful(TrueLength):
+        def observe(self, request, num_tokens):
+            raise KeyError("forgotten")
+
+    policy = SchedulerPolicy(length=Forgetful())
+    llm = make_llm(golden_checkpoint(NAME), scheduler_policy=policy)
+    results = in_threads(2, lambda i: llm.generate(prompts[:2], GREEDY, use_tqdm=False))
+    assert all(isinstance(error, EngineError) and "forgotten" in str(error) for error in results)
+
+
+def test_a_lost_token_is_an_error(llm, prompts):
+    stream = llm.stream([prompts[0]], GREEDY)
+    next(stream)
+    stream._items.get()  # what an interrupt between two instructions may do
+    with pytest.raises(EngineError, match="request '0': 1 tokens were lost"):
+        next(stream)
+    stream.close()
+    assert_idle(llm)
 
 
 def test_priorities_and_deadlines_are_for_policies_that_look_at_them(llm, prompts):

@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.output_processor import RequestState, Sink
+from jaxllm.engine.owner import Owner
 from jaxllm.errors import ConfigError, EngineError, RequestError
 from jaxllm.inputs import InputProcessor, Prompt
 from jaxllm.output_builder import Delta, OutputBuilder
@@ -25,6 +25,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import (
     MAX_DECODE_STEPS,
+    CopyProgress,
     Executor,
     FinishReason,
     RequestStatus,
@@ -48,6 +49,14 @@ class _Dispatched:
     result: StepResult
     sent: float
     is_first: bool
+
+
+class _Unchanged(Exception):
+    """A scheduling policy raised while an iteration was planned: everything is as it was."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
 class Engine:
@@ -119,10 +128,8 @@ class Engine:
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
         self._deliveries: list[tuple[RequestState, Delta]] = []
         self._reports: list[RequestOutput] = []
-        self._owner: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self.owner = Owner(lambda: self.num_live or int(self.has_unfinished_requests))
         self._failure: BaseException | None = None
-        self._is_planning = False
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -177,13 +184,13 @@ class Engine:
             SamplingParamsError: a token id is out of range, or stop strings lack a tokenizer.
             EngineError: the engine has failed, or another thread uses it.
         """
-        with self._used():
+        with self.owner.used():
             state, builder = self.prepare(
                 request_id,
                 prompt,
                 sampling_params,
-                arrival_time=arrival_time,
                 stream=stream,
+                arrival_time=arrival_time,
                 priority=priority,
                 deadline=deadline,
             )
@@ -196,12 +203,11 @@ class Engine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        arrival_time: float | None = None,
         stream: bool = False,
-        priority: int | None = None,
-        deadline: float | None = None,
         sink: Sink | None = None,
         output_id: str | None = None,
+        arrival_time: float | None = None,
+        **urgency: Any,
     ) -> tuple[RequestState, OutputBuilder]:
         """Check a request, in any thread, without queueing it; arguments and errors as `add_request`.
 
@@ -217,8 +223,7 @@ class Engine:
             sampling_params,
             arrival_time=self._clock() if arrival_time is None else arrival_time,
             arrival_index=next(self._arrivals),
-            priority=priority,
-            deadline=deadline,
+            **urgency,
         )
         state = RequestState(
             request, self.tokenizer, primary_eos_token_id=self._primary_eos, stream=stream, sink=sink
@@ -232,7 +237,7 @@ class Engine:
             RequestError: its id is in use.
             EngineError: the engine has failed, or another thread uses it.
         """
-        with self._used():
+        with self.owner.used():
             self._add(state)
 
     def step(self) -> list[RequestOutput]:
@@ -251,23 +256,12 @@ class Engine:
 
     def advance(self) -> None:
         """As `step`, without returning anything: the next `step` does."""
-        with self._used():
-            num_scheduled = self.scheduler.num_scheduled
-            try:
+        try:
+            with self._changing():
                 self._advance()
-            except BaseException as error:
-                # Planning changes nothing: who fails there leaves everything as it was.
-                is_planning, self._is_planning = self._is_planning, False
-                is_unchanged = is_planning and self.scheduler.num_scheduled == num_scheduled
-                if is_unchanged and isinstance(error, Exception):
-                    raise
-                self._fail(error)
-                if not isinstance(error, Exception):
-                    raise
-                dead = self._dead()
-                dead.finished, self._reports = self._reports, []
-                raise dead from error
-            self._deliver()
+                self._deliver()
+        except _Unchanged as unchanged:
+            raise unchanged.error from None
 
     def abort(self, request_id: str) -> None:
         """End a request in any state; `step` reports it with finish_reason "abort".
@@ -276,7 +270,7 @@ class Engine:
             RequestError: no live request has this id.
             EngineError: the engine has failed, or another thread uses it.
         """
-        with self._used():
+        with self._changing():
             self._finish(self._live(request_id), "abort", None)
 
     def drop(self, request_id: str) -> None:
@@ -286,7 +280,7 @@ class Engine:
             RequestError: no live request has this id.
             EngineError: the engine has failed, or another thread uses it.
         """
-        with self._used():
+        with self._changing():
             state = self._live(request_id)
             self.scheduler.finish(state.request, "error")
             del self._states[request_id]
@@ -306,56 +300,29 @@ class Engine:
             RequestError: no live request has this id, or the priority is no integer, or would be ignored.
             EngineError: the engine has failed, or another thread uses it.
         """
-        with self._used():
+        with self._changing():
             self._inputs.check_priority(priority)
             self.scheduler.reprioritize(self._live(request_id).request, priority)
 
-    # Owner, and failure
+    # Failure
 
     @contextlib.contextmanager
-    def _used(self) -> Iterator[None]:
-        """Keep other threads out, and everybody if the engine has failed."""
-        me = threading.current_thread()
-        # Who merely finishes its last step there is waited for.
-        if not self._is_free(me) or not self._lock.acquire(blocking=self._owner is not me):
-            raise self._taken(me)
-        try:
+    def _changing(self) -> Iterator[None]:
+        """Let only the owner in, nobody once the engine has failed, and fail where a change breaks off."""
+        with self.owner.used():
             if self._failure is not None:
                 raise self._dead()
-            if not self._is_free(me):
-                raise self._taken(me)
-            self._owner = me
-            yield
-        finally:
-            self._lock.release()
-
-    def _is_free(self, thread: threading.Thread) -> bool:
-        owner = self._owner
-        is_used = owner is not None and owner.is_alive() and self.has_unfinished_requests
-        return owner is thread or not is_used
-
-    def _taken(self, thread: threading.Thread) -> EngineError:
-        owner = self._owner
-        name = "another thread" if owner is None else f"thread {owner.name!r}"
-        return EngineError(
-            f"thread {thread.name!r} called an engine that {name} uses, with {self.num_live} live requests; "
-            "an engine serves one thread: use LLM.generate or LLM.stream, which any thread may call"
-        )
-
-    def hand_over(self, thread: threading.Thread) -> threading.Thread | None:
-        """Give the engine to another thread; returns the caller if it has requests on it, which go with it.
-
-        Raises:
-            EngineError: the engine has failed, or a thread that is not the caller uses it.
-        """
-        with self._used():
-            owner, self._owner = self._owner, thread
-            return owner if self.has_unfinished_requests else None
-
-    def release_to(self, thread: threading.Thread | None) -> None:
-        """Give the engine back, from the thread that it was handed over to."""
-        if self._owner is threading.current_thread():
-            self._owner = thread
+            try:
+                yield
+            except (RequestError, _Unchanged):
+                raise
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                dead = self._dead()
+                dead.finished, self._reports = self._reports, []
+                raise dead from error
 
     def _fail(self, error: BaseException) -> None:
         """End everything, in an order in which nothing can be lost that has finished."""
@@ -386,6 +353,8 @@ class Engine:
     # The parts of a step
 
     def _add(self, state: RequestState) -> None:
+        if self._failure is not None:
+            raise self._dead()
         self.scheduler.add(state.request)
         self._states[state.request.request_id] = state
 
@@ -406,9 +375,7 @@ class Engine:
         copies = self._executor.copies()
         if self._observer is not None and copies.timed:
             self._observer.observe_copies(copies.timed)
-        self._is_planning = True
-        scheduled = self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
-        self._is_planning = False
+        scheduled = self._schedule(copies)
         if not scheduled.is_empty:
             sent = self._clock()
             result = self._executor.execute(scheduled)
@@ -417,6 +384,15 @@ class Engine:
             self._commit(self._in_flight.popleft())
         while self._in_flight and not self._states:  # all that is in flight is overrun
             self._commit(self._in_flight.popleft())
+
+    def _schedule(self, copies: CopyProgress) -> SchedulerOutput:
+        num_scheduled = self.scheduler.num_scheduled
+        try:
+            return self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
+        except Exception as error:
+            if self.scheduler.num_scheduled == num_scheduled:  # planning changes nothing
+                raise _Unchanged(error) from None
+            raise
 
     def _commit(self, step: _Dispatched) -> None:
         scheduled = step.scheduled

@@ -83,8 +83,8 @@ class RequestState:
     def delta(self) -> Delta:
         """What is new since the last time."""
         request = self.request
-        new = request.output_token_ids[self._num_sent :]
+        start, new = self._num_sent, request.output_token_ids[self._num_sent :]
         self._num_sent += len(new)
         logprobs, self._logprobs = self._logprobs, []
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
-        return Delta(new, logprobs, prompt_logprobs, request.finish_reason, request.stop_reason)
+        return Delta(start, new, logprobs, prompt_logprobs, request.finish_reason, request.stop_reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
@@ -60,16 +61,13 @@ class EngineThread:
             except RequestError as error:
                 raise type(error)(f"prompt {place}: {error}") from error
         states = [state for state, _ in prepared.values()]
+        # Made first: should the caller be interrupted below, its requests end when this is collected.
+        outputs = OutputStream(self, items, {name: builder for name, (_, builder) in prepared.items()})
         with self._lock:
-            thread = self._thread
-            if thread is None:
-                thread = threading.Thread(target=self._run, name="jaxllm-engine")
-                self._lender = self._engine.hand_over(thread)
-            self._commands.put(functools.partial(self._add, states))
             if self._thread is None:
-                self._thread = thread
-                thread.start()
-        return OutputStream(self, items, {name: builder for name, (_, builder) in prepared.items()})
+                self._start()
+            self._commands.put(functools.partial(self._add, states))
+        return outputs
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests, and wait until they have; those that have ended are left alone."""
@@ -93,19 +91,30 @@ class EngineThread:
         self._engine.check_priority(priority)
         self._commands.put(functools.partial(self._set_priority, request_id, priority))
 
+    def _start(self) -> None:
+        """Begin; the thread cannot end before the lock is free."""
+        thread = threading.Thread(target=self._run, name="jaxllm-engine")
+        self._lender = self._engine.owner.hand_over(thread)
+        thread.start()
+        self._thread = thread
+
     # In the thread
 
     def _run(self) -> None:
         while True:
             while not self._commands.empty():
-                self._commands.get()()
+                command = self._commands.get()
+                try:
+                    command()
+                except BaseException as error:
+                    self._end(error)
             if not threading.main_thread().is_alive():
                 self._end(EngineError("the interpreter exits"))
             if not (self._live or self._waiting or self._engine.is_draining):
                 with self._lock:
                     if self._commands.empty():
                         self._thread = None
-                        self._engine.release_to(self._lender)
+                        self._engine.owner.release_to(self._lender)
                         return
             try:
                 self._engine.advance()
@@ -126,10 +135,15 @@ class EngineThread:
     def _end(self, error: BaseException) -> None:
         """End all requests with what went wrong. If the engine has failed it has done so already."""
         for state in list(self._live.values()):
-            if self._engine.is_live(state.request.request_id):
-                self._engine.drop(state.request.request_id)
-            if state.sink is not None:
-                state.sink(state, error)
+            self._end_one(state, error)
+
+    def _end_one(self, state: RequestState, error: BaseException) -> None:
+        request_id = state.request.request_id
+        if self._engine.is_live(request_id):
+            with contextlib.suppress(EngineError):  # it has failed of that, and told all
+                self._engine.drop(request_id)
+        if request_id in self._live and state.sink is not None:
+            state.sink(state, error)
 
     def _add(self, states: Sequence[RequestState]) -> None:
         for state in states:
@@ -139,10 +153,7 @@ class EngineThread:
                 self._engine.add(state)
         except Exception as error:
             for state in states:
-                if self._engine.is_live(state.request.request_id):
-                    self._engine.drop(state.request.request_id)
-                if state.request.request_id in self._live and state.sink is not None:
-                    state.sink(state, error)
+                self._end_one(state, error)
 
     def _abort(self, request_ids: Sequence[str], done: threading.Event | None) -> None:
         for request_id in request_ids:

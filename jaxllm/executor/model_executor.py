@@ -180,7 +180,13 @@ class ModelExecutor:
         self.compile_seconds = time.perf_counter() - started
 
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
-        """Dispatch one step and return without waiting for the device."""
+        """Dispatch one step and return without waiting for the device.
+
+        Raises:
+            EngineError: it was released, as a failed engine does.
+        """
+        if not self._programs:
+            raise EngineError("this executor was released when an engine on it failed; make a new LLM")
         if self._swapper is not None:
             self._swap(self._swapper, scheduled)
         elif scheduled.has_copies:
@@ -202,7 +208,8 @@ class ModelExecutor:
         """Let go of weights, pool and programs: nothing will be executed any more."""
         self._programs.clear()
         self._params, self._swapper = {}, None
-        del self._state, self._slot_params
+        for name in ("_state", "_slot_params"):
+            vars(self).pop(name, None)
 
     def copies(self) -> CopyProgress:
         """How far the copies between device and host are."""
