@@ -119,7 +119,8 @@ class PolicyPlanner:
         """Most prompt tokens of the iteration."""
         state, policy = self._state, self._policy.iterations
         under_way = [request.num_tokens - request.num_computed_tokens for request in state.prompts]
-        backlog = state.waiting.num_tokens + sum(under_way)
+        has_room = min(state.waiting.num_tokens, state.pool.num_free * state.pool.block_size)
+        backlog = has_room + sum(under_way)
         num_decodes, budget = len(state.running), state.config.max_num_batched_tokens
         asked = IterationState(num_decodes, state.running.num_tokens, backlog, budget)
         answer = policy.num_prompt_tokens(asked)
@@ -302,7 +303,6 @@ class PolicyPlanner:
             if room.num_blocks < pool.num_blocks or state.swapped:
                 if pools is None:
                     pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
-                    pools = pools._replace(num_started=pools.num_started + len(starting))
                 if not admission.admits(request, num_needed, pools):
                     return self._too_large
             length = min(num_tokens, room.num_tokens)
@@ -311,7 +311,7 @@ class PolicyPlanner:
             room.num_slots -= 1
             room.num_chunks -= 1
             if pools is not None:
-                pools = pools._replace(num_free=room.num_blocks, num_started=pools.num_started + 1)
+                pools = pools._replace(num_free=room.num_blocks)
             starting.append((request, length))
             return Verdict.TAKE
 

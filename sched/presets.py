@@ -79,10 +79,8 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     """Ours: the paper's fairness and choice of action, in mixed iterations.
 
     Against `paper` prompts ride beside decodes, at a pace that does not slow these down more than needed; it
-    preempts the latest arrival, and starts new requests before it resumes swapped ones only if they are three
-    times as urgent, where the paper's algorithms keep the host pool full of old ones; it weighs what actions
-    add to iterations instead of durations; and it copies back beside the steps. docs/policies.md says what
-    each is worth.
+    preempts the latest arrival; it weighs what actions add to iterations instead of durations; and it copies
+    back beside the steps. docs/policies.md says what each is worth.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -93,7 +91,7 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
         iterations=PacedIterations(costs),
         action=OverlapAwareAction(costs),
         resume=OverlapAwareResume(costs),
-        restore=MoreUrgentFirst(FairPriority(), margin=3.0),
+        restore=MoreUrgentFirst(FairPriority()),
     )
 
 

@@ -6,21 +6,17 @@ import dataclasses
 from typing import NamedTuple
 
 _RATE = 0.1  # weight of the newest value
-_OUTPUT_RATE = 0.02  # the same, of outputs, which differ more
-_UNKNOWN_OUTPUT = 50.0  # tokens
 
 
 @dataclasses.dataclass(slots=True)
 class RecentPressure:
-    """Running means over the recent iterations, and outputs.
+    """Running means over the recent iterations.
 
     Attributes:
         prompt_tokens, prompt_seqs: prompt tokens and chunks of an iteration that has any.
         prompt_share: of the iterations, those that have any.
         swap_in_seqs: requests that resume together, in iterations in which any do.
         copy_out_until, copy_in_until: when the copies under way end by prediction, on the engine's clock.
-        output_tokens: tokens that a finished request had generated; a guess of 50 counts as the first.
-        num_finished: requests that finished by themselves.
     """
 
     prompt_tokens: float = 0.0
@@ -29,8 +25,6 @@ class RecentPressure:
     swap_in_seqs: float = 1.0
     copy_out_until: float = float("-inf")
     copy_in_until: float = float("-inf")
-    output_tokens: float = _UNKNOWN_OUTPUT
-    num_finished: int = 0
 
     def prefilled(self, num_tokens: int, num_seqs: int) -> None:
         """Take an iteration with so many prompt tokens, of so many chunks."""
@@ -42,12 +36,6 @@ class RecentPressure:
     def swapped_in(self, num_seqs: int) -> None:
         """Take an iteration in which requests resume."""
         self.swap_in_seqs += _RATE * (num_seqs - self.swap_in_seqs)
-
-    def finished(self, num_tokens: int) -> None:
-        """Take a request that has generated so many tokens and will generate no more."""
-        self.num_finished += 1
-        rate = max(1 / (self.num_finished + 1), _OUTPUT_RATE)
-        self.output_tokens += rate * (num_tokens - self.output_tokens)
 
     def copying_out(self, now: float, seconds: float) -> float:
         """Take a copy to the host that is predicted to take `seconds`; returns when it ends."""
@@ -62,7 +50,6 @@ class PoolState(NamedTuple):
         num_free, num_blocks: device blocks.
         block_size: tokens per block.
         num_host_free, num_host_blocks: host blocks.
-        num_started: requests that hold blocks of either kind.
         recent: what happened of late.
         num_running: requests that decode.
         num_context_tokens: their tokens together.
@@ -78,7 +65,6 @@ class PoolState(NamedTuple):
     block_size: int
     num_host_free: int
     num_host_blocks: int
-    num_started: int
     recent: RecentPressure
     num_running: int = 0
     num_context_tokens: int = 0
@@ -87,7 +73,3 @@ class PoolState(NamedTuple):
     copy_in_until: float = float("-inf")
     num_batched_tokens: int = 1
     mixes: bool = True
-
-    def num_to_grow(self, output_share: float) -> float:
-        """Blocks that all started requests together fill with such a share of a mean output each."""
-        return output_share * self.recent.output_tokens / self.block_size * self.num_started

@@ -192,10 +192,8 @@ class Scheduler:
             state.copies.leave(request)
             state.release(request)
         del state.live[request.request_id]
-        if reason in ("stop", "length"):
-            state.recent.finished(len(request.output_token_ids))
-            if self.policy.length is not None:
-                self.policy.length.observe(request, len(request.output_token_ids))
+        if reason in ("stop", "length") and self.policy.length is not None:
+            self.policy.length.observe(request, len(request.output_token_ids))
         if self.ledger is not None:
             self.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED

@@ -80,14 +80,12 @@ class SchedulerState:
     def pools(self, num_free: int, num_host_free: int, *, mixes: bool) -> PoolState:
         """The pools when so many blocks are left."""
         pool, running = self.pool, self.running
-        num_started = len(running) + len(self.prompts) + self.copies.num_loading + len(self.swapped)
         return PoolState(
             num_free,
             pool.num_blocks,
             pool.block_size,
             num_host_free,
             self.copies.num_blocks,
-            num_started,
             self.recent,
             len(running),
             running.num_tokens,

@@ -43,7 +43,7 @@ def make_scheduler(policy: SchedulingPolicy = V1, ledger: Ledger | None = None, 
 
 def pools(num_free: int = 0, num_blocks: int = 10, **changes: Any) -> PoolState:
     """Pools with blocks of 4 tokens, and no host memory but for `changes`."""
-    state = PoolState(num_free, num_blocks, 4, 0, 0, 0, RecentPressure(), num_batched_tokens=128)
+    state = PoolState(num_free, num_blocks, 4, 0, 0, RecentPressure(), num_batched_tokens=128)
     return state._replace(**changes)
 
 

@@ -3,7 +3,6 @@
 import pytest
 from scheduler_helpers import LinearCosts, holder, make_request, pools
 
-from jaxllm.errors import ConfigError
 from jaxllm.sched.policies import (
     Decision,
     OverlapAwareAction,
@@ -19,8 +18,9 @@ AT_ONCE, IN_BACKGROUND, LATER = ResumeAction
 
 
 def pressured(recent=None, **changes):
-    """Three requests of ten tokens run; host blocks are plenty."""
+    """Three requests of ten tokens run; host blocks are plenty, and nothing is in them."""
     changes = {"num_running": 3, "num_context_tokens": 30, "num_host_free": 99, "num_blocks": 64} | changes
+    changes = {"num_host_blocks": changes["num_host_free"]} | changes
     return pools(recent=RecentPressure(**(recent or {})), **changes)
 
 
@@ -40,6 +40,12 @@ def test_copies_cost_what_steps_do_not_hide():
     assert decide(costs, num_blocks=3, num_running=0).swap_seconds == 6
     assert decide(costs, num_blocks=3, num_running=9).swap_seconds == 0
     assert decide(costs).copy_seconds == 6
+
+
+def test_a_copy_comes_back_behind_those_in_host_memory():
+    costs = LinearCosts(prefill=1.0, decode=1.0, swap=2.0)
+    assert decide(costs, num_blocks=9, num_host_blocks=109).swap_seconds == (6 + 20) / 3  # of the pool's time
+    assert decide(costs, num_blocks=1, num_host_blocks=109).swap_seconds == 6 + 20 - 3  # a step of 3 hides
 
 
 def test_a_copy_out_waits_for_room_on_the_device():
@@ -179,29 +185,3 @@ def test_a_busy_link_is_waited_for_while_others_can_use_the_blocks():
     assert returning(costs, copy_in_until=3.0, num_waiting=1) is IN_BACKGROUND  # no longer than a step
     assert returning(costs, copy_in_until=9.0, now=6.0, num_waiting=1) is IN_BACKGROUND
     assert returning(costs, copy_in_until=9.0, now=5.0, num_waiting=1) is LATER
-
-
-def test_a_return_that_costs_something_leaves_room_to_grow():
-    """Of three blocks, with an eighth of a block, half a token, for each of eight requests."""
-    costs, hidden = LinearCosts(swap=1.5), LinearCosts(swap=0.5)
-    recent, started = {"output_tokens": 0.5 / 0.04}, {"num_started": 8}
-    assert returning(costs, recent=recent, num_free=4, **started) is IN_BACKGROUND
-    assert resume(costs, recent=recent, num_free=3, **started) == ResumeDecision(LATER, 1.5, 4.5)
-    assert returning(costs, recent=recent, num_free=3, num_started=0) is IN_BACKGROUND
-    assert returning(costs, recent={"output_tokens": 0.0}, num_free=3, **started) is IN_BACKGROUND
-    assert returning(hidden, recent=recent, num_free=3, **started) is AT_ONCE
-    assert (
-        returning(costs, now=9999.0, recent=recent, num_free=3, **started) is LATER
-    )  # however long it waited
-
-    def twice(costs):
-        return OverlapAwareResume(costs, output_share=0.08)
-
-    assert returning(costs, policy=twice, recent=recent, num_free=4, **started) is LATER
-    assert returning(costs, policy=twice, recent=recent, num_free=5, **started) is IN_BACKGROUND
-
-
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
-def test_bad_options_are_refused(value):
-    with pytest.raises(ConfigError, match=f"output_share must be at least 0 and finite, got {value}"):
-        OverlapAwareResume(LinearCosts(), output_share=value)

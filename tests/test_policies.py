@@ -310,20 +310,6 @@ def test_watermark_is_checked_on_both_sides(watermark):
         WatermarkAdmission(watermark)
 
 
-def test_the_mean_output_starts_with_a_guess_and_follows_those_seen():
-    recent = RecentPressure()
-    assert recent.output_tokens == 50.0
-    recent.finished(10)
-    assert recent.output_tokens == (50 + 10) / 2
-    recent.finished(30)
-    assert recent.output_tokens == pytest.approx((50 + 10 + 30) / 3)
-    for _ in range(200):
-        recent.finished(8)
-    assert recent.output_tokens == pytest.approx(8, rel=0.1)
-    recent.finished(108)
-    assert recent.output_tokens == pytest.approx(10, rel=0.1)  # a fiftieth of the difference
-
-
 class ShortestFirst:
     def score(self, request, now):
         return -request.num_tokens
@@ -444,18 +430,3 @@ def test_whatever_a_policy_raises_changes_nothing():
     assert [(r.num_tokens, r.num_computed_tokens, len(r.block_ids)) for r in requests] == [(5, 4, 1)] * 3
     assert scheduler.num_scheduled == 1
     assert step(scheduler) == "r0 <r2 <r1"
-
-
-def test_a_margin_lets_swapped_requests_go_first_until_others_are_so_much_more_urgent():
-    waiting, swapped = make_request(0, 10, arrival_time=0.0), make_request(1, 25, arrival_time=0.0)
-    order = {margin: MoreUrgentFirst(margin=margin) for margin in (1.0, 2.0, 3.0)}
-    # Urgency is waiting time over length: the short one is 2.5 times as urgent.
-    assert not order[1.0].swaps_in([waiting], [swapped], 5.0)
-    assert not order[2.0].swaps_in([waiting], [swapped], 5.0)
-    assert order[3.0].swaps_in([waiting], [swapped], 5.0)
-
-
-@pytest.mark.parametrize("margin", [0.5, -1.0, float("nan"), float("inf")])
-def test_margins_are_checked(margin):
-    with pytest.raises(ConfigError, match="margin must be at least 1 and finite"):
-        MoreUrgentFirst(margin=margin)

@@ -467,12 +467,13 @@ def test_whose_room_was_reserved_keeps_it_while_others_can_be_preempted():
     _, scheduler = flood(dataclasses.replace(SHORT_FIRST, patience=1), 20)
     long = scheduler._state.live["r1000"]
     assert long.is_protected
+    others = list(scheduler._state.live.values())
     for index in range(50, 100):
         scheduler.add(make_request(index, 2, max_new_tokens=10, arrival_time=0.0))
         step(scheduler, float(index))
     assert long.is_finished
+    assert sum(other.is_finished for other in others) > 10
     assert long.metrics.num_preemptions == 0
-    assert scheduler._state.recent.num_finished > 10
 
 
 def test_a_request_preempted_in_mid_prompt_was_passed_over_all_the_same():

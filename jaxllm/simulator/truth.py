@@ -10,6 +10,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS, CostKind, CostModel
 from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, PreemptionAction
+from jaxllm.sched.policies.actions import num_copied
 from jaxllm.types import Request
 
 _MASK = (1 << 64) - 1
@@ -62,11 +63,12 @@ def _mix(value: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RealisedCosts:
-    """What the work for one victim will take: a `CostModel` that knows its residuals."""
+    """What the work for one victim of `num_blocks` will take: a `CostModel` that knows its residuals."""
 
     costs: CostModel
     residuals: Residuals
     key: int
+    num_blocks: int
 
     def step_seconds(
         self,
@@ -87,8 +89,10 @@ class RealisedCosts:
         return self.costs.swap_out_seconds(num_blocks) * self.residuals.ratio("swap_out", self.key)
 
     def swap_in_seconds(self, num_blocks: int) -> float:
-        """Of this victim's blocks."""
-        return self.costs.swap_in_seconds(num_blocks) * self.residuals.ratio("swap_in", self.key)
+        """Of this victim's blocks, and of others, which are not known better."""
+        own = self.costs.swap_in_seconds(min(num_blocks, self.num_blocks))
+        all_of_them = self.costs.swap_in_seconds(num_blocks)
+        return all_of_them + own * (self.residuals.ratio("swap_in", self.key) - 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +114,7 @@ class HindsightAction:
 
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """The action that will cost less."""
-        realised = RealisedCosts(self.costs, self.residuals, key_of(victim, 1))
+        realised = RealisedCosts(self.costs, self.residuals, key_of(victim, 1), num_copied(victim, state))
         return self.rule(realised).choose(victim, state, now)
 
 

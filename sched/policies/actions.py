@@ -96,9 +96,10 @@ class OverlapAwareAction:
     """Takes the action that adds less to the iterations it rides in.
 
     - Copying out runs beside steps. It costs the time until the device's staging memory has room for it.
-    - Copying in costs the cheaper of what `OverlapAwareResume` chooses from: what is left of it after its
-      share of the iteration it runs beside, which requests that resume together divide; or the share of
-      the pool that the request holds without using it.
+    - Copying in waits for the link, which brings back what is in host memory first. It costs the cheaper of
+      what `OverlapAwareResume` chooses from: what is left of it after its share of the iteration it runs
+      beside, which requests that resume together divide; or the share of the pool that the request holds
+      without using it.
     - Recomputing costs what the victim's tokens add to iterations like the recent ones (`added_seconds`).
 
     Args:
@@ -113,10 +114,10 @@ class OverlapAwareAction:
         num_blocks = num_copied(victim, state)
         if not num_blocks:
             return Decision(PreemptionAction.RECOMPUTE, 0.0, 0.0)
-        copy_out, copy_in = costs.swap_out_seconds(num_blocks), costs.swap_in_seconds(num_blocks)
-        num_seqs = recent.swap_in_seqs if recent.swap_in_seqs > 1.0 else 1.0
+        copy_out = costs.swap_out_seconds(num_blocks)
+        copy_in = costs.swap_in_seconds(num_blocks + state.num_host_blocks - state.num_host_free)
         alone = costs.step_seconds(state.num_running, state.num_context_tokens)
-        swap = copy_in - alone / num_seqs
+        swap = copy_in - alone / max(1.0, recent.swap_in_seqs)
         swap = max(0.0, min(swap, copy_in * num_blocks / state.num_blocks))
         num_over = state.num_leaving + num_blocks - MAX_STAGED_BLOCKS
         if num_over > 0:

@@ -80,8 +80,8 @@ class PacedIterations:
     """
 
     costs: CostModel
-    slowdown: float = 1.9
-    horizon: int = 12
+    slowdown: float = 1.2
+    horizon: int = 24
     mixes = True
 
     def __post_init__(self) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from jaxllm.errors import ConfigError
 from jaxllm.sched.policies.priority import FairPriority, PriorityPolicy
 from jaxllm.types import Request
 
@@ -42,26 +41,16 @@ class MoreUrgentFirst:
     """AdaptiveLLM's Algorithm 2: of the two sets that fit, the one with the larger mean priority.
 
     Args:
-        priority: says how urgent a request is; not negative, unless `margin` is 1.
-        margin: how many times more urgent the waiting set must be to go first, at least 1 (the paper's).
-            Resuming frees host memory for the next preemptions, and starting takes device memory.
-
-    Raises:
-        ConfigError: `margin` is below 1 or not finite.
+        priority: says how urgent a request is.
     """
 
     priority: PriorityPolicy = dataclasses.field(default_factory=FairPriority)
     skips: bool = True
     is_exclusive: bool = False
-    margin: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 1.0 <= self.margin < float("inf"):
-            raise ConfigError(f"margin must be at least 1 and finite, got {self.margin}")
 
     def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
-        """Whether the waiting set is not so much more urgent."""
-        return self._mean(waiting, now) <= self.margin * self._mean(swapped, now)
+        """Whether the waiting set is not more urgent."""
+        return self._mean(waiting, now) <= self._mean(swapped, now)
 
     def _mean(self, requests: Sequence[Request], now: float) -> float:
         return sum(self.priority.score(request, now) for request in requests) / len(requests)

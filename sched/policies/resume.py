@@ -10,7 +10,6 @@ import dataclasses
 import enum
 from typing import NamedTuple, Protocol
 
-from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.pressure import PoolState
 from jaxllm.types import Request
@@ -72,27 +71,14 @@ class OverlapAwareResume:
     - Else the step would wait for it; or the request's share of the pool would be idle until it has arrived.
     - While other copies keep the link busy for longer than a step, and new requests wait for the blocks, it
       stays where it is: that costs nothing.
-    - A return that costs something should last: it leaves each request that started room for a share of the
-      mean output, or comes later. One that is hidden takes what is there, for it may be preempted again for
-      free.
 
     Others may start meanwhile, but not for ever (`SchedulerPolicy.patience`).
 
     Args:
         costs: predicts seconds.
-        output_share: of the mean output of the recently finished requests (`RecentPressure.output_tokens`),
-            what a return that is not hidden leaves room for.
-
-    Raises:
-        ConfigError: `output_share` is negative or not finite.
     """
 
     costs: CostModel
-    output_share: float = 0.04
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.output_share < float("inf"):
-            raise ConfigError(f"output_share must be at least 0 and finite, got {self.output_share}")
 
     def choose(self, request: Request, copied_out_at: float, state: PoolState, now: float) -> ResumeDecision:
         """The cheapest action."""
@@ -106,8 +92,6 @@ class OverlapAwareResume:
         num_blocks = -(-request.num_tokens // block_size)
         idle = max(step, waits + copy) * num_blocks / state.num_blocks
         if waits > step and state.num_waiting:
-            return ResumeDecision(ResumeAction.LATER, min(stall, idle), copy)
-        if state.num_free - num_blocks < state.num_to_grow(self.output_share):
             return ResumeDecision(ResumeAction.LATER, min(stall, idle), copy)
         action = ResumeAction.AT_ONCE if stall <= idle else ResumeAction.IN_BACKGROUND
         return ResumeDecision(action, min(stall, idle), copy)
