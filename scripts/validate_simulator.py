@@ -1,14 +1,16 @@
-"""How well the simulator predicts the real engine: the same trace, presets and costs, on this machine.
+"""How well the simulator predicts the real engine, and how presets compare on it, on this machine.
 
-    python scripts/validate_simulator.py --model MODEL --out validation.json
+    python scripts/validate_simulator.py --model MODEL --repetitions 9 --out validation.json
 
-Loads MODEL, measures its costs (`jaxllm profile`), runs a trace on the real engine under every preset, in a
-pool too small for it, and simulates each run with the distilled profile. Prints predicted and real seconds
-and preemptions.
+Loads MODEL once per preset, measures its costs (`jaxllm profile`), runs traces on the real engines, in pools
+too small for them, and simulates each run with the distilled profile. Prints predicted and real seconds and
+preemptions, and how many times as fast as the first preset each is, really and simulated.
 
-A shared machine changes its speed all the time. So the presets take turns, and before each turn costs are
-measured again for a while. The simulations use costs that are fitted to all of it, and are compared with the
-mean of the repetitions (a fit of relative errors lies somewhat below the mean of what it was given).
+A shared machine changes its speed all the time. So the presets run side by side, on an engine each, in turns
+of 50 ms, and each is timed by a clock that goes only while it has its turn; so no step is dispatched ahead,
+as the engine otherwise does. Each repetition has a trace of its own: the intervals of the ratios (95 %,
+Student's, of their logarithms) are over traces and chance together. Before each, costs are measured again for
+a while; the simulations use costs that are fitted to all of that.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from sweep.intervals import interval
 from sweep.options import list_of
 
 from jaxllm import LLM, hardware
-from jaxllm.bench.replay import replay
+from jaxllm.bench.replay import Replay, Stopwatch, replay, replay_side_by_side
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
 from jaxllm.predictors.base import CostKind, CostModel
@@ -46,42 +49,57 @@ class Run(NamedTuple):
     factors: dict[str, float]
 
 
-def run(llm: LLM, costs: CostModel, trace: Trace, config: SchedulerConfig, preset: str) -> Run:
-    """One run of the real engine under a preset."""
-    calibration = OnlineCalibration(costs)
-    result = replay(llm, trace, config, make_preset(preset, calibration), costs=calibration)
-    return Run(result, {kind: one.factor for kind, one in calibration.report().items()})
+def side_by_side(
+    llms: Sequence[LLM], presets: Sequence[str], costs: CostModel, trace: Trace, config: SchedulerConfig
+) -> dict[str, Run]:
+    """A run of every preset, each on an engine of its own."""
+    runs, calibrations = [], []
+    for llm, preset in zip(llms, presets, strict=True):
+        calibration = OnlineCalibration(costs)
+        policy = make_preset(preset, calibration)
+        runs.append(
+            Replay(llm, trace, config, policy, costs=calibration, async_scheduling=False, clock=Stopwatch())
+        )
+        calibrations.append(calibration)
+    found = {}
+    for preset, result, calibration in zip(presets, replay_side_by_side(runs), calibrations, strict=True):
+        found[preset] = Run(result, {kind: one.factor for kind, one in calibration.report().items()})
+    return found
 
 
 def compare(
-    preset: str, runs: Sequence[Run], trace: Trace, config: SchedulerConfig, costs: CostModel
+    preset: str, runs: Sequence[Run], traces: Sequence[Trace], config: SchedulerConfig, costs: CostModel
 ) -> dict[str, Any]:
-    """One preset: its runs, and the simulation of them."""
-    simulated = simulate(trace, config, make_preset(preset, costs), costs, overlap_swaps=True)
-    seconds = [run.result.seconds for run in runs]
-    preemptions = [run.result.num_preemptions for run in runs]
-    spent = [dataclasses.asdict(run.result.spent) for run in runs]
-    return {
-        "preset": preset,
-        "seconds": seconds,
-        "simulated_seconds": simulated.seconds,
-        "seconds_standard_error": _standard_error(seconds),
-        "seconds_error": _error(simulated.seconds, statistics.fmean(seconds)),
-        "preemptions": preemptions,
-        "simulated_preemptions": simulated.num_preemptions,
-        "preemptions_error": _error(simulated.num_preemptions, statistics.median(preemptions)),
-        "swaps": [run.result.num_swaps for run in runs],
-        "simulated_swaps": simulated.num_swaps,
-        "weighted_turnaround": [float(run.result.weighted_turnaround.mean()) for run in runs],
-        "simulated_weighted_turnaround": float(simulated.weighted_turnaround.mean()),
+    """One preset: its runs, and the simulations of them."""
+    simulated = [
+        simulate(trace, config, make_preset(preset, costs), costs, overlap_swaps=True) for trace in traces
+    ]
+    real = [run.result for run in runs]
+    spent = [dataclasses.asdict(run.spent) for run in real]
+    row: dict[str, Any] = {"preset": preset}
+    for prefix, of in (("", real), ("simulated_", simulated)):
+        row[prefix + "seconds"] = [run.seconds for run in of]
+        row[prefix + "preemptions"] = [run.num_preemptions for run in of]
+        row[prefix + "swaps"] = [run.num_swaps for run in of]
+        row[prefix + "weighted_turnaround"] = [float(run.weighted_turnaround.mean()) for run in of]
+    return row | {
+        "seconds_error": _error(sum(row["simulated_seconds"]), sum(row["seconds"])),
+        "preemptions_error": _error(sum(row["simulated_preemptions"]), sum(row["preemptions"])),
         "online_factors": [run.factors for run in runs],
         "real_spent": {part: statistics.fmean(one[part] for one in spent) for part in spent[0]},
-        "simulated_spent": dataclasses.asdict(simulated.spent),
     }
 
 
-def _standard_error(values: Sequence[float]) -> float | None:
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+def ratios(row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """How many times as fast as the first preset, and its weighted turnaround over the first one's."""
+    found: dict[str, Any] = {}
+    for prefix in ("", "simulated_"):
+        for name, ours, theirs in (("speed", first, row), ("turnaround", row, first)):
+            value = prefix + ("seconds" if name == "speed" else "weighted_turnaround")
+            found[prefix + name] = interval(
+                [one / other for one, other in zip(ours[value], theirs[value], strict=True)]
+            )
+    return found
 
 
 def _error(predicted: float, real: float) -> float | None:
@@ -97,6 +115,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--prompt-len", type=int, default=24, help="longest prompt, shortest is a quarter")
     parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--outputs", choices=("uniform", "max"), default="uniform")
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--gpu-blocks", type=int, default=40)
     parser.add_argument("--host-blocks", type=int, default=20)
@@ -109,8 +128,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if unknown := sorted(set(args.presets) - set(PRESETS)):
         parser.error(f"--presets: there is no {', '.join(unknown)}; presets are {', '.join(sorted(PRESETS))}")
     counts = (args.requests, args.prompt_len, args.output_len, args.max_num_seqs, args.gpu_blocks)
-    if min(*counts, args.host_blocks, args.repetitions) < 1:
-        parser.error("numbers of requests, tokens, sequences, blocks and repetitions must be at least 1")
+    if min(*counts, args.host_blocks) < 1 or args.repetitions < 2:
+        parser.error(
+            "numbers of requests, tokens, sequences and blocks must be at least 1, --repetitions at least 2"
+        )
     if not 0 < args.profile_seconds < math.inf:
         parser.error("--profile-seconds must be above 0, and finite")
     if args.out is not None:
@@ -140,42 +161,49 @@ def load(args: argparse.Namespace) -> LLM:
 def main(argv: list[str] | None = None) -> None:
     """Run it from the command line."""
     args = parse_args(argv)
-    llm = load(args)
+    presets, llms = args.presets, [load(args) for _ in args.presets]
+    llm = llms[0]
     name = pathlib.Path(llm.config.model).resolve().name
     profiler = Profiler(llm.executor, shape_of(llm.model_config, name, llm.dtype), seed=args.seed)
     config = dataclasses.replace(
         llm.engine.scheduler.config, num_gpu_blocks=args.gpu_blocks, num_host_blocks=args.host_blocks
     )
-    trace = make_trace(
-        UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len),
-        args.requests,
-        args.output_len,
-        outputs="uniform",
-        seed=args.seed,
-        name="validation",
-    )
-    replay(llm, trace.head(min(4, len(trace))), config, make_preset("vllm"))  # warm-up
+    prompts = UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len)
+    traces = [
+        make_trace(
+            prompts, args.requests, args.output_len, outputs=args.outputs, seed=seed, name="validation"
+        )
+        for seed in range(args.seed, args.seed + args.repetitions)
+    ]
+    for one in llms:
+        replay(one, traces[0].head(min(4, args.requests)), config, make_preset("vllm"))  # warm-up
     samples: dict[CostKind, list[Sample]] = {}
-    runs: dict[str, list[Run]] = {preset: [] for preset in args.presets}
-    for turn in range(args.repetitions):
+    runs: dict[str, list[Run]] = {preset: [] for preset in presets}
+    for turn, trace in enumerate(traces):
         print(f"turn {turn + 1} of {args.repetitions}: measuring costs, running the presets", file=sys.stderr)
         for kind, more in profiler.samples(args.profile_seconds / args.repetitions).items():
             samples[kind] = samples.get(kind, []) + more
         costs = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
-        first = turn % len(args.presets)
-        for preset in args.presets[first:] + args.presets[:first]:
-            runs[preset].append(run(llm, costs, trace, config, preset))
+        first = turn % len(presets)
+        turned = llms[first:] + llms[:first]
+        for preset, run in side_by_side(turned, presets, costs, trace, config).items():
+            runs[preset].append(run)
     profile = profiler.profile(samples, profiler.fit(samples))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for preset, of_preset in runs.items():
-        row = compare(preset, of_preset, trace, config, profile.table)
+        row = compare(preset, of_preset, traces, config, profile.table)
+        row["over_first"] = ratios(row, rows[0] if rows else row)
         rows.append(row)
+        speed, low, high = row["over_first"]["speed"]
+        turnaround, least, most = row["over_first"]["turnaround"]
         print(
-            f"{preset}: real {statistics.fmean(row['seconds']):.2f} s "
-            f"({min(row['seconds']):.2f}..{max(row['seconds']):.2f}), simulated "
-            f"{row['simulated_seconds']:.2f} s ({row['seconds_error']:+.1%}); preemptions "
-            f"{row['preemptions']} (swaps {row['swaps']}), simulated {row['simulated_preemptions']} "
-            f"({row['simulated_swaps']})",
+            f"{preset}: real {statistics.fmean(row['seconds']):.2f} s, simulated "
+            f"{statistics.fmean(row['simulated_seconds']):.2f} s ({row['seconds_error']:+.1%}); preemptions "
+            f"{sum(row['preemptions'])} (swaps {sum(row['swaps'])}), simulated "
+            f"{sum(row['simulated_preemptions'])} ({sum(row['simulated_swaps'])}); {speed:.3f} "
+            f"({low:.3f}..{high:.3f}) times as fast as {presets[0]}, simulated "
+            f"{row['over_first']['simulated_speed'][0]:.3f}; turnaround {turnaround:.2f} "
+            f"({least:.2f}..{most:.2f}) of its, simulated {row['over_first']['simulated_turnaround'][0]:.2f}",
             flush=True,
         )
     if args.out is not None:

@@ -56,15 +56,23 @@ def decode_case(shape: Shape, lengths: list[int], seed: int = 0) -> Case:
 
 
 def prefill_case(
-    shape: Shape, chunks: list[tuple[int, int]], num_tokens: int, max_seqs: int, seed: int = 0
+    shape: Shape,
+    chunks: list[tuple[int, int]],
+    num_tokens: int,
+    max_seqs: int,
+    seed: int = 0,
+    first_row: int = 0,
 ) -> Case:
-    """Sequences of `(history, chunk)` tokens, in a flat buffer of `num_tokens` rows; its padding is NaN."""
+    """Sequences of `(history, chunk)` tokens, in a flat buffer of `num_tokens` rows from `first_row` on.
+
+    What is before them, where decodes are, and after them is NaN.
+    """
     rng = np.random.default_rng(seed)
     lengths = [history + chunk for history, chunk in chunks] + [0] * (max_seqs - len(chunks))
     pool, tables = _paged_kv(rng, shape, lengths)
-    starts = np.cumsum([0] + [chunk for _, chunk in chunks] + [0] * (max_seqs - len(chunks)))
+    starts = np.cumsum([first_row] + [chunk for _, chunk in chunks] + [0] * (max_seqs - len(chunks)))
     q = rng.standard_normal((num_tokens, shape.num_q_heads, shape.head_dim))
-    q[starts[-1] :] = np.nan
+    q[:first_row] = q[starts[-1] :] = np.nan
     return Case(
         jnp.asarray(q, shape.dtype),
         pool,

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import sweep_engine
 import validate_simulator
+from sweep.intervals import interval
 from sweep.report import Place
 
 from jaxllm.profiling import Profiler
@@ -75,17 +76,31 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     briefly = functools.partial(Profiler.fit, is_brief=True)  # the whole fit is tested elsewhere
     monkeypatch.setattr(Profiler, "fit", lambda self, samples, is_brief=False: briefly(self, samples))
     options = ["--presets", "vllm,vllm_swap_both"]
-    options += ["--output-len", "48", "--repetitions", "1", "--out", str(tmp_path / "validation.json")]
-    monkeypatch.setattr(validate_simulator, "load", lambda args: llms[0])
+    options += ["--output-len", "48", "--repetitions", "2", "--out", str(tmp_path / "validation.json")]
+    waiting = iter(llms)
+    monkeypatch.setattr(validate_simulator, "load", lambda args: next(waiting))
     monkeypatch.setattr(sys, "argv", ["validate_simulator.py", *OPTIONS, *options])
     validate_simulator.main()
     report = json.loads((tmp_path / "validation.json").read_text())
     assert [row["preset"] for row in report["rows"]] == ["vllm", "vllm_swap_both"]
     for row in report["rows"]:
-        (seconds,) = row["seconds"]
-        assert row["seconds_error"] == pytest.approx(row["simulated_seconds"] / seconds - 1, abs=1e-4)
-        assert row["preemptions"] == [row["simulated_preemptions"]] != [0]
+        assert row["seconds_error"] == pytest.approx(
+            sum(row["simulated_seconds"]) / sum(row["seconds"]) - 1, abs=1e-4
+        )
+        assert row["preemptions"] == row["simulated_preemptions"]
+        assert sum(row["preemptions"]) > 0
+    first, second = (row["over_first"] for row in report["rows"])
+    assert first["speed"] == first["turnaround"] == [1.0, 1.0, 1.0]
+    speeds = [one / other for one, other in zip(*(row["seconds"] for row in report["rows"]), strict=True)]
+    assert second["speed"] == pytest.approx(interval(speeds), rel=1e-4)
     assert capsys.readouterr().out.startswith("vllm: real ")
+
+
+def test_an_interval_is_students():
+    mean, low, high = interval([1.0, 4.0])
+    assert mean == pytest.approx(2.0)
+    assert (low, high) == pytest.approx((2.0 / 2**12.706, 2.0 * 2**12.706), rel=1e-3)
+    assert interval([3.0]) == (pytest.approx(3.0), 0.0, float("inf"))
 
 
 @pytest.mark.parametrize(

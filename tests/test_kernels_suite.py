@@ -115,30 +115,35 @@ def test_decode_large_scores(implementation):
 
 @with_shapes_and_some_mosaic
 def test_prefill_matches_oracle(implementation, shape):
-    """No history, history, one-token chunks, an empty chunk, padding rows and unused sequences."""
+    """No history, history, one-token chunks, an empty chunk, padding rows and unused sequences.
+
+    By themselves, and behind the rows of decodes.
+    """
     longest = shape.max_blocks * shape.block_size
     chunks = [(0, 9), (longest - 1, 1), (0, 1), (5, 0), (shape.block_size, 7)]
-    case = prefill_case(shape, chunks, num_tokens=24, max_seqs=6)
-    expected = reference.prefill_attention(*case.prefill_args(), layer=LAYER, scale=shape.scale)
     prefill = jitted(pallas_kernels.prefill_attention, implementation, shape)
-    actual = prefill(*case.prefill_args())
-    assert actual.dtype == case.q.dtype
-    assert relative_error(actual, expected) < TOLERANCE[shape.dtype]
-    if shape.dtype != "float32":
-        rounded = reference.prefill_attention(
-            *case.prefill_args(), layer=LAYER, scale=shape.scale, rounds=True
-        )
-        assert relative_error(actual, expected) < 1.5 * relative_error(rounded, expected)
-    assert not np.asarray(actual, np.float32)[18:].any()
-    np.testing.assert_array_equal(np.asarray(prefill(*case.prefill_args())), np.asarray(actual))
+    for first_row in (0, 5):
+        case = prefill_case(shape, chunks, num_tokens=24, max_seqs=6, first_row=first_row)
+        expected = reference.prefill_attention(*case.prefill_args(), layer=LAYER, scale=shape.scale)
+        actual = prefill(*case.prefill_args())
+        assert actual.dtype == case.q.dtype
+        assert relative_error(actual, expected) < TOLERANCE[shape.dtype]
+        if shape.dtype != "float32":
+            rounded = reference.prefill_attention(
+                *case.prefill_args(), layer=LAYER, scale=shape.scale, rounds=True
+            )
+            assert relative_error(actual, expected) < 1.5 * relative_error(rounded, expected)
+        others = np.r_[:first_row, first_row + 18 : 24]
+        assert not np.asarray(actual, np.float32)[others].any()
+        np.testing.assert_array_equal(np.asarray(prefill(*case.prefill_args())), np.asarray(actual))
 
 
 @with_each_and_newer_mosaic
 def test_prefill_over_several_tiles(implementation):
-    """Chunks longer than a tile of query rows, which start at unaligned rows."""
+    """Chunks longer than a tile of query rows, which start at unaligned rows, behind decodes."""
     shape = small(max_blocks=10, dtype="float16" if implementation == "mosaic" else "float32")
     chunks = [(3, 70), (0, 1), (20, 140)]
-    case = prefill_case(shape, chunks, num_tokens=211, max_seqs=3)
+    case = prefill_case(shape, chunks, num_tokens=216, max_seqs=3, first_row=5)
     expected = reference.prefill_attention(*case.prefill_args(), layer=LAYER, scale=shape.scale)
     prefill = jitted(pallas_kernels.prefill_attention, implementation, shape)
     assert relative_error(prefill(*case.prefill_args()), expected) < TOLERANCE[shape.dtype]

@@ -43,9 +43,9 @@ def chunk_lists(draw):
 
 
 @PROPERTY
-@given(chunks=chunk_lists(), seed=st.integers(0, 2**16))
-def test_prefill_property(chunks, seed):
-    case = prefill_case(SHAPE, chunks, num_tokens=40, max_seqs=4, seed=seed)
+@given(chunks=chunk_lists(), first_row=st.integers(0, 8), seed=st.integers(0, 2**16))
+def test_prefill_property(chunks, first_row, seed):
+    case = prefill_case(SHAPE, chunks, num_tokens=48, max_seqs=4, seed=seed, first_row=first_row)
     expected = reference.prefill_attention(*case.prefill_args(), layer=LAYER, scale=SHAPE.scale)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "_PREFILL_ROWS", 4)

@@ -202,6 +202,31 @@ def test_pacing_finds_the_largest_number_of_tokens_within_the_bound():
             PacedIterations(LinearCosts(), **bad)
 
 
+class Backlog:
+    """Notes what it is told of the backlog."""
+
+    mixes = True
+
+    def __init__(self):
+        self.seen = []
+
+    def num_prompt_tokens(self, state):
+        self.seen.append(state.num_backlog_tokens)
+        return 10
+
+
+def test_only_prompts_that_there_are_blocks_for_press():
+    backlog = Backlog()
+    policy = SchedulerPolicy(iterations=backlog, restore=ResumeFirst())
+    scheduler = make_scheduler(policy, num_gpu_blocks=8)  # of 4 tokens
+    for index, num_tokens in enumerate((12, 6, 26)):
+        scheduler.add(make_request(index, num_tokens, max_new_tokens=3))
+        trace = step(scheduler)
+    # 12 of 32; 2 under way and 6 for which there is room; 26 that wait, with 3 blocks left
+    assert backlog.seen == [12, 2 + 6, 3 * 4]
+    assert trace == "r0 r1"
+
+
 # Actions
 
 

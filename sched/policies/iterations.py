@@ -17,7 +17,8 @@ class IterationState(NamedTuple):
     Attributes:
         num_decodes: requests that decode.
         num_context_tokens: their tokens together.
-        num_backlog_tokens: prompt tokens of all requests that wait or are under way.
+        num_backlog_tokens: prompt tokens of all requests that are under way, or wait while there are blocks
+            for them.
         budget: most tokens of an iteration.
     """
 
@@ -67,8 +68,9 @@ class PacedIterations:
     """Mixed iterations in which decodes are not slowed down more than `slowdown` times, while that suffices.
 
     A prompt chunk makes every decode of its iteration wait. So an iteration takes as many prompt tokens as
-    are predicted to make it `slowdown` times as long as its decodes alone, but at least a share of the
-    backlog: where more prompts arrive than that can serve, they go first, up to the whole budget.
+    are predicted to make it `slowdown` times as long as its decodes alone: what rides behind the reading of
+    weights is free. But it takes at least a share of the backlog: where more prompts arrive than that can
+    serve, they go first, up to the whole budget. Prompts that there are no blocks for gain nothing by that.
 
     Args:
         costs: predicts seconds.
@@ -81,7 +83,7 @@ class PacedIterations:
 
     costs: CostModel
     slowdown: float = 1.2
-    horizon: int = 24
+    horizon: int = 16
     mixes = True
 
     def __post_init__(self) -> None:

@@ -158,7 +158,6 @@ VARIANTS: dict[str, Change] = {
     "priority: first come": _with(priority=FCFSPriority()),
     "victim: least urgent": _with(victim=LeastUrgentVictim(FairPriority())),
     "restore: resume first": _with(restore=ResumeFirst()),
-    "admission: none": _with(admission=WatermarkAdmission(0.0)),
     "admission: 5 % watermark": _with(admission=WatermarkAdmission(0.05)),
     "patience: none": _with(patience=None),
 }

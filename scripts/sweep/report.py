@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from scipy.stats import t as student_t
-
 from sweep.cells import (
     BLOCK_SIZE,
     DEVICE,
@@ -24,6 +22,7 @@ from sweep.cells import (
     POLICIES_HOST_BLOCKS,
     VARIANTS,
 )
+from sweep.intervals import interval
 
 LEAST_SHARE = 0.98
 FIXED = ("swap", "recompute")
@@ -64,12 +63,7 @@ class Place:
     def interval(self, action: str, other: str) -> tuple[float, float, float]:
         """Geometric mean over seeds of the ratio of throughputs, and the ends of its 95 % interval."""
         rates, others = self.rates[action], self.rates[other]
-        logarithms = [math.log(rates[seed] / others[seed]) for seed in rates]
-        mean, half = statistics.fmean(logarithms), math.inf
-        if len(logarithms) > 1:
-            error = statistics.stdev(logarithms) / math.sqrt(len(logarithms))
-            half = float(student_t.ppf(0.975, len(logarithms) - 1)) * error
-        return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+        return interval([rates[seed] / others[seed] for seed in rates])
 
     @property
     def advantage(self) -> float:
