@@ -130,6 +130,8 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
+        priority: Priorities = None,
+        deadline: Deadlines = None,
         add_generation_prompt: bool = True,
         **template_variables: Any,
     ) -> list[RequestOutput]:
@@ -139,6 +141,7 @@ class LLM:
             messages: `[{"role": "user", "content": "..."}]`, or a list of such lists.
             sampling_params: as in `generate`.
             use_tqdm: show a progress bar.
+            priority, deadline: as in `generate`.
             add_generation_prompt: open the assistant's turn.
             **template_variables: passed to the template.
         """
@@ -156,7 +159,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority, deadline=deadline)
 
     def stream(
         self,

@@ -89,7 +89,8 @@ class Request:
     `priority` is vLLM's: lower is more urgent; `deadline` is when it should end, on the engine's clock, or
     None. `predicted_tokens` is how many output tokens are expected, None where nobody predicts, and
     `is_protected` says that it is not preempted while others can be (`SchedulerPolicy.patience`), which
-    `num_passed` leads to: how many others took room while it was the first to have arrived of those without.
+    `num_passed` leads to: how many others took room while it was the first to have arrived of those without,
+    and how often it was preempted, since its newest token.
     """
 
     __slots__ = (

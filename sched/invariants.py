@@ -32,19 +32,16 @@ def check_invariants(state: SchedulerState) -> None:
             and request.host_handle is not None,
             f"swapped {request}",
         )
-        _require(
-            copies.size(request) == pool.blocks_for(request.num_computed_tokens),
-            f"{request} has {copies.size(request)} host blocks",
-        )
+        num_blocks = copies.size(request)
+        is_right = num_blocks == pool.blocks_for(request.num_computed_tokens)
+        _require(is_right, f"{request} has {num_blocks} host blocks")
     handles = {request.host_handle for request in live.values()} - {None}
     _require(len(handles) == len(swapped) + len(loading), f"host handles {handles}")
     num_used = sum(map(copies.size, live.values()))
     _require(copies.num_used == num_used, f"{copies.num_used} host blocks are used")
     for request in waiting:
-        _require(
-            request.status is RequestStatus.WAITING and request.num_computed_tokens == 0,
-            f"waiting {request}",
-        )
+        is_fresh = request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
+        _require(is_fresh, f"waiting {request}")
     for queue, name in ((state.waiting, "waiting"), (state.swapped, "swapped")):
         num_tokens = sum(request.num_tokens for request in queue)
         _require(queue.num_tokens == num_tokens, f"{queue.num_tokens} {name} tokens")

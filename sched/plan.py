@@ -18,6 +18,7 @@ from jaxllm.sched.policies import (
     ResumeDecision,
     SchedulerPolicy,
 )
+from jaxllm.sched.policies.victims import Outranks
 from jaxllm.sched.queues import Verdict
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request, RequestStatus
@@ -106,7 +107,8 @@ class PolicyPlanner:
         if num_free < 0:
             if state.num_holders == 1 and state.copies.num_loading:
                 return None  # so that there is somebody to preempt
-            self._preempt(plan, num_tokens, now)
+            if not self._preempt(plan, num_tokens, now) and state.copies.num_loading:
+                return None
         elif state.is_queued:
             self._take_in(plan, num_tokens, num_free, now)
         if not (state.running or plan.chunks or plan.starting or plan.resuming) and state.copies.num_loading:
@@ -152,8 +154,8 @@ class PolicyPlanner:
     def _num_missing(self, request: Request, length: int) -> int:
         return self._state.num_missing(request, request.num_computed_tokens + length)
 
-    def _preempt(self, plan: Plan, num_tokens: int, now: float) -> None:
-        """Add victims to `plan` until the blocks that the others need are free; one holder stays."""
+    def _preempt(self, plan: Plan, num_tokens: int, now: float) -> bool:
+        """Add victims until the others have the blocks they need (True), or one holder is left."""
         state = self._state
         order = self._victim_order(now)
         pools = state.pools(state.pool.num_free, state.copies.num_free, mixes=self._mixes)
@@ -169,7 +171,9 @@ class PolicyPlanner:
                 num_needed = self._num_needed(plan)
         if not (pools.num_running or plan.chunks):
             self._go_on(plan, 1)
+            num_needed = self._num_needed(plan)
         plan.scores.append(_next_score(order))
+        return num_needed - num_spared * plan.decodes <= pools.num_free
 
     def _victim_order(self, now: float) -> list[_Rank]:
         """A heap of all holders, the first to lose its blocks first; protected ones last, by arrival."""
@@ -222,7 +226,7 @@ class PolicyPlanner:
     def _take_in(self, plan: Plan, num_tokens: int, num_free: int, now: float) -> None:
         """Add to `plan` who resumes or starts within so many tokens and blocks."""
         state, restore = self._state, self._policy.restore
-        for request in state.prompts:  # what they still need is theirs
+        for request in (*state.prompts, *state.copies.loading):  # what they still need is theirs
             num_free -= state.pool.blocks_for(request.num_tokens) - len(request.block_ids)
         if not plan.decodes:
             num_free -= len(state.running.growing)  # they go on next
@@ -240,11 +244,10 @@ class PolicyPlanner:
                 return
             room.num_slots = min(room.num_slots, patience - first.num_passed)
         alone = dataclasses.replace(room)
-        waits = restore.is_exclusive and len(state.swapped) > 0
         # Where a copy is all there is to wait for, no other is put before it.
         is_free = state.num_holders > 0 or not state.copies.num_loading
         resuming = self._resumable(room, now) if is_free and (self._mixes or not plan.chunks) else []
-        starting = [] if waits else self._startable(alone, bool(plan.chunks), now)
+        starting = self._startable(alone, bool(plan.chunks), now)
         if resuming and starting:
             waiting, swapped = [one[0] for one in starting], [one[0] for one in resuming]
             if restore.swaps_in(waiting, swapped, now):
@@ -256,12 +259,13 @@ class PolicyPlanner:
             resuming = self._resumable(room, now, put_off=False)
         if not (state.running or plan.chunks or starting) and resuming:  # nothing else to do than to wait
             request, decision, length = resuming[0]
-            length = max(1, min(length or request.num_tokens - request.num_computed_tokens, num_tokens))
+            num_left = num_tokens - sum([one[2] for one in resuming[1:]])
+            length = max(1, min(length or request.num_tokens - request.num_computed_tokens, num_left))
             resuming[0] = request, decision._replace(action=ResumeAction.AT_ONCE), length
         plan.resuming, plan.starting = resuming, starting
         plan.decodes = plan.decodes and (self._mixes or not starting)
-        if not (resuming or starting):
-            self._outrank(plan, room, now)
+        if not (resuming or starting) and self._policy.victim.outranks is not None:
+            self._outrank(plan, room, now, self._policy.victim.outranks)
 
     def _take_only(self, plan: Plan, request: Request, room: _Room) -> None:
         """Let this one take blocks, if there are enough, and nobody else."""
@@ -369,7 +373,7 @@ class PolicyPlanner:
         """Tokens that the blocks do not hold, if requests of so many may be passed over."""
         return room.num_blocks * self._state.pool.block_size + 1 if self._policy.restore.skips else math.inf
 
-    def _outrank(self, plan: Plan, room: _Room, now: float) -> None:
+    def _outrank(self, plan: Plan, room: _Room, now: float, outranks: Outranks) -> None:
         """Let the most urgent queued request take the room of holders, if the policy says so."""
         state, policy = self._state, self._policy
         heads: list[Request] = []
@@ -390,7 +394,7 @@ class PolicyPlanner:
         found = Plan()
         while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
             score, _, victim = heapq.heappop(order)
-            if victim.is_protected or not policy.victim.outranks(queued, victim, now):
+            if victim.is_protected or not outranks(queued, victim, now):
                 return
             pools = self._give_up(found, victim, score, pools, now)
         if pools.num_free < num_needed or not found.victims:
@@ -411,7 +415,9 @@ class PolicyPlanner:
     def _fit_program(self, plan: Plan) -> None:
         """Cut prompts so that they fill a program of the executor's, where that computes less in vain."""
         state, sizes = self._state, self._state.config.program_sizes
-        num_decodes = len(state.running) * plan.decodes + sum(length for _, _, length in plan.resuming)
+        num_gone = sum([victim.is_decoding for victim, _ in plan.victims])
+        num_decodes = (len(state.running) - num_gone) * plan.decodes
+        num_decodes += sum([length for _, _, length in plan.resuming])
         total = num_decodes + sum(length for _, length in (*plan.chunks, *plan.starting))
         size = next((size for size in sizes if size >= total), 0)
         smaller = max((size for size in sizes if size <= total), default=0)

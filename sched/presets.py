@@ -129,7 +129,12 @@ def least_work(costs: CostModel | None = None) -> SchedulerPolicy:
 
 
 def fastserve(costs: CostModel | None = None) -> SchedulerPolicy:
-    """FastServe: skip-join multi-level feedback queue; who is outranked is swapped out beside the steps."""
+    """FastServe: skip-join multi-level feedback queue; who is outranked is swapped out.
+
+    FastServe copies out ahead of need, so that nobody waits for that, and back ahead of a request's turn.
+    Here a victim's blocks are free at once, its KV being copied from staging memory beside the steps, and
+    copies back run beside them, too (`OverlapAwareResume`).
+    """
     costs = _required("fastserve", costs)
     policy = _ordered(MultiLevelFeedback(costs), costs, 0.0)
     return dataclasses.replace(policy, action=SwapIfItFits(costs), restore=ResumeFirst())

@@ -72,6 +72,7 @@ class Scheduler:
         self.policy = policy
         self.ledger = ledger
         self.num_scheduled = 0
+        self.is_planning = False
         self.clear()
 
     def clear(self) -> None:
@@ -146,14 +147,17 @@ class Scheduler:
 
         Raises:
             ConfigError: a policy's answer is not one of those it may give.
-            Exception: whatever a policy raises. In both cases nothing has changed, as `num_scheduled` says.
+            Exception: whatever a policy raises. In both cases, if `is_planning`, nothing has changed.
         """
         state = self._state
+        self.is_planning = False
         state.settle(copies, now)
+        self.is_planning = True
         plan = self._planner.plan(now)
         while plan is None:
             state.join(state.copies.first_loading())
             plan = self._planner.plan(now)
+        self.is_planning = False
         step_id = self.num_scheduled
         self.num_scheduled += 1
         return self._apply(plan, step_id, now, max_decode_steps)
@@ -303,6 +307,7 @@ class Scheduler:
         block_ids = victim.block_ids
         state.release(victim)
         victim.metrics.num_preemptions += 1
+        victim.num_passed += 1
         swap = None
         if decision.action is PreemptionAction.SWAP:
             num_copied = state.pool.blocks_for(victim.num_computed_tokens)

@@ -80,21 +80,15 @@ class SchedulerState:
     def pools(self, num_free: int, num_host_free: int, *, mixes: bool) -> PoolState:
         """The pools when so many blocks are left."""
         pool, running = self.pool, self.running
-        return PoolState(
-            num_free,
-            pool.num_blocks,
-            pool.block_size,
-            num_host_free,
-            self.copies.num_blocks,
-            self.recent,
+        sizes = num_free, pool.num_blocks, pool.block_size, num_host_free, self.copies.num_blocks
+        load = (
             len(running),
             running.num_tokens,
             len(self.waiting),
             self.num_leaving,
             self.recent.copy_in_until,
-            self.config.max_num_batched_tokens,
-            mixes,
         )
+        return PoolState(*sizes, self.recent, *load, self.config.max_num_batched_tokens, mixes)
 
     # Moves
 

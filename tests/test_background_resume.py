@@ -8,7 +8,9 @@ from scheduler_helpers import V1, LinearCosts, describe, make_request, make_sche
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.policies import (
+    Decision,
     MixedIterations,
+    PreemptionAction,
     ResumeAction,
     ResumeDecision,
     SeparateIterations,
@@ -153,4 +155,24 @@ def test_nobody_is_put_off_for_ever_while_others_start():
         scheduler.add(make_request(index, 3, max_new_tokens=2))
     seen = [step(scheduler) for _ in range(40)]
     resumed = next(place for place, text in enumerate(seen) if ">r1" in text)
-    assert sum(text.count("[0:") for text in seen[:resumed]) == 10
+    assert sum(text.count("[0:") for text in seen[:resumed]) == 10 - 1  # it was preempted once
+
+
+def test_a_prompt_whose_blocks_a_load_holds_waits_for_that():
+    """Both were preempted in mid-prompt, and come back in the background."""
+    scheduler = make_scheduler(BACKGROUND, block_size=1, num_gpu_blocks=12, num_host_blocks=12)
+    first, second = (make_request(index, 8, max_new_tokens=3) for index in range(2))
+    for request, num_computed in ((first, 2), (second, 5)):
+        scheduler.add(request)
+        state = scheduler._state
+        state.waiting.remove(request)
+        state.hold(request, num_computed)
+        state.activate(request)
+        request.num_computed_tokens = num_computed
+    for request in (first, second):
+        scheduler._preempt(request, Decision(PreemptionAction.SWAP), (), 0, 0.0)
+    scheduler.add(make_request(2, 1, max_new_tokens=9))
+    requests = dict(scheduler._state.live)
+    for now in range(40):
+        step(scheduler, float(now), arrived=(0,) if now > 1 else ())
+    assert all(request.is_finished for request in requests.values())

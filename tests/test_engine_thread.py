@@ -11,6 +11,7 @@ from engine_helpers import make_llm
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
+from jaxllm.engine import thread as engine_thread
 from jaxllm.engine.output_processor import RequestState
 from jaxllm.errors import EngineError, RequestError
 from jaxllm.executor.model_executor import ModelExecutor
@@ -178,7 +179,7 @@ def test_ctrl_c_in_one_call_ends_it_alone(llm, prompts):
 def test_ctrl_c_while_a_stream_is_read_leaves_it_usable(llm, prompts):
     stream = llm.stream([prompts[0]], GREEDY)
 
-    def interrupted(*args):
+    def interrupted(*args, timeout):
         raise KeyboardInterrupt
 
     items = stream._items
@@ -280,7 +281,7 @@ def test_a_fault_ends_every_call_with_its_cause(make_tight, prompts, monkeypatch
         with pytest.raises(EngineError, match="MemoryError: out of memory"):
             list(waiting)
     assert not llm.engine.has_unfinished_requests
-    assert isinstance(llm.engine.failure, MemoryError)
+    assert isinstance(llm.engine._failure, MemoryError)
     scheduler = llm.engine.scheduler
     assert scheduler.num_free_blocks == scheduler.config.num_gpu_blocks
     assert scheduler.num_free_host_blocks == scheduler.config.num_host_blocks
@@ -412,4 +413,74 @@ def test_urgent_requests_go_first(prompts):
     for wrong in (float("nan"), -1.0, "soon", True):
         with pytest.raises(RequestError, match="deadline"):
             llm.generate(prompts[:1], GREEDY, use_tqdm=False, deadline=wrong)
+    assert_idle(llm)
+
+
+def test_the_end_of_a_lost_output_is_an_error(llm, prompts, monkeypatch):
+    """Not a wait for ever: nothing more will come."""
+    monkeypatch.setattr(engine_thread, "_SECONDS_TO_LOOK_UP", 0.05)
+    stream = llm.stream(prompts[:2], GREEDY)
+    while True:  # what interrupts between two instructions may do
+        *_, delta = stream._items.get()
+        if delta.finish_reason is not None:
+            break
+    while stream._thread._live:
+        time.sleep(0.01)
+    while not stream._items.empty():
+        stream._items.get()
+    with pytest.raises(EngineError, match="the last tokens were lost"):
+        next(stream)
+    assert list(stream) == []
+    assert_idle(llm)
+
+
+def test_a_request_error_in_a_step_fails_the_engine_too(prompts, monkeypatch):
+    llm = make_llm(golden_checkpoint(NAME))
+
+    def execute(scheduled):
+        raise RequestError("of the executor")
+
+    monkeypatch.setattr(llm.executor, "execute", execute)
+    llm.engine.add_request("a", prompts[0], GREEDY)
+    with pytest.raises(EngineError, match="RequestError: of the executor"):
+        llm.engine.step()
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_what_had_finished_before_ctrl_c_is_handed_out(prompts, monkeypatch):
+    llm = make_llm(golden_checkpoint(NAME))
+    engine = llm.engine
+    engine.add_request("a", prompts[0], GREEDY)
+    engine.abort("a")
+    engine.add_request("b", prompts[1], GREEDY)
+
+    def execute(scheduled):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.executor, "execute", execute)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(EngineError, match="KeyboardInterrupt") as caught:
+        engine.step()
+    assert sorted(output.request_id for output in caught.value.finished) == ["a"]
+    assert not engine.has_unfinished_requests
+
+
+def test_closing_twice_at_once_is_nobody_elses_business(llm, prompts):
+    other = llm.stream(prompts[:1], LONG)
+    stream = llm.stream(prompts[:2], LONG)
+    names = tuple(stream._builders)
+    in_threads(4, lambda i: stream._thread.abort(names))
+    assert [output.outputs[0].finish_reason for output in other][-1] == "length"
+    stream.close()
+    assert_idle(llm)
+
+
+def test_whoever_lends_its_engine_gets_it_back(llm, prompts):
+    for place in range(20):
+        llm.engine.add_request(f"own{place}", prompts[0], LONG)
+        llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+        llm.engine.step()
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
     assert_idle(llm)

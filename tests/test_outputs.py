@@ -3,9 +3,11 @@ import json
 import math
 
 import pytest
+from scheduler_helpers import make_request
 
+from jaxllm.engine.output_processor import RequestState
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxllm.types import RequestMetrics
+from jaxllm.types import RequestMetrics, TokenLogprobs
 
 
 def make_output():
@@ -42,3 +44,12 @@ def test_to_dict_is_strict_json():
     assert content["metrics"]["arrival_time"] == 1.5
     empty = RequestOutput("r", None, (1,), None, (CompletionOutput(0, "", ()),), False).to_dict()
     assert empty["prompt_logprobs"] is empty["metrics"] is empty["outputs"][0]["logprobs"] is None
+
+
+def test_scores_of_a_prompt_are_complete_whatever_its_chunks_are_after_a_drop():
+    request = make_request(0, 9)
+    state = RequestState(request, None, primary_eos_token_id=None, stream=False)
+    scores = [TokenLogprobs(position, 0.0, 1, (), ()) for position in range(1, 9)]
+    for start, stop in ((0, 3), (0, 2), (0, 6), (6, 9)):  # dropped after the first and the second
+        state.add_prompt_logprobs(scores[start:stop], start + 1)
+    assert state.delta().prompt_logprobs == scores

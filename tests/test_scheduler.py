@@ -14,6 +14,8 @@ from jaxllm.errors import ConfigError, KVCacheError, RequestError
 from jaxllm.sched.policies import (
     FairPriority,
     MoreUrgentFirst,
+    OutrankedVictim,
+    PriorityClasses,
     ResumeFirst,
     SchedulerPolicy,
     SeparateIterations,
@@ -361,21 +363,6 @@ def test_what_does_not_fit_the_host_pool_is_dropped():
     assert steps(scheduler, 2)[1] == "r0 r1 <r3 -r2"
 
 
-def test_others_start_beside_what_is_swapped_unless_the_policy_says_no():
-    traces = {}
-    for is_exclusive in (False, True):
-        policy = dataclasses.replace(SWAP, restore=ResumeFirst(is_exclusive=is_exclusive))
-        scheduler = make_scheduler(policy, num_gpu_blocks=3, num_host_blocks=2)
-        for index, length in enumerate([4, 4, 1]):
-            scheduler.add(make_request(index, length, max_new_tokens=3))
-        traces[is_exclusive] = steps(scheduler, 2)
-        scheduler.add(make_request(3, 1, max_new_tokens=3))
-        traces[is_exclusive].append(step(scheduler))
-    start = ["| r0[0:4]! r1[0:4]! r2[0:1]!", "r0 <r2 <r1"]
-    assert traces[False] == [*start, "r0 r2 >r2"]
-    assert traces[True] == [*start, "r0 r2 >r2"]
-
-
 def test_an_in_flight_token_delays_a_swap_in():
     scheduler = make_scheduler(SWAP, num_gpu_blocks=2, num_host_blocks=2)
     first, second = make_request(0, 4, max_new_tokens=2), make_request(1, 4, max_new_tokens=2)
@@ -492,12 +479,25 @@ def test_a_request_preempted_in_mid_prompt_was_passed_over_all_the_same():
     assert partial.num_passed == 9
 
 
+def test_whoever_is_preempted_again_and_again_gets_its_room():
+    """It starts whenever nobody is more urgent, and loses its blocks before its prompt is done."""
+    priority = PriorityClasses()
+    policy = SchedulerPolicy(priority=priority, victim=OutrankedVictim(priority), patience=5)
+    scheduler = make_scheduler(policy, num_gpu_blocks=5, max_num_seqs=2, max_num_batched_tokens=4)
+    long = make_request(0, 16, max_new_tokens=2, priority=9)
+    scheduler.add(long)
+    for index in range(1, 30):
+        steps(scheduler, 3)
+        scheduler.add(make_request(index, 16, max_new_tokens=1))
+        steps(scheduler, 4)
+    assert long.is_finished
+    assert 0 < long.metrics.num_preemptions <= 5
+
+
 # Priorities
 
 
 def test_a_queued_request_can_be_given_another_priority():
-    from jaxllm.sched.policies import PriorityClasses
-
     scheduler = make_scheduler(SchedulerPolicy(priority=PriorityClasses()), max_num_seqs=1)
     requests = [make_request(index, 2, max_new_tokens=1, priority=5) for index in range(3)]
     for request in requests:

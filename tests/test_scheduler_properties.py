@@ -100,7 +100,6 @@ class ArbitraryAction:
 @dataclasses.dataclass(frozen=True)
 class ArbitraryRestore:
     skips: bool
-    is_exclusive: bool
 
     def swaps_in(self, waiting, swapped, now):
         assert waiting
@@ -144,16 +143,16 @@ POLICIES = {
         priority=ShortestFirst(), victim=OutrankedVictim(ShortestFirst()), action=SwapIfItFits()
     ),
     **{
-        f"arbitrary {mixes} {skips} {exclusive} {patience}": SchedulerPolicy(
+        f"arbitrary {mixes} {skips} {patience}": SchedulerPolicy(
             priority=ArbitraryPriority(),
             victim=ArbitraryVictim(is_outranked=patience is not None),  # nothing else bounds that
             action=ArbitraryAction(),
             resume=ArbitraryResume(),
-            restore=ArbitraryRestore(skips, exclusive),
+            restore=ArbitraryRestore(skips),
             iterations=ArbitraryIterations(mixes),
             patience=patience,
         )
-        for mixes, skips, exclusive in itertools.product([False, True], repeat=3)
+        for mixes, skips in itertools.product([False, True], repeat=2)
         for patience in (None, 3)
     },
 }

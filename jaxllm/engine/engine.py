@@ -25,7 +25,6 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import (
     MAX_DECODE_STEPS,
-    CopyProgress,
     Executor,
     FinishReason,
     RequestStatus,
@@ -49,14 +48,6 @@ class _Dispatched:
     result: StepResult
     sent: float
     is_first: bool
-
-
-class _Unchanged(Exception):
-    """A scheduling policy raised while an iteration was planned: everything is as it was."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
 
 
 class Engine:
@@ -145,11 +136,6 @@ class Engine:
     def is_draining(self) -> bool:
         """Whether steps are under way whose requests have all ended."""
         return bool(self._in_flight) and not self._states
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What the engine died of; None while it lives."""
-        return self._failure
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request was added and has not ended."""
@@ -256,12 +242,9 @@ class Engine:
 
     def advance(self) -> None:
         """As `step`, without returning anything: the next `step` does."""
-        try:
-            with self._changing():
-                self._advance()
-                self._deliver()
-        except _Unchanged as unchanged:
-            raise unchanged.error from None
+        with self._used(), self._changing():
+            self._advance()
+            self._deliver()
 
     def abort(self, request_id: str) -> None:
         """End a request in any state; `step` reports it with finish_reason "abort".
@@ -270,8 +253,10 @@ class Engine:
             RequestError: no live request has this id.
             EngineError: the engine has failed, or another thread uses it.
         """
-        with self._changing():
-            self._finish(self._live(request_id), "abort", None)
+        with self._used():
+            state = self._live(request_id)
+            with self._changing():
+                self._finish(state, "abort", None)
 
     def drop(self, request_id: str) -> None:
         """End a request in any state, and report nothing.
@@ -280,17 +265,14 @@ class Engine:
             RequestError: no live request has this id.
             EngineError: the engine has failed, or another thread uses it.
         """
-        with self._changing():
+        with self._used():
             state = self._live(request_id)
-            self.scheduler.finish(state.request, "error")
-            del self._states[request_id]
+            with self._changing():
+                self.scheduler.finish(state.request, "error")
+                del self._states[request_id]
 
     def check_priority(self, priority: int) -> None:
-        """Verify that a priority is one, and that the policy looks at it.
-
-        Raises:
-            RequestError: it is not, or does not.
-        """
+        """Raise a RequestError if a priority is none, or the policy does not look at it."""
         self._inputs.check_priority(priority)
 
     def set_priority(self, request_id: str, priority: int) -> None:
@@ -300,29 +282,35 @@ class Engine:
             RequestError: no live request has this id, or the priority is no integer, or would be ignored.
             EngineError: the engine has failed, or another thread uses it.
         """
-        with self._changing():
+        with self._used():
             self._inputs.check_priority(priority)
-            self.scheduler.reprioritize(self._live(request_id).request, priority)
+            state = self._live(request_id)
+            with self._changing():
+                self.scheduler.reprioritize(state.request, priority)
 
     # Failure
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Let only the owner in, nobody once the engine has failed, and fail where a change breaks off."""
+    def _used(self) -> Iterator[None]:
+        """Let only the owner in, and nobody once the engine has failed."""
         with self.owner.used():
             if self._failure is not None:
-                raise self._dead()
-            try:
-                yield
-            except (RequestError, _Unchanged):
+                raise self._dead_with_reports() from self._failure
+            yield
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Fail where a change breaks off, but not where a policy raises while an iteration is planned."""
+        self.scheduler.is_planning = False
+        try:
+            yield
+        except BaseException as error:
+            if self.scheduler.is_planning and isinstance(error, Exception):
                 raise
-            except BaseException as error:
-                self._fail(error)
-                if not isinstance(error, Exception):
-                    raise
-                dead = self._dead()
-                dead.finished, self._reports = self._reports, []
-                raise dead from error
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+            raise self._dead_with_reports() from error
 
     def _fail(self, error: BaseException) -> None:
         """End everything, in an order in which nothing can be lost that has finished."""
@@ -350,6 +338,12 @@ class Engine:
             "make a new one (a new LLM works in the same process)"
         )
 
+    def _dead_with_reports(self) -> EngineError:
+        """With what had finished and was not handed out."""
+        dead = self._dead()
+        dead.finished, self._reports = self._reports, []
+        return dead
+
     # The parts of a step
 
     def _add(self, state: RequestState) -> None:
@@ -375,7 +369,7 @@ class Engine:
         copies = self._executor.copies()
         if self._observer is not None and copies.timed:
             self._observer.observe_copies(copies.timed)
-        scheduled = self._schedule(copies)
+        scheduled = self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
         if not scheduled.is_empty:
             sent = self._clock()
             result = self._executor.execute(scheduled)
@@ -384,15 +378,6 @@ class Engine:
             self._commit(self._in_flight.popleft())
         while self._in_flight and not self._states:  # all that is in flight is overrun
             self._commit(self._in_flight.popleft())
-
-    def _schedule(self, copies: CopyProgress) -> SchedulerOutput:
-        num_scheduled = self.scheduler.num_scheduled
-        try:
-            return self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
-        except Exception as error:
-            if self.scheduler.num_scheduled == num_scheduled:  # planning changes nothing
-                raise _Unchanged(error) from None
-            raise
 
     def _commit(self, step: _Dispatched) -> None:
         scheduled = step.scheduled

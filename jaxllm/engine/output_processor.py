@@ -76,9 +76,10 @@ class RequestState:
 
     def add_prompt_logprobs(self, scores: list[TokenLogprobs], first_position: int) -> None:
         """Take the scores of prompt positions `first_position...`; repeats are dropped."""
-        if self._num_prompt_logprobs + 1 == first_position:
-            self._num_prompt_logprobs += len(scores)
-            self._prompt_logprobs += scores
+        known = self._num_prompt_logprobs + 1 - first_position
+        assert known >= 0  # chunks follow one another, from the start after a drop
+        self._num_prompt_logprobs += len(scores[known:])
+        self._prompt_logprobs += scores[known:]
 
     def delta(self) -> Delta:
         """What is new since the last time."""

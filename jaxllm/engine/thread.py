@@ -7,7 +7,7 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxllm.engine.engine import Engine
@@ -16,6 +16,7 @@ from jaxllm.errors import EngineError, RequestError
 from jaxllm.output_builder import Delta, OutputBuilder
 from jaxllm.outputs import RequestOutput
 
+_SECONDS_TO_LOOK_UP = 1.0  # after which a reader asks whether there is anything to wait for
 _Item = tuple[str, Delta | BaseException]
 _Queue = queue.SimpleQueue[_Item]  # its put may interrupt anything, itself included: the collector calls it
 
@@ -36,7 +37,6 @@ class EngineThread:
         self._waiting: list[threading.Event] = []  # for what was commanded to have taken place
         self._lock = threading.Lock()  # of the thread's beginning and end
         self._thread: threading.Thread | None = None
-        self._lender: threading.Thread | None = None
 
     def submit(self, requests: Sequence[tuple[str, dict[str, Any]]], *, stream: bool) -> OutputStream:
         """Check and queue requests, all or none.
@@ -91,11 +91,22 @@ class EngineThread:
         self._engine.check_priority(priority)
         self._commands.put(functools.partial(self._set_priority, request_id, priority))
 
+    def has_ended(self, request_ids: Iterable[str]) -> bool:
+        """Whether none of the requests is live, or about to be."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return True
+        return self._commands.empty() and not any(request_id in self._live for request_id in request_ids)
+
     def _start(self) -> None:
         """Begin; the thread cannot end before the lock is free."""
         thread = threading.Thread(target=self._run, name="jaxllm-engine")
-        self._lender = self._engine.owner.hand_over(thread)
-        thread.start()
+        self._engine.owner.lend(thread)
+        try:
+            thread.start()
+        except BaseException:
+            self._engine.owner.give_back()
+            raise
         self._thread = thread
 
     # In the thread
@@ -114,7 +125,7 @@ class EngineThread:
                 with self._lock:
                     if self._commands.empty():
                         self._thread = None
-                        self._engine.owner.release_to(self._lender)
+                        self._engine.owner.give_back()
                         return
             try:
                 self._engine.advance()
@@ -157,13 +168,13 @@ class EngineThread:
 
     def _abort(self, request_ids: Sequence[str], done: threading.Event | None) -> None:
         for request_id in request_ids:
-            if request_id in self._live:
+            if self._engine.is_live(request_id):
                 self._engine.abort(request_id)
         if done is not None:
             self._waiting.append(done)
 
     def _set_priority(self, request_id: str, priority: int) -> None:
-        if request_id in self._live:
+        if self._engine.is_live(request_id):
             self._engine.set_priority(request_id, priority)
 
 
@@ -192,7 +203,7 @@ class OutputStream(Iterator[RequestOutput]):
         """
         if not self._builders:
             raise StopIteration
-        request_id, item = self._items.get()
+        request_id, item = self._next_item()
         if isinstance(item, BaseException):
             self._builders.clear()
             raise item
@@ -200,6 +211,19 @@ class OutputStream(Iterator[RequestOutput]):
         if output.finished:
             del self._builders[request_id]
         return output
+
+    def _next_item(self) -> tuple[str, Delta | BaseException]:
+        has_ended = False
+        while True:
+            try:
+                return self._items.get(timeout=_SECONDS_TO_LOOK_UP)
+            except queue.Empty:
+                if has_ended:  # twice, since the last item is put after its request has ended
+                    self._builders.clear()
+                    raise EngineError(
+                        "the last tokens were lost when reading them was interrupted; generate again"
+                    ) from None
+                has_ended = self._thread.has_ended(self._builders)
 
     def set_priority(self, place: int, priority: int) -> None:
         """Give the request at a place of the call another priority, for policies that look at it.
@@ -213,8 +237,8 @@ class OutputStream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """End the requests that are left, and wait until they hold nothing."""
-        self._dropped.detach()
         request_ids = tuple(self._builders)
         self._builders.clear()
         if request_ids:
             self._thread.abort(request_ids)
+        self._dropped.detach()

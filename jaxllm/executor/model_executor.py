@@ -107,7 +107,7 @@ class ModelExecutor:
         self._params_changed = False
         self._tables = np.zeros((config.max_num_seqs, self._max_blocks), np.int32)
         self._table_ends = [(0, -1)] * config.max_num_seqs  # size and last block of each
-        self._is_warm = False
+        self._is_warm = self._is_released = False
         self._swapper = None
         if config.num_host_blocks:
             self._swapper = BlockSwapper(
@@ -185,7 +185,7 @@ class ModelExecutor:
         Raises:
             EngineError: it was released, as a failed engine does.
         """
-        if not self._programs:
+        if self._is_released:
             raise EngineError("this executor was released when an engine on it failed; make a new LLM")
         if self._swapper is not None:
             self._swap(self._swapper, scheduled)
@@ -206,6 +206,7 @@ class ModelExecutor:
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
+        self._is_released = True
         self._programs.clear()
         self._params, self._swapper = {}, None
         for name in ("_state", "_slot_params"):

@@ -83,7 +83,7 @@ class PacedIterations:
 
     costs: CostModel
     slowdown: float = 1.2
-    horizon: int = 16
+    horizon: int = 12
     mixes = True
 
     def __post_init__(self) -> None:

@@ -14,16 +14,11 @@ class RestorePolicy(Protocol):
     """Who takes room first, swapped requests or waiting ones.
 
     `skips` goes past a request that does not fit to those after it. A swapped request resumes once it fits
-    with its next token. With `is_exclusive` nobody starts while anybody is swapped.
+    with its next token.
     """
 
     @property
     def skips(self) -> bool:
-        """See the class."""
-        ...
-
-    @property
-    def is_exclusive(self) -> bool:
         """See the class."""
         ...
 
@@ -46,7 +41,6 @@ class MoreUrgentFirst:
 
     priority: PriorityPolicy = dataclasses.field(default_factory=FairPriority)
     skips: bool = True
-    is_exclusive: bool = False
 
     def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
         """Whether the waiting set is not more urgent."""
@@ -61,7 +55,6 @@ class ResumeFirst:
     """Swapped requests before new ones: they are under way, and the host memory they hold is wanted."""
 
     skips: bool = True
-    is_exclusive: bool = False
 
     def swaps_in(self, waiting: Sequence[Request], swapped: Sequence[Request], now: float) -> bool:
         """Always."""

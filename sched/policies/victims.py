@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 from jaxllm.sched.policies.priority import FairPriority, PriorityPolicy
 from jaxllm.types import Request
+
+Outranks = Callable[[Request, Request, float], bool]
+"""Whether one request, for which there is no room, may have that of another, the first to lose it."""
 
 
 class VictimPolicy(Protocol):
@@ -19,8 +23,9 @@ class VictimPolicy(Protocol):
         """
         ...
 
-    def outranks(self, queued: Request, holder: Request, now: float) -> bool:
-        """Whether `queued`, for which there is no room, may have that of `holder`, the first to lose it."""
+    @property
+    def outranks(self) -> Outranks | None:
+        """Asked, with the time, where nobody resumes or starts; None is never."""
         ...
 
 
@@ -28,13 +33,11 @@ class VictimPolicy(Protocol):
 class LatestArrivalVictim:
     """Preempts the request that arrived last, and only where blocks run out."""
 
+    outranks = None
+
     def score(self, request: Request, now: float) -> float:
         """The same for all: the latest arrival goes."""
         return 0.0
-
-    def outranks(self, queued: Request, holder: Request, now: float) -> bool:
-        """Never."""
-        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +45,11 @@ class LeastUrgentVictim:
     """Preempts the request of lowest priority (AdaptiveLLM, Algorithm 1), only where blocks run out."""
 
     priority: PriorityPolicy = dataclasses.field(default_factory=FairPriority)
+    outranks = None
 
     def score(self, request: Request, now: float) -> float:
         """Its urgency."""
         return self.priority.score(request, now)
-
-    def outranks(self, queued: Request, holder: Request, now: float) -> bool:
-        """Never."""
-        return False
 
 
 @dataclasses.dataclass(frozen=True)
