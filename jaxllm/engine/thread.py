@@ -102,12 +102,14 @@ class EngineThread:
         """Begin; the thread cannot end before the lock is free."""
         thread = threading.Thread(target=self._run, name="jaxllm-engine")
         self._engine.owner.lend(thread)
+        self._thread = thread
         try:
             thread.start()
         except BaseException:
-            self._engine.owner.give_back()
+            if thread.ident is None:  # else it runs, and ends since there is nothing to do
+                self._thread = None
+                self._engine.owner.give_back()
             raise
-        self._thread = thread
 
     # In the thread
 
