@@ -121,8 +121,8 @@ class PolicyPlanner:
         """Most prompt tokens of the iteration."""
         state, policy = self._state, self._policy.iterations
         under_way = [request.num_tokens - request.num_computed_tokens for request in state.prompts]
-        has_room = min(state.waiting.num_tokens, state.pool.num_free * state.pool.block_size)
-        backlog = has_room + sum(under_way)
+        fitting = min(state.waiting.num_tokens, state.pool.num_free * state.pool.block_size)
+        backlog = fitting + sum(under_way)
         num_decodes, budget = len(state.running), state.config.max_num_batched_tokens
         asked = IterationState(num_decodes, state.running.num_tokens, backlog, budget)
         answer = policy.num_prompt_tokens(asked)

@@ -152,15 +152,17 @@ class Scheduler:
         state = self._state
         self.is_planning = False
         state.settle(copies, now)
-        self.is_planning = True
-        plan = self._planner.plan(now)
-        while plan is None:
+        while (plan := self._plan(now)) is None:
             state.join(state.copies.first_loading())
-            plan = self._planner.plan(now)
-        self.is_planning = False
         step_id = self.num_scheduled
         self.num_scheduled += 1
         return self._apply(plan, step_id, now, max_decode_steps)
+
+    def _plan(self, now: float) -> Plan | None:
+        self.is_planning = True
+        plan = self._planner.plan(now)
+        self.is_planning = False
+        return plan
 
     def complete(self, step_id: int) -> None:
         """Note that the device has finished step `step_id` and those before it, with their copies."""

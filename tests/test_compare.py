@@ -121,7 +121,7 @@ def test_invalid_workloads(prompts, max_tokens):
 
 
 def test_registry():
-    assert list(BACKENDS) == ["jaxllm", "transformers", "transformers-cb", "vllm"]
+    assert list(BACKENDS) == ["jaxllm", "jaxllm-other", "transformers", "transformers-cb", "vllm"]
     assert all(backend.worker.is_file() for backend in BACKENDS.values())
     assert [backend.name for backend in get_backends("vllm, jaxllm")] == ["vllm", "jaxllm"]
     for names in ("", "jaxllm,jaxllm", "jaxllm,tgi"):

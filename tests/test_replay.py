@@ -14,7 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.presets import PRESETS, make_preset
-from jaxllm.workloads import Poisson, UniformLengths, make_trace
+from jaxllm.workloads import ClosedLoop, Poisson, UniformLengths, make_trace
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,17 @@ def test_every_preset_runs_every_request(llm, trace, preset):
     if preset in ("vllm_swap", "vllm_swap_both"):
         assert result.num_swaps == result.num_preemptions
     assert sum(report.count for report in costs.report().values()) > 20
+
+
+def test_clients_of_a_closed_loop_wait_for_their_answers(llm):
+    trace = make_trace(UniformLengths(shortest=4, longest=12), 20, 6, arrivals=ClosedLoop(3, 0.002), seed=2)
+    result = replay(llm, trace, llm.engine.scheduler.config, make_preset("vllm_v1"))
+    assert result.num_output_tokens == 120
+    assert np.all(np.diff(result.arrival_times) >= 0)
+    assert np.all(result.arrival_times <= result.first_scheduled_times)
+    # Who is sent as the n-th can have waited for no fewer answers than there were no clients for.
+    ends = np.sort(result.finish_times)
+    assert np.all(result.arrival_times[3:] >= ends[: 20 - 3])
 
 
 def test_a_stopwatch_goes_only_while_it_is_entered(monkeypatch):

@@ -226,9 +226,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         (lambda text: "[1]", ConfigError, "is no trace"),
         (lambda text: text.replace("jaxllm-trace", "other"), ConfigError, "is no trace"),
         (
-            lambda text: text.replace('"version": 1', '"version": 2'),
+            lambda text: text.replace('"version": 2', '"version": 3'),
             ConfigError,
-            "version 2; .* reads version 1",
+            "version 3; .* reads 1 and 2",
         ),
         (lambda text: text.replace('"notes"', '"extra"'), ConfigError, "has the keys .*extra.*; a trace has"),
         (lambda text: text.replace("2.25", "NaN"), ConfigError, "NaN is no JSON value"),

@@ -19,7 +19,7 @@ from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import NO_COPIES, CopyProgress, CopyTime, SchedulerOutput
-from jaxllm.workloads import Trace
+from jaxllm.workloads import Feed, Trace
 from jaxllm.workloads.result import RunResult, TimeSpent
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """A run of every request of `trace` to its full output length, at the times it arrives.
+    """A run of every request of `trace` to its full output length, each sent when it is due (`Feed`).
 
     Args:
         llm: whose executor computes; it must have nothing to do.
-        trace: arrivals, prompts and output lengths.
+        trace: arrivals or clients, prompts and output lengths.
         config: limits of the scheduler, within those of `llm`: fewer blocks make preemptions.
         policy: the scheduler's decisions.
         costs: predictions to compare with what happens; None compares nothing.
@@ -82,14 +82,14 @@ class Replay:
         )
         self._trace = trace
         self._prompts = [trace.token_ids(index, llm.model_config.vocab_size) for index in range(len(trace))]
-        self._arrivals: list[float] | None = None
+        self._feed: Feed | None = None
+        self._arrivals: list[float] = []
         self._outputs: dict[str, RequestOutput] = {}
-        self._num_added = 0
 
     @property
     def is_over(self) -> bool:
         """Whether every request has finished."""
-        return self._num_added == len(self._trace) and not self._engine.has_unfinished_requests
+        return len(self._outputs) == len(self._trace)
 
     def advance(self) -> None:
         """One step, or the wait for the next arrival. The first call is the trace's beginning.
@@ -98,24 +98,25 @@ class Replay:
             RequestTooLargeError: a request of the trace can never fit.
         """
         trace, engine = self._trace, self._engine
-        if self._arrivals is None:
-            offset = self.clock() - float(trace.arrival_times[0])
-            self._arrivals = (trace.arrival_times + offset).tolist()
-        arrivals = self._arrivals
-        while self._num_added < len(trace) and arrivals[self._num_added] <= self.clock():
-            index = self._num_added
+        if self._feed is None:
+            self._feed = Feed(trace, self.clock())
+        feed = self._feed
+        while (sent := feed.send(self.clock())) is not None:
+            index, arrival = sent
             params = SamplingParams(temperature=0, max_tokens=int(trace.output_lens[index]), ignore_eos=True)
-            engine.add_request(str(index), self._prompts[index], params, arrival_time=arrivals[index])
-            self._num_added += 1
+            engine.add_request(str(index), self._prompts[index], params, arrival_time=arrival)
+            self._arrivals.append(arrival)
         if engine.has_unfinished_requests:
-            self._outputs.update({output.request_id: output for output in engine.step()})
-        elif not self.is_over:
-            time.sleep(max(0.0, arrivals[self._num_added] - self.clock()))
+            for output in engine.step():
+                if output.finished:
+                    self._outputs[output.request_id] = output
+                    feed.answered(self.clock())
+        elif feed.next_due is not None:
+            time.sleep(max(0.0, feed.next_due - self.clock()))
 
     def result(self) -> RunResult:
         """Figures of the whole run, which must be over."""
         assert self.is_over
-        assert self._arrivals is not None
         trace, keeper, arrivals = self._trace, self._keeper, self._arrivals
         metrics = [self._outputs[str(index)].metrics for index in range(len(trace))]
         first = np.array([one.first_scheduled_time for one in metrics])  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from jaxllm.sched.scheduler import Scheduler
 from jaxllm.simulator.executor import SimulatedExecutor
 from jaxllm.simulator.truth import Residuals
 from jaxllm.types import Request
-from jaxllm.workloads import Trace
+from jaxllm.workloads import Feed, Trace
 from jaxllm.workloads.result import RunResult
 
 _SAMPLING_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -44,7 +44,7 @@ def simulate(
     `async_scheduling=False`, and scheduling itself takes no time.
 
     Args:
-        trace: arrivals, prompt and output lengths; lengths are capped by nothing.
+        trace: arrivals or clients, prompt and output lengths; lengths are capped by nothing.
         config: limits of the scheduler.
         policy: its decisions.
         costs: the truth, which `policy` should know only through predictors of its own.
@@ -72,20 +72,21 @@ def simulate(
         residuals=residuals,
         ledger=ledger,
     )
-    arrivals = trace.arrival_times.tolist()
-    executor.now = arrivals[0]  # the clock starts with the first request
-    count = len(arrivals)
+    executor.now = began_at = float(trace.arrival_times[0])
+    feed = Feed(trace, began_at)
+    count = len(trace)
+    arrivals = np.zeros(count)
     first_scheduled, first_tokens, finished = np.zeros(count), np.zeros(count), np.zeros(count)
     scheduling = 0.0
-    added = num_steps = num_prefill_steps = num_prefill_tokens = 0
+    num_steps = num_prefill_steps = num_prefill_tokens = 0
     num_decode_steps = num_decoded = num_preemptions = num_swaps = 0
-    while added < count or scheduler.has_unfinished:
-        while added < count and arrivals[added] <= executor.now:
-            request = _request(trace, added)
-            request.priority = 0 if priorities is None else priorities[added]
-            request.deadline = None if deadlines is None else deadlines[added]
+    while scheduler.has_unfinished or not feed.is_over:
+        while (sent := feed.send(executor.now)) is not None:
+            index, arrivals[index] = sent
+            request = _request(trace, *sent)
+            request.priority = 0 if priorities is None else priorities[index]
+            request.deadline = None if deadlines is None else deadlines[index]
             scheduler.add(request)
-            added += 1
         copies = executor.copies()
         if observer is not None and copies.timed:
             observer.observe_copies(copies.timed)
@@ -93,7 +94,9 @@ def simulate(
         scheduled = scheduler.schedule(executor.now, copies)
         scheduling += time.perf_counter() - entered
         if scheduled.is_empty:
-            executor.wait_until(arrivals[added])  # an idle scheduler has nothing left to run
+            due = feed.next_due
+            assert due is not None  # an idle scheduler has nothing left to run
+            executor.wait_until(due)
             continue
         began = executor.now
         executor.execute(scheduled)
@@ -124,8 +127,9 @@ def simulate(
             assert first is not None  # it ran
             first_scheduled[request.arrival_index] = first
             finished[request.arrival_index] = executor.now
+            feed.answered(executor.now)
     return RunResult(
-        seconds=executor.now - arrivals[0],
+        seconds=executor.now - began_at,
         num_output_tokens=int(trace.output_lens.sum()),
         num_steps=num_steps,
         num_prefill_steps=num_prefill_steps,
@@ -134,7 +138,7 @@ def simulate(
         num_swaps=num_swaps,
         mean_decode_batch=num_decoded / max(1, num_decode_steps),
         spent=executor.spent,
-        arrival_times=np.asarray(arrivals),
+        arrival_times=arrivals,
         first_scheduled_times=first_scheduled,
         first_token_times=first_tokens,
         finish_times=finished,
@@ -142,13 +146,13 @@ def simulate(
     )
 
 
-def _request(trace: Trace, index: int) -> Request:
+def _request(trace: Trace, index: int, arrival_time: float) -> Request:
     prompt_len = int(trace.prompt_lens[index])
     return Request(
         str(index),
         range(prompt_len) if trace.prompt_token_ids is None else trace.prompt_token_ids[index],
         _SAMPLING_PARAMS,
-        arrival_time=float(trace.arrival_times[index]),
+        arrival_time=arrival_time,
         arrival_index=index,
         max_total_tokens=prompt_len + int(trace.output_lens[index]),
     )

@@ -1,7 +1,16 @@
 """Workloads: traces of requests, drawn from distributions or read from public files. Imports no JAX."""
 
-from jaxllm.workloads.arrivals import AllAtOnce, ArrivalProcess, GammaBursts, Poisson, RecordedArrivals
+from jaxllm.workloads.arrivals import (
+    AllAtOnce,
+    ArrivalProcess,
+    ClosedLoop,
+    GammaBursts,
+    Poisson,
+    RecordedArrivals,
+    parse_arrivals,
+)
 from jaxllm.workloads.datasets import PromptDataset, load_dataset_file
+from jaxllm.workloads.feed import Feed
 from jaxllm.workloads.lengths import ALPACA, CHATBOT, DATASETS, SUMMARY, LognormalLengths, UniformLengths
 from jaxllm.workloads.synthetic import make_trace
 from jaxllm.workloads.topics import TopicOutputs
@@ -16,6 +25,8 @@ __all__ = [
     "SUMMARY",
     "AllAtOnce",
     "ArrivalProcess",
+    "ClosedLoop",
+    "Feed",
     "GammaBursts",
     "LognormalLengths",
     "Poisson",
@@ -27,4 +38,5 @@ __all__ = [
     "load_dataset_file",
     "load_trace_csv",
     "make_trace",
+    "parse_arrivals",
 ]

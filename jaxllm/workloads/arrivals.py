@@ -1,8 +1,9 @@
 """Arrival processes: when each request of a trace is sent.
 
-The first request always comes at time 0, so `n` requests have `n - 1` gaps between them. A process is a
-frozen value; all randomness comes from the generator it is given, and the times of a short trace are the
-first times of a long one.
+In the open processes requests come whatever becomes of them; the first always comes at time 0, so `n` of
+them have `n - 1` gaps. In a `ClosedLoop` clients wait for their answers. A process is a frozen value; all
+randomness comes from the generator it is given, and the times of a short trace are the first times of a
+long one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxllm.errors import ConfigError
-from jaxllm.workloads.checks import MAX_SECONDS, check_number
+from jaxllm.workloads.checks import MAX_REQUESTS, MAX_SECONDS, check_integer, check_number
 from jaxllm.workloads.trace import Trace
 
 _RATE_BOUNDS = (1e-6, 1e6)
@@ -141,6 +142,63 @@ class RecordedArrivals:
                 "lower num_requests"
             )
         return np.array(self.recorded[:num_requests]) - self.recorded[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedLoop:
+    """Clients who think, send the next request of the trace, wait for the answer, and think again.
+
+    However slow the server, no more than `num_clients` requests are under way.
+
+    Args:
+        num_clients: how many, in [1, 2**25].
+        think: mean of the exponential time between an answer and the next request, and before the first
+            one, in seconds, in [0, 1e9]; 0 is none.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    num_clients: int
+    think: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_integer("num_clients", self.num_clients, 1, MAX_REQUESTS)
+        check_number("think", self.think, 0.0, MAX_SECONDS)
+
+    def times(self, num_requests: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+        """Zeros: the answers decide."""
+        return np.zeros(num_requests)
+
+    def think_times(self, num_requests: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+        """Seconds `[num_requests]` before each sending."""
+        return np.minimum(self.think * rng.standard_exponential(num_requests), MAX_SECONDS)
+
+
+def parse_arrivals(text: str) -> ArrivalProcess:
+    """What a command line names.
+
+    Args:
+        text: `all`, `poisson:RATE`, `gamma:RATE:CV`, `closed:CLIENTS` or `closed:CLIENTS:THINK`; rates are
+            requests a second, `THINK` seconds.
+
+    Raises:
+        ConfigError: it is none of these, or a number is out of range.
+    """
+    kind, *rest = text.split(":")
+    try:
+        if kind == "closed" and 1 <= len(rest) <= 2:
+            return ClosedLoop(int(rest[0]), *map(float, rest[1:]))
+        numbers = list(map(float, rest))
+        makers = {("all", 0): AllAtOnce, ("poisson", 1): Poisson, ("gamma", 2): GammaBursts}
+        return makers[kind, len(numbers)](*numbers)
+    except ConfigError:
+        raise
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"arrivals {text!r}: write all, poisson:RATE, gamma:RATE:CV, closed:CLIENTS or "
+            "closed:CLIENTS:THINK (requests a second, and seconds)"
+        ) from error
 
 
 def _times_of(gaps: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

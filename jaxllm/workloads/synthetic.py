@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxllm.errors import ConfigError
-from jaxllm.workloads.arrivals import AllAtOnce, ArrivalProcess
+from jaxllm.workloads.arrivals import AllAtOnce, ArrivalProcess, ClosedLoop
 from jaxllm.workloads.checks import MAX_LEN, MAX_REQUESTS, check_choice, check_integer
 from jaxllm.workloads.datasets import PromptDataset
 from jaxllm.workloads.lengths import DATASETS, LognormalLengths, UniformLengths, max_outputs, uniform_outputs
@@ -50,7 +50,9 @@ def make_trace(
     if not isinstance(outputs, TopicOutputs):
         check_choice("outputs", outputs, ("max", "uniform"))
     if not hasattr(arrivals, "times"):
-        raise ConfigError(f"arrivals={arrivals!r} is no arrival process; use AllAtOnce(), Poisson(rate), ...")
+        raise ConfigError(
+            f"arrivals={arrivals!r} is no arrival process; use AllAtOnce(), Poisson(rate), ClosedLoop(clients), ..."
+        )
     rng = generator(seed, Stream.PROMPTS)
     token_ids = texts = None
     if isinstance(dataset, PromptDataset):
@@ -84,10 +86,14 @@ def make_trace(
         output_lengths = (max_outputs if outputs == "max" else uniform_outputs)(max_output_len)
         output_lens = output_lengths.sample(num_requests, output_rng)
         notes.append(f"outputs: {output_lengths}")
+    rng = generator(seed, Stream.ARRIVALS)
+    loop = arrivals if isinstance(arrivals, ClosedLoop) else None
     return Trace(
         name=default_name if name is None else name,
         seed=seed,
-        arrival_times=arrivals.times(num_requests, generator(seed, Stream.ARRIVALS)),
+        arrival_times=arrivals.times(num_requests, rng),
+        num_clients=0 if loop is None else loop.num_clients,
+        think_times=None if loop is None else loop.think_times(num_requests, rng),
         prompt_lens=prompt_lens,
         output_lens=output_lens,
         prompt_token_ids=token_ids,

