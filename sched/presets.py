@@ -56,6 +56,15 @@ def vllm_v1(costs: CostModel | None = None) -> SchedulerPolicy:
     return SchedulerPolicy(patience=None)
 
 
+def paper_strategy(costs: CostModel | None = None) -> SchedulingPolicy:
+    """AdaptiveLLM's memory strategy alone (Section 4.3): vLLM 0.2.5 with Algorithm 1's choice of action.
+
+    Raises:
+        ConfigError: `costs` is missing.
+    """
+    return VLLM025(action=AdaptiveAction(_required("paper_strategy", costs)))
+
+
 def paper(costs: CostModel | None = None) -> SchedulerPolicy:
     """AdaptiveLLM: Algorithm 1 (preempt the least urgent, cheaper action) and Algorithm 2 (start).
 
@@ -143,6 +152,7 @@ def fastserve(costs: CostModel | None = None) -> SchedulerPolicy:
 PRESETS: Mapping[str, Callable[[CostModel | None], SchedulingPolicy]] = {
     "adaptive": adaptive,
     "paper": paper,
+    "paper_strategy": paper_strategy,
     "vllm": vllm,
     "vllm_swap": vllm_swap,
     "vllm_swap_both": vllm_swap_both,

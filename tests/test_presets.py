@@ -8,6 +8,7 @@ from scheduler_helpers import LinearCosts, make_request, make_scheduler, step
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.baselines import VLLM025
+from jaxllm.sched.policies import AlwaysRecompute, Decision, PreemptionAction
 from jaxllm.sched.presets import NEEDS_COSTS, PRESETS, make_preset
 
 SWAP_IS_CHEAP = LinearCosts(prefill=1.0, swap=0.1)
@@ -50,6 +51,38 @@ def test_the_baselines_differ_in_what_they_swap():
     assert make_preset("vllm_v1").patience is None
     with pytest.raises(ConfigError, match="swaps='always' is unknown"):
         VLLM025("always")
+    with pytest.raises(ConfigError, match="swaps='host' leaves .* nothing to decide"):
+        VLLM025("host", AlwaysRecompute())
+
+
+class Fixed:
+    """Swaps every victim there is room for, or none."""
+
+    def __init__(self, action):
+        self.action, self.asked = action, []
+
+    def choose(self, victim, state, now):
+        self.asked.append((victim.request_id, state.num_host_free))
+        fits = state.num_host_free >= len(victim.block_ids)
+        return Decision(self.action if fits else PreemptionAction.RECOMPUTE)
+
+
+def test_the_memory_strategy_alone_keeps_vllms_order():
+    """An action that always drops makes vLLM itself; one that swaps resumes before it prefills."""
+    steps = {}
+    for name, policy in (
+        ("vllm", VLLM025()),
+        ("drops", VLLM025(action=Fixed(PreemptionAction.RECOMPUTE))),
+        ("swaps", VLLM025(action=Fixed(PreemptionAction.SWAP))),
+    ):
+        scheduler = make_scheduler(policy, num_gpu_blocks=6, num_host_blocks=4)
+        for index in range(3):
+            add(scheduler, index, 5, new=8)
+        steps[name] = [step(scheduler) for _ in range(40) if scheduler.has_unfinished]
+        assert not scheduler.has_unfinished
+    assert steps["vllm"] == steps["drops"]
+    assert any("<" in line for line in steps["swaps"]), steps["swaps"]
+    assert sum("|" in line for line in steps["swaps"]) < sum("|" in line for line in steps["vllm"])
 
 
 # vLLM 0.2.5, beside its recorded decisions (test_oracles)

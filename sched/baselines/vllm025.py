@@ -12,7 +12,7 @@ from typing import Literal
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.plan import Plan
-from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision
+from jaxllm.sched.policies import ActionPolicy, Decision, PreemptionAction, ResumeAction, ResumeDecision
 from jaxllm.sched.policies.priority import FCFSPriority, PriorityPolicy
 from jaxllm.sched.queues import Verdict
 from jaxllm.sched.state import SchedulerState
@@ -33,16 +33,23 @@ class VLLM025:
             only if all that started could end in host memory, each at its greatest length: within the "host"
             pool, or within "both" pools less the largest request. vLLM has no such rule and fails when the
             host pool is full; AdaptiveLLM describes its vLLM_s, which swaps, as running smaller batches.
+        action: decides between the two for each victim instead, and bounds nothing: AdaptiveLLM's memory
+            strategy without its order of requests (Section 4.3).
 
     Raises:
-        ConfigError: there is no such rule.
+        ConfigError: there is no such rule, or there are two.
     """
 
     swaps: Literal["never", "host", "both"] = "never"
+    action: ActionPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.swaps not in ("never", "host", "both"):
             raise ConfigError(f"swaps={self.swaps!r} is unknown: use 'never', 'host' or 'both'")
+        if self.action is not None and self.swaps != "never":
+            raise ConfigError(
+                f"swaps={self.swaps!r} leaves {self.action!r} nothing to decide; pass one of them"
+            )
 
     @property
     def priority(self) -> PriorityPolicy:
@@ -56,7 +63,7 @@ class VLLM025:
     @property
     def may_swap(self) -> bool:
         """Whether it can ask for host memory."""
-        return self.swaps != "never"
+        return self.swaps != "never" or self.action is not None
 
     @property
     def needs_host_pool(self) -> bool:
@@ -99,14 +106,22 @@ class VLLM025Planner:
                 break
             num_kept -= 1
             victim = requests[num_kept]
-            is_swap = self._rules.may_swap and len(victim.block_ids) <= num_host_free
-            plan.victims.append((victim, _SWAP if is_swap else _DROP))
+            decision = self._decide(victim, num_free, num_host_free, now)
+            is_swap = decision.action is PreemptionAction.SWAP
+            plan.victims.append((victim, decision))
             num_growing -= victim in growing
             num_free += len(victim.block_ids)
             num_host_free -= len(victim.block_ids) * is_swap
         if state.swapped and not plan.victims:
             self._swap_in(plan, num_free - num_growing, now)
         return plan
+
+    def _decide(self, victim: Request, num_free: int, num_host_free: int, now: float) -> Decision:
+        """What becomes of a victim, while so many blocks are free."""
+        rules = self._rules
+        if rules.action is not None:
+            return rules.action.choose(victim, self._state.pools(num_free, num_host_free, mixes=False), now)
+        return _SWAP if rules.may_swap and len(victim.block_ids) <= num_host_free else _DROP
 
     def _prefill(self, plan: Plan, now: float) -> None:
         """Add the prompt that spans iterations, and those that start, as many as fit a padded batch."""
@@ -154,7 +169,7 @@ class VLLM025Planner:
     def _worst_case(self) -> _WorstCase | None:
         """What those who started may need in host memory, if that bounds who starts."""
         state = self._state
-        if not self._rules.may_swap:
+        if self._rules.swaps == "never":
             return None
         num_device = state.pool.num_blocks if self._rules.swaps == "both" else 0
         worst = _WorstCase(state.pool.block_size, state.copies.num_blocks, num_device)
