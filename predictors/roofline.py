@@ -15,6 +15,8 @@ DEFAULT_STEP_OVERHEAD_SECONDS = 0.5e-3
 """Assumed fixed cost of a step: launching the program and the kernels' tails. An assumption."""
 DEFAULT_TRANSFER_LATENCY_SECONDS = 20e-6
 """Assumed fixed cost of a host transfer, however small. An assumption."""
+DEFAULT_PIECE_SECONDS = 8e-6
+"""Assumed cost of each further piece of a transfer that memory layout breaks up. An assumption."""
 
 
 class RooflineCostModel:
@@ -30,7 +32,9 @@ class RooflineCostModel:
 
     Weights are read once in a step, so prompt tokens beside decodes cost what they add to the longer of the
     two. Prefill flops take chunks of equal length; activations are taken to stay in caches. A swap takes
-    `transfer_latency_seconds` and its bytes at the link's rate.
+    `transfer_latency_seconds`, its bytes at the link's rate, and `piece_seconds` for each piece of its
+    blocks: none where a block's layers lie together (this engine's pool), two for each layer where K and V
+    of each are arrays of their own (vLLM 0.2.5).
 
     Args:
         model: the shape; its dtype picks the device's peak rate.
@@ -41,6 +45,8 @@ class RooflineCostModel:
             measurements.
         step_overhead_seconds: fixed cost of a step.
         transfer_latency_seconds: fixed cost of a swap in one direction.
+        pieces_per_block: parts of a block that are copied each by itself.
+        piece_seconds: fixed cost of each of them.
 
     Raises:
         ConfigError: a value is out of range, or the device has no rate for the model's dtype.
@@ -57,6 +63,8 @@ class RooflineCostModel:
         link_efficiency: float | None = None,
         step_overhead_seconds: float = DEFAULT_STEP_OVERHEAD_SECONDS,
         transfer_latency_seconds: float = DEFAULT_TRANSFER_LATENCY_SECONDS,
+        pieces_per_block: int = 0,
+        piece_seconds: float = DEFAULT_PIECE_SECONDS,
     ) -> None:
         measured = device.is_measured
         self.model = model
@@ -68,6 +76,8 @@ class RooflineCostModel:
         self.step_overhead_seconds = step_overhead_seconds
         self.transfer_latency_seconds = transfer_latency_seconds
         check_integer("block_size", block_size, 1, 1024)
+        check_integer("pieces_per_block", pieces_per_block, 0, 1 << 20)
+        check_number("piece_seconds", piece_seconds, 0.0, 60.0)
         for name in ("compute_efficiency", "memory_efficiency", "link_efficiency"):
             check_number(name, getattr(self, name), 0.001, 1.0)
         for name in ("step_overhead_seconds", "transfer_latency_seconds"):
@@ -81,7 +91,8 @@ class RooflineCostModel:
         self._weights = (model.num_layer_parameters + model.num_head_parameters) * model.itemsize * byte
         self._attention_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim * flop
         self._kv_per_token = model.kv_bytes_per_token * byte
-        self._swap_per_block = model.block_bytes(block_size) / (device.host_bandwidth * self.link_efficiency)
+        link = device.host_bandwidth * self.link_efficiency
+        self._swap_per_block = model.block_bytes(block_size) / link + pieces_per_block * piece_seconds
 
     def step_seconds(
         self,

@@ -197,6 +197,16 @@ def test_a_swap_by_hand():
     assert model.swap_in_seconds(3) == model.swap_out_seconds(3)
 
 
+def test_a_swap_of_many_pieces_by_hand():
+    """Llama-13B's 40 layers, K and V apart: 80 pieces of 160 KiB a block take longer than their bytes."""
+    shape, device = model_shape("llama-13b"), device_spec("A800-80GB-PCIe")
+    whole = RooflineCostModel(shape, device)
+    apart = RooflineCostModel(shape, device, pieces_per_block=80, piece_seconds=8e-6)
+    assert apart.swap_in_seconds(5) - whole.swap_in_seconds(5) == pytest.approx(5 * 80 * 8e-6)
+    rate = 5 * shape.block_bytes(16) / apart.swap_out_seconds(5)
+    assert 11e9 < rate < 12e9
+
+
 def test_no_work_costs_nothing():
     model = unit_model()
     for work in ((0, 0), (0, 100), (-1, 5), (0, 0, 0, 4), (0, 0, -1, 1), (0, 0, 5, 0), (0, 9, 5, -1, 7)):

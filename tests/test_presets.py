@@ -51,7 +51,7 @@ def test_the_baselines_differ_in_what_they_swap():
     assert make_preset("vllm_v1").patience is None
     with pytest.raises(ConfigError, match="swaps='always' is unknown"):
         VLLM025("always")
-    with pytest.raises(ConfigError, match="swaps='host' leaves .* nothing to decide"):
+    with pytest.raises(ConfigError, match=r"swaps='host' leaves .* nothing to decide"):
         VLLM025("host", AlwaysRecompute())
 
 

@@ -51,7 +51,7 @@ def make_trace(
         check_choice("outputs", outputs, ("max", "uniform"))
     if not hasattr(arrivals, "times"):
         raise ConfigError(
-            f"arrivals={arrivals!r} is no arrival process; use AllAtOnce(), Poisson(rate), ClosedLoop(clients), ..."
+            f"arrivals={arrivals!r} is no arrival process; use AllAtOnce(), ClosedLoop(clients), ..."
         )
     rng = generator(seed, Stream.PROMPTS)
     token_ids = texts = None
