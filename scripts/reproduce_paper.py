@@ -1,31 +1,30 @@
 """Re-runs the evaluation of the AdaptiveLLM paper, and sets its numbers beside ours.
 
-    python scripts/reproduce_paper.py --out-dir out/paper
-    python scripts/reproduce_paper.py --parts table3 --requests 200 --out-dir out/quick
+    python scripts/reproduce_paper.py --samples benchmarks/profile-cpu-samples.json --out-dir out/paper
+    python scripts/reproduce_paper.py --parts fig4 --requests 200 --out-dir out/quick
     python scripts/reproduce_paper.py --executor jax --model DIR --requests 100 --out-dir out/real
     python scripts/reproduce_paper.py --executor jax --model opt-13b --load-format dummy --out-dir out/gpu
 
-Parts: `table3` (speed-ups at 64 output tokens), `fig3` (throughput against the output length), `fig4`
-(weighted turnaround against the batch limit), `errors` (Section 4.5 and Fig. 5: prediction errors, on the
-measurements of --samples) and `overhead` (Section 4.6). They end in `results.json`, plots, and sections of
-`report.md`.
+Parts: `table3` (speed-ups at 64 output tokens), `readings` (the same under every setting the paper's text
+allows; simulated), `fig3` (throughput against the output length), `fig4` (weighted turnaround against the
+batch limit), `control` (Section 4.6: predicting, and then recomputing all the same) and `swap_both` (vLLM_s
+by another rule). They end in `results.json`, figures, `report.md` and the same as `report.html`, and the
+long tables in `appendix.md`.
 
 `--executor sim` drives the engine's own scheduler with a virtual clock; its device is a roofline of an
 A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), nothing is
 fitted to the paper's figures. With --samples it is as noisy as the profile they are from, and predictors are
 fitted to other noisy samples and corrected while they run, as the engine's are; without, predictions are
-exact. `--executor jax` runs the engine, in pools of the same size, on every --model: checkpoint folders, or
-with `--load-format dummy` folders that hold only a config.json, or names of the paper's models.
+exact. Interrupted, it goes on where it was (`cells.jsonl`). `--executor jax` runs the engine, in pools of the
+same size, on every --model: checkpoint folders, or with `--load-format dummy` folders that hold only a
+config.json, or names of the paper's models.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
-import functools
 import json
-import multiprocessing
 import pathlib
 import sys
 import time
@@ -33,44 +32,37 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from paper import appendix
 from paper import report as sections
 from paper.cells import (
     BATCH_LIMITS,
+    CLOSED_LOOP,
     DATASETS,
-    DEVICE,
     MAX_NUM_SEQS,
     MODELS,
-    OVERLAP,
+    PARTS,
+    PRESETS,
     Cell,
     load_engine,
     make_cells,
+    prompts_of,
     run_cell,
     simulate_cell,
-    simulated_costs,
 )
 from paper.models import model_folder
+from paper.page import html_of
 from sweep.options import list_of
+from sweep.simulated import DEVICE, Device, run_all
 
 from jaxllm.bench.results import command_line, write_json
-from jaxllm.errors import ConfigError
-from jaxllm.predictors.fit_report import FitReport
-from jaxllm.predictors.regression import fit
+from jaxllm.errors import ConfigError, RequestError
 from jaxllm.predictors.samples import load_samples
+from jaxllm.workloads import parse_arrivals
 
-PARTS = ("table3", "fig3", "fig4", "errors", "overhead")
-
-
-def simulate_all(cells: Sequence[Cell], samples: str | None, jobs: int) -> list[dict[str, Any]]:
-    """Simulate every cell, on `jobs` processes."""
-    simulate = functools.partial(simulate_cell, samples=samples)
-    if jobs == 1:
-        return list(map(simulate, cells))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        return list(pool.map(simulate, cells))
+SIMULATED_ONLY = ("readings", "swap_both")
 
 
-def run_all(args: argparse.Namespace, parts: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
+def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     """Run every cell on the engine; returns the rows, and what they ran on.
 
     Rows are also appended to `cells.jsonl` as they come, so that an interrupted run loses none.
@@ -88,17 +80,7 @@ def run_all(args: argparse.Namespace, parts: Sequence[str]) -> tuple[list[dict[s
         )
         name = pathlib.Path(model).resolve().name
         sources.append(f"{name} in {llm.dtype}, costs: {llm.costs_source}")
-        wanted = [part for part in parts if part == "table3" or place == 0]
-        cells = make_cells(
-            wanted,
-            [name],
-            args.datasets,
-            num_requests=args.requests,
-            seeds=args.seeds,
-            max_num_seqs=args.max_num_seqs,
-            presets=args.presets,
-            batch_limits=args.batch_limits,
-        )
+        cells = cells_of(args, [part for part in args.parts if part == "table3" or place == 0], [name])
         if cells:
             run_cell(dataclasses.replace(cells[0], num_requests=min(4, args.requests)), llm)  # warm-up
         for number, cell in enumerate(cells, 1):
@@ -106,7 +88,7 @@ def run_all(args: argparse.Namespace, parts: Sequence[str]) -> tuple[list[dict[s
             rows.append(row)
             with (args.out_dir / "cells.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            what = f"{cell.part} {cell.dataset} {cell.preset}"
+            what = f"{cell.part} {cell.dataset} {cell.preset} {cell.arrivals}"
             print(f"{name}, {number} of {len(cells)}: {what}, {row['seconds']:.1f} s", file=sys.stderr)
         del llm
     machine = hardware.describe_hardware()
@@ -123,27 +105,34 @@ def run_all(args: argparse.Namespace, parts: Sequence[str]) -> tuple[list[dict[s
 def simulated_facts(samples: str | None) -> str:
     """What a simulation ran on."""
     noise = (
-        "Predictors know it exactly, so no loss here comes from wrong predictions."
+        "Predictions know it exactly, so no loss here comes from wrong predictions."
         if samples is None
         else "Every cost is multiplied by a ratio measured / predicted drawn from the real profile "
         f"`{pathlib.Path(samples).name}`; predictors are fitted to other noisy samples, and corrected by "
         "what steps took, and by what copies took that ran beside them, as the engine's are."
     )
     return (
-        f"Device: a roofline, not a measurement. `{simulated_costs(MODELS[0])!r}`. {noise} Prompt lengths "
-        "are lognormal with the paper's means (`jaxllm.workloads.lengths`); their spread is an assumption. "
-        "Copies stop the device, as in the published systems, except under `adaptive`, which runs them "
-        "beside computation."
+        f"Device: a roofline, not a measurement. `{Device(MODELS[0]).costs()!r}`. {noise} Prompt lengths "
+        "are lognormal with the paper's means; their spread is an assumption. Copies stop the device, as in "
+        "the published systems, except under `adaptive`, which runs them beside computation."
     )
 
 
-def fit_samples(path: str) -> tuple[dict[str, FitReport], str]:
-    """Reports of all regressors on real measurements, and what these are of."""
-    content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    fits = {kind: fit(samples).report for kind, samples in load_samples(path).items()}
-    machine = content["hardware"]
-    facts = f"{content['model']['name']} on {machine['device']} ({machine['cpu']}), `{content['command']}`"
-    return fits, facts
+def cells_of(args: argparse.Namespace, parts: Sequence[str], models: Sequence[str]) -> list[Cell]:
+    """The runs that were asked for."""
+    return make_cells(
+        parts,
+        models,
+        args.datasets,
+        num_requests=args.requests,
+        seeds=args.seeds,
+        max_num_seqs=args.max_num_seqs,
+        presets=args.presets,
+        batch_limits=args.batch_limits,
+        arrivals=args.arrivals,
+        samples=args.samples,
+        data=args.data,
+    )
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -151,10 +140,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", type=list_of(str), default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--parts", type=list_of(str), help="default: all that the executor has")
     parser.add_argument("--executor", choices=("sim", "jax"), default="sim")
     parser.add_argument(
-        "--model", dest="models", action="append", default=[], help="with jax; may be repeated"
+        "--model", dest="models", action="append", default=[], help="may be repeated; sim takes the paper's"
     )
     parser.add_argument("--load-format", default="auto", help="with jax: dummy for random weights")
     parser.add_argument("--dtype", default="auto", help="with jax")
@@ -162,7 +151,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--datasets", type=list_of(str), default=",".join(DATASETS), help="default: %(default)s"
     )
     parser.add_argument(
-        "--presets", type=list_of(str), default=",".join(OVERLAP), help="default: %(default)s"
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME=FILE:COLUMN:TOKENIZER",
+        help="prompts of a data set from its file, instead of the shape assumed for it; may be repeated",
+    )
+    parser.add_argument(
+        "--arrivals",
+        type=list_of(str),
+        default=f"{CLOSED_LOOP},all",
+        help="all, poisson:RATE, gamma:RATE:CV, closed:CLIENTS[:THINK]; fig3 and the other parts that have "
+        "one "
+        "take the first (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--presets", type=list_of(str), default=",".join(PRESETS), help="default: %(default)s"
     )
     parser.add_argument(
         "--batch-limits",
@@ -178,95 +182,117 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="processes, with sim (default: 2)")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    for name, known in (("parts", PARTS), ("datasets", DATASETS), ("presets", tuple(OVERLAP))):
-        values = getattr(args, name)
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            parser.error(f"--{name}: there is no {', '.join(unknown)}; choose of {', '.join(known)}")
-    if args.executor == "jax" and args.jobs is not None:
-        parser.error("--jobs is for --executor sim: the engine runs one cell after the other")
-    args.jobs = 2 if args.jobs is None else args.jobs
-    if min(args.requests, args.jobs, args.max_num_seqs) < 1:
-        parser.error("--requests, --jobs and --max-num-seqs must be at least 1")
-    if (args.executor == "jax") != bool(args.models):
-        parser.error(
-            "--executor jax needs --model, and --executor sim takes none: its models are the paper's"
-        )
-    if args.executor == "sim" and (args.load_format, args.dtype) != ("auto", "auto"):
-        parser.error("--load-format and --dtype are for --executor jax")
-    if args.parts == ["errors"] and args.samples is None:
-        parser.error("--parts errors needs --samples: measurements that `jaxllm profile --samples` wrote")
-    if not set(args.parts) & {"table3", "fig3", "fig4"} and "overhead" in args.parts:
-        parser.error("--parts overhead is about the runs of table3, fig3 or fig4: name one of them too")
-    if min(args.seeds) < 0:
-        parser.error(f"--seeds {args.seeds} must be at least 0")
-    if args.batch_limits is not None and "fig4" not in args.parts:
-        parser.error("--batch-limits is of part fig4")
-    args.batch_limits = list(BATCH_LIMITS) if args.batch_limits is None else args.batch_limits
-    if not set(args.batch_limits) <= set(BATCH_LIMITS):
-        parser.error(f"--batch-limits {args.batch_limits}: choose of {BATCH_LIMITS}")
-    if "fig4" in args.parts and min(args.batch_limits) > args.max_num_seqs:
-        parser.error(f"no batch limit of fig4 is within --max-num-seqs {args.max_num_seqs}")
-    if args.samples is not None:
-        if args.executor == "jax" and "errors" not in args.parts:
-            parser.error("--samples is for --executor sim and part errors: the engine has its own costs")
-        try:
-            load_samples(args.samples)
-        except ConfigError as error:
-            parser.error(f"--samples: {error}")
-    if "table3" in args.parts and set(args.presets) != set(OVERLAP):
-        parser.error("--parts table3 compares all presets: leave --presets out, or name other parts")
+    try:
+        check(args)
+    except (ConfigError, RequestError) as error:
+        parser.error(str(error))
     return args
 
 
+def check(args: argparse.Namespace) -> None:
+    """Set what depends on other options.
+
+    Raises:
+        ConfigError: options are unknown, out of range or at odds.
+    """
+    is_simulated = args.executor == "sim"
+    own = [part for part in PARTS if is_simulated or part not in SIMULATED_ONLY]
+    if args.parts is None:
+        args.parts = own
+    for name, known in (("parts", own), ("datasets", DATASETS), ("presets", PRESETS)):
+        unknown = sorted(set(getattr(args, name)) - set(known))
+        if unknown:
+            raise ConfigError(f"--{name}: there is no {', '.join(unknown)}; choose of {', '.join(known)}")
+    if not is_simulated and args.jobs is not None:
+        raise ConfigError("--jobs is for --executor sim: the engine runs one cell after the other")
+    args.jobs = 2 if args.jobs is None else args.jobs
+    if min(args.requests, args.jobs, args.max_num_seqs) < 1:
+        raise ConfigError("--requests, --jobs and --max-num-seqs must be at least 1")
+    if is_simulated:
+        args.models = args.models or list(MODELS)
+        if not set(args.models) <= set(MODELS):
+            raise ConfigError(f"--model {args.models}: --executor sim has {', '.join(MODELS)}")
+        if (args.load_format, args.dtype) != ("auto", "auto"):
+            raise ConfigError("--load-format and --dtype are for --executor jax")
+    elif not args.models:
+        raise ConfigError("--executor jax needs --model")
+    elif args.samples is not None:
+        raise ConfigError("--samples is for --executor sim: the engine has its own costs")
+    if min(args.seeds) < 0:
+        raise ConfigError(f"--seeds {args.seeds} must be at least 0")
+    if args.batch_limits is not None and "fig4" not in args.parts:
+        raise ConfigError("--batch-limits is of part fig4")
+    args.batch_limits = list(BATCH_LIMITS) if args.batch_limits is None else args.batch_limits
+    if not set(args.batch_limits) <= set(BATCH_LIMITS):
+        raise ConfigError(f"--batch-limits {args.batch_limits}: choose of {BATCH_LIMITS}")
+    if "fig4" in args.parts and min(args.batch_limits) > args.max_num_seqs:
+        raise ConfigError(f"no batch limit of fig4 is within --max-num-seqs {args.max_num_seqs}")
+    if "table3" in args.parts and set(args.presets) != set(PRESETS):
+        raise ConfigError("--parts table3 compares all presets: leave --presets out, or name other parts")
+    for arrivals in args.arrivals:
+        parse_arrivals(arrivals)
+    if args.samples is not None:
+        load_samples(args.samples)
+    data = dict(item.partition("=")[::2] for item in args.data)
+    if not set(data) <= set(args.datasets):
+        raise ConfigError(
+            f"--data {args.data}: write NAME=FILE:COLUMN:TOKENIZER, of {', '.join(args.datasets)}"
+        )
+    for item in data.values():
+        if len(prompts_of(item)) < args.requests:
+            raise ConfigError(
+                f"--data {item}: has {len(prompts_of(item))} prompts, --requests {args.requests}"
+            )
+    args.data = data
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Run or simulate, and write JSON, plots and the report."""
+    """Run or simulate, and write JSON, figures and the reports."""
     args = parse_args(argv)
     words = sys.argv[1:] if argv is None else argv
     command = command_line(["python", "scripts/reproduce_paper.py", *words])
     folder = args.out_dir
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    parts = [part for part in args.parts if part not in ("errors", "overhead")]
     is_simulated = args.executor == "sim"
     if is_simulated:
-        cells = make_cells(
-            parts,
-            MODELS,
-            args.datasets,
-            num_requests=args.requests,
-            seeds=args.seeds,
-            max_num_seqs=args.max_num_seqs,
-            presets=args.presets,
-            batch_limits=args.batch_limits,
-        )
-        rows, facts = simulate_all(cells, args.samples, args.jobs), simulated_facts(args.samples)
+        cells = cells_of(args, args.parts, args.models)
+        bare = [dataclasses.replace(cell, part="") for cell in cells]  # some are of several parts
+        found = run_all(bare, simulate_cell, jobs=args.jobs, journal=folder / "cells.jsonl")
+        rows = [{**row, "part": cell.part} for row, cell in zip(found, cells, strict=True)]
+        facts = simulated_facts(args.samples)
     else:
-        rows, facts = run_all(args, parts)
-    lines = sections.introduction(command, facts, args.seeds, args.requests, args.max_num_seqs)
-    if "table3" in parts:
+        rows, facts = run_on_engine(args)
+    lines = sections.introduction(command, facts, args.seeds, args.requests)
+    behind = ["# AdaptiveLLM's evaluation: the long tables", "", "Of the runs of [report.md](report.md).", ""]
+    if "table3" in args.parts:
         lines += sections.table3(rows)
-    for part in ("fig3", "fig4"):
-        if part in parts:
-            lines += sections.figure(rows, part, folder / f"{part}.png")
-    fits: dict[str, FitReport] = {}
-    if "errors" in args.parts and args.samples is not None:
-        fits, of_what = fit_samples(args.samples)
-        lines += sections.errors(fits, of_what)
-    elif "errors" in args.parts:
-        lines += ["Prediction errors (Section 4.5, Fig. 5) are left out: they need --samples.", ""]
-    if "overhead" in args.parts and rows:
-        lines += sections.overhead(rows, is_simulated)
+        behind += appendix.time_spent(rows)
+    if "readings" in args.parts:
+        lines += sections.readings(rows)
+        behind += appendix.readings(rows)
+    if "fig3" in args.parts:
+        lines += sections.fig3(rows, folder / "fig3.png")
+    if "fig4" in args.parts:
+        lines += sections.fig4(rows, folder)
+    if "control" in args.parts:
+        lines += sections.control(rows, is_simulated)
+    lines += sections.datasets()
+    behind += appendix.figures(rows)
+    if "swap_both" in args.parts:
+        behind += appendix.swapping(rows)
     values = {
         "command": command,
         "device": DEVICE if is_simulated else facts,
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "cells": rows,
-        "prediction_errors": {kind: found.to_dict() for kind, found in fits.items()},
     }
     write_json(folder / "results.json", values)
-    (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    text = "\n".join(lines)
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    (folder / "report.html").write_text(html_of(text, folder), encoding="utf-8")
+    (folder / "appendix.md").write_text("\n".join(behind), encoding="utf-8")
     print(f"{len(rows)} runs in {values['seconds']} s; see {folder / 'report.md'}")
 
 

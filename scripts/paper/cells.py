@@ -5,48 +5,178 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from sweep.simulated import (
+    BLOCK_SIZE,
+    MAX_NUM_SEQS,
+    NUM_GPU_BLOCKS,
+    NUM_HOST_BLOCKS,
+    Device,
+)
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import CostModel, model_shape
-from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.predictors.roofline import RooflineCostModel
-from jaxllm.sched.config import SchedulerConfig
+from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.presets import make_preset
-from jaxllm.simulator.fitted import noise_and_predictor
-from jaxllm.simulator.run import simulate
-from jaxllm.simulator.truth import Residuals
-from jaxllm.workloads import Trace, make_trace
+from jaxllm.sched.policies import (
+    AdaptiveAction,
+    AlwaysRecompute,
+    Decision,
+    FairPriority,
+    PoolState,
+    PreemptionAction,
+    SchedulingPolicy,
+)
+from jaxllm.sched.presets import make_preset, paper
+from jaxllm.tokenizer import load_tokenizer
+from jaxllm.types import Request
+from jaxllm.workloads import PromptDataset, Trace, load_dataset_file, make_trace, parse_arrivals
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
-DEVICE = "A800-80GB-PCIe"
 MODELS = ("opt-13b", "opt-30b", "llama-13b", "llama-32.5b")
 DATASETS = ("chatbot", "alpaca", "summary")
-# What the published systems do with copies: they stop the device. Ours run beside it.
-OVERLAP = {
-    "vllm": False,
-    "vllm_swap": False,
-    "vllm_swap_both": False,
-    "vllm_v1": False,
-    "paper": False,
-    "adaptive": True,
-}
-NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 128, 64, 16
-MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 256, 2560
+PRESETS = ("vllm", "vllm_swap", "vllm_v1", "paper_strategy", "paper", "adaptive")
+OVERLAPPING = frozenset({"adaptive"})
+"""Presets whose copies run beside computation by default. In the published systems they stop the device."""
 OUTPUT_LENGTHS = (8, 16, 32, 64, 128, 256)
 BATCH_LIMITS = (8, 16, 32, 64, 128)
+CLOSED_LOOP = "closed:128"
+PARTS = ("table3", "readings", "fig3", "fig4", "control", "swap_both")
+MAX_PROMPT_LEN = 1500  # of a data set's file, as of the shapes assumed
+OUTPUTS = ("max", "uniform")
+
+
+class MostUrgentVictim:
+    """Algorithm 1 as its pseudo-code is printed: sorted ascending by priority, taken from the end."""
+
+    outranks = None
+
+    def score(self, request: Request, now: float) -> float:
+        """The most urgent goes first."""
+        return -FairPriority().score(request, now)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareThenRecompute:
+    """The paper's control of Section 4.6: predicts both costs, and recomputes whatever they are."""
+
+    action: AdaptiveAction
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """Recompute."""
+        return self.action.choose(victim, state, now)._replace(action=PreemptionAction.RECOMPUTE)
+
+
+def _literal(costs: CostModel) -> SchedulingPolicy:
+    return dataclasses.replace(paper(costs), victim=MostUrgentVictim())
+
+
+def _comparing(costs: CostModel) -> SchedulingPolicy:
+    return dataclasses.replace(paper(costs), action=CompareThenRecompute(AdaptiveAction(costs)))
+
+
+def _not_comparing(costs: CostModel) -> SchedulingPolicy:
+    return dataclasses.replace(paper(costs), action=AlwaysRecompute())
+
+
+VARIANTS: Mapping[str, Callable[[CostModel], SchedulingPolicy]] = {
+    "paper, literal": _literal,
+    "paper, compares and recomputes": _comparing,
+    "paper, recomputes": _not_comparing,
+}
+"""Policies of this evaluation alone, beside the presets."""
+
+
+def policy_of(name: str, costs: CostModel) -> SchedulingPolicy:
+    """A preset or one of `VARIANTS`."""
+    return VARIANTS[name](costs) if name in VARIANTS else make_preset(name, costs)
+
+
+class Reading(NamedTuple):
+    """One of the settings that the paper's text allows; a row of Table 3.
+
+    `arrivals` is of `jaxllm.workloads.parse_arrivals`, `overhead` seconds of the host a step, `why` what in
+    the paper speaks for it.
+    """
+
+    name: str
+    preset: str
+    arrivals: str
+    why: str
+    layout: str = "block"
+    overhead: float = DEFAULT_STEP_OVERHEAD_SECONDS
+    overlap: bool = False
+
+
+_EAGER = 15e-3
+READINGS = (
+    Reading("scheduler and strategy, all at once", "paper", "all", "all requests sent before the first step"),
+    Reading(
+        "scheduler and strategy, 128 clients", "paper", "closed:128", 'requests are sent by "many threads"'
+    ),
+    Reading("scheduler and strategy, 64 clients", "paper", "closed:64", "as many threads as the batch limit"),
+    Reading(
+        "... 128 clients, printed Algorithm 1",
+        "paper, literal",
+        "closed:128",
+        "the pseudo-code sorts ascending and pops the end: the most urgent",
+    ),
+    Reading(
+        "... 128 clients, vLLM's layout",
+        "paper",
+        "closed:128",
+        "vLLM copies each block, layer, K and V apart: about 11 GB/s",
+        layout="layer",
+    ),
+    Reading(
+        "... 128 clients, slow host",
+        "paper",
+        "closed:128",
+        "an eager PyTorch step's 15 ms of the host",
+        overhead=_EAGER,
+    ),
+    Reading(
+        "strategy alone, all at once", "paper_strategy", "all", "Section 4.3 tests the memory strategy apart"
+    ),
+    Reading("strategy alone, 128 clients", "paper_strategy", "closed:128", "likewise"),
+    Reading("... vLLM's layout", "paper_strategy", "closed:128", "the link at about 11 GB/s", layout="layer"),
+    Reading("... slow host", "paper_strategy", "closed:128", "15 ms of the host a step", overhead=_EAGER),
+    Reading(
+        "... copies overlapped",
+        "paper_strategy",
+        "closed:128",
+        "copies on a CUDA stream of their own, as vLLM's swaps are",
+        overlap=True,
+    ),
+    Reading(
+        "... copies overlapped, vLLM's layout",
+        "paper_strategy",
+        "closed:128",
+        "both",
+        layout="layer",
+        overlap=True,
+    ),
+    Reading(
+        "... copies overlapped, slow host",
+        "paper_strategy",
+        "closed:128",
+        "both",
+        overhead=_EAGER,
+        overlap=True,
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One run."""
+    """One run; `layout`, `overhead` and `overlap` as in `Reading`, `data` as for `prompts_of`."""
 
     part: str
     model: str
@@ -55,8 +185,14 @@ class Cell:
     max_output_len: int
     max_num_seqs: int
     outputs: str
+    arrivals: str
+    overlap: bool
     num_requests: int
     seed: int
+    samples: str | None = None
+    data: str | None = None
+    layout: str = "block"
+    overhead: float = DEFAULT_STEP_OVERHEAD_SECONDS
 
 
 def make_cells(
@@ -67,34 +203,90 @@ def make_cells(
     num_requests: int,
     seeds: Sequence[int],
     max_num_seqs: int = MAX_NUM_SEQS,
-    presets: Sequence[str] = tuple(OVERLAP),
+    presets: Sequence[str] = PRESETS,
     batch_limits: Sequence[int] = BATCH_LIMITS,
+    arrivals: Sequence[str] = (CLOSED_LOOP, "all"),
+    samples: str | None = None,
+    data: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Cell]:
-    """Every run of the parts."""
-    cells = []
-    for seed, preset in itertools.product(seeds, presets):
-        if "table3" in parts:
-            for model, dataset, outputs in itertools.product(models, datasets, ("max", "uniform")):
-                cells.append(
-                    Cell("table3", model, dataset, preset, 64, max_num_seqs, outputs, num_requests, seed)
+    """Every run of the parts (`PARTS`); `data` has files of prompts by data set."""
+    cells: list[Cell] = []
+    groups = list(itertools.product(seeds, models, datasets))
+
+    def add(part: str, preset: str, length: int, limit: int, outputs: str, sent: str, **changes: Any) -> None:
+        changes.setdefault("overlap", preset in OVERLAPPING)
+        for seed, model, dataset in groups:
+            cells.append(
+                Cell(
+                    part,
+                    model,
+                    dataset,
+                    preset,
+                    length,
+                    limit,
+                    outputs,
+                    sent,
+                    num_requests=num_requests,
+                    seed=seed,
+                    samples=samples,
+                    data=data.get(dataset),
+                    **changes,
                 )
-        if "fig3" in parts:
-            for dataset, length in itertools.product(datasets, OUTPUT_LENGTHS):
-                cells.append(
-                    Cell("fig3", models[0], dataset, preset, length, max_num_seqs, "max", num_requests, seed)
-                )
-        if "fig4" in parts:
-            for dataset, limit in itertools.product(datasets, batch_limits):
-                if limit <= max_num_seqs:
-                    cells.append(
-                        Cell("fig4", models[0], dataset, preset, 64, limit, "max", num_requests, seed)
-                    )
+            )
+
+    if "table3" in parts:
+        for sent, preset, outputs in itertools.product(arrivals, presets, OUTPUTS):
+            add("table3", preset, 64, max_num_seqs, outputs, sent)
+    if "fig3" in parts:
+        for preset, length in itertools.product(presets, OUTPUT_LENGTHS):
+            add("fig3", preset, length, max_num_seqs, "max", arrivals[0])
+    if "fig4" in parts:
+        for sent, preset, limit in itertools.product(arrivals, presets, batch_limits):
+            if limit <= max_num_seqs:
+                add("fig4", preset, 64, limit, "max", sent)
+    if "readings" in parts:
+        for outputs in OUTPUTS:
+            baselines = dict.fromkeys((reading.arrivals, reading.overhead) for reading in READINGS)
+            for sent, overhead in baselines:
+                add("readings", "vllm", 64, max_num_seqs, outputs, sent, overhead=overhead)
+            for reading in READINGS:
+                changes = {
+                    "layout": reading.layout,
+                    "overhead": reading.overhead,
+                    "overlap": reading.overlap,
+                }
+                add("readings", reading.preset, 64, max_num_seqs, outputs, reading.arrivals, **changes)
+    if "swap_both" in parts:
+        for preset, outputs in itertools.product(("vllm_swap", "vllm_swap_both", "adaptive"), OUTPUTS):
+            add("swap_both", preset, 64, max_num_seqs, outputs, arrivals[0])
+    if "control" in parts:
+        for preset in ("paper, compares and recomputes", "paper, recomputes"):
+            add("control", preset, 64, max_num_seqs, "max", arrivals[0])
     return cells
+
+
+@functools.lru_cache(maxsize=8)
+def prompts_of(data: str) -> PromptDataset:
+    """The prompts of `FILE:COLUMN:TOKENIZER`, those of usable length.
+
+    Raises:
+        ConfigError: it is not of that form, or cannot be read.
+    """
+    path, *rest = data.rsplit(":", 2)
+    if len(rest) != 2:
+        raise ConfigError(f"data {data!r}: write FILE:COLUMN:TOKENIZER, the last a checkpoint's folder")
+    tokenizer = load_tokenizer(rest[1])
+    return load_dataset_file(path, rest[0], tokenizer, max_prompt_len=MAX_PROMPT_LEN, on_bad="skip")
 
 
 def _trace(cell: Cell) -> Trace:
     return make_trace(
-        cell.dataset, cell.num_requests, cell.max_output_len, outputs=cell.outputs, seed=cell.seed
+        cell.dataset if cell.data is None else prompts_of(cell.data),
+        cell.num_requests,
+        cell.max_output_len,
+        outputs="max" if cell.outputs == "max" else "uniform",
+        arrivals=parse_arrivals(cell.arrivals),
+        seed=cell.seed,
     )
 
 
@@ -108,46 +300,16 @@ def fitting(trace: Trace, max_model_len: int) -> Trace:
     return dataclasses.replace(trace, prompt_lens=np.minimum(trace.prompt_lens, longest))
 
 
-def simulated_costs(model: str) -> RooflineCostModel:
-    """The simulated device's, without noise."""
-    return RooflineCostModel(model_shape(model), device_spec(DEVICE), block_size=BLOCK_SIZE)
-
-
-@functools.lru_cache(maxsize=16)
-def _noise_and_predictor(model: str, samples: str | None, seed: int) -> tuple[Residuals, CostModel]:
-    return noise_and_predictor(
-        simulated_costs(model),
-        model_shape(model),
-        samples,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        max_num_seqs=MAX_NUM_SEQS,
-        num_gpu_blocks=NUM_GPU_BLOCKS,
-        max_model_len=MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
-        seed=seed,
-    )
-
-
-def simulate_cell(cell: Cell, samples: str | None) -> dict[str, Any]:
+def simulate_cell(cell: Cell) -> dict[str, Any]:
     """Simulate one cell; the result holds the cell's fields and the summary."""
-    residuals, predicted = _noise_and_predictor(cell.model, samples, cell.seed)
-    calibration = None if samples is None else OnlineCalibration(predicted)
-    config = SchedulerConfig(
-        num_gpu_blocks=NUM_GPU_BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=cell.max_num_seqs,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        num_host_blocks=NUM_HOST_BLOCKS,
+    device = Device(
+        cell.model, cell.layout, step_overhead=cell.overhead, samples=cell.samples, seed=cell.seed
     )
-    result = simulate(
+    result = device.run(
         _trace(cell),
-        config,
-        make_preset(cell.preset, calibration or predicted),
-        simulated_costs(cell.model),
-        overlap_swaps=OVERLAP[cell.preset],
-        residuals=residuals,
-        calibration=calibration,
+        lambda costs: policy_of(cell.preset, costs),
+        overlap=cell.overlap,
+        max_num_seqs=cell.max_num_seqs,
     )
     return {
         **dataclasses.asdict(cell),
@@ -171,11 +333,10 @@ def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
         num_gpu_blocks=NUM_GPU_BLOCKS,
         num_host_blocks=NUM_HOST_BLOCKS,
     )
-    ledger = Ledger()
-    policy = make_preset(cell.preset, costs)
     asked = _trace(cell)
     trace = fitting(asked, config.max_model_len)
-    result = replay(llm, trace, config, policy, costs=costs, ledger=ledger)
+    policy = policy_of(cell.preset, costs)
+    result = replay(llm, trace, config, policy, costs=costs, ledger=Ledger())
     return {
         **dataclasses.asdict(cell),
         **result.summary(),

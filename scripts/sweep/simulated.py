@@ -1,0 +1,176 @@
+"""A simulated A800 with the paper's pools, its noise, and many runs on it that an interruption does not "
+"lose."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import multiprocessing
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jaxllm
+from jaxllm.predictors.base import CostModel, model_shape
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS, RooflineCostModel
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.simulator.fitted import noise_and_predictor
+from jaxllm.simulator.run import simulate
+from jaxllm.simulator.truth import Residuals
+from jaxllm.workloads import Trace
+from jaxllm.workloads.result import RunResult
+
+DEVICE = "A800-80GB-PCIe"
+NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 128, 64, 16
+MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 256, 2560
+LAYOUTS = ("block", "layer")
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A simulated device: a roofline, and the noise of a real profile.
+
+    Args:
+        model: one of the paper's.
+        layout: of a block in the pool. In "block" its layers lie together, as in this engine; in "layer" K
+            and V of each are copied apart, as vLLM 0.2.5 does.
+        link_speed: times the data sheet's.
+        step_overhead: fixed seconds of a step.
+        samples: file of a real profile's measurements, whose noise to take; None for none.
+        seed: of the noise, and of what the predictors are fitted to.
+    """
+
+    model: str
+    layout: str = "block"
+    link_speed: float = 1.0
+    step_overhead: float = DEFAULT_STEP_OVERHEAD_SECONDS
+    samples: str | None = None
+    seed: int = 0
+
+    def costs(self) -> RooflineCostModel:
+        """Without noise."""
+        shape, device = model_shape(self.model), device_spec(DEVICE)
+        return RooflineCostModel(
+            shape,
+            dataclasses.replace(device, host_bandwidth=device.host_bandwidth * self.link_speed),
+            block_size=BLOCK_SIZE,
+            step_overhead_seconds=self.step_overhead,
+            pieces_per_block=2 * shape.num_layers if self.layout == "layer" else 0,
+        )
+
+    def run(
+        self,
+        trace: Trace,
+        policy: Callable[[CostModel], SchedulingPolicy],
+        *,
+        overlap: bool,
+        num_host_blocks: int = NUM_HOST_BLOCKS,
+        max_num_seqs: int = MAX_NUM_SEQS,
+    ) -> RunResult:
+        """Simulate; the policy knows costs through predictors alone, corrected while it runs."""
+        residuals, predicted = _noise_and_predictor(self)
+        calibration = None if self.samples is None else OnlineCalibration(predicted)
+        config = SchedulerConfig(
+            num_gpu_blocks=NUM_GPU_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            num_host_blocks=num_host_blocks,
+        )
+        return simulate(
+            trace,
+            config,
+            policy(calibration or predicted),
+            self.costs(),
+            overlap_swaps=overlap,
+            residuals=residuals,
+            calibration=calibration,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _noise_and_predictor(device: Device) -> tuple[Residuals, CostModel]:
+    return noise_and_predictor(
+        device.costs(),
+        model_shape(device.model),
+        device.samples,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        num_gpu_blocks=NUM_GPU_BLOCKS,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        seed=device.seed,
+    )
+
+
+def run_all(
+    cells: Sequence[Any], run: Callable[[Any], Row], *, jobs: int, journal: pathlib.Path
+) -> list[Row]:
+    """Rows of all cells, in their order; those that `journal` holds of the same sources are not run again.
+
+    Args:
+        cells: frozen dataclasses of JSON values.
+        run: makes a row of a cell; a module's function, for other processes.
+        jobs: processes.
+        journal: JSON lines: the sources' hash, then a cell and its row each.
+    """
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    sources, found = _sources_hash(), {}
+    text = journal.read_text(encoding="utf-8") if journal.exists() else ""
+    lines = text.splitlines()
+    if lines and lines[0] == json.dumps(sources):
+        for line in lines[1:]:
+            try:
+                cell, row = json.loads(line)
+            except ValueError:  # the last one, cut off
+                continue
+            found[json.dumps(cell)] = row
+    else:
+        lines = []
+    keys = [json.dumps(dataclasses.asdict(cell)) for cell in cells]
+    missing = list({key: cell for key, cell in zip(keys, cells, strict=True) if key not in found}.items())
+    if found and missing:
+        print(f"{len(keys) - len(missing)} of {len(keys)} runs are in {journal}", file=sys.stderr)
+    with journal.open("a" if lines else "w", encoding="utf-8") as file:
+        if not lines:
+            file.write(json.dumps(sources) + "\n")
+        elif not text.endswith("\n"):
+            file.write("\n")
+        for key, row in zip([key for key, _ in missing], _mapped(run, missing, jobs), strict=True):
+            found[key] = row
+            file.write(f"[{key}, {json.dumps(row)}]\n")
+            file.flush()
+    return [found[key] for key in keys]
+
+
+def _mapped(run: Callable[[Any], Row], missing: Sequence[tuple[str, Any]], jobs: int) -> Iterator[Row]:
+    cells = [cell for _, cell in missing]
+    if jobs == 1 or len(cells) < 2:
+        yield from map(run, cells)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        yield from pool.map(run, cells, chunksize=max(1, min(8, len(cells) // (4 * jobs))))
+
+
+def _sources_hash() -> str:
+    """Of all that decides what a run gives."""
+    digest = hashlib.sha256()
+    package, scripts = pathlib.Path(jaxllm.__file__).parent, pathlib.Path(__file__).parents[1]
+    folders = [package / name for name in ("sched", "predictors", "simulator", "workloads", "engine")]
+    folders += [scripts / "paper", scripts / "sweep"]
+    for folder in folders:
+        for path in sorted(folder.glob("**/*.py")):
+            if "report" not in path.name:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
