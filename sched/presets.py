@@ -15,6 +15,7 @@ from jaxllm.sched.policies import (
     EarliestDeadline,
     FairPriority,
     FCFSPriority,
+    LatestArrivalVictim,
     LeastUrgentVictim,
     LeastWorkLeft,
     MoreUrgentFirst,
@@ -88,8 +89,8 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     """Ours: the paper's fairness and choice of action, in mixed iterations.
 
     Against `paper` prompts ride beside decodes, at a pace that does not slow these down more than needed; it
-    preempts the latest arrival; it weighs what actions add to iterations instead of durations; and it copies
-    back beside the steps. docs/policies.md says what each is worth.
+    weighs what actions add to iterations instead of durations; it copies back beside the steps; and nobody is
+    passed over for ever. docs/results.md says what each is worth, and how it was chosen.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -98,21 +99,28 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     return SchedulerPolicy(
         priority=FairPriority(),
         iterations=PacedIterations(costs),
+        victim=LeastUrgentVictim(FairPriority()),
         action=OverlapAwareAction(costs),
         resume=OverlapAwareResume(costs),
         restore=MoreUrgentFirst(FairPriority()),
+        patience=64,
     )
 
 
 def _ordered(priority: PriorityPolicy, costs: CostModel, margin: float | None) -> SchedulerPolicy:
     """`adaptive` in another order; with a margin queued requests take the room of less urgent ones."""
-    policy = dataclasses.replace(adaptive(costs), priority=priority, restore=MoreUrgentFirst(priority))
-    return policy if margin is None else dataclasses.replace(policy, victim=OutrankedVictim(priority, margin))
+    return dataclasses.replace(
+        adaptive(costs),
+        priority=priority,
+        victim=LatestArrivalVictim() if margin is None else OutrankedVictim(priority, margin),
+        restore=MoreUrgentFirst(priority),
+        patience=1024,
+    )
 
 
-def fcfs(costs: CostModel | None = None) -> SchedulerPolicy:
-    """`adaptive`, first come first served."""
-    return _ordered(FCFSPriority(), _required("fcfs", costs), None)
+def adaptive_throughput(costs: CostModel | None = None) -> SchedulerPolicy:
+    """`adaptive`, first come first served: the most tokens/s where all the work is there at once."""
+    return _ordered(FCFSPriority(), _required("adaptive_throughput", costs), None)
 
 
 def priority(costs: CostModel | None = None) -> SchedulerPolicy:
@@ -157,7 +165,7 @@ PRESETS: Mapping[str, Callable[[CostModel | None], SchedulingPolicy]] = {
     "vllm_swap": vllm_swap,
     "vllm_swap_both": vllm_swap_both,
     "vllm_v1": vllm_v1,
-    "fcfs": fcfs,
+    "adaptive_throughput": adaptive_throughput,
     "priority": priority,
     "deadline": deadline,
     "shortest": shortest,

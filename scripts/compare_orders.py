@@ -42,14 +42,24 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.presets import make_preset
 from jaxllm.simulator.run import simulate
-from jaxllm.workloads import GammaBursts, Poisson, TopicOutputs, Trace, make_trace
+from jaxllm.workloads import (
+    AllAtOnce,
+    ArrivalProcess,
+    ClosedLoop,
+    GammaBursts,
+    Poisson,
+    TopicOutputs,
+    Trace,
+    make_trace,
+)
 
 MODEL, DEVICE = "opt-13b", "A800-80GB-PCIe"
 DATASET, MAX_OUTPUT_LEN = "chatbot", 512
 NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 256, 512, 16, 2048
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2560
 MOST_SLOWDOWN = 5.0
-ARRIVALS = {"poisson": Poisson, "gamma": functools.partial(GammaBursts, cv=4.0)}
+NUM_CLIENTS = 256
+ARRIVALS = ("poisson", "gamma", "closed")
 LOADS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0)
 PREDICTIONS: Mapping[str, Callable[[], LengthPolicy | None]] = {
     "value": ValuePredictor,
@@ -61,14 +71,14 @@ PREDICTIONS: Mapping[str, Callable[[], LengthPolicy | None]] = {
 BASELINES = ("vllm", "vllm_v1")
 ORDERS = (
     *BASELINES,
-    "fcfs",
+    "adaptive_throughput",
     "fair",
     "fastserve",
     "deadline",
     "priority",
     *(f"{order}, {prediction}" for order in ("shortest", "least_work") for prediction in PREDICTIONS),
 )
-DRAWN = ("vllm", "vllm_v1", "fcfs", "fair", "fastserve", "shortest, rank", "least_work, rank")
+DRAWN = ("vllm", "vllm_v1", "adaptive_throughput", "fair", "fastserve", "shortest, rank", "least_work, rank")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,22 +119,32 @@ def config() -> SchedulerConfig:
 
 def trace_of(cell: Cell, rate: float | None) -> Trace:
     """The requests; all at once without a rate."""
-    arrivals = {} if rate is None else {"arrivals": ARRIVALS[cell.arrivals](rate)}
+    arrivals = AllAtOnce() if rate is None else arrivals_of(cell, rate)
     return make_trace(
         DATASET,
         cell.num_requests,
         MAX_OUTPUT_LEN,
         outputs=TopicOutputs(noise=cell.noise),
         seed=cell.seed,
-        **arrivals,
+        arrivals=arrivals,
     )
+
+
+def arrivals_of(cell: Cell, rate: float) -> ArrivalProcess:
+    """Requests at a rate; a closed loop's clients think for as long as makes that rate if nobody waits."""
+    if cell.arrivals == "closed":
+        alone = float(seconds_alone(cell.num_requests, cell.noise, cell.seed).mean())
+        return ClosedLoop(NUM_CLIENTS, max(0.0, NUM_CLIENTS / rate - alone))
+    return Poisson(rate) if cell.arrivals == "poisson" else GammaBursts(rate, cv=4.0)
 
 
 @functools.lru_cache(maxsize=8)
 def capacity(num_requests: int, noise: float, seed: int) -> float:
     """Requests per second that are served when all are there."""
     trace = trace_of(Cell("", 0.0, "", num_requests, noise, seed), None)
-    result = simulate(trace, config(), make_preset("fcfs", costs()), costs(), overlap_swaps=True)
+    result = simulate(
+        trace, config(), make_preset("adaptive_throughput", costs()), costs(), overlap_swaps=True
+    )
     return num_requests / result.seconds
 
 
@@ -151,7 +171,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         costs(),
         overlap_swaps=True,
         priorities=classes.tolist(),
-        deadlines=(trace.arrival_times + MOST_SLOWDOWN * alone).tolist(),
+        deadlines=(MOST_SLOWDOWN * alone).tolist(),
     )
     latency = result.finish_times - result.arrival_times
     slowdown = latency / alone
@@ -202,7 +222,8 @@ def report(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> str:
         f"Command: `{args.command}`. {MODEL} on a roofline of {DEVICE}; {NUM_GPU_BLOCKS} device and "
         f"{NUM_HOST_BLOCKS} host blocks of {BLOCK_SIZE} tokens; {args.requests} requests, prompts as long "
         f"as {DATASET}'s, outputs of at most {MAX_OUTPUT_LEN} tokens that depend on the prompt's topic with "
-        f"noise {args.noise:g}; seeds {args.seeds}, medians. A load of 1 is what `fcfs` serves when all are "
+        f"noise {args.noise:g}; seeds {args.seeds}, medians. A load of 1 is what `adaptive_throughput` "
+        "serves when all are "
         "there at once. Predictions of costs are exact. Copies run beside the steps.",
         "",
         "Slowdown: latency over that of the request alone, means of the shortest, middle and longest third "

@@ -1,14 +1,14 @@
 """Swap, recompute, or choose: simulated over host bandwidth, host pool and output length.
 
     python scripts/sweep_actions.py --samples benchmarks/profile-cpu-samples.json --out-dir out/sweep
-    python scripts/sweep_actions.py --parts policies --out-dir out/sweep
+    python scripts/sweep_actions.py --arrivals closed:128 --out-dir out/closed
     python scripts/sweep_actions.py --parts near --near-of out/sweep/results.json --requests 1200 \\
         --samples benchmarks/profile-cpu-samples.json --out-dir out/near
 
-Part `actions`: always swap (while it fits), always recompute, the adaptive choice and hindsight, with
-everything else alike, in every cell; the link's speed goes from far too slow to far too fast. Part `near`:
-the cells near a crossover of an earlier sweep once more, on traces as long as one likes. Part `policies`:
-what each of the policies of preset `adaptive` is worth, one changed at a time.
+Part `actions`: always swap (while it fits), always recompute, the adaptive choice, the best by expected
+costs and hindsight, with everything else alike, in every cell; the link's speed goes from far too slow to far
+too fast. Part `near`: the cells near a crossover of an earlier sweep once more, on traces as long as one
+likes. What the other policies are worth is `compare_policies.py`'s.
 
 The device is a roofline (`jaxllm.predictors.roofline`) times noise: ratios measured / predicted of a real
 profile. Predictors are fitted to other noisy samples and corrected while they run, as the engine's are.
@@ -18,10 +18,8 @@ Without --samples there is no noise and predictions are exact. Writes results.js
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import math
-import multiprocessing
 import pathlib
 import sys
 import time
@@ -32,33 +30,30 @@ from typing import Any
 from sweep.cells import (
     ALL_DATASETS,
     ALL_MODELS,
-    DEVICE,
     HOST_BLOCKS,
     LINK_SPEEDS,
-    MAX_MODEL_LEN,
     OUTPUT_LENGTHS,
     make_cells,
     run_cell,
 )
 from sweep.options import list_of
 from sweep.report import load_near, places, report
+from sweep.simulated import DEVICE, MAX_MODEL_LEN, run_all
 
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.samples import load_samples
+from jaxllm.workloads import parse_arrivals
 
-PARTS = ("actions", "policies")
-ALL_PARTS = (*PARTS, "near")
-OPTIONS_OF_PARTS: dict[str, tuple[Callable[[str], Any], Any, tuple[str, ...], str]] = {
-    "models": (str, ALL_MODELS[:1], PARTS, "; policies takes one"),
-    "datasets": (str, ("chatbot", "summary"), ("actions",), "; policies takes all"),
-    "output-lengths": (int, OUTPUT_LENGTHS, ("actions",), ""),
-    "host-blocks": (int, HOST_BLOCKS, ("actions",), ""),
-    "link-speeds": (float, LINK_SPEEDS, ("actions",), ""),
-    "policies-output-length": (int, 64, ("policies",), ""),
-    "policies-link-speed": (float, 1.0, ("policies",), ""),
+PARTS = ("actions", "near")
+OPTIONS: dict[str, tuple[Callable[[str], Any], Any, str]] = {
+    "models": (str, ALL_MODELS[:1], "actions"),
+    "datasets": (str, ("chatbot", "summary"), "actions"),
+    "output-lengths": (int, OUTPUT_LENGTHS, "actions"),
+    "host-blocks": (int, HOST_BLOCKS, "actions"),
+    "link-speeds": (float, LINK_SPEEDS, "actions"),
 }
-"""Options that parts of the sweep have: type, default (several go with commas), the parts, and a remark."""
+"""Options of one part: type of the values, which go with commas, default, and the part."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -69,8 +64,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--parts",
         type=list_of(str),
-        default=",".join(PARTS),
-        help="some of " + ", ".join(ALL_PARTS) + " (default: %(default)s)",
+        default="actions",
+        help="some of " + ", ".join(PARTS) + " (default: %(default)s)",
     )
     parser.add_argument(
         "--near-of",
@@ -78,14 +73,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         help="near: results.json of the earlier sweeps, whose cells are taken",
     )
-    for name, (kind, default, parts, remark) in OPTIONS_OF_PARTS.items():
-        several = isinstance(default, tuple)
-        shown = ",".join(map(str, default)) if several else default
-        parser.add_argument(
-            f"--{name}",
-            type=list_of(kind) if several else kind,
-            help=f"of {', '.join(parts)}{remark} (default: {shown})",
-        )
+    for name, (kind, default, part) in OPTIONS.items():
+        shown = ",".join(map(str, default))
+        parser.add_argument(f"--{name}", type=list_of(kind), help=f"of {part} (default: {shown})")
+    parser.add_argument(
+        "--arrivals", default="all", help="all, poisson:RATE, gamma:RATE:CV, closed:CLIENTS[:THINK]"
+    )
     parser.add_argument("--requests", type=int, default=300, help="more for short outputs; see the report")
     parser.add_argument(
         "--seeds", type=list_of(int), default="0,1,2,3,4", help="comma-separated (default: %(default)s)"
@@ -94,35 +87,32 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
-    if not set(args.parts) <= set(ALL_PARTS):
-        parser.error(f"--parts {','.join(args.parts)}: name some of {', '.join(ALL_PARTS)}")
-    for name, (_, default, parts, _) in OPTIONS_OF_PARTS.items():
+    if not set(args.parts) <= set(PARTS):
+        parser.error(f"--parts {','.join(args.parts)}: name some of {', '.join(PARTS)}")
+    for name, (_, default, part) in OPTIONS.items():
         field = name.replace("-", "_")
         if getattr(args, field) is None:
-            setattr(args, field, default)
-        elif not set(parts) & set(args.parts):
-            parser.error(f"--{name} is of parts {', '.join(parts)}, not of {', '.join(args.parts)}")
+            setattr(args, field, list(default))
+        elif part not in args.parts:
+            parser.error(f"--{name} is of part {part}, not of {', '.join(args.parts)}")
     for name, known in (("models", ALL_MODELS), ("datasets", ALL_DATASETS)):
         values = getattr(args, name)
         if not set(values) <= set(known):
             parser.error(f"--{name} {','.join(values)}: name some of {', '.join(known)}")
-    if args.parts == ["policies"] and len(args.models) > 1:
-        parser.error(f"part policies takes one model, not {', '.join(args.models)}")
     if ("near" in args.parts) != (args.near_of is not None):
         parser.error("--parts near and --near-of RESULTS go together")
     if args.requests < 1 or args.jobs < 1:
         parser.error("--requests and --jobs must be at least 1")
-    lengths, speeds = [*args.output_lengths, args.policies_output_length], [*args.link_speeds]
-    speeds.append(args.policies_link_speed)
-    if min(lengths) < 1 or max(lengths) > MAX_MODEL_LEN // 2:
+    if min(args.output_lengths) < 1 or max(args.output_lengths) > MAX_MODEL_LEN // 2:
         parser.error(f"--output-lengths must be from 1 to {MAX_MODEL_LEN // 2}")
-    if min(args.host_blocks) < 0 or not all(0 < speed < math.inf for speed in speeds):
+    if min(args.host_blocks) < 0 or not all(0 < speed < math.inf for speed in args.link_speeds):
         parser.error("--host-blocks start at 0; --link-speeds must be above 0, and finite")
-    if args.samples is not None:
-        try:
+    try:
+        parse_arrivals(args.arrivals)
+        if args.samples is not None:
             load_samples(args.samples)
-        except ConfigError as error:
-            parser.error(f"--samples: {error}")
+    except ConfigError as error:
+        parser.error(str(error))
     return args
 
 
@@ -151,15 +141,10 @@ def main(argv: list[str] | None = None) -> None:
         output_lengths=args.output_lengths,
         host_blocks=args.host_blocks,
         link_speeds=args.link_speeds,
-        policies_at=(args.policies_output_length, args.policies_link_speed),
+        arrivals=args.arrivals,
         near=near,
     )
-    if args.jobs == 1:
-        rows = list(map(run_cell, cells))
-    else:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-            rows = list(pool.map(run_cell, cells, chunksize=8))
+    rows = run_all(cells, run_cell, jobs=args.jobs, journal=args.out_dir / "cells.jsonl")
     values = {
         "command": args.command,
         "models": sorted({cell.model for cell in cells}),
@@ -168,7 +153,6 @@ def main(argv: list[str] | None = None) -> None:
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "places": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows)],
         "near": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows, "near")],
-        "policies": [row for row in rows if row["part"] == "policies"],
     }
     write_json(args.out_dir / "results.json", values)
     (args.out_dir / "report.md").write_text(report(rows, args), encoding="utf-8")

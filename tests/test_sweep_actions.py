@@ -1,4 +1,4 @@
-"""The sweep over actions, and over the other policies, on a few requests."""
+"""The sweep over actions, on a few requests."""
 
 import dataclasses
 import json
@@ -13,6 +13,7 @@ from test_samples import measured
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import sweep.cells
+import sweep.simulated
 import sweep_actions
 from sweep.report import Place, actions_report, crossover, near_report
 
@@ -74,7 +75,7 @@ def test_cells_are_faster_or_slower_by_more_than_chance():
 
 
 def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep.cells, "NUM_GPU_BLOCKS", 24)
+    monkeypatch.setattr(sweep.simulated, "NUM_GPU_BLOCKS", 24)
     samples = tmp_path / "samples.json"
     save_samples(samples, measured(90, 1.2), {})
     command = ["--requests", "10", "--seeds", "0,1", "--jobs", "1", "--datasets", "chatbot"]
@@ -84,7 +85,7 @@ def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert len(results["places"]) == 2 * 3
     for found in results["places"]:
-        has_hindsight = found["host"] == sweep.cells.HINDSIGHT_HOST_BLOCKS
+        has_hindsight = found["host"] == sweep.cells.ORACLE_HOST_BLOCKS
         assert found["rates"].keys() == set(sweep.cells.ACTIONS if has_hindsight else sweep.cells.ACTIONS[:3])
         assert found["regret"] is None or found["regret"] >= 0
         assert found["share"] > 0.5
@@ -94,7 +95,7 @@ def test_every_cell_is_simulated_and_reported(tmp_path, monkeypatch):
     assert fast["rates"]["swap"]["0"] > slow["rates"]["swap"]["0"]
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| llama-13b | chatbot | 64 | 64 |" in report
-    assert "Regret, all decisions together" in report
+    assert "Regret of the adaptive choice, all decisions together" in report
     assert str(tmp_path) not in report
 
 
@@ -131,9 +132,7 @@ def test_regret_is_that_of_its_own_part():
     rows.append(
         row | {"part": "near", "variant": "adaptive", "regret": {"seconds": 9.0, "best_seconds": 1.0}}
     )
-    assert "Regret, all decisions together: 2.00% of the time of the runs, 1.0% of" in "\n".join(
-        actions_report(rows)
-    )
+    assert "all decisions together: 2.00% of the time of the runs, 1.0% of" in "\n".join(actions_report(rows))
 
 
 @pytest.mark.parametrize("noisy", [True, False])
@@ -144,12 +143,12 @@ def test_predictions_are_corrected_where_there_is_noise(tmp_path, monkeypatch, n
         calibrations.append(calibration)
         return simulate(*args, calibration=calibration, **options)
 
-    monkeypatch.setattr(sweep.cells, "simulate", watched)
-    monkeypatch.setattr(sweep.cells, "NUM_GPU_BLOCKS", 24)
+    monkeypatch.setattr(sweep.simulated, "simulate", watched)
+    monkeypatch.setattr(sweep.simulated, "NUM_GPU_BLOCKS", 24)
     samples = tmp_path / "samples.json"
     save_samples(samples, measured(90, 1.2), {})
     cell = sweep.cells.Cell(
-        "policies", "llama-13b", "chatbot", 64, 16, 0.1, "adaptive", 20, 0, str(samples) if noisy else None
+        "actions", "llama-13b", "chatbot", 64, 16, 0.1, "adaptive", 20, 0, str(samples) if noisy else None
     )
     assert sweep.cells.run_cell(cell)["num_preemptions"]
     (calibration,) = calibrations
@@ -157,19 +156,6 @@ def test_predictions_are_corrected_where_there_is_noise(tmp_path, monkeypatch, n
     if noisy:
         assert all(kind.count for kind in calibration.report().values())
         assert calibration.factor("decode") != 1.0
-
-
-def test_every_policy_is_changed_once(tmp_path):
-    command = ["--requests", "15", "--seeds", "0", "--jobs", "1", "--parts", "policies"]
-    command += ["--policies-link-speed", "0.25", "--policies-output-length", "32"]
-    sweep_actions.main([*command, "--out-dir", str(tmp_path)])
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["policies"]) == 3 * len(sweep.cells.VARIANTS)
-    report = (tmp_path / "report.md").read_text()
-    assert "Outputs uniform in 8 to 32 tokens, 64 host blocks, a link of 0.25 times" in report
-    assert {row["link_speed"] for row in results["policies"]} == {0.25}
-    assert {row["max_output_len"] for row in results["policies"]} == {32}
-    assert all(f"| {variant} | " in report for variant in sweep.cells.VARIANTS)
 
 
 def test_wrong_arguments(tmp_path, capsys):
@@ -183,16 +169,16 @@ def test_wrong_arguments(tmp_path, capsys):
     ):
         with pytest.raises(SystemExit):
             sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])
-    assert "--parts all: name some of actions, policies, near" in capsys.readouterr().err
+    assert "--parts all: name some of actions, near" in capsys.readouterr().err
     for wrong, message in (
-        (["--parts", "policies", "--link-speeds", "1"], "--link-speeds is of parts actions, not of policies"),
+        (["--parts", "near", "--link-speeds", "1"], "--link-speeds is of part actions, not of near"),
+        (["--arrivals", "closed"], "arrivals 'closed': write all, poisson:RATE"),
         (["--parts", "typo", "--link-speeds", "1"], "--parts typo: name some of"),
-        (["--parts", "policies", "--models", "opt-13b,opt-30b"], "takes one model, not opt-13b, opt-30b"),
         (["--host-blocks", "many"], "--host-blocks: 'many' is no list with commas"),
         (["--seeds", "1,1"], "--seeds: '1,1' names something twice"),
         (["--link-speeds", "nan"], "--link-speeds must be above 0, and finite"),
         (["--output-lengths", "5000"], "--output-lengths must be from 1 to 1024"),
-        (["--samples", str(tmp_path / "absent.json")], "--samples: cannot read the samples"),
+        (["--samples", str(tmp_path / "absent.json")], "cannot read the samples"),
     ):
         with pytest.raises(SystemExit):
             sweep_actions.main([*wrong, "--out-dir", str(tmp_path)])

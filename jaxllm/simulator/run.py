@@ -54,7 +54,7 @@ def simulate(
         calibration: predictions to correct by what steps and copies take, as the engine does; None corrects
             nothing.
         priorities: of the requests, lower ones more urgent; all alike if None.
-        deadlines: of the requests, in seconds of the trace's clock; none if None.
+        deadlines: of the requests, in seconds from when each is sent; none if None.
 
     Raises:
         RequestTooLargeError: a request of the trace can never fit.
@@ -85,7 +85,7 @@ def simulate(
             index, arrivals[index] = sent
             request = _request(trace, *sent)
             request.priority = 0 if priorities is None else priorities[index]
-            request.deadline = None if deadlines is None else deadlines[index]
+            request.deadline = None if deadlines is None else sent[1] + deadlines[index]
             scheduler.add(request)
         copies = executor.copies()
         if observer is not None and copies.timed:

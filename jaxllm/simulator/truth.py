@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS, CostKind, CostModel
 from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, PreemptionAction
-from jaxllm.sched.policies.actions import num_copied
+from jaxllm.sched.policies.actions import cheaper, num_copied
 from jaxllm.types import Request
 
 _MASK = (1 << 64) - 1
@@ -116,6 +116,35 @@ class HindsightAction:
         """The action that will cost less."""
         realised = RealisedCosts(self.costs, self.residuals, key_of(victim, 1), num_copied(victim, state))
         return self.rule(realised).choose(victim, state, now)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAction:
+    """Knows the distribution of the noise, but not what it will be: the best there is without hindsight.
+
+    Args:
+        rule, costs, residuals: as for `HindsightAction`.
+        num_draws: of the noise, over which costs are averaged.
+    """
+
+    rule: Callable[[CostModel], ActionPolicy]
+    costs: CostModel
+    residuals: Residuals
+    num_draws: int = 32
+
+    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
+        """The action that costs less on average."""
+        num_blocks = num_copied(victim, state)
+        drawn = [
+            self.rule(RealisedCosts(self.costs, self.residuals, -1 - draw, num_blocks))
+            for draw in range(self.num_draws)
+        ]
+        decisions = [rule.choose(victim, state, now) for rule in drawn]
+        swap, recompute = (
+            sum([value or 0.0 for value in values]) / self.num_draws
+            for values in zip(*[decision[1:3] for decision in decisions], strict=True)
+        )
+        return cheaper(num_blocks, state, swap, recompute, decisions[0].copy_seconds)
 
 
 @dataclasses.dataclass

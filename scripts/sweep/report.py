@@ -13,16 +13,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from sweep.cells import (
-    BLOCK_SIZE,
-    DEVICE,
-    HINDSIGHT_HOST_BLOCKS,
-    MORE_REQUESTS,
-    NUM_GPU_BLOCKS,
-    POLICIES_HOST_BLOCKS,
-    VARIANTS,
-)
+from sweep.cells import MORE_REQUESTS, ORACLE_HOST_BLOCKS
 from sweep.intervals import interval
+from sweep.simulated import BLOCK_SIZE, DEVICE, NUM_GPU_BLOCKS
 
 LEAST_SHARE = 0.98
 FIXED = ("swap", "recompute")
@@ -172,26 +165,40 @@ def shares_report(found: Sequence[Place], unit: str) -> list[str]:
 def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Shares of every cell, losing cells, crossovers and regret."""
     found = places(rows)
+    lines = shares_report(found, "the data sheet's")
     regrets = [place.regret for place in found if place.regret is not None]
-    metered = [row["regret"] for row in rows if row["part"] == "actions" and "regret" in row]
-    lost = sum(regret["seconds"] for regret in metered)
-    best = sum(regret["best_seconds"] for regret in metered)
-    run = sum(row["seconds"] for row in rows if row["part"] == "actions" and "regret" in row)
-    hindsight = [place.ratio("adaptive", "hindsight") for place in found if "hindsight" in place.rates]
-    against_hindsight = (
-        f" Throughput over that of hindsight: median {statistics.median(hindsight):.3f}, least "
-        f"{min(hindsight):.3f} ({HINDSIGHT_HOST_BLOCKS} host blocks)."
-        if hindsight
-        else ""
-    )
-    return [
-        *shares_report(found, "the data sheet's"),
-        f"Regret, all decisions together: {lost / max(run, 1e-12):.2%} of the time of the runs, "
-        f"{lost / max(best, 1e-12):.1%} of what hindsight would have spent (cells: median "
-        f"{statistics.median(regrets or [0.0]):.1%}, largest "
-        f"{max(regrets, default=0.0):.1%}).{against_hindsight}",
-        "",
+    for variant, what in (
+        ("adaptive", "Regret of the adaptive choice, all decisions together"),
+        (
+            "expected",
+            f"Regret of choosing by the expected costs of the noise's true distribution, the least that "
+            "can be "
+            f"had without hindsight ({ORACLE_HOST_BLOCKS} host blocks)",
+        ),
+    ):
+        of_variant = [
+            row for row in rows if row["part"] == "actions" and row["variant"] == variant and "regret" in row
+        ]
+        lost = sum(row["regret"]["seconds"] for row in of_variant)
+        best = sum(row["regret"]["best_seconds"] for row in of_variant)
+        run = sum(row["seconds"] for row in of_variant)
+        lines.append(
+            f"{what}: {lost / max(run, 1e-12):.2%} of the time of the runs, {lost / max(best, 1e-12):.1%} "
+            "of what "
+            "hindsight would have spent."
+        )
+    lines += [
+        f"Cells of the adaptive choice: median {statistics.median(regrets or [0.0]):.1%}, largest "
+        f"{max(regrets, default=0.0):.1%}."
     ]
+    for oracle in ("expected", "hindsight"):
+        ratios = [place.ratio("adaptive", oracle) for place in found if oracle in place.rates]
+        if ratios:
+            lines.append(
+                f"Throughput over that of `{oracle}`: median {statistics.median(ratios):.3f}, least "
+                f"{min(ratios):.3f}."
+            )
+    return [*lines, ""]
 
 
 def near_report(near: Sequence[Place]) -> list[str]:
@@ -246,41 +253,6 @@ def _name(place: Place, digits: int = 3) -> str:
     )
 
 
-def policies_report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[str]:
-    """What every single change of `adaptive` does."""
-    lines = [
-        "## The other policies, one changed at a time",
-        "",
-        f"{args.models[0]}, {args.requests} requests. Outputs uniform in {args.policies_output_length // 4} "
-        f"to {args.policies_output_length} tokens, {POLICIES_HOST_BLOCKS} host blocks, a link of "
-        f"{args.policies_link_speed:g} times the data sheet's speed. Tokens/s relative to `adaptive`, mean "
-        "weighted turnaround, preemptions (of them swapped); medians over seeds.",
-        "",
-        "| changed | " + " | ".join(("chatbot", "alpaca", "summary")) + " |",
-        "|---|---:|---:|---:|",
-    ]
-    for variant in VARIANTS:
-        cells = []
-        for dataset in ("chatbot", "alpaca", "summary"):
-            rate = _median(rows, dataset, variant, "output_tokens_per_second")
-            base = _median(rows, dataset, "adaptive", "output_tokens_per_second")
-            cells.append(
-                f"{rate / base:.3f}, {_median(rows, dataset, variant, 'mean_weighted_turnaround'):.1f}, "
-                f"{_median(rows, dataset, variant, 'num_preemptions'):.0f} "
-                f"({_median(rows, dataset, variant, 'num_swaps'):.0f})"
-            )
-        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
-
-
-def _median(rows: Sequence[dict[str, Any]], dataset: str, variant: str, value: str) -> float:
-    return statistics.median(
-        row[value]
-        for row in rows
-        if (row["part"], row["dataset"], row["variant"]) == ("policies", dataset, variant)
-    )
-
-
 def _more_requests() -> str:
     return ", ".join(
         f"{times} times as many for outputs of at most {of}" for of, times in MORE_REQUESTS.items()
@@ -300,8 +272,8 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
         "# Swap or recompute, simulated",
         "",
         f"Command: `{args.command}`. A roofline of {DEVICE}; {NUM_GPU_BLOCKS} device blocks of "
-        f"{BLOCK_SIZE} tokens; {args.requests} requests ({_more_requests()}), all present at time 0, "
-        "outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
+        f"{BLOCK_SIZE} tokens; {args.requests} requests ({_more_requests()}), arrivals: "
+        f"{args.arrivals}; outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
         f"{args.seeds} of ratios on the same trace. {noise} Copies run beside computation.",
         "",
     ]
@@ -309,6 +281,4 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
         lines += actions_report(rows)
     if "near" in args.parts:
         lines += near_report(places(rows, "near"))
-    if "policies" in args.parts:
-        lines += policies_report(rows, args)
     return "\n".join(lines)

@@ -98,6 +98,11 @@ class Device:
         )
 
 
+def noise_of(device: Device) -> Residuals:
+    """What the device's costs are multiplied by."""
+    return _noise_and_predictor(device)[0]
+
+
 @functools.lru_cache(maxsize=64)
 def _noise_and_predictor(device: Device) -> tuple[Residuals, CostModel]:
     return noise_and_predictor(
@@ -168,7 +173,7 @@ def _sources_hash() -> str:
     digest = hashlib.sha256()
     package, scripts = pathlib.Path(jaxllm.__file__).parent, pathlib.Path(__file__).parents[1]
     folders = [package / name for name in ("sched", "predictors", "simulator", "workloads", "engine")]
-    folders += [scripts / "paper", scripts / "sweep"]
+    folders += [scripts / name for name in ("paper", "policies", "sweep")]
     for folder in folders:
         for path in sorted(folder.glob("**/*.py")):
             if "report" not in path.name:
