@@ -269,8 +269,8 @@ def table(values: dict[str, Any]) -> str:
                 )
         if name.endswith(": presets"):
             for row in part or []:
-                what = f"{name.removesuffix(': presets')}, preset {row['preset']}, output tokens/s"
-                lines.append(f"| {what} | {row['output_tokens_per_second']:.0f} |")
+                what = f"{name.removesuffix(': presets')}, preset {row['preset']}, {row['arrivals']}"
+                lines.append(f"| {what}, output tokens/s | {row['output_tokens_per_second']:.0f} |")
         if name.startswith("against transformers"):
             for row in (part or {}).get("rows", []):
                 rate = row["output_tokens_per_second"]

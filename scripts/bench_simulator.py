@@ -25,7 +25,7 @@ from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.simulator.run import simulate
-from jaxllm.workloads import AllAtOnce, ArrivalProcess, Poisson, make_trace
+from jaxllm.workloads import AllAtOnce, ArrivalProcess, ClosedLoop, Poisson, make_trace
 
 CONFIG = SchedulerConfig(
     num_gpu_blocks=128,
@@ -36,6 +36,7 @@ CONFIG = SchedulerConfig(
     num_host_blocks=64,
 )
 LOAD = 0.9
+CLIENTS = 128
 
 
 def rss_bytes() -> int:
@@ -81,6 +82,7 @@ def main() -> None:
     rows = {
         "poisson, a tenth": replay(Poisson(rate), args.requests // 10, args.preset, args.seed),
         "poisson": replay(Poisson(rate), args.requests, args.preset, args.seed),
+        "closed loop": replay(ClosedLoop(CLIENTS), args.requests, args.preset, args.seed),
         "at once": replay(AllAtOnce(), args.requests, args.preset, args.seed),
     }
     for name, row in rows.items():

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sweep.options import list_of
+from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
 from sweep.report import Place, shares_report
 
 from jaxllm import LLM, hardware
@@ -63,6 +63,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--output-lengths", type=list_of(int), default="32,64", help="longest outputs (default: %(default)s)"
     )
     parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument(
+        "--arrivals",
+        type=arrivals_of,
+        default="all",
+        help=ARRIVALS_HELP,
+    )
     parser.add_argument("--prompt-len", type=int, default=96, help="longest; the shortest is a quarter")
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--gpu-blocks", type=int, default=36)
@@ -211,7 +217,13 @@ def main(argv: list[str] | None = None) -> None:
             results = {}
             for turn, seed in enumerate(args.seeds):
                 trace = make_trace(
-                    prompts, args.requests, output_len, outputs="uniform", seed=seed, name="sweep"
+                    prompts,
+                    args.requests,
+                    output_len,
+                    outputs="uniform",
+                    arrivals=args.arrivals,
+                    seed=seed,
+                    name="sweep",
                 )
                 turned = engines[turn % len(engines) :] + engines[: turn % len(engines)]
                 results[seed] = side_by_side(turned, trace, costs, num_host_blocks, bandwidth)
@@ -248,7 +260,8 @@ def main(argv: list[str] | None = None) -> None:
         "# Swap or recompute, on the real engine",
         "",
         f"Command: `{command}`. {name} on {values['hardware']['cpu']}, {args.gpu_blocks} device blocks of "
-        f"{block_size} tokens; {args.requests} requests at time 0, prompts of at most {args.prompt_len} "
+        f"{block_size} tokens; {args.requests} requests, {args.arrivals}, prompts of at most "
+        f"{args.prompt_len} "
         "tokens, outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
         f"{args.seeds} of ratios on the same trace. Speed 1 is {equal / 1e6:.1f} MB/s: copying a request of "
         f"{num_tokens} tokens out and back then takes as long as one prefill of it "

@@ -27,10 +27,11 @@ def test_every_part_runs_in_smoke_mode(tmp_path, capsys, monkeypatch):
     assert [row["step"] for row in steps] == ["decode", "decode", "prefill"]
     assert {row["preset"] for row in values["smoke: presets"]} == {
         "adaptive",
+        "adaptive_throughput",
         "paper",
+        "paper_strategy",
         "vllm",
         "vllm_swap",
-        "vllm_swap_both",
         "vllm_v1",
     }
     assert values["smoke: predictors"]["decode"]["mape"] >= 0

@@ -1,5 +1,6 @@
 """The paper's evaluation in simulation, on a few requests."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,13 +11,15 @@ from variants import golden_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import paper.appendix
 import paper.cells
 import paper.models
-import paper.report
 import reproduce_paper
+from paper.bound import most_tokens_per_second
 
 from jaxllm.costs import shape_of
 from jaxllm.errors import ConfigError
+from jaxllm.llm import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.samples import save_samples
@@ -26,15 +29,28 @@ from jaxllm.workloads import make_trace
 @pytest.fixture(scope="module")
 def reproduced(tmp_path_factory):
     folder = tmp_path_factory.mktemp("paper")
-    reproduce_paper.main(["--requests", "12", "--jobs", "1", "--out-dir", str(folder)])
+    options = ["--model", "opt-13b", "--model", "llama-13b", "--requests", "12", "--jobs", "1"]
+    reproduce_paper.main([*options, "--out-dir", str(folder)])
     return folder
 
 
 def test_every_cell_is_simulated(reproduced):
     results = json.loads((reproduced / "results.json").read_text())
     cells = results["cells"]
-    assert len(cells) == 6 * (4 * 3 * 2 + 3 * 6 + 3 * 5)
-    assert {cell["preset"] for cell in cells} == set(paper.cells.OVERLAP)
+    num_readings = sum(1 for _ in paper.cells.READINGS)
+    baselines = {(reading.arrivals, reading.overhead) for reading in paper.cells.READINGS}
+    groups, presets = 2 * 3, len(paper.cells.PRESETS)
+    counts = {
+        "table3": presets * 2 * 2,
+        "fig3": presets * 6,
+        "fig4": presets * 5 * 2,
+        "readings": 2 * (num_readings + len(baselines)),
+        "control": 2,
+        "swap_both": 3 * 2,
+    }
+    for part, count in counts.items():
+        assert sum(cell["part"] == part for cell in cells) == groups * count, part
+    assert len(cells) == groups * sum(counts.values())
     for cell in cells:
         assert cell["output_tokens_per_second"] > 0
         assert cell["mean_weighted_turnaround"] >= 1
@@ -44,57 +60,171 @@ def test_every_cell_is_simulated(reproduced):
 def test_the_report_sets_the_numbers_beside_the_papers(reproduced):
     report = (reproduced / "report.md").read_text()
     rows = [line for line in report.splitlines() if line.startswith("| opt-13b | chatbot | 1.38 |")]
-    assert len(rows) == 2  # outputs of 64, and of 16 to 64 tokens
-    table = [line.strip("| ").split(" | ") for line in report.splitlines()]
-    splits = [
-        list(map(float, row[3:])) for row in table if len(row) == 13 and row[2] in ("vllm", "vllm_swap")
-    ]
-    assert len(splits) == 2 * 24
-    for cells in splits:
-        for ratio, *parts in (cells[:5], cells[5:]):
-            assert ratio == pytest.approx(1 + sum(parts), abs=0.03)
+    assert len(rows) == 4  # outputs of 64, and of 16 to 64 tokens; in a closed loop, and all at once
     assert all("| 2.46 |" in row for row in rows)
-    for name in ("fig3.png", "fig4.png"):
-        assert name in report
+    assert "Arrivals: a closed loop of 128 clients. Outputs: all of 64 tokens." in report
+    assert "| opt-13b | chatbot | 1.38 |" in report.partition("all requests at once")[0]
+    for reading in paper.cells.READINGS:
+        assert report.count(f"| {reading.name} | {reading.why} |") == 2
+    for name in ("fig3.png", "fig4.png", "fig4-all.png"):
+        assert f"]({name})" in report
         assert (reproduced / name).stat().st_size > 1000
+    assert "78.1 MiB" in report
+    assert "| chatbot | alespalla/chatbot_instruction_prompts | 258,064 | 17.02 | 17.02 |" in report
     assert str(reproduced) not in report
 
 
-def test_a_choice_of_presets_and_limits(tmp_path, capsys):
-    options = ["--requests", "8", "--jobs", "1", "--datasets", "chatbot", "--out-dir", str(tmp_path)]
+def test_the_page_holds_its_figures(reproduced):
+    page = (reproduced / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert page.count('src="data:image/png;base64,') == 3
+    assert "<table>" in page
+    assert 'src="fig' not in page
+
+
+def test_the_appendix_has_every_cell(reproduced):
+    appendix = (reproduced / "appendix.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in appendix.splitlines()]
+    splits = [row for row in table if len(row) == 14 and row[0] in ("opt-13b", "llama-13b")]
+    assert len(splits) == 2 * 3 * len(paper.cells.PRESETS) * 4
+    for row in splits:
+        ratio, *parts = map(float, row[9:])
+        assert ratio == pytest.approx(1 + sum(parts), abs=0.03)
+    assert "## vLLM_s by another rule" in appendix
+    for reading in paper.cells.READINGS:
+        assert appendix.count(f"| {reading.name} |") == 2
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    options = [
+        "--requests",
+        "8",
+        "--jobs",
+        "1",
+        "--datasets",
+        "chatbot",
+        "--model",
+        "opt-13b",
+        "--parts",
+        "fig4",
+    ]
+    options += ["--arrivals", "closed:4", "--out-dir", str(tmp_path)]
+    simulated = []
+
+    def stops(cell):
+        if len(simulated) == 7:
+            raise KeyboardInterrupt
+        simulated.append(cell)
+        return paper.cells.simulate_cell(cell)
+
+    monkeypatch.setattr(reproduce_paper, "simulate_cell", stops)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce_paper.main(options)
+    journal = tmp_path / "cells.jsonl"
+    journal.write_text(journal.read_text()[:-20])  # the last line is torn
+    monkeypatch.setattr(reproduce_paper, "simulate_cell", paper.cells.simulate_cell)
+    reproduce_paper.main(options)
+    rows = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert len(rows) == 5 * len(paper.cells.PRESETS)
+    again = []
+    monkeypatch.setattr(reproduce_paper, "simulate_cell", again.append)
+    reproduce_paper.main(options)
+    assert not again
+    assert json.loads((tmp_path / "results.json").read_text())["cells"] == rows
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join(['"other sources"', *lines[1:]]) + "\n")
+    monkeypatch.setattr(reproduce_paper, "simulate_cell", stops)
+    simulated.clear()
+    with pytest.raises(KeyboardInterrupt):
+        reproduce_paper.main(options)
+    assert len(journal.read_text().splitlines()) == 1 + 7
+
+
+def test_a_choice_of_presets_limits_and_arrivals(tmp_path, capsys):
+    options = ["--requests", "8", "--jobs", "1", "--datasets", "chatbot", "--model", "opt-13b"]
+    options += ["--out-dir", str(tmp_path)]
     chosen = ["--parts", "fig4", "--presets", "vllm,adaptive", "--batch-limits", "64,128"]
-    reproduce_paper.main([*options, *chosen])
+    reproduce_paper.main([*options, *chosen, "--arrivals", "poisson:3,gamma:3:2"])
     report = (tmp_path / "report.md").read_text()
-    assert "| data | preset | 64 | 128 |" in report
-    assert "adaptive against vllm" in report
-    assert "paper against vllm" not in report
+    assert "adaptive at 64: turnaround" in report
+    assert "paper at 64" not in report
+    assert "### Poisson:3" in report
     for wrong, message in (
-        (["--batch-limits", "48"], "choose of (8, 16"),
+        (["--batch-limits", "48", "--parts", "fig4"], "choose of (8, 16"),
         (["--presets", "mine"], "there is no mine"),
         (["--presets", "vllm"], "table3 compares all presets"),
+        (["--arrivals", "closed:0"], "num_clients must lie in"),
+        (["--data", "alpaca=x:y:z"], "write NAME=FILE:COLUMN:TOKENIZER, of chatbot"),
+        (["--data", "chatbot=x"], "write FILE:COLUMN:TOKENIZER"),
     ):
         with pytest.raises(SystemExit):
             reproduce_paper.main([*options, *wrong])
         assert message in capsys.readouterr().err
 
 
-def test_noise_errors_and_overheads(tmp_path):
+def test_prompts_of_a_data_sets_file(tmp_path, capsys):
+    lines = [json.dumps({"prompt": "def f(x): return x " * (1 + number % 5)}) for number in range(20)]
+    (tmp_path / "chatbot.jsonl").write_text("\n".join(lines) + "\n")
+    data = f"chatbot={tmp_path / 'chatbot.jsonl'}:prompt:{demo_model_path()}"
+    options = [
+        "--jobs",
+        "1",
+        "--datasets",
+        "chatbot",
+        "--model",
+        "opt-13b",
+        "--parts",
+        "table3",
+        "--data",
+        data,
+    ]
+    reproduce_paper.main([*options, "--requests", "20", "--out-dir", str(tmp_path / "out")])
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
+    lengths = paper.cells.prompts_of(data.partition("=")[2]).prompt_lens
+    assert {row["num_prefill_tokens"] for row in rows if not row["num_preemptions"]} == {lengths.sum()}
+    with pytest.raises(SystemExit):
+        reproduce_paper.main([*options, "--requests", "21", "--out-dir", str(tmp_path / "out")])
+    assert "has 20 prompts, --requests 21" in capsys.readouterr().err
+
+
+def test_noise(tmp_path):
     save_samples(
         tmp_path / "samples.json",
         measured(90, 1.1),
         {"command": "jaxllm profile", "model": {"name": "tiny"}, "hardware": {"device": "cpu", "cpu": "x"}},
     )
-    options = ["--requests", "8", "--jobs", "1", "--datasets", "chatbot", "--parts", "fig4,errors,overhead"]
+    options = ["--requests", "8", "--jobs", "1", "--datasets", "chatbot", "--parts", "control"]
+    options += ["--model", "opt-13b"]
     reproduce_paper.main(
         [*options, "--samples", str(tmp_path / "samples.json"), "--out-dir", str(tmp_path / "out")]
     )
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "| chatbot | adaptive against vllm |" in report
-    assert "Measured, not simulated: tiny on cpu (x), `jaxllm profile`" in report
-    assert "| swap_out |" in report
-    assert "Scheduling took" in report
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["prediction_errors"].keys() == {"prefill", "decode", "mixed", "swap_out", "swap_in"}
+    assert "drawn from the real profile `samples.json`" in report
+    assert "| opt-13b | chatbot |" in report
+    assert "us/step" in report
+
+
+def test_predicting_and_recomputing_all_the_same_is_recomputing():
+    rows = []
+    for preset in ("paper, recomputes", "paper, compares and recomputes"):
+        (cell, *_) = paper.cells.make_cells(
+            ["control"], ["opt-13b"], ["chatbot"], num_requests=150, seeds=[0]
+        )
+        rows.append(paper.cells.simulate_cell(dataclasses.replace(cell, preset=preset)))
+    assert rows[0]["num_preemptions"] > 10
+    assert rows[0]["num_swaps"] == 0
+    for name in ("seconds", "num_preemptions", "num_swaps", "mean_weighted_turnaround"):
+        assert rows[0][name] == rows[1][name]
+
+
+def test_no_policy_beats_what_memory_allows():
+    cells = paper.cells.make_cells(
+        ["table3"], ["opt-13b"], ["chatbot"], num_requests=150, seeds=[0], presets=["adaptive", "vllm_v1"]
+    )
+    for cell in cells:
+        row = paper.cells.simulate_cell(cell)
+        most = most_tokens_per_second("opt-13b", "chatbot", cell.outputs, 150, 0)
+        assert 0.6 * most < row["output_tokens_per_second"] < most
 
 
 def test_the_engine_runs_the_same_cells(tmp_path):
@@ -103,42 +233,38 @@ def test_the_engine_runs_the_same_cells(tmp_path):
     config = json.loads((golden_checkpoint("llama_gqa") / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
     options = ["--executor", "jax", "--model", str(model), "--load-format", "dummy"]
-    options += ["--datasets", "chatbot,summary"]
-    options += ["--max-num-seqs", "8", "--requests", "6", "--parts", "table3,fig4,overhead"]
+    options += ["--datasets", "chatbot,summary", "--arrivals", "closed:4"]
+    options += ["--max-num-seqs", "8", "--requests", "6", "--parts", "table3,fig4,control"]
     reproduce_paper.main([*options, "--out-dir", str(tmp_path / "out")])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert {cell["model"] for cell in results["cells"]} == {"tiny"}
-    assert len(results["cells"]) == 2 * 6 * (2 + 1)
+    assert len(results["cells"]) == 2 * (len(paper.cells.PRESETS) * (2 + 1) + 2)
     for cell in results["cells"]:
         assert cell["output_tokens_per_second"] > 0
         assert cell["prediction_errors"]["decode"]["count"] > 0
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| tiny | chatbot | - |" in report
     assert "the real engine" in report
-    assert "of the run time" in report
+    assert "Whole runs on the real engine" in report
     most = max(cell["num_cut"] for cell in results["cells"])
     assert most > 0
     assert f"Prompts too long for a model's positions are cut: up to {most} of a run." in report
 
 
 def test_wrong_arguments(tmp_path, capsys):
-    for wrong in (
-        ["--parts", "table4"],
-        ["--executor", "jax"],
-        ["--model", "x"],
-        ["--dtype", "float16"],
-        ["--jobs", "0"],
-    ):
-        with pytest.raises(SystemExit):
-            reproduce_paper.main([*wrong, "--out-dir", str(tmp_path)])
-    assert "there is no table4" in capsys.readouterr().err
     for wrong, message in (
+        (["--parts", "table4"], "there is no table4"),
+        (["--executor", "jax"], "--executor jax needs --model"),
+        (["--executor", "jax", "--model", "x", "--parts", "readings"], "there is no readings"),
+        (["--model", "x"], "--executor sim has opt-13b"),
+        (["--dtype", "float16"], "are for --executor jax"),
+        (["--jobs", "0"], "must be at least 1"),
         (["--seeds", "a"], "--seeds: 'a' is no list with commas"),
         (["--seeds", "-1"], "must be at least 0"),
         (["--datasets", "chatbot,chatbot"], "names something twice"),
         (["--parts", "fig3", "--batch-limits", "8"], "--batch-limits is of part fig4"),
         (["--parts", "fig4", "--max-num-seqs", "4"], "no batch limit of fig4 is within --max-num-seqs 4"),
-        (["--samples", str(tmp_path / "absent.json")], "--samples: cannot read the samples"),
+        (["--samples", str(tmp_path / "absent.json")], "cannot read the samples"),
         (["--executor", "jax", "--model", "x", "--jobs", "2"], "--jobs is for --executor sim"),
     ):
         with pytest.raises(SystemExit):
@@ -167,7 +293,7 @@ def test_ratios_are_split_into_what_the_time_went_to():
         "swap_stall": 0.0,
         "idle": 0.0,
     }
-    assert paper.report.split_ratio(ours, theirs) == pytest.approx([2.0, 0.5, -0.1, 0.5, 0.1])
+    assert paper.appendix.split_ratio(ours, theirs) == pytest.approx([2.0, 0.5, -0.1, 0.5, 0.1])
 
 
 def test_prompts_are_cut_to_a_models_positions():

@@ -311,7 +311,7 @@ def test_hindsight_knows_the_noise_and_has_no_regret():
 
 
 def test_expected_costs_are_between_predictions_and_hindsight():
-    """By the distribution of the noise, where that is skewed, less is lost than by predictions that ignore it."""
+    """By the distribution of skewed noise less is lost than by predictions that ignore it."""
     residuals = Residuals({"swap_out": [0.2] * 9 + [40.0], "swap_in": [0.2] * 9 + [40.0]}, seed=3)
     blind = make_preset("paper", COSTS)
     oracle = HindsightAction(AdaptiveAction, COSTS, residuals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from jaxllm.predictors.base import ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.profiling import Profiler
 from jaxllm.sched.presets import make_preset
-from jaxllm.workloads import make_trace
+from jaxllm.workloads import AllAtOnce, ClosedLoop, make_trace
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 CONFIGS: Mapping[str, dict[str, Any]] = {
@@ -62,7 +63,15 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     },
 }
 
-MEMORY_PRESETS = ("adaptive", "paper", "vllm", "vllm_swap", "vllm_swap_both", "vllm_v1")
+MEMORY_PRESETS = (
+    "adaptive",
+    "adaptive_throughput",
+    "paper",
+    "paper_strategy",
+    "vllm",
+    "vllm_swap",
+    "vllm_v1",
+)
 
 
 def model_config(name: str) -> LlamaConfig | OPTConfig:
@@ -229,12 +238,14 @@ def predictor_errors(llm: LLM, seconds: float) -> tuple[dict[str, Any], OnlineCa
 def preset_speeds(
     llm: LLM, costs: OnlineCalibration, num_requests: int, *, blocks: int, host_blocks: int, output_len: int
 ) -> Iterator[dict[str, Any]]:
-    """The memory policies on the same trace, with few blocks."""
-    trace = make_trace("chatbot", num_requests, output_len, seed=0)
+    """The memory policies on the same requests, all at once and in a closed loop, with few blocks."""
     config = dataclasses.replace(
         llm.engine.scheduler.config, num_gpu_blocks=blocks, num_host_blocks=host_blocks
     )
-    for preset in MEMORY_PRESETS:
+    for arrivals, preset in itertools.product(
+        (AllAtOnce(), ClosedLoop(num_requests // 4 or 1)), MEMORY_PRESETS
+    ):
+        trace = make_trace("chatbot", num_requests, output_len, arrivals=arrivals, seed=0)
         calibration = OnlineCalibration(costs.model)
         result = replay(llm, trace, config, make_preset(preset, calibration), costs=calibration)
-        yield {"preset": preset, **result.summary()}
+        yield {"preset": preset, "arrivals": repr(arrivals), **result.summary()}

@@ -1,10 +1,17 @@
-"""Command-line options that are lists."""
+"""Types of command-line options: lists, and arrivals."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from typing import Any
+
+from jaxllm.errors import ConfigError
+from jaxllm.workloads import ArrivalProcess, parse_arrivals
+
+ARRIVALS_HELP = (
+    "all, poisson:RATE, gamma:RATE:CV, closed:CLIENTS or closed:CLIENTS:THINK (default: %(default)s)"
+)
 
 
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -20,3 +27,11 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         return values
 
     return parse
+
+
+def arrivals_of(text: str) -> ArrivalProcess:
+    """An argparse type: what `parse_arrivals` makes of it."""
+    try:
+        return parse_arrivals(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

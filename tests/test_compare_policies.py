@@ -1,0 +1,102 @@
+"""Candidates for the default policy: every one runs, and what the report says of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import compare_policies
+from policies import cells, report
+
+from jaxllm.sched.presets import adaptive, make_preset
+
+
+def row(policy, setting, rate, turnaround, part="arrivals"):
+    values = dict(zip(report.MEASURES, (rate, turnaround, 2.0, 5.0), strict=True))
+    return {
+        "part": part,
+        "policy": policy,
+        "dataset": "chatbot",
+        "outputs": "max",
+        "setting": setting,
+        **values,
+    }
+
+
+def rows(ours=(1.0, 1.0), theirs=(1.0, 1.0)):
+    return [
+        *(row(baseline, "all", 0.5, 3.0) for baseline in cells.BASELINES[1:]),
+        row(cells.BASELINES[0], "all", *theirs),
+        row("adaptive", "all", *ours),
+    ]
+
+
+def test_every_candidate_runs_in_every_setting(tmp_path):
+    compare_policies.main(["--requests", "14", "--jobs", "1", "--out-dir", str(tmp_path)])
+    found = json.loads((tmp_path / "results.json").read_text())["cells"]
+    policies = {*cells.BASELINES, *cells.OURS, *cells.CHANGED, *cells.COMBINED}
+    of_arrivals = [one for one in found if one["part"] == "arrivals"]
+    assert {one["policy"] for one in of_arrivals} == policies
+    assert len(of_arrivals) == 36 * len(policies)
+    assert len(found) - len(of_arrivals) == 2 * 2 * len(cells.DEVICES) * 6
+    text = (tmp_path / "report.md").read_text()
+    for policy in cells.COMBINED:
+        assert f"| {policy} |" in text
+    assert "| chatbot | max | 128 clients who think |" in text
+    assert "What `adaptive` loses:" in text
+    assert (tmp_path / "fronts.png").stat().st_size > 1000
+    assert str(tmp_path) not in text
+
+
+def test_candidates_are_what_their_names_say():
+    costs = compare_policies.Device("opt-13b").costs()
+    preset = adaptive(costs)
+    same = cells.policy_of("fair; least urgent; urgent set", costs)
+    assert (same.priority, same.victim, same.restore) == (preset.priority, preset.victim, preset.restore)
+    assert cells.policy_of("patience 16", costs).patience == 16
+    assert cells.policy_of("decodes slowed down 1.5 times", costs).iterations.slowdown == 1.5
+    assert cells.policy_of("reserve 3 %", costs).admission.watermark == 0.03
+    assert cells.policy_of("vllm", costs) == make_preset("vllm")
+    in_order = cells.policy_of("first come; latest; in order", costs)
+    assert not in_order.restore.skips
+    assert len({repr(cells.policy_of(name, costs)) for name in cells.COMBINED}) == len(cells.COMBINED)
+
+
+def test_a_setting_is_lost_by_either_measure():
+    assert report.scores(rows())["adaptive"].lost == []
+    assert report.scores(rows(ours=(0.985, 1.015)))["adaptive"].lost == []
+    assert report.scores(rows(ours=(0.97, 1.0)))["adaptive"].lost == ["chatbot, max, all"]
+    assert report.scores(rows(ours=(1.0, 1.03)))["adaptive"].lost == ["chatbot, max, all"]
+    (said,) = report.lost(rows(ours=(2.0, 1.5)), "adaptive")
+    assert "weighted turnaround 1.500 of `vllm`'s, which has 0.50 of its tokens/s" in said
+    assert report.lost(rows(), "adaptive") == ["- none"]
+
+
+def test_the_front_has_who_is_not_beaten_in_both():
+    def score(rate, turnaround):
+        means = dict(zip(report.MEASURES, (rate, turnaround, 1.0, 1.0), strict=True))
+        return report.Score(means, means, [])
+
+    found = {
+        "fast": score(1.2, 1.1),
+        "short": score(1.0, 0.9),
+        "beaten": score(1.0, 1.0),
+        "both": score(1.1, 0.95),
+    }
+    assert report.front(found, "mean_weighted_turnaround") == {"fast", "short", "both"}
+    assert score(1.2, 0.8).balance == pytest.approx(1.5)
+
+
+def test_wrong_arguments(tmp_path, capsys):
+    for wrong, message in (
+        (["--parts", "links"], "--parts links: name some of arrivals, devices"),
+        (["--requests", "0"], "must be at least 1"),
+        (["--seeds", "-1"], "--seeds at least 0"),
+        (["--samples", str(tmp_path / "absent.json")], "--samples: cannot read the samples"),
+    ):
+        with pytest.raises(SystemExit):
+            compare_policies.main([*wrong, "--out-dir", str(tmp_path)])
+        assert message in capsys.readouterr().err
