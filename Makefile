@@ -14,7 +14,7 @@ help:
 	@echo "make test-gpu-compile  compiles kernels and whole steps for GPUs that are not there"
 	@echo "make lint         ruff and mypy"
 	@echo "make check        lint, test, test-parity, test-gpu-compile: what CI runs"
-	@echo "make reproduce    the AdaptiveLLM paper's evaluation, simulated"
+	@echo "make reproduce    the AdaptiveLLM paper's evaluation, and the choice of the default policy, simulated"
 	@echo "make bench        throughput and scheduler benchmarks of this machine"
 
 $(VENV)/.installed: pyproject.toml
@@ -65,7 +65,9 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/jaxllm bench throughput --num-prompts 64 --input-len 8:64 --output-len 16:64 --output out/throughput.json
 
 reproduce: $(VENV)/.installed-dev
-	$(BIN)/python scripts/reproduce_paper.py --samples benchmarks/profile-cpu-samples.json --out-dir out/paper
+	$(BIN)/python scripts/reproduce_paper.py --out-dir out/paper
+	$(BIN)/python scripts/compare_policies.py --requests 400 --samples benchmarks/profile-cpu-samples.json \
+		--out-dir out/policies
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

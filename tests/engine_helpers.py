@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxllm.engine.engine import Engine
 from jaxllm.llm import LLM
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.plan import PolicyPlanner
+from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import PreemptionAction, SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 

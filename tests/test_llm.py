@@ -195,6 +195,13 @@ def test_end_of_sequence_token_ends_and_is_not_in_the_text(demo):
     assert len(output.token_ids) == 8
 
 
+def test_chat_takes_priorities_and_deadlines_as_generate_does(demo):
+    messages = [{"role": "user", "content": "x"}]
+    for options, message in (({"priority": 1}, "priority=1"), ({"deadline": [2.0]}, r"deadline=2\.0")):
+        with pytest.raises(RequestError, match=f"{message} would be ignored"):
+            demo.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False, **options)
+
+
 def test_chat_adds_no_extra_special_tokens(demo):
     messages = [{"role": "user", "content": "sort a list"}]
     (output,) = demo.chat(messages, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)

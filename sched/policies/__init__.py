@@ -229,6 +229,6 @@ class SchedulerPolicy:
 
     def planner(self, state: SchedulerState) -> Planner:
         """What decides the iterations of a scheduler."""
-        from jaxllm.sched.plan import PolicyPlanner
+        from jaxllm.sched.planner import PolicyPlanner
 
         return PolicyPlanner(state, self)

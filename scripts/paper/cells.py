@@ -209,13 +209,19 @@ def make_cells(
     samples: str | None = None,
     data: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Cell]:
-    """Every run of the parts (`PARTS`); `data` has files of prompts by data set."""
+    """Every run of the parts (`PARTS`); `data` has files of prompts by data set.
+
+    Fig. 4 has all models for the first of the arrivals, and the first model for the others.
+    """
     cells: list[Cell] = []
     groups = list(itertools.product(seeds, models, datasets))
 
     def add(part: str, preset: str, length: int, limit: int, outputs: str, sent: str, **changes: Any) -> None:
         changes.setdefault("overlap", preset in OVERLAPPING)
+        is_beside = part == "fig4" and sent != arrivals[0]
         for seed, model, dataset in groups:
+            if is_beside and model != models[0]:
+                continue
             cells.append(
                 Cell(
                     part,

@@ -85,11 +85,11 @@ def _combined(order: str, victim: str, restore: str) -> Change:
 COMBINED: Mapping[str, Change] = {
     f"{order}; {victim}; {restore}": _combined(order, victim, restore)
     for order, victim, restore in itertools.product(_ORDERS, _VICTIMS, _RESTORES)
+    if (order, restore) != ("first come", "urgent set")  # of equals those who are swapped resume first
 }
-"""Order of the queues; victim; who returns or starts first. All else as `adaptive`, patience as good as "
-"none."""
+"""Order of the queues; victim; who returns or starts first. All else as in `adaptive`, without patience."""
 CHANGED: Mapping[str, Change] = {
-    **{f"patience {n}": _with(patience=n) for n in (16, 32, 128, 256, 1024)},
+    **{f"patience {n}": _with(patience=n) for n in (16, 32, 128, 1024)},
     "reserve 1 %": _with(admission=WatermarkAdmission(0.01)),
     "reserve 3 %": _with(admission=WatermarkAdmission(0.03)),
     "swapped requests resume at once": _with(resume=ResumeAtOnce()),

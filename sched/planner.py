@@ -1,0 +1,417 @@
+"""Decides what an iteration is to do as a `SchedulerPolicy` answers, without changing anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import numbers
+
+from jaxllm.errors import ConfigError
+from jaxllm.sched.plan import Plan
+from jaxllm.sched.policies import (
+    Decision,
+    IterationState,
+    PoolState,
+    PreemptionAction,
+    ResumeAction,
+    ResumeDecision,
+    SchedulerPolicy,
+)
+from jaxllm.sched.policies.victims import Outranks
+from jaxllm.sched.queues import Verdict
+from jaxllm.sched.state import SchedulerState
+from jaxllm.types import Request, RequestStatus
+
+_FULL = 0.9
+"""Share of a program's rows from which on it is not worth cutting prompts for a smaller one."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Room:
+    """What is left for those who return or start."""
+
+    num_blocks: int
+    num_tokens: int
+    num_slots: int
+    num_chunks: int
+
+
+_Rank = tuple[float, int, Request]  # score, infinite of protected ones, and the later arrival first
+
+
+class PolicyPlanner:
+    """Plans as a `SchedulerPolicy` answers.
+
+    The running requests' next tokens come first, then the prompts under way, in chunks; then those who return
+    or start, until the budget or the blocks are used up. Where blocks run out for the first two, holders are
+    preempted, and nobody returns or starts.
+    """
+
+    def __init__(self, state: SchedulerState, policy: SchedulerPolicy) -> None:
+        """Reads `state`."""
+        self._state, self._policy = state, policy
+        self._mixes = policy.iterations.mixes
+        self._max_chunks = state.config.max_prefill_seqs or state.config.max_num_seqs
+        skips = policy.restore.skips
+        # What the visit of a request leads to that is too large, and of one that does not suit now.
+        self._too_large = Verdict.SKIP if skips else Verdict.STOP
+        self._unsuited = Verdict.SKIP_ONE if skips else Verdict.STOP
+
+    def plan(self, now: float) -> Plan | None:
+        """The next iteration."""
+        state = self._state
+        plan, num_tokens = Plan(), 0
+        if state.prompts or state.is_queued or state.copies.num_loading:
+            num_tokens = self._num_prompt_tokens()
+            self._go_on(plan, num_tokens)
+        num_free = state.pool.num_free - self._num_needed(plan)
+        if num_free < 0:
+            if state.num_holders == 1 and state.copies.num_loading:
+                return None  # so that there is somebody to preempt
+            if not self._preempt(plan, num_tokens, now) and state.copies.num_loading:
+                return None
+        elif state.is_queued:
+            self._take_in(plan, num_tokens, num_free, now)
+        if not (state.running or plan.chunks or plan.starting or plan.resuming) and state.copies.num_loading:
+            return None
+        if plan.chunks or plan.starting:
+            self._fit_program(plan)
+        return plan
+
+    def _num_prompt_tokens(self) -> int:
+        """Most prompt tokens of the iteration."""
+        state, policy = self._state, self._policy.iterations
+        under_way = [request.num_tokens - request.num_computed_tokens for request in state.prompts]
+        fitting = min(state.waiting.num_tokens, state.pool.num_free * state.pool.block_size)
+        backlog = fitting + sum(under_way)
+        num_decodes, budget = len(state.running), state.config.max_num_batched_tokens
+        asked = IterationState(num_decodes, state.running.num_tokens, backlog, budget)
+        answer = policy.num_prompt_tokens(asked)
+        if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
+            raise ConfigError(f"{policy} lets {answer!r} prompt tokens ride; it must be an integer from 0 up")
+        answer = min(answer, budget - num_decodes if self._mixes else budget)
+        return answer if num_decodes else max(answer, 1)
+
+    # Those who hold blocks
+
+    def _go_on(self, plan: Plan, num_tokens: int) -> None:
+        """Let the running requests go on, and as much of the prompts under way as `num_tokens` allow."""
+        gone = {request for request, _ in plan.victims}
+        plan.chunks = []
+        for request in self._state.prompts[: self._max_chunks + len(gone)]:
+            length = min(request.num_tokens - request.num_computed_tokens, num_tokens)
+            if length <= 0 or len(plan.chunks) == self._max_chunks:
+                break
+            if request not in gone:
+                plan.chunks.append((request, length))
+                num_tokens -= length
+        plan.decodes = self._mixes or not plan.chunks
+
+    def _num_needed(self, plan: Plan) -> int:
+        """Blocks that those who go on need."""
+        num_needed = len(self._state.running.growing) if plan.decodes else 0
+        return num_needed + sum([self._num_missing(*chunk) for chunk in plan.chunks])
+
+    def _num_missing(self, request: Request, length: int) -> int:
+        return self._state.num_missing(request, request.num_computed_tokens + length)
+
+    def _preempt(self, plan: Plan, num_tokens: int, now: float) -> bool:
+        """Add victims until the others have the blocks they need (True), or one holder is left."""
+        state = self._state
+        order = self._victim_order(now)
+        pools = state.pools(state.pool.num_free, state.copies.num_free, mixes=self._mixes)
+        growing = state.running.growing
+        num_spared = 0  # blocks that victims among the running ones do not need
+        num_needed = self._num_needed(plan)
+        while num_needed - num_spared * plan.decodes > pools.num_free and len(order) > 1:
+            score, _, victim = heapq.heappop(order)
+            num_spared += victim in growing
+            pools = self._give_up(plan, victim, score, pools, now)
+            if not victim.is_decoding:
+                self._go_on(plan, num_tokens)
+                num_needed = self._num_needed(plan)
+        if not (pools.num_running or plan.chunks):
+            self._go_on(plan, 1)
+            num_needed = self._num_needed(plan)
+        plan.scores.append(_next_score(order))
+        return num_needed - num_spared * plan.decodes <= pools.num_free
+
+    def _victim_order(self, now: float) -> list[_Rank]:
+        """A heap of all holders, the first to lose its blocks first; protected ones last, by arrival."""
+        policy, state = self._policy.victim, self._state
+        holders = [*state.running, *state.prompts]
+        scores = [policy.score(request, now) for request in holders]
+        order = [
+            (math.inf if request.is_protected else score, -request.arrival_index, request)
+            for request, score in zip(holders, scores, strict=True)
+        ]
+        for score in scores:
+            if score is None or score != score:
+                raise ConfigError(f"{policy} scored a request with {score!r}, which is not a number")
+        heapq.heapify(order)
+        return order
+
+    def _give_up(self, plan: Plan, victim: Request, score: float, pools: PoolState, now: float) -> PoolState:
+        """Add a victim to `plan`; returns the pools without it."""
+        is_running = victim.is_decoding
+        num_running = pools.num_running - is_running
+        num_tokens = pools.num_context_tokens - is_running * victim.num_tokens
+        pools = pools._replace(num_running=num_running, num_context_tokens=num_tokens)
+        policy = self._policy.action
+        decision = policy.choose(victim, pools, now)
+        if not isinstance(decision, Decision) or not isinstance(decision.action, PreemptionAction):
+            raise ConfigError(f"{policy} answered {decision!r}, which is not a Decision")
+        check_seconds(policy, decision.swap_seconds, decision.recompute_seconds, decision.copy_seconds)
+        num_host_free, num_copied = pools.num_host_free, 0
+        if not (self._mixes or is_running):  # it would come back into a decode iteration
+            decision = decision._replace(action=PreemptionAction.RECOMPUTE)
+        if decision.action is PreemptionAction.SWAP:
+            num_copied = self._state.pool.blocks_for(victim.num_computed_tokens)
+            if not 0 < num_copied <= num_host_free:
+                raise ConfigError(
+                    f"{policy} swaps {num_copied} blocks; {num_host_free} of {pools.num_host_blocks} host "
+                    "blocks are free: drop the victim or raise num_host_blocks"
+                )
+        plan.victims.append((victim, decision))
+        plan.scores.append((victim.request_id, score))
+        num_free = pools.num_free + len(victim.block_ids)
+        if not num_copied:
+            return pools._replace(num_free=num_free)
+        num_leaving = pools.num_leaving + num_copied
+        return pools._replace(
+            num_free=num_free, num_host_free=num_host_free - num_copied, num_leaving=num_leaving
+        )
+
+    # Those who want some
+
+    def _take_in(self, plan: Plan, num_tokens: int, num_free: int, now: float) -> None:
+        """Add to `plan` who resumes or starts within so many tokens and blocks."""
+        state, restore = self._state, self._policy.restore
+        for request in (*state.prompts, *state.copies.loading):  # what they still need is theirs
+            num_free -= state.pool.blocks_for(request.num_tokens) - len(request.block_ids)
+        if not plan.decodes:
+            num_free -= len(state.running.growing)  # they go on next
+        for request, length in plan.chunks:
+            num_free += self._num_missing(request, length)  # which was taken off before
+            num_tokens -= length
+        num_chunks = self._max_chunks - len(plan.chunks)
+        room = _Room(num_free, num_tokens, len(state.free_slots), num_chunks)
+        first = state.first_queued()
+        patience = self._policy.patience
+        if patience is not None and first is not None:
+            if first.num_passed >= patience:
+                plan.reserved = first
+                self._take_only(plan, first, room)
+                return
+            room.num_slots = min(room.num_slots, patience - first.num_passed)
+        alone = dataclasses.replace(room)
+        # Where a copy is all there is to wait for, no other is put before it.
+        is_free = state.num_holders > 0 or not state.copies.num_loading
+        resuming = self._resumable(room, now) if is_free and (self._mixes or not plan.chunks) else []
+        starting = self._startable(alone, bool(plan.chunks), now)
+        if resuming and starting:
+            waiting, swapped = [one[0] for one in starting], [one[0] for one in resuming]
+            if restore.swaps_in(waiting, swapped, now):
+                starting = self._startable(room, bool(plan.chunks), now) if self._mixes else []
+            else:
+                resuming = self._resumable(alone, now) if self._mixes else []
+        elif not (resuming or starting or state.num_holders or state.copies.num_loading):
+            # Nothing will ever change: whoever was put off goes.
+            resuming = self._resumable(room, now, put_off=False)
+        if not (state.running or plan.chunks or starting) and resuming:  # nothing else to do than to wait
+            request, decision, length = resuming[0]
+            num_left = num_tokens - sum([one[2] for one in resuming[1:]])
+            length = max(1, min(length or request.num_tokens - request.num_computed_tokens, num_left))
+            resuming[0] = request, decision._replace(action=ResumeAction.AT_ONCE), length
+        plan.resuming, plan.starting = resuming, starting
+        plan.decodes = plan.decodes and (self._mixes or not starting)
+        if not (resuming or starting) and self._policy.victim.outranks is not None:
+            self._outrank(plan, room, now, self._policy.victim.outranks)
+
+    def _take_only(self, plan: Plan, request: Request, room: _Room) -> None:
+        """Let this one take blocks, if there are enough, and nobody else."""
+        has_room = self._state.pool.blocks_for(request.num_tokens) <= room.num_blocks
+        is_free = min(room.num_slots, room.num_tokens, room.num_chunks) > 0
+        if not (has_room and is_free) or request.num_in_flight:
+            return
+        length = min(request.num_tokens - request.num_computed_tokens, room.num_tokens)
+        if request.status is RequestStatus.SWAPPED and (self._mixes or not plan.chunks):
+            plan.resuming = [(request, ResumeDecision(ResumeAction.AT_ONCE), length)]
+        elif request.status is RequestStatus.WAITING:
+            plan.starting = [(request, length)]
+            plan.decodes = self._mixes
+
+    def _startable(self, room: _Room, has_chunks: bool, now: float) -> list[tuple[Request, int]]:
+        """Waiting requests that fit into `room`, and how many tokens they compute; takes that off."""
+        state, admission = self._state, self._policy.admission
+        pool, waiting = state.pool, state.waiting
+        if not waiting or min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
+            return []
+        if pool.blocks_for(waiting.min_num_tokens) > room.num_blocks:
+            return []
+        starting: list[tuple[Request, int]] = []
+        pools: PoolState | None = None
+
+        def judge(request: Request) -> Verdict:
+            nonlocal pools
+            if min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
+                return Verdict.STOP
+            num_tokens = request.num_tokens
+            num_needed = pool.blocks_for(num_tokens)
+            if num_needed > room.num_blocks:
+                return self._too_large
+            if num_tokens > room.num_tokens and not self._mixes and (starting or has_chunks):
+                return self._too_large  # only the first prompt of a prefill is split
+            if request.num_in_flight:
+                return self._unsuited  # just preempted: its newest token is not known yet
+            # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
+            if room.num_blocks < pool.num_blocks or state.swapped:
+                if pools is None:
+                    pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
+                if not admission.admits(request, num_needed, pools):
+                    return self._too_large
+            length = min(num_tokens, room.num_tokens)
+            room.num_blocks -= num_needed
+            room.num_tokens -= length
+            room.num_slots -= 1
+            room.num_chunks -= 1
+            if pools is not None:
+                pools = pools._replace(num_free=room.num_blocks)
+            starting.append((request, length))
+            return Verdict.TAKE
+
+        waiting.visit(now, judge, self._least_too_long(room))
+        return starting
+
+    def _resumable(
+        self, room: _Room, now: float, *, put_off: bool = True
+    ) -> list[tuple[Request, ResumeDecision, int]]:
+        """Swapped requests that fit into `room` with their next token, and how they come back, as above.
+
+        Without `put_off` the policy is not asked, and the first that fits resumes at once, alone.
+        """
+        state, pool, policy = self._state, self._state.pool, self._policy.resume
+        if not state.swapped or min(room.num_slots, room.num_blocks, room.num_tokens) < 1:
+            return []
+        resuming: list[tuple[Request, ResumeDecision, int]] = []
+        pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
+
+        def judge(request: Request) -> Verdict:
+            nonlocal pools
+            if min(room.num_slots, room.num_tokens) < 1 or (resuming and not put_off):
+                return Verdict.STOP
+            num_needed = pool.blocks_for(request.num_tokens)
+            if num_needed > room.num_blocks:
+                return self._too_large
+            num_left = request.num_tokens - request.num_computed_tokens
+            if request.num_in_flight or (num_left > 1 and room.num_chunks < 1):
+                return self._unsuited
+            decision = ResumeDecision(ResumeAction.AT_ONCE)
+            if put_off:
+                copied_out_at = state.copied_out_at.get(request.request_id, now)
+                decision = policy.choose(request, copied_out_at, pools, now)
+                if not isinstance(decision, ResumeDecision) or not isinstance(decision.action, ResumeAction):
+                    raise ConfigError(f"{policy} answered {decision!r}, which is not a ResumeDecision")
+                check_seconds(policy, decision.swap_seconds, decision.copy_seconds)
+            if decision.action is ResumeAction.LATER:
+                return Verdict.STOP
+            length = 0
+            if decision.action is ResumeAction.AT_ONCE:
+                length = min(num_left, room.num_tokens)
+            room.num_blocks -= num_needed
+            room.num_tokens -= length
+            room.num_slots -= 1
+            room.num_chunks -= num_left > 1
+            until = max(now, pools.copy_in_until) + (decision.copy_seconds or 0.0)
+            pools = pools._replace(num_free=room.num_blocks, copy_in_until=until)
+            resuming.append((request, decision, length))
+            return Verdict.TAKE
+
+        state.swapped.visit(now, judge, self._least_too_long(room))
+        return resuming
+
+    def _least_too_long(self, room: _Room) -> float:
+        """Tokens that the blocks do not hold, if requests of so many may be passed over."""
+        return room.num_blocks * self._state.pool.block_size + 1 if self._policy.restore.skips else math.inf
+
+    def _outrank(self, plan: Plan, room: _Room, now: float, outranks: Outranks) -> None:
+        """Let the most urgent queued request take the room of holders, if the policy says so."""
+        state, policy = self._state, self._policy
+        heads: list[Request] = []
+
+        def look(request: Request) -> Verdict:
+            heads.append(request)
+            return Verdict.STOP
+
+        for queue in (state.waiting, state.swapped):
+            queue.visit(now, look)
+        _, _, queued = min((-policy.priority.score(one, now), one.arrival_index, one) for one in heads)
+        is_waiting = queued.status is RequestStatus.WAITING
+        if not plan.decodes or queued.num_in_flight or min(room.num_tokens, room.num_chunks) < 1:
+            return
+        num_needed = state.pool.blocks_for(queued.num_tokens)
+        order = self._victim_order(now)
+        pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
+        found = Plan()
+        while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
+            score, _, victim = heapq.heappop(order)
+            if victim.is_protected or not outranks(queued, victim, now):
+                return
+            pools = self._give_up(found, victim, score, pools, now)
+        if pools.num_free < num_needed or not found.victims:
+            return
+        if is_waiting and not policy.admission.admits(queued, num_needed, pools):
+            return
+        gone = {request for request, _ in found.victims}
+        plan.chunks = [(request, length) for request, length in plan.chunks if request not in gone]
+        plan.victims, plan.scores = found.victims, found.scores
+        if order:
+            plan.scores.append(_next_score(order))
+        length = min(queued.num_tokens - queued.num_computed_tokens, room.num_tokens)
+        if is_waiting:
+            plan.starting, plan.decodes = [(queued, length)], self._mixes
+        else:
+            plan.resuming = [(queued, ResumeDecision(ResumeAction.AT_ONCE), length)]
+
+    def _fit_program(self, plan: Plan) -> None:
+        """Cut prompts so that they fill a program of the executor's, where that computes less in vain."""
+        state, sizes = self._state, self._state.config.program_sizes
+        num_gone = sum([victim.is_decoding for victim, _ in plan.victims])
+        num_decodes = (len(state.running) - num_gone) * plan.decodes
+        num_decodes += sum([length for _, _, length in plan.resuming])
+        total = num_decodes + sum(length for _, length in (*plan.chunks, *plan.starting))
+        size = next((size for size in sizes if size >= total), 0)
+        smaller = max((size for size in sizes if size <= total), default=0)
+        if total >= _FULL * size or smaller <= num_decodes:
+            return
+        rest = total - smaller
+        if len(state.waiting) == len(plan.starting):  # nobody else will fill the program of the rest
+            later = next((size for size in sizes if size >= num_decodes + rest), size)
+            if smaller + later - num_decodes >= size:
+                return
+        for of in (plan.starting, plan.chunks):
+            while of and rest:
+                request, length = of.pop()
+                if length > rest:
+                    of.append((request, length - rest))
+                rest -= min(rest, length)
+
+
+def check_seconds(policy: object, *predicted: float | None) -> None:
+    """Refuse predictions that are no seconds.
+
+    Raises:
+        ConfigError: one is neither None nor a finite number of at least 0.
+    """
+    for seconds in predicted:
+        if seconds is None or (type(seconds) is float and 0.0 <= seconds < math.inf):
+            continue
+        if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
+            raise ConfigError(f"{policy} predicted {seconds!r} s; predict seconds of at least 0, or None")
+
+
+def _next_score(order: list[_Rank]) -> tuple[str, float]:
+    """Id and score of the holder that would be preempted next."""
+    score, _, request = order[0]
+    return request.request_id, score
