@@ -11,6 +11,7 @@
 | `store`      | `Profile`: a table on disk, as JSON and npz                                |
 | `online`     | `OnlineCalibration`: corrects predictions by what was measured             |
 | `lengths`    | how long outputs will be: a value, a range or a rank, learned online       |
+| `link`       | `LinkCosts`: latency, pieces and bytes of copies, fitted to measurements   |
 
 Costs are seconds of one engine step or one transfer. Nothing here runs a device.
 """

@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_allocation
+import bench_link
+from memory.block_size import LAYOUTS, block_size_rows, crossover, lines_of
 
 
 def test_waste_is_counted_and_drawn(tmp_path, capsys):
@@ -30,6 +32,55 @@ def test_waste_is_counted_and_drawn(tmp_path, capsys):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
+def test_simulated_block_sizes_cross_over():
+    lines = lines_of(block_size_rows())
+    assert lines.keys() == {("simulated", layout, tokens) for layout in LAYOUTS for tokens in (64, 256, 1024)}
+    assert crossover(lines["simulated", "engine", 1024]) == "swap at all"
+    assert crossover(lines["simulated", "vllm", 1024]) == "swap from 32"
+    for key, line in lines.items():
+        assert [row["block_size"] for row in line] == [8, 16, 32, 64, 128, 256]
+        if key[1] == "vllm":
+            of_engine = lines["simulated", "engine", key[2]]
+            pairs = zip(line, of_engine, strict=True)
+            assert all(ours["swap_seconds"] > theirs["swap_seconds"] for ours, theirs in pairs)
+
+
+def test_crossovers_in_words():
+    def line(*swaps):
+        return [
+            {"block_size": 8 << place, "swap_seconds": swap, "recompute_seconds": 1.0}
+            for place, swap in enumerate(swaps)
+        ]
+
+    assert crossover(line(2, 3)) == "recompute at all"
+    assert crossover(line(0.5, 0.5, 2)) == "swap up to 16"
+    assert crossover(line(2, 0.5, 2, 0.5)) == "swap at 16, 64"
+
+
+def test_copies_are_measured_fitted_and_drawn(tmp_path, capsys):
+    sizes = ["--block-sizes", "8,32", "--tokens", "16,64", "--repetitions", "2"]
+    shape = ["--layers", "2", "--kv-heads", "1", "--head-dim", "8"]
+    files = ["--out", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
+    bench_link.main([*sizes, *shape, *files])
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert {"command", "hardware", "versions", "seed", "repetitions"} <= report.keys()
+    pieces = {
+        (row["layout"], row["tokens"]): row["num_pieces"]
+        for row in report["copies"]
+        if row["block_size"] == 8
+    }
+    assert pieces == {("engine", 16): 1, ("engine", 64): 1, ("vllm", 16): 8, ("vllm", 64): 32}
+    for row in report["copies"]:
+        assert 0 < row["seconds"]["min"] <= row["seconds"]["median"] <= row["seconds"]["max"]
+        assert row["num_bytes"] == -(-row["tokens"] // row["block_size"]) * row["block_size"] * 2 * 2 * 8 * 4
+    assert len(report["fits"]) == 2 * (len(LAYOUTS) + 1)
+    assert len(report["block_sizes"]) == 2 * len(LAYOUTS) * 2 * 2
+    output = capsys.readouterr().out
+    assert "| out | both | " in output
+    assert "| measured | vllm | 64 | " in output
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     ("script", "options", "message"),
     [
@@ -39,6 +90,9 @@ def test_waste_is_counted_and_drawn(tmp_path, capsys):
         (bench_allocation, ["--requests", "0"], "0 must lie in [2, 100000]"),
         (bench_allocation, ["--seeds", "a"], "'a' is no integer"),
         (bench_allocation, ["--out", "absent/a.json"], "there is no folder absent"),
+        (bench_link, ["--parts", "all"], "name some of link, simulated, measured"),
+        (bench_link, ["--block-sizes", "0"], "0 must lie in [1, 1024]"),
+        (bench_link, ["--model", "absent"], "--model absent: there is no config.json in it"),
         (bench_allocation, ["--plot", "a.txt"], "name a .png, .svg or .pdf file"),
     ],
 )
@@ -51,3 +105,8 @@ def test_wrong_arguments(script, options, message, capsys):
 def test_too_long_requests_are_refused():
     with pytest.raises(SystemExit, match=r"does not fit into 256 slots"):
         bench_allocation.main(["--datasets", "summary", "--pools", "256", "--max-model-len", "256"])
+
+
+def test_sequences_longer_than_the_model_are_refused():
+    with pytest.raises(SystemExit, match=r"5000 tokens are more than the model's 1024 positions"):
+        bench_link.main(["--parts", "measured", "--tokens", "5000"])
