@@ -10,6 +10,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_allocation
 import bench_link
+import bench_paging
+import jax
+import numpy as np
 from memory.block_size import LAYOUTS, block_size_rows, crossover, lines_of
 
 
@@ -81,6 +84,32 @@ def test_copies_are_measured_fitted_and_drawn(tmp_path, capsys):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
+def test_paging_is_timed_against_the_same_attention(tmp_path, capsys):
+    options = ["--block-sizes", "8,16", "--batches", "1,2", "--contexts", "16,32", "--repetitions", "2"]
+    shape = ["--num-q-heads", "4", "--num-kv-heads", "2", "--head-dim", "8", "--implementation", "xla"]
+    files = ["--out", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
+    bench_paging.main([*options, *shape, *files])
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert {"command", "hardware", "versions", "seed", "repetitions"} <= report.keys()
+    assert len(report["rows"]) == 2 * 2 * 2
+    for row in report["rows"]:
+        assert row["relative_difference"] < 1e-5
+        for base in bench_paging.BASELINES:
+            ratio = row[base]["ratio"]
+            assert 0 < ratio["min"] <= ratio["q1"] <= ratio["median"] <= ratio["q3"] <= ratio["max"]
+    assert "Median of the cells by block size: 8: " in capsys.readouterr().out
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_contiguous_attention_by_hand():
+    q, k, v = (jax.random.normal(jax.random.key(seed), (1, 2, 4 if seed else 1, 3)) for seed in range(3))
+    q = q[:, :, 0]
+    out = bench_paging.contiguous_attention(q, k, v, np.array([3], np.int32), scale=0.5)
+    for head in range(2):
+        weights = np.exp(0.5 * np.asarray(k[0, head, :3] @ q[0, head]))
+        np.testing.assert_allclose(out[0, head], weights @ v[0, head, :3] / weights.sum(), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("script", "options", "message"),
     [
@@ -93,6 +122,9 @@ def test_copies_are_measured_fitted_and_drawn(tmp_path, capsys):
         (bench_link, ["--parts", "all"], "name some of link, simulated, measured"),
         (bench_link, ["--block-sizes", "0"], "0 must lie in [1, 1024]"),
         (bench_link, ["--model", "absent"], "--model absent: there is no config.json in it"),
+        (bench_paging, ["--contexts", "100"], "100 is no multiple of the block size 8"),
+        (bench_paging, ["--contexts", "4"], "4 is shorter than every block"),
+        (bench_paging, ["--num-q-heads", "3"], "--num-q-heads 3 must be a multiple of --num-kv-heads"),
         (bench_allocation, ["--plot", "a.txt"], "name a .png, .svg or .pdf file"),
     ],
 )
@@ -110,3 +142,8 @@ def test_too_long_requests_are_refused():
 def test_sequences_longer_than_the_model_are_refused():
     with pytest.raises(SystemExit, match=r"5000 tokens are more than the model's 1024 positions"):
         bench_link.main(["--parts", "measured", "--tokens", "5000"])
+
+
+def test_unknown_implementations_are_refused():
+    with pytest.raises(SystemExit, match="unknown attention implementation 'cuda'"):
+        bench_paging.main(["--implementation", "cuda"])
