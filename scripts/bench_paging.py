@@ -231,7 +231,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=integer(1, 1024), default=default, help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--implementation", help="xla, triton or mosaic; by default the device's best")
-    parser.add_argument("--repetitions", type=integer(2, 10_000), default=21, help="default: %(default)s")
+    parser.add_argument("--repetitions", type=integer(2, 10_000), default=41, help="default: %(default)s")
     parser.add_argument(
         "--inner", type=integer(1, 10_000), default=1, help="calls of one timing; GPUs want more"
     )

@@ -38,7 +38,7 @@ def test_waste_is_counted_and_drawn(tmp_path, capsys):
 def test_simulated_block_sizes_cross_over():
     lines = lines_of(block_size_rows())
     assert lines.keys() == {("simulated", layout, tokens) for layout in LAYOUTS for tokens in (64, 256, 1024)}
-    assert crossover(lines["simulated", "engine", 1024]) == "swap at all"
+    assert crossover(lines["simulated", "engine", 1024]) == "swap at every size"
     assert crossover(lines["simulated", "vllm", 1024]) == "swap from 32"
     for key, line in lines.items():
         assert [row["block_size"] for row in line] == [8, 16, 32, 64, 128, 256]
@@ -55,7 +55,7 @@ def test_crossovers_in_words():
             for place, swap in enumerate(swaps)
         ]
 
-    assert crossover(line(2, 3)) == "recompute at all"
+    assert crossover(line(2, 3)) == "recompute at every size"
     assert crossover(line(0.5, 0.5, 2)) == "swap up to 16"
     assert crossover(line(2, 0.5, 2, 0.5)) == "swap at 16, 64"
 

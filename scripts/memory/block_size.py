@@ -72,9 +72,9 @@ def crossover(line: Sequence[Mapping[str, Any]]) -> str:
     """From and up to which of its block sizes swapping takes less time than recomputing, in words."""
     faster = [row["swap_seconds"] < row["recompute_seconds"] for row in line]
     if all(faster):
-        return "swap at all"
+        return "swap at every size"
     if not any(faster):
-        return "recompute at all"
+        return "recompute at every size"
     sizes = [row["block_size"] for row, is_faster in zip(line, faster, strict=True) if is_faster]
     if faster[-1] and len(sizes) == len(faster) - faster.index(True):
         return f"swap from {sizes[0]}"

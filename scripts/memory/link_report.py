@@ -68,12 +68,12 @@ def block_size_lines(rows: Sequence[Mapping[str, Any]], what: str) -> list[str]:
         "",
         f"{what} One sequence swapped out and in again, over one prefill of it: below 1 swapping is faster.",
         "",
-        "| | layout | tokens | recompute, ms | " + " | ".join(map(str, sizes)) + " | faster is to |",
+        "| | layout | tokens | recompute, ms | " + " | ".join(map(str, sizes)) + " | what is faster |",
         "|---|---|---:|---:|" + "---:|" * len(sizes) + "---|",
     ]
     for (source, layout, tokens), line in lines_of(rows).items():
         ratios = {row["block_size"]: row["swap_seconds"] / row["recompute_seconds"] for row in line}
-        cells = [f"{ratios[size]:.2g}" if size in ratios else "-" for size in sizes]
+        cells = [f"{ratios[size]:.2f}" if size in ratios else "-" for size in sizes]
         took = sorted({f"{1e3 * row['recompute_seconds']:.3g}" for row in line}, key=float)
         span = took[0] if len(took) == 1 else f"{took[0]} to {took[-1]}"
         lines.append(f"| {source} | {layout} | {tokens} | {span} | {' | '.join(cells)} | {crossover(line)} |")
@@ -93,7 +93,7 @@ def draw_link(report: Report, path: pathlib.Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     rows = report.get("block_sizes", ())
     titles = {"copies": "copies"} if "copies" in report else {}
@@ -117,6 +117,8 @@ def draw_link(report: Report, path: pathlib.Path) -> None:
             panel.set_xlabel("block size [tokens]")
             sizes = sorted({row["block_size"] for row in (*rows, *report.get("copies", ()))})
             panel.set_xticks(sizes, map(str, sizes))
+            panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
             panel.minorticks_off()
         line[0].set_ylabel("time [ms]")
         line[-1].legend(fontsize=7)
