@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import check_integer, check_number
@@ -75,6 +74,8 @@ class LinkCosts:
             ConfigError: there is no sample, or one is not positive.
         """
         _check(samples)
+        from scipy.optimize import nnls  # takes a while to import
+
         parts = np.array([(1.0, sample.num_pieces, sample.num_bytes) for sample in samples])
         relative = parts / np.array([[sample.seconds] for sample in samples])
         scale = relative.max(axis=0)  # else bytes and seconds differ by ten orders of magnitude
