@@ -65,7 +65,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/jaxllm bench throughput --num-prompts 64 --input-len 8:64 --output-len 16:64 --output out/throughput.json
 
 reproduce: $(VENV)/.installed-dev
-	$(BIN)/python scripts/reproduce_paper.py --out-dir out/paper
+	$(BIN)/python scripts/reproduce_paper.py --measured benchmarks --out-dir out/paper
 	$(BIN)/python scripts/compare_policies.py --requests 400 --samples benchmarks/profile-cpu-samples.json \
 		--out-dir out/policies
 

@@ -7,9 +7,11 @@
 
 Parts: `table3` (speed-ups at 64 output tokens), `readings` (the same under every setting the paper's text
 allows; simulated), `fig3` (throughput against the output length), `fig4` (weighted turnaround against the
-batch limit), `control` (Section 4.6: predicting, and then recomputing all the same) and `swap_both` (vLLM_s
-by another rule). They end in `results.json`, figures, `report.md` and the same as `report.html`, and the
-long tables in `appendix.md`.
+batch limit), `control` (Section 4.6: predicting, and then recomputing all the same), `swap_both` (vLLM_s by
+another rule) and `memory` (of vLLM's paper: what contiguous allocation wastes, and swapping by block size).
+With --measured the report also has what only a real device tells, from the JSON files in that folder: errors
+of predictors (Section 4.5, Fig. 5), copies, and what paging costs the kernel. They end in `results.json`,
+figures, `report.md` and the same as `report.html`, and the long tables in `appendix.md`.
 
 `--executor sim` drives the engine's own scheduler with a virtual clock; its device is a roofline of an
 A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), nothing is
@@ -32,7 +34,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from paper import appendix
+from paper import appendix, measured
 from paper import report as sections
 from paper.cells import (
     BATCH_LIMITS,
@@ -59,7 +61,8 @@ from jaxllm.errors import ConfigError, RequestError
 from jaxllm.predictors.samples import load_samples
 from jaxllm.workloads import parse_arrivals
 
-SIMULATED_ONLY = ("readings", "swap_both")
+SIMULATED_ONLY = ("readings", "swap_both", "memory")
+ALL_PARTS = (*PARTS, "memory")
 
 
 def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
@@ -179,6 +182,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--seeds", type=list_of(int), default="0", help="comma-separated (default: %(default)s)"
     )
     parser.add_argument("--samples", help="measurements of a real profile (`jaxllm profile --samples`)")
+    parser.add_argument(
+        "--measured", type=pathlib.Path, help="folder with ladder-cpu.json, link-cpu.json, paging-cpu.json"
+    )
     parser.add_argument("--jobs", type=int, help="processes, with sim (default: 2)")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
@@ -196,7 +202,7 @@ def check(args: argparse.Namespace) -> None:
         ConfigError: options are unknown, out of range or at odds.
     """
     is_simulated = args.executor == "sim"
-    own = [part for part in PARTS if is_simulated or part not in SIMULATED_ONLY]
+    own = [part for part in ALL_PARTS if is_simulated or part not in SIMULATED_ONLY]
     if args.parts is None:
         args.parts = own
     for name, known in (("parts", own), ("datasets", DATASETS), ("presets", PRESETS)):
@@ -233,6 +239,8 @@ def check(args: argparse.Namespace) -> None:
         parse_arrivals(arrivals)
     if args.samples is not None:
         load_samples(args.samples)
+    if args.measured is not None and not args.measured.is_dir():
+        raise ConfigError(f"--measured {args.measured}: is no folder")
     data = dict(item.partition("=")[::2] for item in args.data)
     if not set(data) <= set(args.datasets):
         raise ConfigError(
@@ -277,6 +285,10 @@ def main(argv: list[str] | None = None) -> None:
         lines += sections.fig4(rows, folder)
     if "control" in args.parts:
         lines += sections.control(rows, is_simulated)
+    if args.measured is not None:
+        lines += measured.measured(args.measured, folder)
+    if "memory" in args.parts:
+        lines += measured.memory(command, folder, min(args.requests, 500))
     lines += sections.datasets()
     behind += appendix.figures(rows)
     if "swap_both" in args.parts:

@@ -59,6 +59,7 @@ def grid(
     y: tuple[str, str],
     title: str,
     values: Sequence[int],
+    is_log: bool = False,
     marks: Mapping[Group, Sequence[tuple[float, float]]] | None = None,
     bands: Mapping[Group, Sequence[tuple[float, float, float]]] | None = None,
 ) -> None:
@@ -70,13 +71,14 @@ def grid(
         x, y: each a field of the cells and what it says on the axis.
         title: of the whole figure.
         values: on the x axis.
+        is_log: whether the y axis is logarithmic.
         marks: the paper's points by panel, `(x, y)`.
         bands: the paper's ranges by panel, `(x, least, most)`.
     """
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     models, datasets = cells.values("model"), cells.values("dataset")
     size = (3.7 * len(datasets), 2.6 * len(models) + 1.0)
@@ -106,7 +108,11 @@ def grid(
             panel.set_xticks(list(values), list(map(str, values)))
             panel.set_title(f"{model}, {dataset}", fontsize=10)
             panel.grid(alpha=0.25)
-            panel.set_ylim(bottom=0)
+            if is_log:
+                panel.set_yscale("log", base=2)
+                panel.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            else:
+                panel.set_ylim(bottom=0)
     for panel in panels[-1]:
         panel.set_xlabel(x[1])
     for row in panels:
