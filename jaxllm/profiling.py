@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,10 +26,35 @@ _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 _MIN_SAMPLES = 60
 _MIN_SWAP_SIZES = 24  # a fit needs ten different ones
 _CONTEXT_SHARE = 0.3  # of prefills that continue sequences
+_TIMED_STEPS = 3  # of a run; one more goes before them, and one after
+_GROWTH = (_TIMED_STEPS + 1) // 2  # tokens that decodes gain in a run before its middle, and after it
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one measurement runs: a step's decodes and prompt chunks, in tokens, or a copy out and back.
+
+    Args:
+        contexts: tokens that each decoding sequence attends to, in the middle of a run.
+        lengths: new tokens of each prompt chunk.
+        starts: tokens of its sequence that are in the cache already.
+        num_blocks: KV blocks of a copy; the others are empty then.
+    """
+
+    contexts: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    num_blocks: int = 0
 
 
 class Profiler:
     """Runs made-up steps on an idle engine's executor and times them.
+
+    Steps are timed as an engine runs them: each is dispatched while the one before it runs, sampled tokens
+    stay on the device, and a step takes from the end of the one before it to its own. So the host's work
+    counts only where the device waits for it; an engine with `async_scheduling=False` waits for all of it,
+    and takes longer. Scheduling itself is not timed. A run is five steps alike, in which decodes grow by a
+    token from step to step, and the mean of the middle three is measured. Copies are timed alone.
 
     Sizes are drawn at random, as often at and just above the sizes that programs are compiled for as
     anywhere between, since padding makes costs jump there. Kinds of work take turns, so that a noisy
@@ -51,7 +76,7 @@ class Profiler:
         self._random = random.Random(seed)
         self.model = model
         self._repetitions = repetitions
-        draws: dict[CostKind, Callable[[], Sample | None]] = {
+        draws: dict[CostKind, Callable[[], Work | None]] = {
             "prefill": self._prefill,
             "decode": self._decode,
             "mixed": self._mixed,
@@ -60,28 +85,48 @@ class Profiler:
             del draws["mixed"]
         self._draws = draws
 
-    def samples(self, seconds: float) -> dict[CostKind, list[Sample]]:
-        """Measure for about so long, at least 60 samples of each kind.
+    def samples(self, seconds: float, at_least: int = _MIN_SAMPLES) -> dict[CostKind, list[Sample]]:
+        """Measure for about so long, and `at_least` so many samples of each kind.
 
         Swaps are measured only if the engine has host blocks, mixed steps if it takes several sequences.
         """
         found: dict[CostKind, list[Sample]] = {kind: [] for kind in COST_KINDS}
-        for _ in range(2):  # first uses: pages, caches
-            for draw in self._draws.values():
-                draw()
+        self.warm_up()
         started = time.perf_counter()
-        while time.perf_counter() - started < seconds or self._too_few(found):
-            for draw in self._draws.values():
-                sample = draw()
-                if sample is not None:
-                    found[sample.kind].append(sample)
-            if self._config.num_host_blocks:
-                for sample in self._swap():
+        while time.perf_counter() - started < seconds or any(
+            len(found[kind]) < at_least for kind in self._draws
+        ):
+            for work in self.draw():
+                for sample in self.measure(work):
                     found[sample.kind].append(sample)
         return {kind: samples for kind, samples in found.items() if samples}
 
-    def _too_few(self, found: Mapping[CostKind, Sequence[Sample]]) -> bool:
-        return any(len(found[kind]) < _MIN_SAMPLES for kind in self._draws)
+    def warm_up(self) -> None:
+        """Measure a few sizes that nobody looks at: pages and caches are used for the first time."""
+        for _ in range(2):
+            for work in self.draw():
+                self.measure(work)
+
+    def draw(self) -> list[Work]:
+        """One size of each kind, drawn at random; without those that do not fit the pool."""
+        drawn = [draw() for draw in self._draws.values()]
+        if self._config.num_host_blocks:
+            drawn.append(self._swap())
+        return [work for work in drawn if work is not None]
+
+    def measure(self, work: Work) -> list[Sample]:
+        """One sample of a step; of a copy one out, and one back.
+
+        Raises:
+            ConfigError: it does not fit the pool, or the engine has no host blocks.
+        """
+        if work.num_blocks:
+            return self._measure_swap(work.num_blocks)
+        contexts, lengths, starts = work.contexts, work.lengths, work.starts
+        scheduled = self._schedule(work)
+        seconds = statistics.median(self._time(scheduled) for _ in range(self._repetitions))
+        counts = (len(contexts), sum(contexts), sum(lengths), len(lengths), sum(starts))
+        return [Sample.step(self.model, seconds, *counts)]
 
     def time_decode(self, batch: int, context: int, repetitions: int = 10) -> float:
         """Median seconds of a decode step of `batch` sequences of `context` tokens.
@@ -89,10 +134,7 @@ class Profiler:
         Raises:
             ConfigError: they do not fit the pool.
         """
-        requests = self._requests([context + 1] * batch)
-        if requests is None:
-            raise ConfigError(f"{batch} sequences of {context} tokens do not fit the pool")
-        scheduled = SchedulerOutput(0, decode=tuple(requests))
+        scheduled = self._schedule(Work(contexts=(context,) * batch))
         return statistics.median(self._time(scheduled) for _ in range(repetitions + 1))
 
     def time_prefill(self, num_tokens: int, num_seqs: int, repetitions: int = 10) -> float:
@@ -103,12 +145,8 @@ class Profiler:
         """
         if not num_seqs <= num_tokens <= num_seqs * (self._config.max_model_len - 1):
             raise ConfigError(f"{num_tokens} tokens are no {num_seqs} prompts of 1 to max_model_len - 1")
-        lengths = self._split(num_tokens, num_seqs)
-        requests = self._requests([length + 1 for length in lengths])
-        if requests is None:
-            raise ConfigError(f"{num_tokens} tokens do not fit the pool")
-        chunks = [PrefillChunk(r, 0, length, True) for r, length in zip(requests, lengths, strict=True)]
-        scheduled = SchedulerOutput(0, prefill=tuple(chunks))
+        lengths = tuple(self._split(num_tokens, num_seqs))
+        scheduled = self._schedule(Work(lengths=lengths, starts=(0,) * num_seqs))
         return statistics.median(self._time(scheduled) for _ in range(repetitions + 1))
 
     def hidden_swap_shares(
@@ -128,9 +166,7 @@ class Profiler:
         step = self.time_decode(batch, context)
         alone = [executor.time_swap(num_blocks) for _ in range(repetitions)]
         out_alone, in_alone = (statistics.median(times) for times in zip(*alone, strict=True))
-        requests = self._requests([context + 1] * batch)
-        assert requests is not None  # `time_decode` had them, too
-        decode = SchedulerOutput(0, decode=tuple(requests))
+        decode = self._schedule(Work(contexts=(context,) * batch))
         nobody = Request("", [0], _GREEDY, arrival_time=0.0, arrival_index=-1, max_total_tokens=2)
         swap = Swap(nobody, -2, tuple(range(num_blocks)))  # handle -1 is that of `time_swap`
 
@@ -165,7 +201,7 @@ class Profiler:
         """
         found: dict[CostKind, list[Sample]] = {"swap_out": [], "swap_in": []}
         for _ in range(count):
-            for sample in self._swap():
+            for sample in self.measure(self._swap()):
                 found[sample.kind].append(sample)
         return found
 
@@ -210,41 +246,34 @@ class Profiler:
             table=table,
         )
 
-    # One measurement each
+    # What is measured
 
-    def _prefill(self) -> Sample | None:
+    def _prefill(self) -> Work | None:
         return self._step(self._draw_size(self._config.buckets.sizes), 0)
 
-    def _mixed(self) -> Sample | None:
+    def _mixed(self) -> Work | None:
         total = max(2, self._draw_size(self._config.buckets.sizes))
         return self._step(total, self._draw_size((min(total, self._config.max_num_seqs) - 1,)))
 
-    def _decode(self) -> Sample | None:
+    def _decode(self) -> Work | None:
         batch = self._draw_size(self._config.buckets.decode)
         return self._step(batch, batch)
 
-    def _step(self, num_rows: int, batch: int) -> Sample | None:
-        """Measure a step of so many rows, `batch` of them decodes; None if what was drawn does not fit."""
+    def _step(self, num_rows: int, batch: int) -> Work | None:
+        """A step of so many rows, `batch` of them decodes; None if what was drawn does not fit."""
         config, uniform = self._config, self._random.uniform
         longest = config.max_model_len - 1
         room = config.num_gpu_blocks // max(1, batch) * config.block_size
         most = min(longest, room // 2 if num_rows > batch else room)
         if batch and most < 1:
             return None
+        most = max(1, most - _GROWTH)
+        least = min(most, 1 + _GROWTH)
         mean = max(1, round(most ** self._random.random())) if batch else 0
-        contexts = [min(most, max(1, round(mean * uniform(0.5, 1.5)))) for _ in range(batch)]
+        contexts = [min(most, max(least, round(mean * uniform(0.5, 1.5)))) for _ in range(batch)]
         lengths, starts = self._chunks(num_rows - batch, config.max_num_seqs - batch)
-        totals = [start + length for start, length in zip(starts, lengths, strict=True)]
-        requests = self._requests([*(context + 1 for context in contexts), *(total + 1 for total in totals)])
-        if requests is None:
-            return None
-        chunks = [
-            PrefillChunk(request, start, length, True)
-            for request, start, length in zip(requests[batch:], starts, lengths, strict=True)
-        ]
-        scheduled = SchedulerOutput(0, decode=tuple(requests[:batch]), prefill=tuple(chunks))
-        work = (batch, sum(contexts), sum(lengths), len(lengths), sum(starts))
-        return Sample.step(self.model, self._median(scheduled), *work)
+        work = Work(tuple(contexts), tuple(lengths), tuple(starts))
+        return work if self._num_blocks(work) <= config.num_gpu_blocks else None
 
     def _chunks(self, num_tokens: int, max_seqs: int) -> tuple[list[int], list[int]]:
         """Lengths and starts of prompt chunks of so many tokens, or as many as sequences may have."""
@@ -261,22 +290,43 @@ class Profiler:
             starts = [self._random.randint(0, max(0, room - length)) for length in lengths]
         return lengths, starts
 
-    def _swap(self) -> Iterator[Sample]:
-        config = self._config
-        longest = -(-config.max_model_len // config.block_size)
-        num_blocks = self._random.randint(1, max(longest, _MIN_SWAP_SIZES))
+    def _swap(self) -> Work:
+        longest = -(-self._config.max_model_len // self._config.block_size)
+        return Work(num_blocks=self._random.randint(1, max(longest, _MIN_SWAP_SIZES)))
+
+    # One measurement each
+
+    def _measure_swap(self, num_blocks: int) -> list[Sample]:
         timed = [self._executor.time_swap(num_blocks) for _ in range(self._repetitions)]
         out_seconds, in_seconds = (statistics.median(times) for times in zip(*timed, strict=True))
-        yield Sample.swap_out(self.model, config.block_size, num_blocks, out_seconds)
-        yield Sample.swap_in(self.model, config.block_size, num_blocks, in_seconds)
-
-    def _median(self, scheduled: SchedulerOutput) -> float:
-        return statistics.median(self._time(scheduled) for _ in range(self._repetitions))
+        size = self._config.block_size
+        return [
+            Sample.swap_out(self.model, size, num_blocks, out_seconds),
+            Sample.swap_in(self.model, size, num_blocks, in_seconds),
+        ]
 
     def _time(self, scheduled: SchedulerOutput) -> float:
-        started = time.perf_counter()
-        self._executor.execute(scheduled).fetch()
-        return time.perf_counter() - started
+        """Seconds of a step in a run of steps alike, each dispatched before the one before it is read."""
+        execute, decode, size = self._executor.execute, scheduled.decode, self._config.block_size
+        lengths = [
+            (one, one.num_tokens, min(self._config.max_model_len, len(one.block_ids) * size + 1))
+            for one in decode
+        ]
+        ends: list[float] = []
+        before = None
+        for place in range(-_GROWTH, _GROWTH + 1):
+            for request, middle, most in lengths:
+                request.num_tokens = min(max(2, middle + place), most)
+            dispatched = execute(scheduled)
+            if before is not None:
+                before.fetch()
+                ends.append(time.perf_counter())
+            before = dispatched
+        assert before is not None
+        before.fetch()
+        for request, middle, _ in lengths:
+            request.num_tokens = middle
+        return (ends[-1] - ends[0]) / _TIMED_STEPS
 
     def _draw_size(self, compiled: Sequence[int]) -> int:
         most = compiled[-1]
@@ -296,21 +346,45 @@ class Profiler:
             left -= more
         return lengths
 
-    def _requests(self, totals: Sequence[int]) -> list[Request] | None:
-        """Requests of these lengths, newest token included, in blocks of their own; None if too large."""
-        size = self._config.block_size
-        requests, next_block = [], 0
-        for slot, total in enumerate(totals):
-            num_blocks = -(-(total - 1) // size)
-            tokens = [1 + (slot + i) % (self.model.vocab_size - 1) for i in range(total - 1)]
+    def _blocks_of(self, work: Work) -> list[int]:
+        """KV blocks of each sequence, decodes first, with room for a run's tokens as far as there is any."""
+        config = self._config
+        room = config.num_gpu_blocks // max(1, len(work.contexts)) * config.block_size
+        most = min(config.max_model_len - 1, room)
+        totals = [max(context, min(context + _GROWTH, most)) for context in work.contexts]
+        totals += [start + length for start, length in zip(work.starts, work.lengths, strict=True)]
+        return [-(-total // config.block_size) for total in totals]
+
+    def _num_blocks(self, work: Work) -> int:
+        return sum(self._blocks_of(work))
+
+    def _schedule(self, work: Work) -> SchedulerOutput:
+        """An iteration of requests in blocks of their own.
+
+        Raises:
+            ConfigError: they do not fit the pool.
+        """
+        batch, next_block, requests = len(work.contexts), 0, []
+        ends = [start + length for start, length in zip(work.starts, work.lengths, strict=True)]
+        blocks = self._blocks_of(work)
+        if sum(blocks) > self._config.num_gpu_blocks:
+            raise ConfigError(
+                f"{sum(work.contexts) + sum(ends)} tokens of {len(blocks)} sequences do not fit the pool"
+            )
+        for slot, (end, num_blocks) in enumerate(zip((*work.contexts, *ends), blocks, strict=True)):
+            tokens = [1 + (slot + i) % (self.model.vocab_size - 1) for i in range(end)]
             request = Request(
-                str(slot), tokens, _GREEDY, arrival_time=0.0, arrival_index=slot, max_total_tokens=total + 1
+                str(slot), tokens, _GREEDY, arrival_time=0.0, arrival_index=slot, max_total_tokens=end + 2
             )
             request.block_ids = list(range(next_block, next_block + num_blocks))
-            request.slot, request.num_tokens = slot, total
+            request.slot, request.num_tokens = slot, end + 1
             next_block += num_blocks
             requests.append(request)
-        return requests if next_block <= self._config.num_gpu_blocks else None
+        chunks = [
+            PrefillChunk(request, start, length, is_last=True, is_first=not start)
+            for request, start, length in zip(requests[batch:], work.starts, work.lengths, strict=True)
+        ]
+        return SchedulerOutput(0, decode=tuple(requests[:batch]), prefill=tuple(chunks))
 
 
 def _distilled_error(table: TableCostModel, test: Sequence[Sample]) -> dict[str, float]:

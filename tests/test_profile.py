@@ -25,7 +25,7 @@ from jaxllm.predictors.regression import fit
 from jaxllm.predictors.samples import load_samples, save_samples
 from jaxllm.predictors.store import Profile, profile_path
 from jaxllm.predictors.table import TableCostModel
-from jaxllm.profiling import Profiler
+from jaxllm.profiling import Profiler, Work
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.presets import PRESETS
 from jaxllm.scheduling import make_scheduling
@@ -92,7 +92,8 @@ def test_samples_count_the_work_that_was_timed(llm, monkeypatch):
         assert len(set(block_ids)) == len(block_ids) <= config.num_gpu_blocks
         for one in requests:
             assert 1 < one.num_tokens <= config.max_model_len
-            assert len(one.block_ids) == -(-(one.num_tokens - 1) // config.block_size)
+            spare = len(one.block_ids) * config.block_size - (one.num_tokens - 1)
+            assert 0 <= spare < config.block_size + (2 if one in scheduled.decode else 0)
         for chunk in chunks:
             assert chunk.start + chunk.length == chunk.request.num_tokens - 1
             assert chunk.is_last
@@ -133,6 +134,50 @@ def test_a_sample_is_the_median_of_its_repetitions(llm, monkeypatch):
     found = profiler.samples(0.0)
     measured = {kind: {sample.seconds for sample in of_kind} for kind, of_kind in found.items()}
     assert measured == {kind: {0.5 if kind == "swap_in" else 2.0} for kind in COST_KINDS}
+
+
+@pytest.mark.parametrize(
+    ("work", "lengths"),
+    [
+        (Work(contexts=(5, 20)), [[3, 18], [4, 19], [5, 20], [6, 21], [7, 22]]),
+        (Work(contexts=(1, 46)), [[1, 44], [1, 45], [1, 46], [2, 47], [3, 47]]),  # no shorter, no longer
+        (Work(contexts=(5,), lengths=(9, 2), starts=(0, 4)), [[3], [4], [5], [6], [7]]),
+    ],
+)
+def test_steps_are_timed_as_an_engine_runs_them(work, lengths, monkeypatch):
+    """Each is dispatched before the one before it is read, on a clock that goes 1 s with each reading."""
+    events, ran = [], []
+
+    class Step:
+        def fetch(self):
+            events.append("read")
+
+    def execute(scheduled):
+        events.append("send")
+        ran.append([one.num_tokens - 1 for one in scheduled.decode])
+        assert all(len(one.block_ids) * 4 >= one.num_tokens - 1 for one in scheduled.decode)
+        assert [chunk.is_first for chunk in scheduled.prefill] == [start == 0 for start in work.starts]
+        return Step()
+
+    buckets = Buckets.make(max_num_seqs=4, max_num_batched_tokens=32)
+    config = types.SimpleNamespace(
+        buckets=buckets, max_num_seqs=4, max_model_len=48, num_gpu_blocks=30, block_size=4, num_host_blocks=0
+    )
+    profiler = Profiler(types.SimpleNamespace(config=config, execute=execute), model_shape("opt-13b"))
+    clock = iter([10.0, 11.0, 12.5, 16.0])
+    monkeypatch.setattr("jaxllm.profiling.time.perf_counter", lambda: next(clock))
+    (sample,) = profiler.measure(work)
+    assert events == ["send", *["send", "read"] * 4, "read"]
+    assert ran == lengths
+    assert sample.seconds == 2.0
+    counts = (len(work.contexts), sum(work.contexts))
+    chunks = (sum(work.lengths), len(work.lengths), sum(work.starts))
+    assert sample.work == (counts if not work.lengths else (*counts, *chunks))
+
+
+def test_work_that_does_not_fit_is_refused(profiler):
+    with pytest.raises(ConfigError, match="800 tokens of 8 sequences do not fit the pool"):
+        profiler.measure(Work(contexts=(100,) * 8))
 
 
 def test_tokens_are_right_after_profiling(llm, samples):

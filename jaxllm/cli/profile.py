@@ -19,7 +19,7 @@ _REFUSED = {
     "profile_seconds": "--seconds is the time to measure",
     "scheduler_policy": "steps and copies are measured one by one",
     "ledger": "nobody is preempted",
-    "async_scheduling": "steps are measured one by one",
+    "async_scheduling": "a step is always dispatched while the one before it runs",
     "num_scheduler_steps": "steps are measured one by one",
     "host_bandwidth_limit": "the profile would be of a link that other engines do not have",
 }
@@ -31,9 +31,9 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "profile",
         help="measure step and swap costs, and fit predictors",
         description=(
-            "Measure what prefill steps, decode steps and swaps cost on this device with this model, fit "
-            "eight regressors of degrees 1 to 10 to each, print their held-out errors, and store the best "
-            "for engines to load."
+            "Measure what steps and swaps cost on this device with this model, the steps in short runs of "
+            "which each is dispatched ahead, as the engine does it. Fit eight regressors of degrees 1 to 10 "
+            "to each kind, print their held-out errors, and store the best for engines to load."
         ),
     )
     parser.add_argument(
