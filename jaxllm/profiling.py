@@ -76,6 +76,7 @@ class Profiler:
         self._random = random.Random(seed)
         self.model = model
         self._repetitions = repetitions
+        self._is_warm = False
         draws: dict[CostKind, Callable[[], Work | None]] = {
             "prefill": self._prefill,
             "decode": self._decode,
@@ -91,7 +92,8 @@ class Profiler:
         Swaps are measured only if the engine has host blocks, mixed steps if it takes several sequences.
         """
         found: dict[CostKind, list[Sample]] = {kind: [] for kind in COST_KINDS}
-        self.warm_up()
+        if not self._is_warm:
+            self.warm_up()
         started = time.perf_counter()
         while time.perf_counter() - started < seconds or any(
             len(found[kind]) < at_least for kind in self._draws
@@ -106,6 +108,7 @@ class Profiler:
         for _ in range(2):
             for work in self.draw():
                 self.measure(work)
+        self._is_warm = True
 
     def draw(self) -> list[Work]:
         """One size of each kind, drawn at random; without those that do not fit the pool."""

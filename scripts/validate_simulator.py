@@ -2,15 +2,19 @@
 
     python scripts/validate_simulator.py --model MODEL --repetitions 9 --out validation.json
 
-Loads MODEL once per preset, measures its costs (`jaxllm profile`), runs traces on the real engines, in pools
-too small for them, and simulates each run with the distilled profile. Prints predicted and real seconds and
-preemptions, and how many times as fast as the first preset each is, really and simulated.
+Loads MODEL, plays traces on the real engine in a pool too small for them, measures its costs between the runs
+(as `jaxllm profile` does), and simulates each trace with the distilled profile. The engine runs ahead, as it
+does for its users. Of each preset are printed
 
-A shared machine changes its speed all the time. So the presets run side by side, on an engine each, in turns
-of 50 ms, and each is timed by a clock that goes only while it has its turn; so no step is dispatched ahead,
-as the engine otherwise does. Each repetition has a trace of its own: the intervals of the ratios (95 %,
-Student's, of their logarithms) are over traces and chance together. Before each, costs are measured again for
-a while; the simulations use costs that are fitted to all of that.
+    error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
+    noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
+
+and how many times as fast as the first preset it is, really and simulated.
+
+A shared machine changes its speed all the time. So each trace is short and played twice under every preset,
+in an order drawn anew for each trace, with a slice of the profile before every run. Each repetition has a
+trace of its own: the intervals of the ratios (95 %, Student's, of their logarithms) are over traces and
+chance together.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import argparse
 import dataclasses
 import math
 import pathlib
+import random
 import statistics
 import sys
 from collections.abc import Sequence
@@ -28,18 +33,20 @@ from sweep.intervals import interval
 from sweep.options import list_of
 
 from jaxllm import LLM, hardware
-from jaxllm.bench.replay import Replay, Stopwatch, replay, replay_side_by_side
+from jaxllm.bench.replay import replay
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
-from jaxllm.predictors.base import CostKind, CostModel
+from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.predictors.regression import Sample
 from jaxllm.profiling import Profiler
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.simulator.run import simulate
 from jaxllm.workloads import Trace, UniformLengths, make_trace
 from jaxllm.workloads.result import RunResult
+
+RUNS = 2
+"""How often a trace is played under each preset."""
 
 
 class Run(NamedTuple):
@@ -49,44 +56,64 @@ class Run(NamedTuple):
     factors: dict[str, float]
 
 
-def side_by_side(
-    llms: Sequence[LLM], presets: Sequence[str], costs: CostModel, trace: Trace, config: SchedulerConfig
-) -> dict[str, Run]:
-    """A run of every preset, each on an engine of its own."""
-    runs, calibrations = [], []
-    for llm, preset in zip(llms, presets, strict=True):
-        calibration = OnlineCalibration(costs)
-        policy = make_preset(preset, calibration)
-        runs.append(
-            Replay(llm, trace, config, policy, costs=calibration, async_scheduling=False, clock=Stopwatch())
-        )
-        calibrations.append(calibration)
-    found = {}
-    for preset, result, calibration in zip(presets, replay_side_by_side(runs), calibrations, strict=True):
-        found[preset] = Run(result, {kind: one.factor for kind, one in calibration.report().items()})
-    return found
+def play(llm: LLM, preset: str, trace: Trace, config: SchedulerConfig, costs: CostModel) -> Run:
+    """One run of the real engine."""
+    calibration = OnlineCalibration(costs)
+    result = replay(llm, trace, config, make_preset(preset, calibration), costs=calibration)
+    return Run(result, {kind: one.factor for kind, one in calibration.report().items()})
 
 
 def compare(
-    preset: str, runs: Sequence[Run], traces: Sequence[Trace], config: SchedulerConfig, costs: CostModel
+    preset: str,
+    runs: Sequence[Sequence[Run]],
+    traces: Sequence[Trace],
+    config: SchedulerConfig,
+    costs: CostModel,
 ) -> dict[str, Any]:
-    """One preset: its runs, and the simulations of them."""
+    """One preset: its `RUNS` runs of each trace, and the simulations of them."""
     simulated = [
         simulate(trace, config, make_preset(preset, costs), costs, overlap_swaps=True) for trace in traces
     ]
-    real = [run.result for run in runs]
-    spent = [dataclasses.asdict(run.spent) for run in real]
-    row: dict[str, Any] = {"preset": preset}
-    for prefix, of in (("", real), ("simulated_", simulated)):
-        row[prefix + "seconds"] = [run.seconds for run in of]
-        row[prefix + "preemptions"] = [run.num_preemptions for run in of]
-        row[prefix + "swaps"] = [run.num_swaps for run in of]
-        row[prefix + "weighted_turnaround"] = [float(run.weighted_turnaround.mean()) for run in of]
+    real = [[run.result for run in of_trace] for of_trace in runs]
+    seconds = [[run.seconds for run in of_trace] for of_trace in real]
+    row: dict[str, Any] = {
+        "preset": preset,
+        "seconds": [statistics.fmean(of_trace) for of_trace in seconds],
+        "seconds_of_runs": seconds,
+        "preemptions": [statistics.fmean(run.num_preemptions for run in of_trace) for of_trace in real],
+        "swaps": [statistics.fmean(run.num_swaps for run in of_trace) for of_trace in real],
+        "weighted_turnaround": [
+            statistics.fmean(float(run.weighted_turnaround.mean()) for run in of_trace) for of_trace in real
+        ],
+        "simulated_seconds": [run.seconds for run in simulated],
+        "simulated_preemptions": [run.num_preemptions for run in simulated],
+        "simulated_swaps": [run.num_swaps for run in simulated],
+        "simulated_weighted_turnaround": [float(run.weighted_turnaround.mean()) for run in simulated],
+    }
+    spent = [dataclasses.asdict(run.spent) for of_trace in real for run in of_trace]
     return row | {
-        "seconds_error": _error(sum(row["simulated_seconds"]), sum(row["seconds"])),
-        "preemptions_error": _error(sum(row["simulated_preemptions"]), sum(row["preemptions"])),
-        "online_factors": [run.factors for run in runs],
+        "error": summary(
+            [one / other - 1 for one, other in zip(row["simulated_seconds"], row["seconds"], strict=True)]
+        ),
+        "noise": summary([one / other - 1 for one, other in seconds]),
+        "seconds_error": sum(row["simulated_seconds"]) / sum(row["seconds"]) - 1,
+        "online_factors": [[run.factors for run in of_trace] for of_trace in runs],
         "real_spent": {part: statistics.fmean(one[part] for one in spent) for part in spent[0]},
+        "simulated_spent": {
+            part: statistics.fmean(dataclasses.asdict(run.spent)[part] for run in simulated)
+            for part in spent[0]
+        },
+    }
+
+
+def summary(errors: Sequence[float]) -> dict[str, Any]:
+    """Relative errors, one a trace: their median and range, and the median of their sizes."""
+    return {
+        "median": statistics.median(errors),
+        "least": min(errors),
+        "most": max(errors),
+        "median_size": statistics.median(map(abs, errors)),
+        "of_traces": list(errors),
     }
 
 
@@ -100,10 +127,6 @@ def ratios(row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
                 [one / other for one, other in zip(ours[value], theirs[value], strict=True)]
             )
     return found
-
-
-def _error(predicted: float, real: float) -> float | None:
-    return predicted / real - 1 if real else None
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -120,7 +143,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu-blocks", type=int, default=40)
     parser.add_argument("--host-blocks", type=int, default=20)
     parser.add_argument("--profile-seconds", type=float, default=60.0)
-    parser.add_argument("--presets", type=list_of(str), default=",".join(sorted(PRESETS)))
+    parser.add_argument("--presets", type=list_of(str), default="vllm,vllm_v1,paper,paper_strategy,adaptive")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
@@ -158,11 +181,29 @@ def load(args: argparse.Namespace) -> LLM:
     )
 
 
+def describe(row: dict[str, Any], first: str) -> str:
+    """One preset, in words."""
+    error, noise, over = row["error"], row["noise"], row["over_first"]
+    speed, low, high = over["speed"]
+    turnaround, least, most = over["turnaround"]
+    return (
+        f"{row['preset']}: real {statistics.fmean(row['seconds']):.2f} s, simulated "
+        f"{statistics.fmean(row['simulated_seconds']):.2f} s; error {error['median']:+.1%} "
+        f"({error['least']:+.1%}..{error['most']:+.1%}), noise {noise['median_size']:.1%} "
+        f"({noise['least']:+.1%}..{noise['most']:+.1%}); preemptions "
+        f"{statistics.fmean(row['preemptions']):.1f} (swaps {statistics.fmean(row['swaps']):.1f}), simulated "
+        f"{statistics.fmean(row['simulated_preemptions']):.1f} "
+        f"({statistics.fmean(row['simulated_swaps']):.1f}); {speed:.3f} ({low:.3f}..{high:.3f}) times as "
+        f"fast as {first}, simulated {over['simulated_speed'][0]:.3f}; turnaround {turnaround:.2f} "
+        f"({least:.2f}..{most:.2f}) of its, simulated {over['simulated_turnaround'][0]:.2f}"
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run it from the command line."""
     args = parse_args(argv)
-    presets, llms = args.presets, [load(args) for _ in args.presets]
-    llm = llms[0]
+    presets: list[str] = args.presets
+    llm = load(args)
     name = pathlib.Path(llm.config.model).resolve().name
     profiler = Profiler(llm.executor, shape_of(llm.model_config, name, llm.dtype), seed=args.seed)
     config = dataclasses.replace(
@@ -175,37 +216,28 @@ def main(argv: list[str] | None = None) -> None:
         )
         for seed in range(args.seed, args.seed + args.repetitions)
     ]
-    for one in llms:
-        replay(one, traces[0].head(min(4, args.requests)), config, make_preset("vllm"))  # warm-up
-    samples: dict[CostKind, list[Sample]] = {}
-    runs: dict[str, list[Run]] = {preset: [] for preset in presets}
+    for preset in ("vllm", "vllm_swap_both"):  # warm-up: every program, and both ways to preempt
+        replay(llm, traces[0].head(min(2 * args.max_num_seqs, args.requests)), config, make_preset(preset))
+    samples = profiler.samples(0.0)  # enough for a first fit
+    seconds = args.profile_seconds / (args.repetitions * len(presets) * RUNS)
+    order = random.Random(args.seed)
+    runs: dict[str, list[list[Run]]] = {preset: [] for preset in presets}
     for turn, trace in enumerate(traces):
-        print(f"turn {turn + 1} of {args.repetitions}: measuring costs, running the presets", file=sys.stderr)
-        for kind, more in profiler.samples(args.profile_seconds / args.repetitions).items():
-            samples[kind] = samples.get(kind, []) + more
+        print(f"trace {turn + 1} of {args.repetitions}: {RUNS} runs of each preset", file=sys.stderr)
         costs = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
-        first = turn % len(presets)
-        turned = llms[first:] + llms[:first]
-        for preset, run in side_by_side(turned, presets, costs, trace, config).items():
-            runs[preset].append(run)
+        for of_preset in runs.values():
+            of_preset.append([])
+        for preset in order.sample(presets * RUNS, len(presets) * RUNS):
+            for kind, more in profiler.samples(seconds, at_least=0).items():
+                samples[kind] += more
+            runs[preset][-1].append(play(llm, preset, trace, config, costs))
     profile = profiler.profile(samples, profiler.fit(samples))
     rows: list[dict[str, Any]] = []
-    for preset, of_preset in runs.items():
-        row = compare(preset, of_preset, traces, config, profile.table)
+    for preset, of_traces in runs.items():
+        row = compare(preset, of_traces, traces, config, profile.table)
         row["over_first"] = ratios(row, rows[0] if rows else row)
         rows.append(row)
-        speed, low, high = row["over_first"]["speed"]
-        turnaround, least, most = row["over_first"]["turnaround"]
-        print(
-            f"{preset}: real {statistics.fmean(row['seconds']):.2f} s, simulated "
-            f"{statistics.fmean(row['simulated_seconds']):.2f} s ({row['seconds_error']:+.1%}); preemptions "
-            f"{sum(row['preemptions'])} (swaps {sum(row['swaps'])}), simulated "
-            f"{sum(row['simulated_preemptions'])} ({sum(row['simulated_swaps'])}); {speed:.3f} "
-            f"({low:.3f}..{high:.3f}) times as fast as {presets[0]}, simulated "
-            f"{row['over_first']['simulated_speed'][0]:.3f}; turnaround {turnaround:.2f} "
-            f"({least:.2f}..{most:.2f}) of its, simulated {row['over_first']['simulated_turnaround'][0]:.2f}",
-            flush=True,
-        )
+        print(describe(row, presets[0]), flush=True)
     if args.out is not None:
         report = {
             "command": command_line(["python", *sys.argv]),

@@ -77,16 +77,19 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Profiler, "fit", lambda self, samples, is_brief=False: briefly(self, samples))
     options = ["--presets", "vllm,vllm_swap_both"]
     options += ["--output-len", "48", "--repetitions", "2", "--out", str(tmp_path / "validation.json")]
-    waiting = iter(llms)
-    monkeypatch.setattr(validate_simulator, "load", lambda args: next(waiting))
+    monkeypatch.setattr(validate_simulator, "load", lambda args: llms[0])
     monkeypatch.setattr(sys, "argv", ["validate_simulator.py", *OPTIONS, *options])
     validate_simulator.main()
     report = json.loads((tmp_path / "validation.json").read_text())
     assert [row["preset"] for row in report["rows"]] == ["vllm", "vllm_swap_both"]
     for row in report["rows"]:
-        assert row["seconds_error"] == pytest.approx(
-            sum(row["simulated_seconds"]) / sum(row["seconds"]) - 1, abs=1e-4
-        )
+        runs, simulated = row["seconds_of_runs"], row["simulated_seconds"]
+        assert [len(of_trace) for of_trace in runs] == [2, 2]
+        assert row["seconds"] == pytest.approx([statistics.fmean(of_trace) for of_trace in runs], rel=1e-4)
+        errors = [one / statistics.fmean(of_trace) - 1 for one, of_trace in zip(simulated, runs, strict=True)]
+        assert row["error"]["of_traces"] == pytest.approx(errors, abs=1e-4)
+        assert row["noise"]["of_traces"] == pytest.approx([one / two - 1 for one, two in runs], abs=1e-4)
+        assert row["seconds_error"] == pytest.approx(sum(simulated) / sum(row["seconds"]) - 1, abs=1e-4)
         assert row["preemptions"] == row["simulated_preemptions"]
         assert sum(row["preemptions"]) > 0
     first, second = (row["over_first"] for row in report["rows"])
@@ -94,6 +97,16 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     speeds = [one / other for one, other in zip(*(row["seconds"] for row in report["rows"]), strict=True)]
     assert second["speed"] == pytest.approx(interval(speeds), rel=1e-4)
     assert capsys.readouterr().out.startswith("vllm: real ")
+
+
+def test_errors_are_summed_up():
+    assert validate_simulator.summary([-0.25, 0.125, 0.0]) == {
+        "median": 0.0,
+        "least": -0.25,
+        "most": 0.125,
+        "median_size": 0.125,
+        "of_traces": [-0.25, 0.125, 0.0],
+    }
 
 
 def test_an_interval_is_students():
