@@ -22,7 +22,8 @@ class Candidate:
     """One regressor at one polynomial degree.
 
     `held_out` and `fit_seconds` are `None` where `skipped` says why there was no fit. `converged` is false
-    where the solver stopped at its limit of iterations.
+    where the solver stopped at its limit of iterations. `test` is its error on the third part, fitted to both
+    others, if `fit` was asked for it.
     """
 
     regressor: str
@@ -32,6 +33,7 @@ class Candidate:
     fit_seconds: float | None = None
     converged: bool = True
     skipped: str | None = None
+    test: ErrorStats | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -171,6 +171,7 @@ def fit(
     degrees: Sequence[int] = range(1, 11),
     max_features: int = 300,
     tolerance: float = 0.02,
+    test_all: bool = False,
 ) -> Fit:
     """Fit every regressor at every degree, and keep the one of least held-out MAPE.
 
@@ -185,6 +186,8 @@ def fit(
         max_features: candidates with more polynomial features than this are skipped, which is reported.
         tolerance: candidates whose MAPE is at most this fraction above the least are as good as it, and the
             one of the lowest degree is kept: it strays least where nothing was measured.
+        test_all: report the error of every candidate on the third part, too, fitted again with the second as
+            the winner is; the choice does not look at it. It takes twice the time.
 
     Raises:
         ConfigError: the samples are of several kinds or of fewer than 10 distinct amounts of work, an
@@ -208,6 +211,12 @@ def fit(
     features = np.array([sample.features for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples], dtype=np.float64)
     train, held_out, test = _split(kind, features, seed)
+    known = np.concatenate([train, held_out])
+
+    def refit(name: str, degree: int) -> FittedRegressor:
+        space = _FeatureSpace(kind, features, degree, name not in _LINEAR)
+        return _fit_one(space, features[known], seconds[known], makers[name])[0]
+
     num_varying = int((features.min(axis=0) < features.max(axis=0)).sum())
     candidates: list[Candidate] = []
     makers = {name: make for name, make in _makers(seed).items() if name in names}
@@ -223,11 +232,12 @@ def fit(
             regressor, converged = _fit_one(space, features[train], seconds[train], make)
             fit_seconds = time.perf_counter() - fit_start
             errors = _errors(regressor, features[held_out], seconds[held_out])
-            candidates.append(Candidate(name, degree, num_features, errors, fit_seconds, converged))
+            tested = _errors(refit(name, degree), features[test], seconds[test]) if test_all else None
+            candidates.append(
+                Candidate(name, degree, num_features, errors, fit_seconds, converged, test=tested)
+            )
     chosen = _choose(candidates, tolerance)
-    known = np.concatenate([train, held_out])
-    space = _FeatureSpace(kind, features, chosen.degree, chosen.regressor not in _LINEAR)
-    winner, _ = _fit_one(space, features[known], seconds[known], makers[chosen.regressor])
+    winner = refit(chosen.regressor, chosen.degree)
     report = FitReport(
         kind=kind,
         seed=seed,

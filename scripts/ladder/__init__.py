@@ -1,0 +1,1 @@
+"""Parts of `scripts/profile_ladder.py`: models, measurements, fits, report."""
