@@ -6,6 +6,7 @@
 | `devices`    | `DeviceSpec` and a table of devices from their data sheets                 |
 | `roofline`   | `RooflineCostModel`: costs from data sheet figures, no measurement         |
 | `regression` | eight regressors x degrees 1-10 fitted to measurements (scikit-learn)      |
+| `derived`    | features of what the engine makes of the work: pieces of copies, products  |
 | `fit_report` | `FitReport`: held-out errors of all candidates, as JSON and Markdown       |
 | `table`      | `TableCostModel`: any cost model distilled into grids, microseconds a call |
 | `store`      | `Profile`: a table on disk, as JSON and npz                                |

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostKind, ModelShape, check_integer, check_number, step_kind
+from jaxllm.predictors.derived import derived_features
 from jaxllm.predictors.fit_report import Candidate, ErrorStats, FitReport
 
 Array = NDArray[np.float64]
@@ -172,6 +173,7 @@ def fit(
     max_features: int = 300,
     tolerance: float = 0.02,
     test_all: bool = False,
+    derived: bool = False,
 ) -> Fit:
     """Fit every regressor at every degree, and keep the one of least held-out MAPE.
 
@@ -186,8 +188,8 @@ def fit(
         max_features: candidates with more polynomial features than this are skipped, which is reported.
         tolerance: candidates whose MAPE is at most this fraction above the least are as good as it, and the
             one of the lowest degree is kept: it strays least where nothing was measured.
-        test_all: report the error of every candidate on the third part, too, fitted again with the second as
-            the winner is; the choice does not look at it. It takes twice the time.
+        test_all: report every candidate's error on the third part, too; it takes twice the time.
+        derived: also fit to `derived.derived_features`.
 
     Raises:
         ConfigError: the samples are of several kinds or of fewer than 10 distinct amounts of work, an
@@ -211,13 +213,13 @@ def fit(
     features = np.array([sample.features for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples], dtype=np.float64)
     train, held_out, test = _split(kind, features, seed)
-    known = np.concatenate([train, held_out])
 
     def refit(name: str, degree: int) -> FittedRegressor:
-        space = _FeatureSpace(kind, features, degree, name not in _LINEAR)
+        known = np.concatenate([train, held_out])
+        space = _FeatureSpace(kind, features, degree, name not in _LINEAR, derived)
         return _fit_one(space, features[known], seconds[known], makers[name])[0]
 
-    num_varying = int((features.min(axis=0) < features.max(axis=0)).sum())
+    num_varying = _FeatureSpace(kind, features, 1, False, derived).num_inputs
     candidates: list[Candidate] = []
     makers = {name: make for name, make in _makers(seed).items() if name in names}
     for degree in sorted(set(degrees)):
@@ -228,14 +230,13 @@ def fit(
             continue
         for name, make in makers.items():
             fit_start = time.perf_counter()
-            space = _FeatureSpace(kind, features, degree, name not in _LINEAR)
+            space = _FeatureSpace(kind, features, degree, name not in _LINEAR, derived)
             regressor, converged = _fit_one(space, features[train], seconds[train], make)
             fit_seconds = time.perf_counter() - fit_start
             errors = _errors(regressor, features[held_out], seconds[held_out])
             tested = _errors(refit(name, degree), features[test], seconds[test]) if test_all else None
-            candidates.append(
-                Candidate(name, degree, num_features, errors, fit_seconds, converged, test=tested)
-            )
+            fitted = (errors, fit_seconds, converged, None, tested)
+            candidates.append(Candidate(name, degree, num_features, *fitted))
     chosen = _choose(candidates, tolerance)
     winner = refit(chosen.regressor, chosen.degree)
     report = FitReport(
@@ -329,21 +330,37 @@ class RegressionCostModel:
 class _FeatureSpace:
     """Features scaled to [-1, 1], on a linear or logarithmic scale, as standardised polynomials."""
 
-    def __init__(self, kind: CostKind, measured: Array, degree: int, is_logarithmic: bool) -> None:
+    def __init__(
+        self, kind: CostKind, measured: Array, degree: int, is_logarithmic: bool, derived: bool = False
+    ) -> None:
         """`measured` `[n, f]` holds all work that was measured, whether it is fitted on or held out."""
         from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 
         self.is_logarithmic = is_logarithmic
         self._kind = kind
-        self._low, self._high = measured.min(axis=0), measured.max(axis=0)
+        self._derived = derived
+        inputs = self._inputs(measured)
+        self._low, self._high = inputs.min(axis=0), inputs.max(axis=0)
         self._varies = self._low < self._high
         self._polynomial = PolynomialFeatures(degree, include_bias=False)
         self._scaler = StandardScaler()
         self._is_fitted = False
 
+    @property
+    def num_inputs(self) -> int:
+        """Features that differ between samples."""
+        return int(self._varies.sum())
+
+    def _inputs(self, features: Array) -> Array:
+        if not self._derived:
+            return features
+        columns = dict(zip(FEATURE_NAMES[self._kind], features.T, strict=True))
+        return np.concatenate([features, derived_features(columns)], axis=1)
+
     def transform(self, features: Array) -> Array:
         """Polynomials `[n, num_features]` of `features` `[n, f]`; the first call also fits the scales."""
-        low, high, unit = (values[..., self._varies] for values in (self._low, self._high, features))
+        inputs = self._inputs(features)
+        low, high, unit = (values[..., self._varies] for values in (self._low, self._high, inputs))
         if self.is_logarithmic:
             low, high, unit = np.log1p(low), np.log1p(high), np.log1p(unit)
         unit = 2 * (unit - low) / (high - low) - 1
@@ -366,8 +383,9 @@ class _FeatureSpace:
                     f"{self._kind} was measured with {name} {measured} only, and is asked for {wrong[0]:g}; "
                     f"measure it there too"
                 )
-        ratios = features[:, self._varies] / self._high[self._varies]
-        return np.clip(features, self._low, self._high), ratios.max(axis=1, initial=1.0)
+        low, high, varies = (of[: features.shape[1]] for of in (self._low, self._high, self._varies))
+        ratios = features[:, varies] / high[varies]
+        return np.clip(features, low, high), ratios.max(axis=1, initial=1.0)
 
 
 def _choose(candidates: Sequence[Candidate], tolerance: float) -> Candidate:

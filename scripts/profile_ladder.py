@@ -93,10 +93,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--families: there is no {', '.join(unknown)}; families are {', '.join(FAMILIES)}")
     if min(args.layers) < 1 or max(args.layers) > 64:
         parser.error("--layers must be from 1 to 64")
-    if any(
-        not 32 <= hidden <= 4096 or hidden % 32 or (hidden > 64 and hidden % 64) for hidden in args.hidden
-    ):
-        parser.error("--hidden must be 32, or multiples of 64 up to 4096")
+    if any(not 64 <= hidden <= 4096 or hidden % 64 for hidden in args.hidden):
+        parser.error("--hidden must be multiples of 64 up to 4096")
     if not 0 < args.seconds_per_model <= 3600:
         parser.error("--seconds-per-model must be above 0 and at most 3600")
     if not 1 <= args.repetitions <= 100 or not 1 <= args.processes <= 64:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS, model_shape
+from jaxllm.predictors.derived import derived_features
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.regression import (
     FEATURE_NAMES,
@@ -19,6 +20,7 @@ from jaxllm.predictors.regression import (
 )
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import BatchCostModel, TableAxes, TableCostModel
+from jaxllm.types import piece_sizes
 
 NOISE = 0.01
 BLOCK_SIZE = 16
@@ -354,3 +356,41 @@ def test_bad_arguments_are_refused():
     assert FEATURE_NAMES["prefill"] == ("num_layers", "hidden_size", *prompts, "context_tokens")
     decodes = ("num_layers", "hidden_size", "batch", "context_tokens")
     assert FEATURE_NAMES["mixed"] == (*decodes, *prompts, "prompt_context")
+
+
+def test_every_candidate_is_tested_on_demand():
+    samples = synthetic("decode", 200)
+    brief = {"names": ["ridge", "decision tree"], "degrees": [1, 2]}
+    plain, tested = fit(samples, **brief).report, fit(samples, test_all=True, **brief).report
+    assert {candidate.test for candidate in plain.candidates} == {None}
+    assert tested.chosen.held_out == plain.chosen.held_out
+    assert tested.chosen.test == tested.test == plain.test
+    assert all(candidate.test.mape > 0 for candidate in tested.candidates)
+
+
+def test_features_are_derived_from_what_describes_the_work():
+    blocks = {"block_bytes": np.array([10.0, 10.0]), "num_blocks": np.array([16.0, 23.0])}
+    assert derived_features(blocks).tolist() == [[1, 160], [4, 230]]  # 16 + 4 + 2 + 1
+    shape = {"num_layers": np.array([2.0]), "hidden_size": np.array([3.0])}
+    decode = {"batch": np.array([5.0]), "context_tokens": np.array([7.0])}
+    prompts = {"num_tokens": np.array([10.0]), "num_seqs": np.array([4.0])}
+    assert derived_features({**shape, **decode}).tolist() == [[90, 42]]
+    assert derived_features({**shape, **prompts, "context_tokens": np.array([1.0])}).tolist() == [[180, 6]]
+    mixed = {**shape, **decode, **prompts, "prompt_context": np.array([1.0])}
+    assert derived_features(mixed).tolist() == [[270, 48]]
+
+
+def test_derived_features_explain_the_pieces_of_copies():
+    """Of a device that takes 1 ms for each piece, and nothing else."""
+    samples = [
+        Sample.swap_out(model, BLOCK_SIZE, blocks, 1e-3 * len(piece_sizes(blocks)))
+        for model in MODELS
+        for blocks in range(1, 64)
+    ]
+    brief = {"names": ["linear"], "degrees": [1]}
+    assert fit(samples, **brief).report.test.mape > 0.1
+    found = fit(samples, derived=True, **brief)
+    assert found.report.test.mape < 1e-9
+    # Beyond what was measured it is scaled, as without.
+    block_bytes = MODELS[0].block_bytes(BLOCK_SIZE)
+    assert found.regressor.predict(np.array([[block_bytes, 126.0]])) == pytest.approx([2 * 7e-3])

@@ -34,17 +34,20 @@ def ladder_errors(results: Results) -> list[str]:
         "to 10, fitted to 80 % of the distinct work (chosen within it) and tested on 20 %. The floor is the "
         "error of predicting the second measurement of a test point by its first.",
         "",
-        "| family | kind | regressor | degree | samples, test | MAPE | floor | ratio | median | floor | "
-        "ratio | paper's MAPE |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "The first error is of fits to what describes the work (layers, hidden size, tokens, batch; bytes of "
+        "a block and blocks of copies), the others of fits to what the engine makes of it besides: pieces "
+        "and bytes of copies, products and KV reads of steps.",
+        "",
+        "| family | kind | samples, test | regressor, degree | MAPE | with derived features | MAPE | floor | "
+        "ratio | median | floor | ratio | paper's MAPE |",
+        "|---|---|---:|---|---:|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in results["fits"]:
-        report, floor, ratio = row["report"], row["floor"], row["ratio"]
-        chosen, test = report["chosen"], report["test"]
-        cells = [row["family"], row["kind"], chosen["regressor"], str(chosen["degree"])]
-        cells.append(f"{_num_samples(row)}, {report['num_test']}")
+        plain, report, floor, ratio = row["work"], row["derived"], row["floor"], row["ratio"]
+        cells = [row["family"], row["kind"], f"{_num_samples(row)}, {report['num_test']}"]
+        cells += [_name(plain["chosen"]), _percent(plain["test"]["mape"]), _name(report["chosen"])]
         for name in ("mape", "median"):
-            cells += [_percent(test[name]), _percent(floor.get(name)), _ratio(ratio[name])]
+            cells += [_percent(report["test"][name]), _percent(floor.get(name)), _ratio(ratio[name])]
         lines.append("| " + " | ".join([*cells, _papers(row)]) + " |")
     worse = [
         f"{row['family']} {row['kind']}"
@@ -62,7 +65,7 @@ def ladder_candidates(results: Results, kind: str = "prefill") -> list[str]:
     for row in results["fits"]:
         if row["kind"] != kind:
             continue
-        candidates, chosen = row["report"]["candidates"], row["report"]["chosen"]
+        candidates, chosen = row["work"]["candidates"], row["work"]["chosen"]
         degrees = sorted({one["degree"] for one in candidates})
         cells = {(one["regressor"], one["degree"]): _candidate(one, chosen) for one in candidates}
         lines += [
@@ -73,8 +76,8 @@ def ladder_candidates(results: Results, kind: str = "prefill") -> list[str]:
         ]
         for name in dict.fromkeys(one["regressor"] for one in candidates):
             lines.append(f"| {name} | " + " | ".join(cells[name, degree] for degree in degrees) + " |")
-        if skipped := sorted({one["skipped"] for one in candidates if one["skipped"]}):
-            lines += ["", "-: " + "; ".join(skipped) + "."]
+        if any(one["skipped"] for one in candidates):
+            lines += ["", "-: more polynomial features than `--max-features`."]
         lines.append("")
     return lines
 
@@ -164,20 +167,24 @@ def _by_size(sizes: Sequence[float], errors: Sequence[float]) -> list[tuple[floa
     places = np.searchsorted(edges, sizes, side="right")
     groups = []
     for place in np.unique(places):
-        inside = np.flatnonzero(places == place)
+        inside = np.flatnonzero(places == place).tolist()
         of_sizes = [sizes[index] for index in inside]
         groups.append((min(of_sizes), max(of_sizes), [errors[index] for index in inside]))
     return groups
 
 
 def _num_samples(row: Mapping[str, Any]) -> int:
-    return sum(row["report"][part] for part in ("num_train", "num_held_out", "num_test"))
+    return sum(row["work"][part] for part in ("num_train", "num_held_out", "num_test"))
 
 
 def _papers(row: Mapping[str, Any]) -> str:
     if row["kind"] == "prefill":
         return f"{100 * PAPER_RECOMPUTE[row['family']]:.2f} %"
     return _PAPER_SWAPS.get(row["kind"], "-")
+
+
+def _name(candidate: Mapping[str, Any]) -> str:
+    return f"{candidate['regressor']}, {candidate['degree']}"
 
 
 def _candidate(candidate: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
