@@ -235,8 +235,8 @@ def fit(
             fit_seconds = time.perf_counter() - fit_start
             errors = _errors(regressor, features[held_out], seconds[held_out])
             tested = _errors(refit(name, degree), features[test], seconds[test]) if test_all else None
-            fitted = (errors, fit_seconds, converged, None, tested)
-            candidates.append(Candidate(name, degree, num_features, *fitted))
+            found = (errors, fit_seconds, converged, None, tested)
+            candidates.append(Candidate(name, degree, num_features, *found))
     chosen = _choose(candidates, tolerance)
     winner = refit(chosen.regressor, chosen.degree)
     report = FitReport(
@@ -352,10 +352,9 @@ class _FeatureSpace:
         return int(self._varies.sum())
 
     def _inputs(self, features: Array) -> Array:
-        if not self._derived:
-            return features
         columns = dict(zip(FEATURE_NAMES[self._kind], features.T, strict=True))
-        return np.concatenate([features, derived_features(columns)], axis=1)
+        more = [derived_features(columns)] if self._derived else []
+        return np.concatenate([features, *more], axis=1)
 
     def transform(self, features: Array) -> Array:
         """Polynomials `[n, num_features]` of `features` `[n, f]`; the first call also fits the scales."""
