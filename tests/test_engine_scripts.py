@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scheduler_helpers import LinearCosts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -15,6 +16,9 @@ import validate_simulator
 from sweep.intervals import interval
 from sweep.report import Place
 
+from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.regression import Sample
+from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.profiling import Profiler
 
 OPTIONS = ["--requests", "8", "--gpu-blocks", "12", "--host-blocks", "12", "--max-num-seqs", "4"]
@@ -107,6 +111,26 @@ def test_errors_are_summed_up():
         "median_size": 0.125,
         "of_traces": [-0.25, 0.125, 0.0],
     }
+
+
+def test_simulations_take_the_mean_of_what_was_measured():
+    axes = TableAxes.geometric(
+        max_num_batched_tokens=64, max_num_seqs=8, max_context_tokens=256, max_num_blocks=16
+    )
+    shape = model_shape("opt-13b")
+    table = TableCostModel.distil(LinearCosts(), axes)
+    work = {"decode": (4, 16), "mixed": (4, 16, 32, 1, 0), "prefill": (0, 0, 32, 1, 0)}
+    samples = {
+        kind: [Sample.step(shape, ratio * table.step_seconds(*counts), *counts) for ratio in (1.0, 2.0)]
+        for kind, counts in work.items()
+    }
+    samples["swap_out"] = [Sample.swap_out(shape, 16, 4, 3 * table.swap_out_seconds(4))]
+    samples["swap_in"] = [Sample.swap_in(shape, 16, 4, table.swap_in_seconds(4) / 2)]
+    mean = validate_simulator.MeanCosts(table, samples)
+    for counts in work.values():
+        assert mean.step_seconds(*counts) == pytest.approx(1.5 * table.step_seconds(*counts))
+    assert mean.swap_out_seconds(8) == pytest.approx(3 * table.swap_out_seconds(8))
+    assert mean.swap_in_seconds(8) == pytest.approx(table.swap_in_seconds(8) / 2)
 
 
 def test_an_interval_is_students():
