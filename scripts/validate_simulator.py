@@ -9,7 +9,10 @@ Loads MODEL, plays traces on the real engine in a pool too small for them, measu
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
 
-and how many times as fast as the first preset it is, really and simulated.
+how many times as fast as the first preset it is, really and simulated,
+
+and of each pair of presets which of the two is faster, by the interval of their real ratio, and whether the
+simulation says the same.
 
 A shared machine changes its speed all the time. So each trace is short and played twice under every preset,
 in an order drawn anew for each trace, with a slice of the profile before every run. Each repetition has a
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import pathlib
 import random
@@ -30,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sweep.intervals import interval
-from sweep.options import list_of
+from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
 
 from jaxllm import LLM, hardware
 from jaxllm.bench.replay import replay
@@ -47,6 +51,7 @@ from jaxllm.simulator.run import simulate
 from jaxllm.workloads import Trace, UniformLengths, make_trace
 from jaxllm.workloads.result import RunResult
 
+DEFAULT_PRESETS = ("vllm", "vllm_v1", "paper", "paper_strategy", "adaptive", "adaptive_throughput")
 RUNS = 2
 """How often a trace is played under each preset."""
 
@@ -163,6 +168,32 @@ def ratios(row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each pair of presets: the ratio of real seconds with its interval, that of simulated ones, and both.
+
+    `verdict` is "undecided" where the real interval holds 1, else "same" or "opposite".
+    """
+    found = []
+    for one, other in itertools.combinations(rows, 2):
+        real, simulated = (
+            interval([b / a for a, b in zip(one[name], other[name], strict=True)])
+            for name in ("seconds", "simulated_seconds")
+        )
+        is_decided = not real[1] <= 1.0 <= real[2]
+        agrees = (real[0] > 1.0) == (simulated[0] > 1.0)
+        verdict = ("same" if agrees else "opposite") if is_decided else "undecided"
+        found.append(
+            {
+                "preset": one["preset"],
+                "over": other["preset"],
+                "real": real,
+                "simulated": simulated[0],
+                "verdict": verdict,
+            }
+        )
+    return found
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -173,11 +204,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=24, help="longest prompt, shortest is a quarter")
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--outputs", choices=("uniform", "max"), default="uniform")
+    parser.add_argument("--arrivals", type=arrivals_of, default="all", help=ARRIVALS_HELP)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--gpu-blocks", type=int, default=40)
     parser.add_argument("--host-blocks", type=int, default=20)
     parser.add_argument("--profile-seconds", type=float, default=60.0)
-    parser.add_argument("--presets", type=list_of(str), default="vllm,vllm_v1,paper,paper_strategy,adaptive")
+    parser.add_argument("--presets", type=list_of(str), default=",".join(DEFAULT_PRESETS))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
@@ -246,7 +278,13 @@ def main(argv: list[str] | None = None) -> None:
     prompts = UniformLengths(shortest=max(1, args.prompt_len // 4), longest=args.prompt_len)
     traces = [
         make_trace(
-            prompts, args.requests, args.output_len, outputs=args.outputs, seed=seed, name="validation"
+            prompts,
+            args.requests,
+            args.output_len,
+            outputs=args.outputs,
+            arrivals=args.arrivals,
+            seed=seed,
+            name="validation",
         )
         for seed in range(args.seed, args.seed + args.repetitions)
     ]
@@ -273,6 +311,13 @@ def main(argv: list[str] | None = None) -> None:
         row["over_first"] = ratios(row, rows[0] if rows else row)
         rows.append(row)
         print(describe(row, presets[0]), flush=True)
+    pairs = verdicts(rows)
+    for pair in pairs:
+        real, low, high = pair["real"]
+        print(
+            f"{pair['preset']} is {real:.3f} ({low:.3f}..{high:.3f}) times as fast as {pair['over']}, simulated "
+            f"{pair['simulated']:.3f}: {pair['verdict']}"
+        )
     if args.out is not None:
         report = {
             "command": command_line(["python", *sys.argv]),
@@ -282,6 +327,7 @@ def main(argv: list[str] | None = None) -> None:
             "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
             "mean_factors": mean.factors,
             "rows": rows,
+            "verdicts": pairs,
         }
         write_json(args.out, report)
 

@@ -103,6 +103,24 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("vllm: real ")
 
 
+def test_which_is_faster_is_said_only_where_the_interval_allows():
+    rows = [
+        {"preset": "slow", "seconds": [2.0, 2.02, 2.04], "simulated_seconds": [2.0, 2.0, 2.0]},
+        {"preset": "fast", "seconds": [1.0, 1.0, 1.0], "simulated_seconds": [1.5, 1.5, 1.5]},
+        {"preset": "noisy", "seconds": [1.0, 3.0, 2.0], "simulated_seconds": [2.5, 2.5, 2.5]},
+        {"preset": "wrong", "seconds": [1.5, 1.5, 1.5], "simulated_seconds": [1.4, 1.4, 1.4]},
+    ]
+    found = {(one["preset"], one["over"]): one["verdict"] for one in validate_simulator.verdicts(rows)}
+    assert found == {
+        ("slow", "fast"): "same",
+        ("slow", "noisy"): "undecided",
+        ("slow", "wrong"): "same",
+        ("fast", "noisy"): "undecided",
+        ("fast", "wrong"): "opposite",
+        ("noisy", "wrong"): "undecided",
+    }
+
+
 def test_errors_are_summed_up():
     assert validate_simulator.summary([-0.25, 0.125, 0.0]) == {
         "median": 0.0,
