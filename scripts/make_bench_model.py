@@ -45,6 +45,15 @@ SIZES = {
         "num_key_value_heads": 12,
         "vocab_size": 32000,
     },
+    "5m": {
+        "head_dim": 64,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 4096,
+    },
     "tiny": {
         "head_dim": 64,
         "hidden_size": 64,

@@ -9,10 +9,8 @@ Loads MODEL, plays traces on the real engine in a pool too small for them, measu
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
 
-how many times as fast as the first preset it is, really and simulated,
-
-and of each pair of presets which of the two is faster, by the interval of their real ratio, and whether the
-simulation says the same.
+how many times as fast as the first preset it is, really and simulated; and of each pair of presets which of
+the two is faster, by the interval of their real ratio, and whether the simulation says the same.
 
 A shared machine changes its speed all the time. So each trace is short and played twice under every preset,
 in an order drawn anew for each trace, with a slice of the profile before every run. Each repetition has a
@@ -315,8 +313,8 @@ def main(argv: list[str] | None = None) -> None:
     for pair in pairs:
         real, low, high = pair["real"]
         print(
-            f"{pair['preset']} is {real:.3f} ({low:.3f}..{high:.3f}) times as fast as {pair['over']}, simulated "
-            f"{pair['simulated']:.3f}: {pair['verdict']}"
+            f"{pair['preset']} is {real:.3f} ({low:.3f}..{high:.3f}) times as fast as {pair['over']}, "
+            f"simulated {pair['simulated']:.3f}: {pair['verdict']}"
         )
     if args.out is not None:
         report = {
