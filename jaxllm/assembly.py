@@ -27,6 +27,7 @@ from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
 from jaxllm.predictors.base import ITEMSIZES, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.profiling import Profiler
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulingPolicy
@@ -211,6 +212,7 @@ def _settle_costs(
             "scheduler_policy by name, or a ledger, and num_host_blocks"
         )
     source = scheduling.source
+    scheduling.costs.model = ProgramCosts(scheduling.costs.model, executor.config.buckets.program_sizes())
     if not has_swaps:
         return source
     if seconds is None:
@@ -219,7 +221,8 @@ def _settle_costs(
         _logger.info("measuring costs for %g s; `jaxllm profile` does it once and for all", seconds)
         profiler = Profiler(executor, shape)
         samples = profiler.samples(seconds)
-        scheduling.costs.model = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
+        profile = profiler.profile(samples, profiler.fit(samples, is_brief=True))
+        scheduling.costs.model = profiler.costs_of(profile)
         return f"profile of {seconds:g} s at start"
     if scheduling.weighs_costs and (source or "").startswith("roofline"):
         _logger.warning("predicted costs are a %s, not measured; `jaxllm profile` measures them", source)

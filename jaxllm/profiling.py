@@ -16,6 +16,7 @@ from jaxllm import hardware
 from jaxllm.errors import ConfigError
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.predictors.base import COST_KINDS, CostKind, ModelShape
+from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.regression import Fit, RegressionCostModel, Sample, fit
 from jaxllm.predictors.store import Profile
 from jaxllm.predictors.table import TableAxes, TableCostModel
@@ -85,6 +86,7 @@ class Profiler:
         if executor.config.max_num_seqs == 1:
             del draws["mixed"]
         self._draws = draws
+        self.programs = self._config.buckets.program_sizes()
 
     def samples(self, seconds: float, at_least: int = _MIN_SAMPLES) -> dict[CostKind, list[Sample]]:
         """Measure for about so long, and `at_least` so many samples of each kind.
@@ -120,6 +122,9 @@ class Profiler:
     def measure(self, work: Work) -> list[Sample]:
         """One sample of a step; of a copy one out, and one back.
 
+        A step's counts are of the rows that its program computes, those of the padding included: of them
+        costs do not jump, and an engine with other programs is served, too (`ProgramCosts`).
+
         Raises:
             ConfigError: it does not fit the pool, or the engine has no host blocks.
         """
@@ -128,7 +133,8 @@ class Profiler:
         contexts, lengths, starts = work.contexts, work.lengths, work.starts
         scheduled = self._schedule(work)
         seconds = statistics.median(self._time(scheduled) for _ in range(self._repetitions))
-        counts = (len(contexts), sum(contexts), sum(lengths), len(lengths), sum(starts))
+        batch, num_tokens = self.programs.padded(len(contexts), sum(lengths), len(lengths))
+        counts = (batch, sum(contexts), num_tokens, len(lengths), sum(starts))
         return [Sample.step(self.model, seconds, *counts)]
 
     def time_decode(self, batch: int, context: int, repetitions: int = 10) -> float:
@@ -213,6 +219,10 @@ class Profiler:
         tried: dict[str, Any] = {"names": ["linear", "ridge"], "degrees": [1, 2, 3]} if is_brief else {}
         return {kind: fit(of_kind, **tried) for kind, of_kind in samples.items()}
 
+    def costs_of(self, profile: Profile) -> ProgramCosts:
+        """What a profile predicts of this engine's steps."""
+        return ProgramCosts(profile.table, self.programs)
+
     def profile(self, samples: dict[CostKind, list[Sample]], fits: dict[CostKind, Fit]) -> Profile:
         """What to store.
 
@@ -235,6 +245,12 @@ class Profiler:
             max_prefill_context_tokens=min(config.num_gpu_blocks * config.block_size,
                                            config.buckets.max_prefill_seqs * config.max_model_len),
         )  # fmt: skip
+        buckets = config.buckets
+        axes = dataclasses.replace(
+            axes,
+            prefill_tokens=tuple(sorted({*axes.prefill_tokens, *buckets.sizes})),
+            decode_batch=tuple(sorted({*axes.decode_batch, *buckets.decode})),
+        )
         table = TableCostModel.distil(RegressionCostModel(regressors, self.model, config.block_size), axes)
         return Profile(
             device=jax.devices()[0].device_kind,

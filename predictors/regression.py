@@ -55,6 +55,7 @@ REGRESSORS = (
 """Names of the paper's eight regressors."""
 
 _LINEAR = frozenset(REGRESSORS[:4])  # these fit seconds, the others logarithms
+_ROWS = frozenset({"batch", "num_tokens"})
 _MODEL_FEATURES = frozenset({*_SHAPE_FEATURES, "block_bytes"})
 _MIN_DISTINCT = 10
 
@@ -374,6 +375,8 @@ class _FeatureSpace:
             low, high, asked = self._low[column], self._high[column], features[:, column]
             if name in _MODEL_FEATURES:
                 wrong = asked[(asked < low) | (asked > high)]
+            elif name in _ROWS:  # a program computes all of its rows, and there may be but one
+                continue
             else:
                 wrong = asked[(asked != low) & (low == high)]
             if len(wrong):
@@ -383,6 +386,7 @@ class _FeatureSpace:
                     f"measure it there too"
                 )
         low, high, varies = (of[: features.shape[1]] for of in (self._low, self._high, self._varies))
+        varies = varies | np.array([name in _ROWS for name in FEATURE_NAMES[self._kind]])
         ratios = features[:, varies] / high[varies]
         return np.clip(features, low, high), ratios.max(axis=1, initial=1.0)
 

@@ -27,7 +27,7 @@ from jaxllm.predictors.base import ModelShape, check_integer
 from jaxllm.predictors.table import TableCostModel
 
 FORMAT = "jaxllm-profile"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # from 3 on rows of steps include padding
 
 _MAX_FILE_BYTES = 64 * 2**20
 _REMEDY = "measure again with `jaxllm profile`"

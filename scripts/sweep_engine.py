@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"measuring costs for {args.profile_seconds:g} s", file=sys.stderr)
     llm.executor.limit_host_bandwidth(None)
     samples = profiler.samples(args.profile_seconds)
-    table = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
+    table = profiler.costs_of(profiler.profile(samples, profiler.fit(samples, is_brief=True)))
     num_tokens = (args.prompt_len * 5 // 8) + max(args.output_lengths) // 2
     block_size = llm.executor.block_size
     num_bytes = 2 * -(-num_tokens // block_size) * profiler.model.block_bytes(block_size)
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
         bandwidth = speed * equal
         llm.executor.limit_host_bandwidth(bandwidth)
         measured = {**samples, **profiler.swap_samples(60)}
-        costs = profiler.profile(measured, profiler.fit(measured, is_brief=True)).table
+        costs = profiler.costs_of(profiler.profile(measured, profiler.fit(measured, is_brief=True)))
         for output_len, num_host_blocks in itertools.product(args.output_lengths, args.host_blocks):
             results = {}
             for turn, seed in enumerate(args.seeds):

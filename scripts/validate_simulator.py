@@ -31,6 +31,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from policies.cells import CHANGED, COMBINED, policy_of
 from sweep.intervals import interval
 from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
 
@@ -40,6 +41,7 @@ from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
 from jaxllm.predictors.base import CostKind, CostModel, step_kind
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.table import TableCostModel
 from jaxllm.profiling import Profiler
@@ -96,7 +98,7 @@ class MeanCosts:
 def play(llm: LLM, preset: str, trace: Trace, config: SchedulerConfig, costs: CostModel) -> Run:
     """One run of the real engine."""
     calibration = OnlineCalibration(costs)
-    result = replay(llm, trace, config, make_preset(preset, calibration), costs=calibration)
+    result = replay(llm, trace, config, policy_of(preset, calibration), costs=calibration)
     return Run(result, {kind: one.factor for kind, one in calibration.report().items()})
 
 
@@ -105,12 +107,19 @@ def compare(
     runs: Sequence[Sequence[Run]],
     traces: Sequence[Trace],
     config: SchedulerConfig,
+    predicted: Sequence[CostModel],
     costs: CostModel,
 ) -> dict[str, Any]:
-    """One preset: its `RUNS` runs of each trace, and the simulations of them."""
-    simulated = [
-        simulate(trace, config, make_preset(preset, costs), costs, overlap_swaps=True) for trace in traces
-    ]
+    """One preset: its `RUNS` runs of each trace, and the simulations of them.
+
+    The simulated policy goes by what the real one went by, `predicted` of each trace and corrected while it
+    runs; `costs` is the simulated device. Scheduling takes no simulated time.
+    """
+    simulated = []
+    for trace, of_trace in zip(traces, predicted, strict=True):
+        calibration = OnlineCalibration(of_trace)
+        policy = policy_of(preset, calibration)
+        simulated.append(simulate(trace, config, policy, costs, overlap_swaps=True, calibration=calibration))
     real = [[run.result for run in of_trace] for of_trace in runs]
     seconds = [[run.seconds for run in of_trace] for of_trace in real]
     row: dict[str, Any] = {
@@ -207,13 +216,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu-blocks", type=int, default=40)
     parser.add_argument("--host-blocks", type=int, default=20)
     parser.add_argument("--profile-seconds", type=float, default=60.0)
-    parser.add_argument("--presets", type=list_of(str), default=",".join(DEFAULT_PRESETS))
+    parser.add_argument(
+        "--presets",
+        type=list_of(str),
+        default=",".join(DEFAULT_PRESETS),
+        help="or candidates of compare_policies.py (default: %(default)s)",
+    )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.presets) - set(PRESETS)):
-        parser.error(f"--presets: there is no {', '.join(unknown)}; presets are {', '.join(sorted(PRESETS))}")
+    known = {*PRESETS, *COMBINED, *CHANGED}
+    if unknown := sorted(set(args.presets) - known):
+        parser.error(f"--presets: there is no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     counts = (args.requests, args.prompt_len, args.output_len, args.max_num_seqs, args.gpu_blocks)
     if min(*counts, args.host_blocks) < 1 or args.repetitions < 2:
         parser.error(
@@ -292,9 +307,11 @@ def main(argv: list[str] | None = None) -> None:
     seconds = args.profile_seconds / (args.repetitions * len(presets) * RUNS)
     order = random.Random(args.seed)
     runs: dict[str, list[list[Run]]] = {preset: [] for preset in presets}
+    predicted: list[CostModel] = []
     for turn, trace in enumerate(traces):
         print(f"trace {turn + 1} of {args.repetitions}: {RUNS} runs of each preset", file=sys.stderr)
-        costs = profiler.profile(samples, profiler.fit(samples, is_brief=True)).table
+        costs = profiler.costs_of(profiler.profile(samples, profiler.fit(samples, is_brief=True)))
+        predicted.append(costs)
         for of_preset in runs.values():
             of_preset.append([])
         for preset in order.sample(presets * RUNS, len(presets) * RUNS):
@@ -303,9 +320,10 @@ def main(argv: list[str] | None = None) -> None:
             runs[preset][-1].append(play(llm, preset, trace, config, costs))
     profile = profiler.profile(samples, profiler.fit(samples))
     mean = MeanCosts(profile.table, samples)
+    device = ProgramCosts(mean, profiler.programs)
     rows: list[dict[str, Any]] = []
     for preset, of_traces in runs.items():
-        row = compare(preset, of_traces, traces, config, mean)
+        row = compare(preset, of_traces, traces, config, predicted, device)
         row["over_first"] = ratios(row, rows[0] if rows else row)
         rows.append(row)
         print(describe(row, presets[0]), flush=True)

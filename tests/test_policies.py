@@ -16,6 +16,7 @@ from scheduler_helpers import (
 )
 
 from jaxllm.errors import ConfigError
+from jaxllm.predictors.programs import ProgramCosts, ProgramSizes
 from jaxllm.sched.policies import (
     AdaptiveAction,
     AlwaysRecompute,
@@ -167,6 +168,19 @@ def test_an_outranked_request_gives_its_room_up_at_once():
 # Iterations
 
 
+@dataclasses.dataclass(frozen=True)
+class RidingCosts(LinearCosts):
+    """Prompt tokens cost 1 s each up to `shadow` times what the decodes take, and 10 s beyond."""
+
+    shadow: float = 0.0
+
+    def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+        """See the class."""
+        alone = self.decode * batch
+        riding = min(prompt_tokens, self.shadow * alone)
+        return alone + riding + 10 * (prompt_tokens - riding)
+
+
 def iteration(decodes=0, context=0, backlog=0, budget=64):
     return IterationState(decodes, context, backlog, budget)
 
@@ -181,25 +195,38 @@ def test_mixed_iterations_leave_prompts_what_decodes_do_not_need():
     ("decodes", "backlog", "tokens"),
     [
         (0, 1000, 64),  # nobody is slowed down
-        (10, 30, 20),  # a decode takes 2 s, a prompt token 1 s: as long again
+        (10, 54, 20),  # a decode takes 2 s, a prompt token 1 s: as long again
         (10, 16 * 25, 25),  # a sixteenth of the backlog
         (10, 10000, 54),  # the budget
         (30, 30, 34),
     ],
 )
 def test_paced_iterations_bound_the_slowdown_until_the_backlog_is_too_long(decodes, backlog, tokens):
-    policy = PacedIterations(LinearCosts(prefill=1.0, decode=2.0), slowdown=2.0, horizon=16)
+    """A decode takes 2 s, a prompt token 1 s in the shadow of the decodes, and 10 s beyond it."""
+    policy = PacedIterations(RidingCosts(decode=2.0, shadow=1.6), slowdown=2.0, horizon=16)
     assert policy.num_prompt_tokens(iteration(decodes, 0, backlog)) == tokens
 
 
 def test_pacing_finds_the_largest_number_of_tokens_within_the_bound():
     for slowdown in (1.5, 3.0):
-        policy = PacedIterations(LinearCosts(prefill=1.0, decode=10.0), slowdown=slowdown)
-        asked = iteration(decodes=7, backlog=10, budget=1000)
+        policy = PacedIterations(RidingCosts(decode=10.0, shadow=2 * (slowdown - 1)), slowdown=slowdown)
+        asked = iteration(decodes=7, backlog=400, budget=1000)
         assert policy.num_prompt_tokens(asked) == int((slowdown - 1) * 70)
     for bad in ({"slowdown": 1.0}, {"slowdown": math.inf}, {"horizon": 0}):
         with pytest.raises(ConfigError, match="must be above 1 and finite"):
             PacedIterations(LinearCosts(), **bad)
+
+
+def test_where_nothing_rides_for_less_all_rides():
+    """Pacing is for devices whose memory is busy and whose arithmetic is not."""
+    linear = PacedIterations(LinearCosts(prefill=1.0, decode=2.0), slowdown=2.0)
+    assert linear.num_prompt_tokens(iteration(10, 0, 30)) == 30
+    assert linear.num_prompt_tokens(iteration(10, 0, 300)) == 54
+    # Programs of 16 and 64 rows: whatever does not fit the smaller is as dear as all.
+    programs = ProgramCosts(LinearCosts(prefill=1.0, decode=1.0), ProgramSizes([16], [16, 64], [2, 8]))
+    paced = PacedIterations(programs, slowdown=1.5)
+    assert paced.num_prompt_tokens(iteration(16, 0, 40)) == 40
+    assert paced.num_prompt_tokens(iteration(10, 0, 40)) <= 6  # they ride where padding would be
 
 
 class Backlog:

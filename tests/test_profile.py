@@ -80,12 +80,17 @@ def test_samples_count_the_work_that_was_timed(llm, monkeypatch):
         chunks = scheduled.prefill
         decodes = (len(scheduled.decode), sum(one.num_tokens - 1 for one in scheduled.decode))
         prompts = (scheduled.num_prefill_tokens, len(chunks), sum(chunk.start for chunk in chunks))
+        if chunks:  # rows of the program, those of its padding included
+            rows = config.buckets.size(decodes[0], *prompts[:2])
+            prompts = (rows - decodes[0], *prompts[1:])
+        else:
+            decodes = (config.buckets.decode_size(decodes[0]), decodes[1])
         assert sample.kind == step_kind(decodes[0], prompts[0])
         parts = {"decode": decodes, "prefill": prompts, "mixed": (*decodes, *prompts)}
         assert sample.work == parts[sample.kind]
         # What an engine could run: a program holds it, and nobody shares a slot or a block.
         if chunks:
-            config.buckets.size(decodes[0], prompts[0], prompts[1])
+            config.buckets.size(len(scheduled.decode), scheduled.num_prefill_tokens, len(chunks))
         requests = [*scheduled.decode, *(chunk.request for chunk in chunks)]
         assert len({one.slot for one in requests}) == len(requests) <= config.max_num_seqs
         block_ids = [block_id for one in requests for block_id in one.block_ids]
@@ -101,9 +106,18 @@ def test_samples_count_the_work_that_was_timed(llm, monkeypatch):
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 64])
 def test_engines_for_few_sequences_can_be_profiled(max_num_seqs, monkeypatch):
-    """Of a device that takes 1 ms and 0.1 ms for each token."""
+    """Of a device that takes 1 ms and 0.1 ms for each row of a program."""
+    buckets = Buckets.make(max_num_seqs=max_num_seqs, max_num_batched_tokens=48)
+
+    def seconds(step):
+        num_decodes, num_tokens = len(step.decode), step.num_prefill_tokens
+        rows = buckets.decode_size(num_decodes)
+        if num_tokens:
+            rows = buckets.size(num_decodes, num_tokens, len(step.prefill))
+        return 1e-3 + 1e-4 * rows
+
     config = types.SimpleNamespace(
-        buckets=Buckets.make(max_num_seqs=max_num_seqs, max_num_batched_tokens=48),
+        buckets=buckets,
         max_num_seqs=max_num_seqs,
         max_model_len=112,
         num_gpu_blocks=512,
@@ -112,15 +126,13 @@ def test_engines_for_few_sequences_can_be_profiled(max_num_seqs, monkeypatch):
     )
     executor = types.SimpleNamespace(config=config, time_swap=lambda n: (1e-3 * n, 2e-3 * n))
     profiler = Profiler(executor, model_shape("opt-13b"), seed=1)
-    monkeypatch.setattr(
-        profiler, "_time", lambda step: 1e-3 + 1e-4 * (len(step.decode) + step.num_prefill_tokens)
-    )
+    monkeypatch.setattr(profiler, "_time", seconds)
     samples = profiler.samples(0.0)
     profile = profiler.profile(samples, profiler.fit(samples, is_brief=True))
-    assert profile.table.step_seconds(0, 0, 40, 1) == pytest.approx(5e-3, rel=0.02)
-    assert profile.table.step_seconds(max_num_seqs, 100) == pytest.approx(
-        1e-3 + 1e-4 * max_num_seqs, rel=0.02
-    )
+    costs = profiler.costs_of(profile)
+    assert costs.step_seconds(0, 0, 40, 1) == pytest.approx(5.8e-3, rel=0.02)  # 48 rows
+    assert costs.step_seconds(0, 0, 20, 1) == pytest.approx(4.2e-3, rel=0.02)  # 32
+    assert costs.step_seconds(max_num_seqs, 100) == pytest.approx(1e-3 + 1e-4 * max_num_seqs, rel=0.02)
     for kind, errors in profile.errors.items():
         assert errors["test"]["mape"] < 0.01
         assert errors["distilled"]["mape"] < 0.03, kind
@@ -171,7 +183,7 @@ def test_steps_are_timed_as_an_engine_runs_them(work, lengths, monkeypatch):
     assert ran == lengths
     assert sample.seconds == 2.0
     counts = (len(work.contexts), sum(work.contexts))
-    chunks = (sum(work.lengths), len(work.lengths), sum(work.starts))
+    chunks = (32 - len(work.contexts), len(work.lengths), sum(work.starts))  # of the one program with prompts
     assert sample.work == (counts if not work.lengths else (*counts, *chunks))
 
 
@@ -317,7 +329,7 @@ def test_costs_are_measured_at_start_on_demand(tmp_path, monkeypatch):
     settings = {"num_gpu_blocks_override": 30, "num_host_blocks": 16, "compilation_cache_dir": None}
     llm = make_llm(golden_checkpoint(NAME), profile_seconds=0.1, **settings)
     assert llm.costs_source == "profile of 0.1 s at start"
-    assert isinstance(llm.costs.model, TableCostModel)
+    assert isinstance(llm.costs.model.costs, TableCostModel)
     data = golden_data(NAME)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate(data["prompts"], greedy, use_tqdm=False)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxllm.errors import ConfigError, EngineError
+from jaxllm.predictors.programs import ProgramSizes
 from jaxllm.types import MULTI_STEP_SEQS
 
 _TOKENS_PER_CHUNK = 8  # a program of T rows takes up to T / 8 prompt chunks
@@ -71,6 +72,10 @@ class Buckets:
     def max_chunks(self, size: int) -> int:
         """Most prompt chunks of a step of `size` rows."""
         return min(self.max_num_seqs, max(1, size // _TOKENS_PER_CHUNK))
+
+    def program_sizes(self) -> ProgramSizes:
+        """For predictions of what they cost."""
+        return ProgramSizes(self.decode, self.sizes, [self.max_chunks(size) for size in self.sizes])
 
     def multi_step_sizes(self) -> tuple[int, ...]:
         """Decode batches for which several iterations may be one program."""

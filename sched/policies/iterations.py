@@ -9,6 +9,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
 
 _SMALLEST = 16
+_CHEAPER = 0.5
+"""Most that a paced token may cost of what it costs in the whole backlog, for pacing to be worth the wait."""
 
 
 class IterationState(NamedTuple):
@@ -72,6 +74,9 @@ class PacedIterations:
     weights is free. But it takes at least a share of the backlog: where more prompts arrive than that can
     serve, they go first, up to the whole budget. Prompts that there are no blocks for gain nothing by that.
 
+    Where the few would ride for no less a token than all of the backlog together, because arithmetic is busy
+    with few rows already or a larger program is computed whole, there is nothing to wait for: all ride.
+
     Args:
         costs: predicts seconds.
         slowdown: of an iteration, above 1.
@@ -112,4 +117,9 @@ class PacedIterations:
             if high == room:
                 break
             high *= 2
-        return max(1, low, wanted)
+        paced, most = max(1, low, wanted), min(room, backlog)
+        if paced >= most:
+            return paced
+        each = (self.costs.step_seconds(batch, context, paced, 1) - alone) / paced
+        of_all = (self.costs.step_seconds(batch, context, most, 1) - alone) / most
+        return most if each > _CHEAPER * of_all else paced

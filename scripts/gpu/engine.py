@@ -232,7 +232,7 @@ def predictor_errors(llm: LLM, seconds: float) -> tuple[dict[str, Any], OnlineCa
     samples = profiler.samples(seconds)
     fits = profiler.fit(samples, is_brief=True)
     errors = {kind: dataclasses.asdict(fit.report.test) for kind, fit in fits.items()}
-    return errors, OnlineCalibration(profiler.profile(samples, fits).table)
+    return errors, OnlineCalibration(profiler.costs_of(profiler.profile(samples, fits)))
 
 
 def preset_speeds(

@@ -1,0 +1,90 @@
+"""Costs of steps that run in programs of a few sizes: whatever they hold, all rows are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostModel
+
+
+class ProgramSizes:
+    """The programs that steps run in.
+
+    Decodes alone run in the smallest of `decode` that holds them, a step with prompts in the smallest of
+    `rows` that holds its decodes and prompt tokens, and has room for as many prompts.
+
+    Args:
+        decode: of programs that only decode, in sequences, increasing.
+        rows: of programs with prompts, in rows, increasing.
+        chunks: most prompts of each of these.
+
+    Raises:
+        ConfigError: there is no size, or they do not increase from 1 or more.
+    """
+
+    def __init__(self, decode: Sequence[int], rows: Sequence[int], chunks: Sequence[int]) -> None:
+        self._decode = _smallest("decode", decode)
+        self._rows = _smallest("rows", rows)
+        self._chunks = dict(zip(rows, chunks, strict=True))
+
+    def padded(self, batch: int, prompt_tokens: int, num_prompts: int) -> tuple[int, int]:
+        """Decodes and prompt tokens of a step that uses every row, and takes as long as one of these.
+
+        Steps larger than every program are left as they are.
+        """
+        if prompt_tokens <= 0 or num_prompts <= 0:
+            return (self._decode[batch] if 0 < batch < len(self._decode) else batch), 0
+        num_rows, rows = batch + prompt_tokens, self._rows
+        if num_rows >= len(rows):
+            return batch, prompt_tokens
+        size = rows[num_rows]
+        while self._chunks[size] < num_prompts and size + 1 < len(rows):
+            size = rows[size + 1]
+        return batch, size - batch
+
+
+class ProgramCosts:
+    """A `CostModel` of what programs compute for a step, the rows of padding included.
+
+    So a few more prompt tokens cost nothing while the program stays the same, and much where it does not.
+
+    Args:
+        costs: seconds by rows that are computed.
+        sizes: of the programs.
+    """
+
+    def __init__(self, costs: CostModel, sizes: ProgramSizes) -> None:
+        self.costs, self.sizes = costs, sizes
+
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """See `CostModel.step_seconds`."""
+        batch, prompt_tokens = self.sizes.padded(batch, prompt_tokens, num_prompts)
+        return self.costs.step_seconds(batch, context_tokens, prompt_tokens, num_prompts, prompt_context)
+
+    def swap_out_seconds(self, num_blocks: int) -> float:
+        """See `CostModel.swap_out_seconds`."""
+        return self.costs.swap_out_seconds(num_blocks)
+
+    def swap_in_seconds(self, num_blocks: int) -> float:
+        """See `CostModel.swap_in_seconds`."""
+        return self.costs.swap_in_seconds(num_blocks)
+
+
+def _smallest(name: str, sizes: Sequence[int]) -> list[int]:
+    """By number of rows in use, from 0, the smallest size that holds them."""
+    found = [0]
+    for size in sizes:
+        if size < len(found):
+            raise ConfigError(f"{name} must increase from 1 or more, got {list(sizes)}")
+        found += [size] * (size + 1 - len(found))
+    if len(found) == 1:
+        raise ConfigError(f"{name} must hold at least one size")
+    return found
