@@ -179,9 +179,11 @@ def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
     trace = make_trace("chatbot", _TRACE_REQUESTS, 64, seed=seed)
     costs = OnlineCalibration(TableCostModel.distil(_ROOFLINE, _AXES))
     policy = make_preset(preset, costs)
-    timed: dict[str, Any] = {}
-    if isinstance(policy, SchedulerPolicy):
-        timed = {"action": TimedPolicy(policy.action), "resume": TimedPolicy(policy.resume)}
+    timed: dict[str, Any] = {
+        name: TimedPolicy(one)
+        for name in ("action", "resume")
+        if (one := getattr(policy, name, None)) is not None
+    }
     scheduler = Scheduler(
         SchedulerConfig(
             num_gpu_blocks=int(num_running * _BLOCKS_PER_RUNNING),

@@ -2,9 +2,12 @@
 
     python scripts/compare_orders.py --out-dir out/orders
 
-Requests arrive by a Poisson process, and by gamma bursts (the gaps' coefficient of variation is 4), at a
-share of what the device can serve: its throughput when all requests are there at once, first come first
-served. Output lengths depend on the prompts with lognormal noise (`jaxllm.workloads.TopicOutputs`); orders
+Requests arrive by a Poisson process, by gamma bursts (the gaps' coefficient of variation is 4), or from the
+256 clients of a closed loop, who think for as long as makes the load if nobody waits: at a share of what the
+device can serve, its throughput when all requests are there at once, first come first served. All at once is
+what a load of 1 is measured with, and not itself a load: there is no rate to vary.
+
+Output lengths depend on the prompts with lognormal noise (`jaxllm.workloads.TopicOutputs`); orders
 that go by length predict it from prompts and past outputs, or know it, or know nothing. Everything else is
 preset `adaptive`'s, except for `vllm`, `vllm_v1` and `fastserve`, which are presets.
 

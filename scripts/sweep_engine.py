@@ -29,19 +29,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
+from sweep.options import ARRIVALS_HELP, in_words, list_of
 from sweep.report import Place, shares_report
 
 from jaxllm import LLM, hardware
 from jaxllm.bench.replay import Replay, Stopwatch, replay_side_by_side
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
+from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.profiling import Profiler
 from jaxllm.sched.policies import AlwaysRecompute, SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import adaptive
-from jaxllm.workloads import Trace, UniformLengths, make_trace
+from jaxllm.workloads import Trace, UniformLengths, make_trace, parse_arrivals
 from jaxllm.workloads.result import RunResult
 
 SPEEDS = (0.02, 0.1, 0.4, 1.0, 10.0)
@@ -65,7 +66,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument(
         "--arrivals",
-        type=arrivals_of,
         default="all",
         help=ARRIVALS_HELP,
     )
@@ -76,6 +76,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=list_of(int), default="0,1,2,3,4")
     parser.add_argument("--out-dir", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)
+    try:
+        parse_arrivals(args.arrivals)
+    except ConfigError as error:
+        parser.error(f"--arrivals: {error}")
     if not all(0 < speed < math.inf for speed in args.speeds):
         parser.error("--speeds must be above 0, and finite")
     counts = (args.requests, args.prompt_len, args.max_num_seqs, args.gpu_blocks)
@@ -221,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
                     args.requests,
                     output_len,
                     outputs="uniform",
-                    arrivals=args.arrivals,
+                    arrivals=parse_arrivals(args.arrivals),
                     seed=seed,
                     name="sweep",
                 )
@@ -260,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
         "# Swap or recompute, on the real engine",
         "",
         f"Command: `{command}`. {name} on {values['hardware']['cpu']}, {args.gpu_blocks} device blocks of "
-        f"{block_size} tokens; {args.requests} requests, {args.arrivals}, prompts of at most "
+        f"{block_size} tokens; {args.requests} requests, {in_words(args.arrivals)}, prompts of at most "
         f"{args.prompt_len} "
         "tokens, outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
         f"{args.seeds} of ratios on the same trace. Speed 1 is {equal / 1e6:.1f} MB/s: copying a request of "

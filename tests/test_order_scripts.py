@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_interference
+import bench_scheduler
 import compare_orders
 from compare_orders import load_at
 
@@ -61,6 +62,15 @@ def test_wrong_arguments_of_orders(options, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare_orders.parse_args([*options, "--out-dir", str(tmp_path)])
     assert message in capsys.readouterr().err
+
+
+def test_decisions_of_every_system_are_timed(monkeypatch):
+    monkeypatch.setattr(bench_scheduler, "_TRACE_REQUESTS", 60)
+    for preset, questions in (("paper_strategy", 1), ("adaptive", 2), ("vllm", 0)):
+        names = [timing.iteration for timing in bench_scheduler.bench_trace(preset, 16, 0)]
+        assert names[0] == f"trace, {preset}"
+        assert len(names) <= 1 + questions
+        assert (f"decision of action, {preset}" in names) == (questions > 0)
 
 
 def test_decodes_are_slowed_down_within_bounds_and_prompts_do_not_starve(tmp_path):

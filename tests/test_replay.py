@@ -9,7 +9,7 @@ from engine_helpers import make_llm
 from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
-from jaxllm.bench.replay import Replay, Stopwatch, replay, replay_side_by_side
+from jaxllm.bench.replay import Replay, Stopwatch, deciding, replay, replay_side_by_side
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger
@@ -53,6 +53,32 @@ def test_every_preset_runs_every_request(llm, trace, preset):
     if preset in ("vllm_swap", "vllm_swap_both"):
         assert result.num_swaps == result.num_preemptions
     assert sum(report.count for report in costs.report().values()) > 20
+
+
+class Counting:
+    """An action that counts its decisions."""
+
+    def __init__(self, action):
+        self.action, self.count = action, 0
+
+    def choose(self, victim, state, now):
+        self.count += 1
+        return self.action.choose(victim, state, now)
+
+
+def test_every_decision_is_timed(llm, trace):
+    config = dataclasses.replace(llm.engine.scheduler.config, num_gpu_blocks=20)
+    for preset in ("paper_strategy", "paper"):
+        policy = make_preset(preset, llm.costs.model)
+        counting = Counting(policy.action)
+        run = Replay(llm, trace, config, dataclasses.replace(policy, action=counting))
+        while not run.is_over:
+            run.advance()
+        timed = run._timed[0]
+        assert timed.num_decisions == counting.count >= run.result().num_preemptions > 0
+        assert run.result().prediction_seconds >= timed.seconds > 0
+    assert set(deciding(make_preset("paper", llm.costs.model))) == {"action", "resume"}
+    assert deciding(make_preset("vllm")) == {}
 
 
 def test_clients_of_a_closed_loop_wait_for_their_answers(llm):

@@ -148,7 +148,7 @@ def test_a_choice_of_presets_limits_and_arrivals(tmp_path, capsys):
     report = (tmp_path / "report.md").read_text()
     assert "adaptive at 64: turnaround" in report
     assert "paper at 64" not in report
-    assert "### Poisson:3" in report
+    assert "### Poisson arrivals, 3 a second" in report
     for wrong, message in (
         (["--batch-limits", "48", "--parts", "fig4"], "choose of (8, 16"),
         (["--presets", "mine"], "there is no mine"),

@@ -192,7 +192,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ):
         # Those of presets may learn, so every run has its own.
         self.policy = make_preset(policy, COSTS) if policy in PRESETS else POLICIES[policy]
-        self.is_fcfs = isinstance(self.policy.priority, FCFSPriority) and policy != "fcfs"
+        self.is_fcfs = isinstance(self.policy.priority, FCFSPriority) and policy != "adaptive_throughput"
         victim = getattr(self.policy, "victim", None)
         self.may_outrank = isinstance(victim, ArbitraryVictim | OutrankedVictim)
         # Blocks of copies still under way may be missing, but then they are few and soon free.

@@ -11,6 +11,7 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import (
     AdaptiveAction,
+    PreemptionAction,
     ResumeAction,
     ResumeDecision,
     SeparateIterations,
@@ -317,13 +318,32 @@ def test_expected_costs_are_between_predictions_and_hindsight():
     oracle = HindsightAction(AdaptiveAction, COSTS, residuals)
     lost = {}
     for name, action in (
-        ("expected", ExpectedAction(AdaptiveAction, COSTS, residuals, num_draws=200)),
+        ("expected", ExpectedAction(AdaptiveAction, COSTS, residuals)),
         ("predicted", blind.action),
     ):
         meter = RegretMeter(action, oracle)
         play(dataclasses.replace(blind, action=meter), residuals)
         lost[name] = meter.regret_seconds / meter.num_decisions
     assert 0 < lost["expected"] < lost["predicted"]
+
+
+class Pools:
+    block_size, num_host_free = 4, 8
+
+
+def test_expected_costs_are_the_means_of_all_ratios():
+    """Of 3 blocks, 1 s each either way, and a prefill of 11 tokens, 1 s each."""
+    ratios = {"swap_out": [1.0] * 9 + [11.0], "swap_in": [0.5, 1.5], "prefill": [2.0], "decode": [9.0]}
+    victim = make_request(0, 10)
+    victim.num_computed_tokens = 10
+    every = ExpectedAction(AdaptiveAction, LinearCosts(), Residuals(ratios))
+    decision = every.choose(victim, Pools, 0.0)
+    assert decision[1:] == pytest.approx((3 * 2.0 + 3 * 1.0, 11 * 2.0, 3 * 2.0))
+    assert decision.action is PreemptionAction.SWAP
+    second = ExpectedAction(AdaptiveAction, LinearCosts(), Residuals(ratios), max_draws=5)  # of the ten
+    assert second.choose(victim, Pools, 0.0)[1:] == pytest.approx((3 * 1.0 + 3 * 0.5, 11 * 2.0, 3 * 1.0))
+    assert Residuals(ratios).ratios("swap_in") == (0.5, 1.5)
+    assert Residuals(ratios).ratios("mixed") == (1.0,)
 
 
 def test_without_noise_expected_costs_are_hindsight():

@@ -14,6 +14,7 @@ from jaxllm.engine.observer import StepObserver, predicted_seconds
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.sched.baselines import VLLM025
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy, SchedulingPolicy
@@ -65,11 +66,10 @@ class Replay:
         self.clock, self.executor = clock, llm.executor
         self.runs_ahead = llm.config.async_scheduling if async_scheduling is None else async_scheduling
         self._keeper = _TimeKeeper(costs, ledger)
-        self._timed: list[_Timed] = []
-        if isinstance(policy, SchedulerPolicy):
-            self._timed = [_Timed(policy.action), _Timed(policy.resume)]
-            timed: dict[str, Any] = dict(zip(("action", "resume"), self._timed, strict=True))
-            policy = dataclasses.replace(policy, **timed)
+        timed: dict[str, Any] = {name: _Timed(one) for name, one in deciding(policy).items()}
+        self._timed: list[_Timed] = list(timed.values())
+        if timed:
+            policy = dataclasses.replace(policy, **timed)  # type: ignore[type-var]
         self._scheduler = _TimedScheduler(config, policy, ledger=ledger)
         self._engine = Engine(
             llm.executor,
@@ -255,18 +255,28 @@ class _TimedScheduler(Scheduler):
         return scheduled
 
 
+def deciding(policy: SchedulingPolicy) -> dict[str, ActionPolicy | ResumePolicy]:
+    """The parts of a policy that weigh costs, by the names of their fields; none where nothing is weighed."""
+    if isinstance(policy, SchedulerPolicy):
+        return {"action": policy.action, "resume": policy.resume}
+    if isinstance(policy, VLLM025) and policy.action is not None:
+        return {"action": policy.action}
+    return {}
+
+
 class _Timed:
-    """A policy that adds up its own time."""
+    """A policy that counts its decisions, and adds up their time."""
 
     def __init__(self, policy: ActionPolicy | ResumePolicy) -> None:
         self._choose: Callable[..., Any] = policy.choose
-        self.seconds = 0.0
+        self.num_decisions, self.seconds = 0, 0.0
 
     def choose(self, *args: Any) -> Any:
         """The decision of the policy."""
         started = time.perf_counter()
         decision = self._choose(*args)
         self.seconds += time.perf_counter() - started
+        self.num_decisions += 1
         return decision
 
 

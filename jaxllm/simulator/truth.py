@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -14,6 +16,7 @@ from jaxllm.sched.policies.actions import cheaper, num_copied
 from jaxllm.types import Request
 
 _MASK = (1 << 64) - 1
+_REALISED: tuple[CostKind, ...] = ("prefill", "swap_out", "swap_in")  # what `RealisedCosts` knows better
 
 
 class Residuals:
@@ -46,6 +49,10 @@ class Residuals:
         """What the predicted seconds of the piece of work `key` are multiplied by."""
         ratios = self._ratios.get(kind)
         return 1.0 if ratios is None else ratios[_mix(self._salts[kind] + key) % len(ratios)]
+
+    def ratios(self, kind: CostKind) -> Sequence[float]:
+        """All that are drawn from; 1 alone for a kind without noise."""
+        return tuple(self._ratios.get(kind, (1.0,)))
 
 
 def key_of(request: Request, more_preemptions: int = 0) -> int:
@@ -122,29 +129,44 @@ class HindsightAction:
 class ExpectedAction:
     """Knows the distribution of the noise, but not what it will be: the best there is without hindsight.
 
+    Costs are averaged over draws, as many as the kind with most ratios has, so that each of these counts once.
+    The n-th draw takes the n-th ratio of every kind, beginning again where a kind has no more.
+
     Args:
         rule, costs, residuals: as for `HindsightAction`.
-        num_draws: of the noise, over which costs are averaged.
+        max_draws: of a longer list of ratios so many are taken, at equal distances.
     """
 
     rule: Callable[[CostModel], ActionPolicy]
     costs: CostModel
     residuals: Residuals
-    num_draws: int = 32
+    max_draws: int = 256
+
+    @functools.cached_property
+    def _draws(self) -> Sequence[Residuals]:
+        """The same ratios for all work, for each draw."""
+        ratios = {kind: self.residuals.ratios(kind) for kind in _REALISED}
+        count = max(map(len, ratios.values()))
+        num_draws = min(count, self.max_draws)
+        places = [draw * count // num_draws for draw in range(num_draws)]
+        return [
+            Residuals({kind: [values[place % len(values)]] for kind, values in ratios.items()})
+            for place in places
+        ]
 
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """The action that costs less on average."""
         num_blocks = num_copied(victim, state)
-        drawn = [
-            self.rule(RealisedCosts(self.costs, self.residuals, -1 - draw, num_blocks))
-            for draw in range(self.num_draws)
+        decisions = [
+            self.rule(RealisedCosts(self.costs, drawn, 0, num_blocks)).choose(victim, state, now)
+            for drawn in self._draws
         ]
-        decisions = [rule.choose(victim, state, now) for rule in drawn]
-        swap, recompute = (
-            sum([value or 0.0 for value in values]) / self.num_draws
-            for values in zip(*[decision[1:3] for decision in decisions], strict=True)
+        swap, recompute, copy = (
+            statistics.fmean(value or 0.0 for value in values)
+            for values in zip(*[decision[1:] for decision in decisions], strict=True)
         )
-        return cheaper(num_blocks, state, swap, recompute, decisions[0].copy_seconds)
+        has_copy = decisions[0].copy_seconds is not None
+        return cheaper(num_blocks, state, swap, recompute, copy if has_copy else None)
 
 
 @dataclasses.dataclass

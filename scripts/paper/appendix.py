@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from sweep.options import in_words
+
 from paper import published
 from paper.cells import OUTPUTS, READINGS
-from paper.report import OUTPUT_NAMES, RATE, TURNAROUND, Cells, Row, change_and_ratio, named
+from paper.report import OUTPUT_NAMES, RATE, TURNAROUND, Cells, Row, change_and_ratio
 
 
 def readings(rows: Sequence[Row]) -> list[str]:
@@ -52,7 +54,7 @@ def figures(rows: Sequence[Row]) -> list[str]:
             cells = of_part.of(arrivals=arrivals)
             columns = cells.values(field)
             lines += [
-                f"## {title}, {named(arrivals)}",
+                f"## {title}, {in_words(arrivals)}",
                 "",
                 "| model | data | preset | " + " | ".join(map(str, columns)) + " |",
                 "|---|---|---|" + "---:|" * len(columns),
@@ -84,7 +86,7 @@ def time_spent(rows: Sequence[Row]) -> list[str]:
     for arrivals, outputs in itertools.product(cells.values("arrivals"), cells.values("outputs")):
         of_setting = cells.of(arrivals=arrivals, outputs=outputs, seed=first_seed)
         lines += [
-            f"Arrivals: {named(arrivals)}. Outputs: {OUTPUT_NAMES[outputs]}.",
+            f"Arrivals: {in_words(arrivals)}. Outputs: {OUTPUT_NAMES[outputs]}.",
             "",
             "| model | data | preset | prefill | recompute | decode | stall | decode batch | preempted "
             "(swapped) | "

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sweep.options import in_words
 from sweep.simulated import BLOCK_SIZE, NUM_GPU_BLOCKS, NUM_HOST_BLOCKS
 
 from jaxllm.workloads import DATASETS as SHAPES
@@ -53,15 +54,6 @@ class Cells:
     def groups(self) -> list[tuple[str, str]]:
         """Models and data sets."""
         return list(itertools.product(self.values("model"), self.values("dataset")))
-
-
-def named(arrivals: str) -> str:
-    """An arrival process in words."""
-    kind, *numbers = arrivals.split(":")
-    if kind == "closed":
-        thinking = f" who think {numbers[1]} s" if len(numbers) > 1 else ""
-        return f"a closed loop of {numbers[0]} clients{thinking}"
-    return "all requests at once" if kind == "all" else arrivals
 
 
 def introduction(command: str, facts: str, seeds: Sequence[int], requests: int) -> list[str]:
@@ -117,7 +109,7 @@ def table3(rows: Sequence[Row]) -> list[str]:
     for arrivals, outputs in itertools.product(cells.values("arrivals"), cells.values("outputs")):
         where = {"arrivals": arrivals, "outputs": outputs}
         lines += [
-            f"Arrivals: {named(arrivals)}. Outputs: {OUTPUT_NAMES[outputs]}.",
+            f"Arrivals: {in_words(arrivals)}. Outputs: {OUTPUT_NAMES[outputs]}.",
             "",
             "| model | data | vLLM: paper's | preset adaptive | preset paper | strategy alone | "
             "vLLM_s: paper's | preset adaptive | preset paper | strategy alone | "
@@ -311,7 +303,7 @@ def fig3(rows: Sequence[Row], path: pathlib.Path) -> list[str]:
         path,
         x=("max_output_len", "output tokens of every request"),
         y=(RATE, "output tokens/s"),
-        title=f"Throughput against output length (Fig. 3), {named(arrivals)}",
+        title=f"Throughput against output length (Fig. 3), {in_words(arrivals)}",
         values=OUTPUT_LENGTHS,
         marks=plots.table3_marks(cells),
     )
@@ -320,7 +312,7 @@ def fig3(rows: Sequence[Row], path: pathlib.Path) -> list[str]:
         "",
         f"![Throughput against the output length, four models and three data sets]({path.name})",
         "",
-        f"Arrivals: {named(arrivals)}. Stars: the paper's Table 3, times our `vllm`. Its text says up to "
+        f"Arrivals: {in_words(arrivals)}. Stars: the paper's Table 3, times our `vllm`. Its text says up to "
         f"{published.FIG3_AT_256} times vLLM at 256 tokens. All figures are in the appendix.",
         "",
     ]
@@ -360,13 +352,13 @@ def fig4(rows: Sequence[Row], folder: pathlib.Path) -> list[str]:
             path,
             x=("max_num_seqs", "batch limit (most requests running)"),
             y=(TURNAROUND, "mean weighted turnaround"),
-            title=f"Weighted turnaround against the batch limit (Fig. 4), {named(arrivals)}",
+            title=f"Weighted turnaround against the batch limit (Fig. 4), {in_words(arrivals)}",
             values=limits,
             is_log=True,
             bands=plots.fig4_bands(of_arrivals),
         )
         lines += [
-            f"### {named(arrivals).capitalize()}",
+            f"### {in_words(arrivals).capitalize()}",
             "",
             f"![Weighted turnaround against the batch limit]({path.name})",
             "",

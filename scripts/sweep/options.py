@@ -35,3 +35,16 @@ def arrivals_of(text: str) -> ArrivalProcess:
         return parse_arrivals(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def in_words(arrivals: str) -> str:
+    """What `parse_arrivals` takes, for people."""
+    kind, *numbers = arrivals.split(":")
+    if kind == "closed":
+        thinking = f" who think {numbers[1]} s" if len(numbers) > 1 else ""
+        return f"a closed loop of {numbers[0]} clients{thinking}"
+    if kind == "poisson":
+        return f"Poisson arrivals, {numbers[0]} a second"
+    if kind == "gamma":
+        return f"gamma arrivals, {numbers[0]} a second, coefficient of variation {numbers[1]}"
+    return "all requests at once"

@@ -15,6 +15,7 @@ from typing import Any
 
 from sweep.cells import MORE_REQUESTS, ORACLE_HOST_BLOCKS
 from sweep.intervals import interval
+from sweep.options import in_words
 from sweep.simulated import BLOCK_SIZE, DEVICE, NUM_GPU_BLOCKS
 
 LEAST_SHARE = 0.98
@@ -273,7 +274,7 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
         "",
         f"Command: `{args.command}`. A roofline of {DEVICE}; {NUM_GPU_BLOCKS} device blocks of "
         f"{BLOCK_SIZE} tokens; {args.requests} requests ({_more_requests()}), arrivals: "
-        f"{args.arrivals}; outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
+        f"{in_words(args.arrivals)}; outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
         f"{args.seeds} of ratios on the same trace. {noise} Copies run beside computation.",
         "",
     ]
