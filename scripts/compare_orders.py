@@ -223,11 +223,10 @@ def report(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> str:
         "# In which order to serve, simulated",
         "",
         f"Command: `{args.command}`. {MODEL} on a roofline of {DEVICE}; {NUM_GPU_BLOCKS} device and "
-        f"{NUM_HOST_BLOCKS} host blocks of {BLOCK_SIZE} tokens; {args.requests} requests, prompts as long "
-        f"as {DATASET}'s, outputs of at most {MAX_OUTPUT_LEN} tokens that depend on the prompt's topic with "
+        f"{NUM_HOST_BLOCKS} host blocks of {BLOCK_SIZE} tokens; {args.requests} requests, prompts as long as "
+        f"{DATASET}'s, outputs of at most {MAX_OUTPUT_LEN} tokens that depend on the prompt's topic with "
         f"noise {args.noise:g}; seeds {args.seeds}, medians. A load of 1 is what `adaptive_throughput` "
-        "serves when all are "
-        "there at once. Predictions of costs are exact. Copies run beside the steps.",
+        "serves when all are there at once. Predictions of costs are exact. Copies run beside the steps.",
         "",
         "Slowdown: latency over that of the request alone, means of the shortest, middle and longest third "
         f"of the outputs. Goodput: share of requests with a slowdown of at most {MOST_SLOWDOWN:g}.",

@@ -3,11 +3,12 @@
     python scripts/compare_policies.py --samples benchmarks/profile-cpu-samples.json --out-dir out/policies
     python scripts/compare_policies.py --parts devices --requests 200 --out-dir out/devices
 
-Part `arrivals`: every combination of order, victim and who returns first, and `adaptive` with one answer
-changed, beside the published systems; all at once, in closed loops, and with Poisson and gamma arrivals. Part
-`devices`: the presets on other links, with other host pools and longer outputs. Simulated, with the noise of
-a real profile (--samples) or none; interrupted, it goes on where it was (`cells.jsonl`). Writes results.json,
-report.md and a figure of the Pareto fronts.
+Part `arrivals`: every combination of order, victim, who returns first and reserve, and `adaptive` with one
+answer changed, beside the published systems, those that copy also with copies overlapped; all at once, in
+closed loops, and with Poisson and gamma arrivals. Part `devices`: presets and published systems on other
+links, with other host pools and longer outputs. Simulated, with the noise of a real profile (--samples) or
+none; interrupted, it goes on where it was (`cells.jsonl`). Writes results.json and report.md, and a figure of
+the Pareto fronts of part `arrivals`; `--parts devices` alone draws none.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ def main(argv: list[str] | None = None) -> None:
     values = {
         "command": command,
         "device": DEVICE,
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds_of_last_start": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "cells": [{name: row[name] for name in kept} for row in rows],
     }
     write_json(args.out_dir / "results.json", values)
     text = report(rows, command, facts, args.out_dir / "fronts.png")
     (args.out_dir / "report.md").write_text(text, encoding="utf-8")
-    print(f"{len(rows)} simulations in {values['seconds']} s; see {args.out_dir / 'report.md'}")
+    print(f"{len(rows)} simulations in {values['seconds_of_last_start']} s; see {args.out_dir / 'report.md'}")
 
 
 if __name__ == "__main__":

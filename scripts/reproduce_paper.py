@@ -68,7 +68,7 @@ ALL_PARTS = (*PARTS, "memory")
 def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     """Run every cell on the engine; returns the rows, and what they ran on.
 
-    Rows are also appended to `cells.jsonl` as they come, so that an interrupted run loses none.
+    Rows are also appended to `engine-cells.jsonl` as they come, so that an interrupted run loses none.
     """
     from jaxllm import hardware
 
@@ -89,7 +89,7 @@ def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
         for number, cell in enumerate(cells, 1):
             row = run_cell(cell, llm)
             rows.append(row)
-            with (args.out_dir / "cells.jsonl").open("a", encoding="utf-8") as file:
+            with (args.out_dir / "engine-cells.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             what = f"{cell.part} {cell.dataset} {cell.preset} {cell.arrivals}"
             print(f"{name}, {number} of {len(cells)}: {what}, {row['seconds']:.1f} s", file=sys.stderr)
@@ -165,8 +165,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=list_of(str),
         default=f"{CLOSED_LOOP},all",
         help="all, poisson:RATE, gamma:RATE:CV, closed:CLIENTS[:THINK]; fig3 and the other parts that have "
-        "one "
-        "take the first (default: %(default)s)",
+        "one take the first (default: %(default)s)",
     )
     parser.add_argument(
         "--presets", type=list_of(str), default=",".join(PRESETS), help="default: %(default)s"
@@ -296,7 +295,7 @@ def main(argv: list[str] | None = None) -> None:
     values = {
         "command": command,
         "device": DEVICE if is_simulated else facts,
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds_of_last_start": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "cells": rows,
     }
@@ -305,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
     (folder / "report.md").write_text(text, encoding="utf-8")
     (folder / "report.html").write_text(html_of(text, folder), encoding="utf-8")
     (folder / "appendix.md").write_text("\n".join(behind), encoding="utf-8")
-    print(f"{len(rows)} runs in {values['seconds']} s; see {folder / 'report.md'}")
+    print(f"{len(rows)} runs in {values['seconds_of_last_start']} s; see {folder / 'report.md'}")
 
 
 if __name__ == "__main__":

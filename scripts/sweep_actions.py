@@ -149,14 +149,14 @@ def main(argv: list[str] | None = None) -> None:
         "command": args.command,
         "models": sorted({cell.model for cell in cells}),
         "device": DEVICE,
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds_of_last_start": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "places": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows)],
         "near": [{**dataclasses.asdict(place), "share": place.share} for place in places(rows, "near")],
     }
     write_json(args.out_dir / "results.json", values)
     (args.out_dir / "report.md").write_text(report(rows, args), encoding="utf-8")
-    print(f"{len(rows)} simulations in {values['seconds']} s; see {args.out_dir / 'report.md'}")
+    print(f"{len(rows)} simulations in {values['seconds_of_last_start']} s; see {args.out_dir / 'report.md'}")
 
 
 if __name__ == "__main__":

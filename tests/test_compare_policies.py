@@ -1,5 +1,6 @@
 """Candidates for the default policy: every one runs, and what the report says of them."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -41,14 +42,36 @@ def test_every_candidate_runs_in_every_setting(tmp_path):
     of_arrivals = [one for one in found if one["part"] == "arrivals"]
     assert {one["policy"] for one in of_arrivals} == policies
     assert len(of_arrivals) == 36 * len(policies)
-    assert len(found) - len(of_arrivals) == 2 * 2 * len(cells.DEVICES) * 6
+    assert len(found) - len(of_arrivals) == 2 * 2 * len(cells.DEVICES) * 8
     text = (tmp_path / "report.md").read_text()
     for policy in cells.COMBINED:
         assert f"| {policy} |" in text
     assert "| chatbot | max | 128 clients who think |" in text
     assert "What `adaptive` loses:" in text
     assert (tmp_path / "fronts.png").stat().st_size > 1000
+    assert (
+        f"2 presets and {len(cells.COMBINED) + len(cells.CHANGED)} candidates: {len(cells.COMBINED)} " in text
+    )
+    assert text.count("| paper, copies overlapped |") == 4
     assert str(tmp_path) not in text
+    report.report([one for one in found if one["part"] == "devices"], "", "", tmp_path / "fronts.png")
+    assert not (tmp_path / "fronts.png").exists()
+
+
+def test_published_systems_copy_beside_computation_too(monkeypatch):
+    overlaps = {}
+
+    def run(device, trace, policy, *, overlap, **options):
+        overlaps[len(overlaps)] = overlap, policy(device.costs())
+        raise StopIteration
+
+    monkeypatch.setattr(cells.Device, "run", run)
+    for name in ("paper", "paper, copies overlapped", "adaptive"):
+        cell = cells.Cell("arrivals", name, "chatbot", "max", 64, "all", "all", 1.0, 64, 4, 0, None)
+        with pytest.raises(StopIteration):
+            cells.run_cell(cell)
+    assert [overlap for overlap, _ in overlaps.values()] == [False, True, True]
+    assert repr(overlaps[0][1]) == repr(overlaps[1][1])
 
 
 def test_candidates_are_what_their_names_say():
@@ -62,6 +85,11 @@ def test_candidates_are_what_their_names_say():
     assert cells.policy_of("vllm", costs) == make_preset("vllm")
     in_order = cells.policy_of("first come; latest; in order", costs)
     assert not in_order.restore.skips
+    assert in_order.admission.watermark == 0
+    as_vllm = cells.policy_of("first come; latest; in order; 1 % reserve", costs)
+    assert as_vllm.admission.watermark == 0.01
+    assert dataclasses.replace(as_vllm, admission=in_order.admission) == in_order
+    assert len(cells.COMBINED) == 30
     assert len({repr(cells.policy_of(name, costs)) for name in cells.COMBINED}) == len(cells.COMBINED)
 
 
@@ -73,6 +101,15 @@ def test_a_setting_is_lost_by_either_measure():
     (said,) = report.lost(rows(ours=(2.0, 1.5)), "adaptive")
     assert "weighted turnaround 1.500 of `vllm`'s, which has 0.50 of its tokens/s" in said
     assert report.lost(rows(), "adaptive") == ["- none"]
+
+
+def test_better_balances_are_named_with_what_they_lose():
+    of_two = [*rows(), row("patience 16", "all", 2.0, 1.5)]
+    said = report.better_balanced(report.scores(of_two))
+    assert "`patience 16` (" in said
+    assert ", loses 1)" in said
+    said = report.better_balanced(report.scores(rows(ours=(9.0, 0.1))))
+    assert said == "None has a better balance than `adaptive`, which loses 0 settings."
 
 
 def test_the_front_has_who_is_not_beaten_in_both():

@@ -242,8 +242,11 @@ def test_the_engine_runs_the_same_cells(tmp_path):
     for cell in results["cells"]:
         assert cell["output_tokens_per_second"] > 0
         assert cell["prediction_errors"]["decode"]["count"] > 0
+        assert (cell["overlap"], cell["layout"], cell["overhead"]) == (True, None, None)
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| tiny | chatbot | - |" in report
+    assert len((tmp_path / "out" / "engine-cells.jsonl").read_text().splitlines()) == len(results["cells"])
+    assert not (tmp_path / "out" / "cells.jsonl").exists()
     assert "the real engine" in report
     assert "Whole runs on the real engine" in report
     most = max(cell["num_cut"] for cell in results["cells"])
@@ -302,6 +305,12 @@ def test_prompts_are_cut_to_a_models_positions():
     assert trace.prompt_lens.max() > 192
     assert cut.prompt_lens.tolist() == [min(192, length) for length in trace.prompt_lens.tolist()]
     assert cut.output_lens.tolist() == trace.output_lens.tolist()
+    ids = tuple(tuple(range(length)) for length in trace.prompt_lens.tolist())
+    with_ids = paper.cells.fitting(dataclasses.replace(trace, prompt_token_ids=ids), 256)
+    assert with_ids.prompt_token_ids == tuple(tuple(range(length)) for length in cut.prompt_lens.tolist())
+    with_texts = dataclasses.replace(trace, prompt_texts=("text",) * 50)
+    assert paper.cells.fitting(with_texts, 256).prompt_texts is None
+    assert paper.cells.fitting(with_texts, 4096).prompt_texts == with_texts.prompt_texts
     assert paper.cells.fitting(trace, 4096).prompt_lens.tolist() == trace.prompt_lens.tolist()
     with pytest.raises(ConfigError, match="leave no prompt in 64 positions"):
         paper.cells.fitting(trace, 64)

@@ -158,6 +158,37 @@ def test_predictions_are_corrected_where_there_is_noise(tmp_path, monkeypatch, n
         assert calibration.factor("decode") != 1.0
 
 
+def test_a_journal_is_of_sources_and_files(tmp_path):
+    samples, prompts = tmp_path / "samples.json", tmp_path / "prompts.jsonl"
+    samples.write_text("1")
+    prompts.write_text("a")
+    cell = sweep.simulated.Device("opt-13b", samples=str(samples))
+    ran = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Prompts:
+        data: str
+
+    def run(cells):
+        ran.clear()
+        sweep.simulated.run_all(
+            cells, lambda one: ran.append(one) or {"row": 1}, jobs=1, journal=tmp_path / "cells.jsonl"
+        )
+        return len(ran)
+
+    cells = [cell, Prompts(f"{prompts}:prompt:nowhere")]
+    assert run(cells) == 2
+    assert run(cells) == 0
+    samples.write_text("2")
+    assert run(cells) == 2
+    prompts.write_text("b")
+    assert run(cells) == 2
+    assert run(cells) == 0
+    names = {path.name for path in sweep.simulated.source_files()}
+    assert {"types.py", "scheduler.py", "truth.py", "simulated.py", "cells.py"} <= names
+    assert "report.py" not in names
+
+
 def test_wrong_arguments(tmp_path, capsys):
     for wrong in (
         ["--parts", "all"],

@@ -129,7 +129,7 @@ class HindsightAction:
 class ExpectedAction:
     """Knows the distribution of the noise, but not what it will be: the best there is without hindsight.
 
-    Costs are averaged over draws, as many as the kind with most ratios has, so that each of these counts once.
+    Costs are averaged over draws, as many as the kind with most ratios has, so that each counts once.
     The n-th draw takes the n-th ratio of every kind, beginning again where a kind has no more.
 
     Args:

@@ -75,11 +75,10 @@ def time_spent(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## Where the time of Table 3 goes",
         "",
-        "Seconds of the first seed; the ratio is 1 plus the seconds saved on each part over the seconds "
-        "that the "
-        "preset took. Recompute: prefills of dropped tokens. Stalls: waiting for copies. Batch: decode "
-        "steps, "
-        "fewer the larger the batch. Other: first prefills, waiting for requests, and on an engine the host.",
+        "Seconds of the first seed; the ratio is 1 plus the seconds saved on each part over the seconds that "
+        "the preset took. Recompute: prefills of dropped tokens. Stalls: waiting for copies. Batch: decode "
+        "steps, fewer the larger the batch. Other: first prefills, waiting for requests, and on an engine "
+        "the host.",
         "",
     ]
     first_seed = cells.rows[0]["seed"]
@@ -89,8 +88,7 @@ def time_spent(rows: Sequence[Row]) -> list[str]:
             f"Arrivals: {in_words(arrivals)}. Outputs: {OUTPUT_NAMES[outputs]}.",
             "",
             "| model | data | preset | prefill | recompute | decode | stall | decode batch | preempted "
-            "(swapped) | "
-            "over vllm | recompute | stalls | batch | other |",
+            "(swapped) | over vllm | recompute | stalls | batch | other |",
             "|---|---|---|" + "---:|" * 11,
         ]
         for (model, dataset), preset in itertools.product(cells.groups(), cells.values("preset")):

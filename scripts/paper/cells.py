@@ -297,13 +297,24 @@ def _trace(cell: Cell) -> Trace:
 
 
 def fitting(trace: Trace, max_model_len: int) -> Trace:
-    """The trace with prompts cut to what the model's positions leave beside the outputs."""
+    """The trace with prompts cut to what the model's positions leave beside the outputs.
+
+    Texts, which nobody cuts, are dropped where a prompt is cut.
+
+    Raises:
+        ConfigError: an output leaves no room for a prompt.
+    """
     longest = max_model_len - trace.output_lens
     if longest.min() < 1:
         raise ConfigError(
             f"outputs of {trace.output_lens.max()} tokens leave no prompt in {max_model_len} positions"
         )
-    return dataclasses.replace(trace, prompt_lens=np.minimum(trace.prompt_lens, longest))
+    lens, ids = np.minimum(trace.prompt_lens, longest), trace.prompt_token_ids
+    if np.array_equal(lens, trace.prompt_lens):
+        return trace
+    if ids is not None:
+        ids = tuple(prompt[:length] for prompt, length in zip(ids, lens.tolist(), strict=True))
+    return dataclasses.replace(trace, prompt_lens=lens, prompt_token_ids=ids, prompt_texts=None)
 
 
 def simulate_cell(cell: Cell) -> dict[str, Any]:
@@ -327,7 +338,8 @@ def simulate_cell(cell: Cell) -> dict[str, Any]:
 def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
     """Run one cell on the real engine, whose copies run beside computation whatever the preset.
 
-    `num_cut` counts prompts that were too long for the model, see `fitting`.
+    The row says so (`overlap`), and names neither layout nor overhead, which are the simulator's; `num_cut`
+    counts prompts that were too long for the model, see `fitting`.
     """
     from jaxllm.bench.replay import replay
 
@@ -345,6 +357,7 @@ def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
     result = replay(llm, trace, config, policy, costs=costs, ledger=Ledger())
     return {
         **dataclasses.asdict(cell),
+        **{"overlap": True, "layout": None, "overhead": None},
         **result.summary(),
         "num_cut": int((trace.prompt_lens < asked.prompt_lens).sum()),
         "scheduling_seconds": result.scheduling_seconds,

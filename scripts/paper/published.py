@@ -33,10 +33,9 @@ CONTRADICTIONS = (
     "Section 2.1 gives 39.1 MB for the KV of 100 tokens of Llama-13B; Eq. 3 (2 x layers x hidden x 2 bytes a "
     "token) gives 78.1 MiB, twice that. We take Eq. 3, which is what vLLM 0.2.5 allocates.",
     "Algorithm 1's text preempts the request of lowest priority; its pseudo-code sorts ascending and takes "
-    "the "
-    "last, the one of highest priority. We take the text; the reading `printed Algorithm 1` shows the other.",
+    "the last, the one of highest priority. We take the text; the reading `printed Algorithm 1` shows the "
+    "other.",
     'vLLM_s "always swaps", and the host pool has 64 blocks where the device has 128: it cannot. We bound '
-    "what "
-    "it starts by what the host pool can hold (`vllm_swap`); the appendix has the other rule.",
+    "what it starts by what the host pool can hold (`vllm_swap`); the appendix has the other rule.",
 )
 """Where the paper contradicts itself, and what we take."""

@@ -67,11 +67,9 @@ def introduction(command: str, facts: str, seeds: Sequence[int], requests: int) 
         facts,
         "",
         "`vllm` decides as vLLM 0.2.5, `vllm_v1` as today's vLLM (mixed iterations); `vllm_swap` is the "
-        "paper's "
-        "vLLM_s; `paper_strategy` is Algorithm 1's choice of action in vLLM 0.2.5's order (Section 4.3), "
-        "`paper` "
-        "Algorithms 1 and 2 (Section 4.4), `adaptive` this engine's own. Ratios are of output tokens a "
-        "second.",
+        "paper's vLLM_s; `paper_strategy` is Algorithm 1's choice of action in vLLM 0.2.5's order (Section "
+        "4.3), `paper` Algorithms 1 and 2 (Section 4.4), `adaptive` this engine's own. Ratios are of output "
+        "tokens a second.",
         "",
         "Where the paper contradicts itself:",
         "",
@@ -96,8 +94,7 @@ def datasets() -> list[str]:
         shape = SHAPES[name]
         lines.append(
             f"| {name} | {source} | {samples:,} | {mean} | {shape.mean} | lognormal, sigma {shape.sigma}, "
-            "clipped "
-            f"to {shape.shortest}-{shape.longest} |"
+            f"clipped to {shape.shortest}-{shape.longest} |"
         )
     return [*lines, ""]
 
@@ -162,13 +159,11 @@ def _why_differences(cells: Cells) -> list[str]:
     }
     return [
         f"Why `paper` stays below the paper's: of its victims {swapped['paper']} are swapped ({model}, "
-        f"{dataset}, "
-        "outputs of 64). The host pool is full of requests that were swapped out when they were long, and "
-        "Algorithm 2 takes shorter, more urgent ones first, so that the others are recomputed. In the "
-        "order of "
-        f"vLLM 0.2.5 {swapped['paper_strategy']} are swapped, and the strategy pays. The paper says that "
-        "its short "
-        "data sets run with many swaps and few recomputes: as the strategy alone does here.",
+        f"{dataset}, outputs of 64). The host pool is full of requests that were swapped out when they were "
+        "long, and Algorithm 2 takes shorter, more urgent ones first, so that the others are recomputed. In "
+        f"the order of vLLM 0.2.5 {swapped['paper_strategy']} are swapped, and the strategy pays. The paper "
+        "says that its short data sets run with many swaps and few recomputes: as the strategy alone does "
+        "here.",
     ]
 
 
@@ -210,17 +205,14 @@ def readings(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## Readings of Table 3",
         "",
-        "What the paper's own algorithm gives over `vllm` under each setting that its text allows. Least "
-        "and most "
-        "over the four models, and over Chatbot and Alpaca (short); the paper prints "
+        "What the paper's own algorithm gives over `vllm` under each setting that its text allows. Least and "
+        "most over the four models, and over Chatbot and Alpaca (short); the paper prints "
         f"{_span([t[d][0] for t in published.TABLE3.values() for d in ('chatbot', 'alpaca')], '.2f')} on "
-        "short "
-        f"prompts, {_span([t['summary'][0] for t in published.TABLE3.values()], '.2f')} on Summary, and a "
-        "weighted turnaround 20 to 40 % lower (Fig. 4). The appendix has all cells.",
+        f"short prompts, {_span([t['summary'][0] for t in published.TABLE3.values()], '.2f')} on Summary, "
+        "and a weighted turnaround 20 to 40 % lower (Fig. 4). The appendix has all cells.",
         "",
-        "| reading | why | outputs | short | Summary | turnaround, short | Summary | largest difference "
-        "from the "
-        "paper's |",
+        "| reading | why | outputs | short | Summary | turnaround, short | Summary | largest difference from "
+        "the paper's |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     reached: dict[str, list[str]] = {name: [] for name in WANTED}
@@ -259,8 +251,7 @@ def readings(rows: Sequence[Row]) -> list[str]:
         said = "; ".join(reached[what]) or "none of these readings"
         lines += [
             f"The strategy alone gives {WANTED[what]:.2f} or more in every cell of {title} under: {said}. "
-            "The most "
-            f"of all readings, in its least cell: {best[what][0]:.2f}, {best[what][1]}.",
+            f"The most of all readings, in its least cell: {best[what][0]:.2f}, {best[what][1]}.",
             "",
         ]
     shares = [
@@ -269,11 +260,9 @@ def readings(rows: Sequence[Row]) -> list[str]:
     ]
     if shares:
         lines += [
-            f"Why not more on Summary: `vllm` spends {max(shares):.1%} of its time there on recomputing, "
-            "at most, so "
-            f"that a choice of action which made that free would give {1 / (1 - max(shares)):.2f}. What "
-            "the paper "
-            "prints must come from the order of requests.",
+            f"Why not more on Summary: `vllm` spends {max(shares):.1%} of its time there on recomputing, at "
+            f"most, so that a choice of action which made that free would give {1 / (1 - max(shares)):.2f}. "
+            "What the paper prints must come from the order of requests.",
             "",
         ]
     return lines
@@ -337,9 +326,8 @@ def fig4(rows: Sequence[Row], folder: pathlib.Path) -> list[str]:
         "",
         "(finish - sent) / (finish - first scheduled), mean over requests; 1 is no waiting. The paper's is "
         f"{-high:.0%} to {-low:.0%} lower than vLLM's at limits 64 and 128, the shaded range. The measure "
-        "rewards "
-        "whoever starts every request early and ends it late, so the mean time from sending to the end is "
-        "given beside it.",
+        "rewards whoever starts every request early and ends it late, so the mean time from sending to the "
+        "end is given beside it.",
         "",
     ]
     for arrivals in cells.values("arrivals"):
@@ -405,12 +393,10 @@ def control(rows: Sequence[Row], is_simulated: bool) -> list[str]:
         "## Overhead (Section 4.6)",
         "",
         "The paper's control: predict both costs at each preemption, then recompute whatever they are, "
-        "against "
-        "not predicting. "
+        "against not predicting. "
         + (
             "Here the device's time is simulated, so that what differs is this machine's time in the "
-            "scheduler, "
-            "measured: microseconds a step, and as a share of the run."
+            "scheduler, measured: microseconds a step, and as a share of the run."
             if is_simulated
             else "Whole runs on the real engine, in seconds."
         ),
@@ -440,7 +426,6 @@ def control(rows: Sequence[Row], is_simulated: bool) -> list[str]:
         "",
         f"The paper's: prediction {low:.1%} to {high:.0%} of run time, scheduling "
         f"{1e3 * published.SCHEDULING_SECONDS:.1f} ms a step (all of its queues sorted in each; ours keep "
-        "what "
-        "does not change).",
+        "what does not change).",
         "",
     ]

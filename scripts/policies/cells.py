@@ -34,10 +34,11 @@ from jaxllm.types import Request
 from jaxllm.workloads import make_trace, parse_arrivals
 
 MODEL = "opt-13b"
-BASELINES = ("vllm", "vllm_v1", "paper", "paper_strategy")
+OVERLAPPED = ", copies overlapped"
+"""Ends the name of a published system whose copies run beside computation; as published they stop it."""
+PUBLISHED = ("vllm", "vllm_v1", "paper", "paper_strategy")
+BASELINES = (*PUBLISHED, "paper" + OVERLAPPED, "paper_strategy" + OVERLAPPED)
 OURS = ("adaptive", "adaptive_throughput")
-OVERLAPPING_NOT = frozenset(BASELINES)
-"""What stops the device for copies, as published."""
 DATASETS, OUTPUTS = ("chatbot", "summary"), ("max", "uniform")
 CLIENTS, LOADS, BURST_LOAD, BURST_CV = (32, 64, 128), (0.8, 1.0, 1.2), 0.9, 3
 """Of closed loops, of Poisson arrivals, and of gamma ones; a load of 1 is what `vllm_v1` serves at most."""
@@ -72,22 +73,29 @@ def _with(**changes: Any) -> Change:
     return lambda policy, costs: dataclasses.replace(policy, **changes)
 
 
-def _combined(order: str, victim: str, restore: str) -> Change:
+_RESERVES = {"": 0.0, "; 1 % reserve": 0.01}
+
+
+def _combined(order: str, victim: str, restore: str, reserve: str) -> Change:
     priority = _ORDERS[order]
     return _with(
         priority=priority,
         victim=_VICTIMS[victim],
         restore=_RESTORES[restore](priority),
+        admission=WatermarkAdmission(_RESERVES[reserve]),
         patience=1024,
     )
 
 
 COMBINED: Mapping[str, Change] = {
-    f"{order}; {victim}; {restore}": _combined(order, victim, restore)
-    for order, victim, restore in itertools.product(_ORDERS, _VICTIMS, _RESTORES)
+    f"{order}; {victim}; {restore}{reserve}": _combined(order, victim, restore, reserve)
+    for order, victim, restore, reserve in itertools.product(_ORDERS, _VICTIMS, _RESTORES, _RESERVES)
     if (order, restore) != ("first come", "urgent set")  # of equals those who are swapped resume first
 }
-"""Order of the queues; victim; who returns or starts first. All else as in `adaptive`, without patience."""
+"""Order of the queues; victim; who returns or starts first; share of the pool that stays free at a start.
+
+All else as in `adaptive`, without patience.
+"""
 CHANGED: Mapping[str, Change] = {
     **{f"patience {n}": _with(patience=n) for n in (16, 32, 128, 1024)},
     "reserve 1 %": _with(admission=WatermarkAdmission(0.01)),
@@ -114,9 +122,11 @@ def _paced(policy: SchedulerPolicy, slowdown: float) -> SchedulerPolicy:
 
 
 def policy_of(name: str, costs: CostModel) -> SchedulingPolicy:
-    """A preset, or one of the candidates."""
+    """A preset, as published or with copies overlapped, or one of the candidates."""
     change = COMBINED.get(name) or CHANGED.get(name)
-    return make_preset(name, costs) if change is None else change(adaptive(costs), costs)
+    if change is None:
+        return make_preset(name.removesuffix(OVERLAPPED), costs)
+    return change(adaptive(costs), costs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +161,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     result = device.run(
         trace,
         lambda costs: policy_of(cell.policy, costs),
-        overlap=cell.policy not in OVERLAPPING_NOT,
+        overlap=cell.policy not in PUBLISHED,
         num_host_blocks=cell.num_host_blocks,
     )
     return {**dataclasses.asdict(cell), **result.summary()}

@@ -110,6 +110,23 @@ def table(found: Mapping[str, Score], policies: Sequence[str]) -> list[str]:
     return [*lines, ""]
 
 
+def better_balanced(found: Mapping[str, Score]) -> str:
+    """Candidates that `adaptive` leads only because it loses fewer settings, or does not lead."""
+    ours = found["adaptive"]
+    better = [policy for policy, score in found.items() if score.balance > ours.balance]
+    better.sort(key=lambda policy: -found[policy].balance)
+    if not better:
+        return f"None has a better balance than `adaptive`, which loses {len(ours.lost)} settings."
+    return (
+        f"`adaptive` has a balance of {ours.balance:.3f}, and loses {len(ours.lost)} settings. "
+        "A better balance (tokens/s over the product of the others) have: "
+        + "; ".join(
+            f"`{policy}` ({found[policy].balance:.3f}, loses {len(found[policy].lost)})" for policy in better
+        )
+        + "."
+    )
+
+
 def lost(rows: Sequence[Row], policy: str) -> list[str]:
     """The settings in which a policy is worse than the best baseline, by name."""
     lines = []
@@ -148,29 +165,32 @@ def every_setting(rows: Sequence[Row]) -> list[str]:
 
 
 def report(rows: Sequence[Row], command: str, facts: str, plot: pathlib.Path) -> str:
-    """The Markdown text; draws `plot`."""
+    """The Markdown text; draws `plot`, or removes an older one, if there are no candidates to be drawn."""
     of_arrivals = [row for row in rows if row["part"] == "arrivals"]
     of_devices = [row for row in rows if row["part"] == "devices"]
     lines = ["# Which policy is the default", "", f"Command: `{command}`. {facts}", ""]
+    plot.unlink(missing_ok=True)
     if of_arrivals:
         found = scores(of_arrivals)
+        num_others = len(found) - len({*BASELINES, *OURS})
         draw(found, plot)
         lines += [
             "## Over arrivals, data and outputs",
             "",
             f"Each measure over that of the best of {', '.join(BASELINES)} in the same setting (so no "
-            "baseline is "
-            "1 everywhere): geometric mean and worst over "
-            f"{len(settings(of_arrivals))} settings. More tokens/s are better, less of the others. A "
-            "setting is "
-            f"lost with tokens/s below {LEAST_RATE} or weighted turnaround above {MOST_TURNAROUND} of the "
-            "best "
-            "baseline's. Ordered by settings lost, then by tokens/s over the product of the others.",
+            f"baseline is 1 everywhere): geometric mean and worst over {len(settings(of_arrivals))} "
+            "settings. More tokens/s are better, less of the others. A setting is lost with tokens/s below "
+            f"{LEAST_RATE} or weighted turnaround above {MOST_TURNAROUND} of the best baseline's. Ordered by "
+            "settings lost, then by tokens/s over the product of the others.",
             "",
             f"![Tokens/s against turnaround and latency of all candidates]({plot.name})",
             "",
             *table(found, [*BASELINES, *OURS]),
-            "Candidates: order of the queues; victim; who returns or starts first.",
+            f"{len(OURS)} presets and {num_others} candidates: {len(COMBINED)} combinations of order of the "
+            "queues; victim; who returns or starts first; share of the pool that stays free when one starts "
+            f"(0 where none is named), and {len(CHANGED)} with one answer of `adaptive` changed.",
+            "",
+            better_balanced(found),
             "",
             *table(found, [*BASELINES, "adaptive", *COMBINED]),
             "`adaptive` with one answer changed.",

@@ -274,8 +274,9 @@ def report(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
         "",
         f"Command: `{args.command}`. A roofline of {DEVICE}; {NUM_GPU_BLOCKS} device blocks of "
         f"{BLOCK_SIZE} tokens; {args.requests} requests ({_more_requests()}), arrivals: "
-        f"{in_words(args.arrivals)}; outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
-        f"{args.seeds} of ratios on the same trace. {noise} Copies run beside computation.",
+        f"{in_words(args.arrivals)}; outputs uniform in a quarter of the maximum to the maximum; "
+        f"medians over seeds {args.seeds} of ratios on the same trace. {noise} Copies run beside "
+        "computation.",
         "",
     ]
     if "actions" in args.parts:

@@ -1,5 +1,4 @@
-"""A simulated A800 with the paper's pools, its noise, and many runs on it that an interruption does not "
-"lose."""
+"""A simulated A800 with the paper's pools, its noise, and runs on it that an interruption does not lose."""
 
 from __future__ import annotations
 
@@ -121,19 +120,21 @@ def _noise_and_predictor(device: Device) -> tuple[Residuals, CostModel]:
 def run_all(
     cells: Sequence[Any], run: Callable[[Any], Row], *, jobs: int, journal: pathlib.Path
 ) -> list[Row]:
-    """Rows of all cells, in their order; those that `journal` holds of the same sources are not run again.
+    """Rows of all cells, in their order; `journal` keeps them for runs of the same sources and files.
 
     Args:
-        cells: frozen dataclasses of JSON values.
+        cells: frozen dataclasses of JSON values; a field `samples` names a file, `data` a
+            FILE:COLUMN:TOKENIZER.
         run: makes a row of a cell; a module's function, for other processes.
         jobs: processes.
-        journal: JSON lines: the sources' hash, then a cell and its row each.
+        journal: JSON lines: hashes of sources and files, then a cell and its row each.
     """
     journal.parent.mkdir(parents=True, exist_ok=True)
-    sources, found = _sources_hash(), {}
+    found: dict[str, Row] = {}
+    header = json.dumps({"sources": _hash_of(source_files()), "files": _files_hash(cells)})
     text = journal.read_text(encoding="utf-8") if journal.exists() else ""
     lines = text.splitlines()
-    if lines and lines[0] == json.dumps(sources):
+    if lines and lines[0] == header:
         for line in lines[1:]:
             try:
                 cell, row = json.loads(line)
@@ -148,7 +149,7 @@ def run_all(
         print(f"{len(keys) - len(missing)} of {len(keys)} runs are in {journal}", file=sys.stderr)
     with journal.open("a" if lines else "w", encoding="utf-8") as file:
         if not lines:
-            file.write(json.dumps(sources) + "\n")
+            file.write(header + "\n")
         elif not text.endswith("\n"):
             file.write("\n")
         for key, row in zip([key for key, _ in missing], _mapped(run, missing, jobs), strict=True):
@@ -168,14 +169,27 @@ def _mapped(run: Callable[[Any], Row], missing: Sequence[tuple[str, Any]], jobs:
         yield from pool.map(run, cells, chunksize=max(1, min(8, len(cells) // (4 * jobs))))
 
 
-def _sources_hash() -> str:
-    """Of all that decides what a run gives."""
-    digest = hashlib.sha256()
+def source_files() -> list[pathlib.Path]:
+    """All that decides what a run gives."""
     package, scripts = pathlib.Path(jaxllm.__file__).parent, pathlib.Path(__file__).parents[1]
+    found = sorted(package.glob("*.py"))
     folders = [package / name for name in ("sched", "predictors", "simulator", "workloads", "engine")]
-    folders += [scripts / name for name in ("paper", "policies", "sweep")]
-    for folder in folders:
-        for path in sorted(folder.glob("**/*.py")):
-            if "report" not in path.name:
-                digest.update(path.read_bytes())
+    for folder in (*folders, *(scripts / name for name in ("paper", "policies", "sweep"))):
+        found += [path for path in sorted(folder.glob("**/*.py")) if "report" not in path.name]
+    return found
+
+
+def _files_hash(cells: Sequence[Any]) -> str:
+    """Of what the files hold that cells name."""
+    named = {getattr(cell, "samples", None) for cell in cells}
+    for data in {getattr(cell, "data", None) for cell in cells} - {None}:
+        file, _, tokenizer = data.rsplit(":", 2)
+        named |= {file, *map(str, pathlib.Path(tokenizer).glob("tokenizer*"))}
+    return _hash_of([pathlib.Path(name) for name in sorted(named - {None})])
+
+
+def _hash_of(paths: Sequence[pathlib.Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
