@@ -99,8 +99,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--seconds-per-model must be above 0 and at most 3600")
     if not 1 <= args.repetitions <= 100 or not 1 <= args.processes <= 64:
         parser.error("--repetitions must be from 1 to 100, --processes from 1 to 64")
-    if not 7 <= args.max_features <= 100_000:
-        parser.error("--max-features must be from 7, which is degree 1 of mixed steps, to 100000")
+    if not 9 <= args.max_features <= 100_000:
+        parser.error("--max-features must be from 9, which is degree 1 of mixed steps, to 100000")
     if args.reuse is not None and args.samples is not None:
         parser.error("--reuse measures nothing that --samples could write")
     for name in ("samples", "out", "plot", "report"):

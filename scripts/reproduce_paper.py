@@ -292,6 +292,8 @@ def main(argv: list[str] | None = None) -> None:
     behind += appendix.figures(rows)
     if "swap_both" in args.parts:
         behind += appendix.swapping(rows)
+    if args.measured is not None:
+        behind += measured.candidates(args.measured)
     values = {
         "command": command,
         "device": DEVICE if is_simulated else facts,

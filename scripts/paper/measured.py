@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench_allocation import allocation_lines, draw_allocation, summary_rows, waste_rows
-from ladder.report import ladder_errors, swap_figure
+from ladder.report import ladder_candidates, ladder_errors, swap_figure
 from memory.block_size import block_size_rows
 from memory.link_report import block_size_lines, draw_link, link_lines
+
+from jaxllm.predictors.base import COST_KINDS
 
 Lines = Callable[[Mapping[str, Any], pathlib.Path], list[str]]
 
@@ -48,6 +50,18 @@ def measured(source: pathlib.Path, folder: pathlib.Path) -> list[str]:
             lines += of_file(json.loads(path.read_text(encoding="utf-8")), folder)
         else:
             lines += [f"Left out: {name} is not in {source.name}; `{made_by}` makes it.", ""]
+    return lines
+
+
+def candidates(source: pathlib.Path) -> list[str]:
+    """Test errors per regressor and degree of every kind of cost, if the ladder's file is there."""
+    path = source / "ladder-cpu.json"
+    if not path.exists():
+        return []
+    results = json.loads(path.read_text(encoding="utf-8"))
+    lines = ["## Prediction errors by regressor and degree", ""]
+    for kind in COST_KINDS:
+        lines += ladder_candidates(results, kind)
     return lines
 
 

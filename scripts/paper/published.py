@@ -22,9 +22,6 @@ TABLE2: Mapping[str, tuple[str, int, float]] = {
     "summary": ("khwhrali011/summary-dataset", 1_799, 340.48),
 }
 """Data set, samples, mean tokens of a prompt."""
-RECOMPUTE_MAPE = {"opt": 0.0176, "llama": 0.0130}
-SWAP_MAPE = {"swap_out": (0.010, 0.012), "swap_in": (0.011, 0.015)}
-"""Range over the two Llama models; out is to the host."""
 PREDICTION_SHARE = (0.001, 0.01)
 """Of run time, Section 4.6."""
 SCHEDULING_SECONDS = 0.2e-3
