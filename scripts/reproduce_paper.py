@@ -7,11 +7,12 @@
 
 Parts: `table3` (speed-ups at 64 output tokens), `readings` (the same under every setting the paper's text
 allows; simulated), `fig3` (throughput against the output length), `fig4` (weighted turnaround against the
-batch limit), `control` (Section 4.6: predicting, and then recomputing all the same), `swap_both` (vLLM_s by
-another rule) and `memory` (of vLLM's paper: what contiguous allocation wastes, and swapping by block size).
-With --measured the report also has what only a real device tells, from the JSON files in that folder: errors
-of predictors (Section 4.5, Fig. 5), copies, and what paging costs the kernel. They end in `results.json`,
-figures, `report.md` and the same as `report.html`, and the long tables in `appendix.md`.
+batch limit), `control` (Section 4.6: predicting, and then recomputing all the same; timed, so simulated one
+run at a time, and never resumed), `swap_both` (vLLM_s by another rule) and `memory` (of
+vLLM's paper: what contiguous allocation wastes, and swapping by block size). With --measured the report also
+has what only a real device tells, from the JSON files in that folder: errors of predictors (Section 4.5,
+Fig. 5), copies, and what paging costs the kernel. They end in `results.json`, figures, `report.md` and the
+same as `report.html`, and the long tables in `appendix.md`.
 
 `--executor sim` drives the engine's own scheduler with a virtual clock; its device is a roofline of an
 A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), nothing is
@@ -34,7 +35,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from paper import appendix, measured
+from paper import appendix, measured, report_figures, report_readings
 from paper import report as sections
 from paper.cells import (
     BATCH_LIMITS,
@@ -51,6 +52,7 @@ from paper.cells import (
     run_cell,
     simulate_cell,
 )
+from paper.control import control, time_control
 from paper.models import model_folder
 from paper.page import html_of
 from sweep.options import list_of
@@ -115,9 +117,8 @@ def simulated_facts(samples: str | None) -> str:
         "what steps took, and by what copies took that ran beside them, as the engine's are."
     )
     return (
-        f"Device: a roofline, not a measurement. `{Device(MODELS[0]).costs()!r}`. {noise} Prompt lengths "
-        "are lognormal with the paper's means; their spread is an assumption. Copies stop the device, as in "
-        "the published systems, except under `adaptive`, which runs them beside computation."
+        f"Device: a roofline, not a measurement. `{Device(MODELS[0]).costs()!r}`. {noise} Copies stop the "
+        "device, as in the published systems, except under `adaptive`, which runs them beside computation."
     )
 
 
@@ -263,32 +264,36 @@ def main(argv: list[str] | None = None) -> None:
     started = time.perf_counter()
     is_simulated = args.executor == "sim"
     if is_simulated:
-        cells = cells_of(args, args.parts, args.models)
+        cells = cells_of(args, [part for part in args.parts if part != "control"], args.models)
         bare = [dataclasses.replace(cell, part="") for cell in cells]  # some are of several parts
         found = run_all(bare, simulate_cell, jobs=args.jobs, journal=folder / "cells.jsonl")
         rows = [{**row, "part": cell.part} for row, cell in zip(found, cells, strict=True)]
+        if "control" in args.parts:  # alone, after the other processes have ended
+            rows += time_control(cells_of(args, ["control"], args.models))
         facts = simulated_facts(args.samples)
     else:
         rows, facts = run_on_engine(args)
-    lines = sections.introduction(command, facts, args.seeds, args.requests)
+    lines = sections.introduction(
+        command, f"{facts} {sections.prompts(args.datasets, args.data)}", args.seeds, args.requests
+    )
     behind = ["# AdaptiveLLM's evaluation: the long tables", "", "Of the runs of [report.md](report.md).", ""]
     if "table3" in args.parts:
         lines += sections.table3(rows)
         behind += appendix.time_spent(rows)
     if "readings" in args.parts:
-        lines += sections.readings(rows)
+        lines += report_readings.readings(rows)
         behind += appendix.readings(rows)
     if "fig3" in args.parts:
-        lines += sections.fig3(rows, folder / "fig3.png")
+        lines += report_figures.fig3(rows, folder / "fig3.png")
     if "fig4" in args.parts:
-        lines += sections.fig4(rows, folder)
+        lines += report_figures.fig4(rows, folder)
     if "control" in args.parts:
-        lines += sections.control(rows, is_simulated)
+        lines += control(rows, is_simulated)
     if args.measured is not None:
         lines += measured.measured(args.measured, folder)
     if "memory" in args.parts:
-        lines += measured.memory(command, folder, min(args.requests, 500))
-    lines += sections.datasets()
+        lines += measured.memory(command, folder)
+    lines += sections.datasets(args.data)
     behind += appendix.figures(rows)
     if "swap_both" in args.parts:
         behind += appendix.swapping(rows)

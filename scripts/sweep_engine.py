@@ -265,12 +265,11 @@ def main(argv: list[str] | None = None) -> None:
         "",
         f"Command: `{command}`. {name} on {values['hardware']['cpu']}, {args.gpu_blocks} device blocks of "
         f"{block_size} tokens; {args.requests} requests, {in_words(args.arrivals)}, prompts of at most "
-        f"{args.prompt_len} "
-        "tokens, outputs uniform in a quarter of the maximum to the maximum; medians over seeds "
-        f"{args.seeds} of ratios on the same trace. Speed 1 is {equal / 1e6:.1f} MB/s: copying a request of "
-        f"{num_tokens} tokens out and back then takes as long as one prefill of it "
-        f"({prefill_seconds[0] * 1e3:.2f} ms at first, {prefill_seconds[1] * 1e3:.2f} ms at the end). "
-        "The actions ran side by side, in turns of 50 ms, on an engine each that dispatches no step ahead.",
+        f"{args.prompt_len} tokens, outputs uniform in a quarter of the maximum to the maximum; medians over "
+        f"seeds {args.seeds} of ratios on the same trace. Speed 1 is {equal / 1e6:.1f} MB/s: copying a "
+        f"request of {num_tokens} tokens out and back then takes as long as one prefill of it "
+        f"({prefill_seconds[0] * 1e3:.2f} ms at first, {prefill_seconds[1] * 1e3:.2f} ms at the end). The "
+        "actions ran side by side, in turns of 50 ms, on an engine each that dispatches no step ahead.",
         "",
         *shares_report(found, "that at which a copy takes as long as a prefill"),
         *noise_report(found),

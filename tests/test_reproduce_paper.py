@@ -16,6 +16,9 @@ import paper.cells
 import paper.models
 import reproduce_paper
 from paper.bound import most_tokens_per_second
+from paper.control import control, time_control
+from paper.report import Cells
+from paper.report_readings import nearest
 
 from jaxllm.costs import shape_of
 from jaxllm.errors import ConfigError
@@ -59,13 +62,26 @@ def test_every_cell_is_simulated(reproduced):
 
 def test_the_report_sets_the_numbers_beside_the_papers(reproduced):
     report = (reproduced / "report.md").read_text()
-    rows = [line for line in report.splitlines() if line.startswith("| opt-13b | chatbot | 1.38 |")]
+    rows = [line for line in report.splitlines() if line.startswith("| opt-13b | chatbot | 1.38 | 1.")]
     assert len(rows) == 4  # outputs of 64, and of 16 to 64 tokens; in a closed loop, and all at once
     assert all("| 2.46 |" in row for row in rows)
     assert "Arrivals: a closed loop of 128 clients. Outputs: all of 64 tokens." in report
     assert "| opt-13b | chatbot | 1.38 |" in report.partition("all requests at once")[0]
     for reading in paper.cells.READINGS:
         assert report.count(f"| {reading.name} | {reading.why} |") == 2
+    assert "The reading nearest to the paper's ratio in each cell:" in report
+    for group in ("opt-13b | chatbot | 1.38", "llama-13b | summary | 1.17"):
+        (line,) = (
+            line for line in report.splitlines() if line.startswith(f"| {group} | ") and " tokens) | " in line
+        )
+        assert line.count("|") == 7
+    assert report.count(f" of {2 * len(paper.cells.READINGS)} |") == 6
+    assert "At most 128 requests run, the larger limit of Fig. 4" in report
+    assert "At 256 tokens, tokens/s over those of `vllm`; the paper says up to 1.3:" in report
+    assert "paper at 128: turnaround over vllm_swap" in report
+    assert "`paper` outside the published range against `vllm_swap` (-60% to -20%)" in report
+    assert report.count("Why: ") >= 3
+    assert "chatbot, alpaca, summary: lognormal with the paper's means" in report
     for name in ("fig3.png", "fig4.png", "fig4-all.png"):
         assert f"]({name})" in report
         assert (reproduced / name).stat().st_size > 1000
@@ -77,7 +93,7 @@ def test_the_report_sets_the_numbers_beside_the_papers(reproduced):
 def test_the_page_holds_its_figures(reproduced):
     page = (reproduced / "report.html").read_text()
     assert page.startswith("<!doctype html>")
-    assert page.count('src="data:image/png;base64,') == 3
+    assert page.count('src="data:image/png;base64,') == 4
     assert "<table>" in page
     assert 'src="fig' not in page
 
@@ -181,6 +197,10 @@ def test_prompts_of_a_data_sets_file(tmp_path, capsys):
     reproduce_paper.main([*options, "--requests", "20", "--out-dir", str(tmp_path / "out")])
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
     lengths = paper.cells.prompts_of(data.partition("=")[2]).prompt_lens
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert f"chatbot: `chatbot.jsonl`, 20 prompts of {lengths.mean():.2f} tokens on average" in report
+    assert f"| 17.02 | {lengths.mean():.2f} | `chatbot.jsonl`, 20 prompts" in report
+    assert "with the paper's means" not in report
     assert {row["num_prefill_tokens"] for row in rows if not row["num_preemptions"]} == {lengths.sum()}
     with pytest.raises(SystemExit):
         reproduce_paper.main([*options, "--requests", "21", "--out-dir", str(tmp_path / "out")])
@@ -204,17 +224,79 @@ def test_noise(tmp_path):
     assert "us/step" in report
 
 
-def test_predicting_and_recomputing_all_the_same_is_recomputing():
-    rows = []
-    for preset in ("paper, recomputes", "paper, compares and recomputes"):
-        (cell, *_) = paper.cells.make_cells(
-            ["control"], ["opt-13b"], ["chatbot"], num_requests=150, seeds=[0]
-        )
-        rows.append(paper.cells.simulate_cell(dataclasses.replace(cell, preset=preset)))
+def test_predicting_and_recomputing_all_the_same_is_recomputing(monkeypatch):
+    predicted = []
+    choose = paper.cells.AdaptiveAction.choose
+
+    def counted(action, *args):
+        predicted.append(type(action.costs).__name__)
+        return choose(action, *args)
+
+    monkeypatch.setattr(paper.cells.AdaptiveAction, "choose", counted)
+    cells = paper.cells.make_cells(["control"], ["opt-13b"], ["chatbot"], num_requests=150, seeds=[0])
+    rows = time_control(cells, repetitions=2)
+    assert len(rows) == 2
+    assert len(predicted) == 2 * rows[0]["num_preemptions"]
+    assert set(predicted) == {"OnlineCalibration"}
     assert rows[0]["num_preemptions"] > 10
     assert rows[0]["num_swaps"] == 0
     for name in ("seconds", "num_preemptions", "num_swaps", "mean_weighted_turnaround"):
         assert rows[0][name] == rows[1][name]
+    for row in rows:
+        assert len(row["scheduling_seconds_of_repetitions"]) == 2
+        assert row["scheduling_seconds"] == pytest.approx(sum(row["scheduling_seconds_of_repetitions"]) / 2)
+    (line,) = (line for line in control(rows, True) if line.startswith("| opt-13b |"))
+    assert line.count("us/step") == 2
+
+
+def test_figures_have_names_of_their_own(tmp_path):
+    options = [
+        "--requests",
+        "8",
+        "--jobs",
+        "1",
+        "--datasets",
+        "chatbot",
+        "--model",
+        "opt-13b",
+        "--parts",
+        "fig4",
+    ]
+    chosen = [
+        "--presets",
+        "vllm,adaptive",
+        "--batch-limits",
+        "64",
+        "--arrivals",
+        "closed:4,closed:8,closed:8:0.5",
+    ]
+    reproduce_paper.main([*options, *chosen, "--out-dir", str(tmp_path)])
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "fig4.png",
+        "fig4-closed-8.png",
+        "fig4-closed-8-0.5.png",
+    }
+
+
+def test_the_nearest_reading_is_named():
+    cells = paper.cells.make_cells(["readings"], ["opt-13b"], ["chatbot"], num_requests=4, seeds=[0])
+    rows = []
+    for cell in cells:
+        is_near = cell.preset == "paper" and cell.arrivals == "closed:64" and cell.outputs == "max"
+        rate, turnaround = (1.3, 0.65) if is_near else (1.0, 0.9 if cell.preset != "vllm" else 1.0)
+        rows.append(
+            {
+                **dataclasses.asdict(cell),
+                "output_tokens_per_second": rate,
+                "mean_weighted_turnaround": turnaround,
+            }
+        )
+    lines = nearest(Cells(rows))
+    name = "scheduler and strategy, 64 clients (all of 64 tokens)"
+    assert f"| opt-13b | chatbot | 1.38 | {name} | 1.30 | -6% |" in lines
+    assert f"| opt-13b | chatbot | {name} | -35% | inside | 1 of 26 |" in lines
+    assert all("..." not in line for line in lines)
+    assert len({reading.full_name for reading in paper.cells.READINGS}) == len(paper.cells.READINGS)
 
 
 def test_no_policy_beats_what_memory_allows():
@@ -225,6 +307,7 @@ def test_no_policy_beats_what_memory_allows():
         row = paper.cells.simulate_cell(cell)
         most = most_tokens_per_second("opt-13b", "chatbot", cell.outputs, 150, 0)
         assert 0.6 * most < row["output_tokens_per_second"] < most
+    assert most_tokens_per_second("opt-13b", "chatbot", "max", 150, 0, 256) < most
 
 
 def test_the_engine_runs_the_same_cells(tmp_path):

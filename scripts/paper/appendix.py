@@ -9,7 +9,8 @@ from sweep.options import in_words
 
 from paper import published
 from paper.cells import OUTPUTS, READINGS
-from paper.report import OUTPUT_NAMES, RATE, TURNAROUND, Cells, Row, change_and_ratio
+from paper.report import OUTPUT_NAMES, RATE, TURNAROUND, Cells, Row
+from paper.report_readings import change_and_ratio
 
 
 def readings(rows: Sequence[Row]) -> list[str]:

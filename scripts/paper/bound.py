@@ -11,13 +11,17 @@ from jaxllm.workloads import make_trace
 
 
 @functools.lru_cache(maxsize=256)
-def most_tokens_per_second(model: str, dataset: str, outputs: str, num_requests: int, seed: int) -> float:
+def most_tokens_per_second(
+    model: str, dataset: str, outputs: str, num_requests: int, seed: int, max_output_len: int = 64
+) -> float:
     """Output tokens/s if every block were in use in every iteration, and prompts and copies took no time.
 
     A request holds `ceil(n / block_size)` blocks in the iteration that computes its n-th token; so the sum of
     that over all tokens, by the number of blocks, is the least number of iterations.
     """
-    trace = make_trace(dataset, num_requests, 64, outputs="max" if outputs == "max" else "uniform", seed=seed)
+    trace = make_trace(
+        dataset, num_requests, max_output_len, outputs="max" if outputs == "max" else "uniform", seed=seed
+    )
     lengths = np.concatenate(
         [
             np.arange(prompt + 1, prompt + output)  # the first token comes with the prompt

@@ -114,6 +114,12 @@ class Reading(NamedTuple):
     overhead: float = DEFAULT_STEP_OVERHEAD_SECONDS
     overlap: bool = False
 
+    @property
+    def full_name(self) -> str:
+        """The name without the row above it."""
+        of = "strategy alone" if self.preset == "paper_strategy" else "scheduler and strategy"
+        return self.name.replace("...", f"{of},")
+
 
 _EAGER = 15e-3
 READINGS = (
@@ -251,17 +257,18 @@ def make_cells(
             if limit <= max_num_seqs:
                 add("fig4", preset, 64, limit, "max", sent)
     if "readings" in parts:
+        limit = min(max(BATCH_LIMITS), max_num_seqs)
         for outputs in OUTPUTS:
             baselines = dict.fromkeys((reading.arrivals, reading.overhead) for reading in READINGS)
             for sent, overhead in baselines:
-                add("readings", "vllm", 64, max_num_seqs, outputs, sent, overhead=overhead)
+                add("readings", "vllm", 64, limit, outputs, sent, overhead=overhead)
             for reading in READINGS:
                 changes = {
                     "layout": reading.layout,
                     "overhead": reading.overhead,
                     "overlap": reading.overlap,
                 }
-                add("readings", reading.preset, 64, max_num_seqs, outputs, reading.arrivals, **changes)
+                add("readings", reading.preset, 64, limit, outputs, reading.arrivals, **changes)
     if "swap_both" in parts:
         for preset, outputs in itertools.product(("vllm_swap", "vllm_swap_both", "adaptive"), OUTPUTS):
             add("swap_both", preset, 64, max_num_seqs, outputs, arrivals[0])
@@ -317,8 +324,8 @@ def fitting(trace: Trace, max_model_len: int) -> Trace:
     return dataclasses.replace(trace, prompt_lens=lens, prompt_token_ids=ids, prompt_texts=None)
 
 
-def simulate_cell(cell: Cell) -> dict[str, Any]:
-    """Simulate one cell; the result holds the cell's fields and the summary."""
+def simulate_cell(cell: Cell, *, is_table: bool = False) -> dict[str, Any]:
+    """Simulate one cell; the result holds its fields and the summary; `is_table` as in `Device.run`."""
     device = Device(
         cell.model, cell.layout, step_overhead=cell.overhead, samples=cell.samples, seed=cell.seed
     )
@@ -327,6 +334,7 @@ def simulate_cell(cell: Cell) -> dict[str, Any]:
         lambda costs: policy_of(cell.preset, costs),
         overlap=cell.overlap,
         max_num_seqs=cell.max_num_seqs,
+        is_table=is_table,
     )
     return {
         **dataclasses.asdict(cell),

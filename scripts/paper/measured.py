@@ -17,9 +17,9 @@ from jaxllm.predictors.base import COST_KINDS
 Lines = Callable[[Mapping[str, Any], pathlib.Path], list[str]]
 
 
-def memory(command: str, folder: pathlib.Path, num_requests: int) -> list[str]:
+def memory(command: str, folder: pathlib.Path) -> list[str]:
     """What the paper builds on, of vLLM's: contiguous allocation, and swapping by block size."""
-    seeds = (0, 1)
+    num_requests, seeds = 500, (0, 1)  # of fewer some never wait
     report = {
         "command": command,
         "num_requests": num_requests,

@@ -12,22 +12,13 @@ from sweep.options import in_words
 from sweep.simulated import BLOCK_SIZE, NUM_GPU_BLOCKS, NUM_HOST_BLOCKS
 
 from jaxllm.workloads import DATASETS as SHAPES
-from paper import plots, published
+from paper import published
 from paper.bound import most_tokens_per_second
-from paper.cells import (
-    BATCH_LIMITS,
-    OUTPUT_LENGTHS,
-    OUTPUTS,
-    PRESETS,
-    READINGS,
-    Reading,
-)
+from paper.cells import PRESETS, prompts_of
 
 Row = Mapping[str, Any]
 RATE, TURNAROUND = "output_tokens_per_second", "mean_weighted_turnaround"
 OUTPUT_NAMES = {"max": "all of 64 tokens", "uniform": "uniform in 16 to 64 tokens"}
-WANTED = {"short": 1.20, "summary": 1.05}
-"""What the strategy alone should reach over `vllm`, if the paper is read right."""
 
 
 class Cells:
@@ -78,24 +69,43 @@ def introduction(command: str, facts: str, seeds: Sequence[int], requests: int) 
     ]
 
 
-def datasets() -> list[str]:
-    """Table 2, and the shapes assumed for it."""
+def prompts(datasets: Sequence[str], data: Mapping[str, str]) -> str:
+    """Where the prompts are from; `data` has files by data set, as for `prompts_of`."""
+    found = [f"{name}: {_of_file(data[name])}" for name in datasets if name in data]
+    assumed = [name for name in datasets if name not in data]
+    if assumed:
+        found.append(f"{', '.join(assumed)}: lognormal with the paper's means, the spread is an assumption")
+    return f"Prompt lengths of {'; of '.join(found)}."
+
+
+def _of_file(data: str) -> str:
+    """The file, how many prompts it has, and their mean."""
+    of_file, path = prompts_of(data), data.rsplit(":", 2)[0]
+    return (
+        f"`{pathlib.Path(path).name}`, {len(of_file):,} prompts of {of_file.prompt_lens.mean():.2f} tokens "
+        "on average"
+    )
+
+
+def datasets(data: Mapping[str, str]) -> list[str]:
+    """Table 2, and what stands for it: shapes assumed, or files in `data`."""
     lines = [
         "## Data sets (Table 2)",
         "",
-        "The paper gives means, not shapes. Ours are assumptions (`jaxllm.workloads.lengths`); with the data "
-        "sets' own files `--data chatbot=FILE` reads the prompts instead "
+        "The paper gives means, not shapes. Shapes are assumptions (`jaxllm.workloads.lengths`); with the "
+        "data sets' own files `--data NAME=FILE:COLUMN:TOKENIZER` reads the prompts instead "
         "(`jaxllm.workloads.load_dataset_file`).",
         "",
-        "| data | source | samples | mean tokens: paper's | ours | shape |",
+        "| data | source | samples | mean tokens: paper's | ours | ours are |",
         "|---|---|---:|---:|---:|---|",
     ]
     for name, (source, samples, mean) in published.TABLE2.items():
         shape = SHAPES[name]
-        lines.append(
-            f"| {name} | {source} | {samples:,} | {mean} | {shape.mean} | lognormal, sigma {shape.sigma}, "
-            f"clipped to {shape.shortest}-{shape.longest} |"
-        )
+        ours = f"{shape.mean}"
+        what = f"lognormal, sigma {shape.sigma}, clipped to {shape.shortest}-{shape.longest}"
+        if name in data:
+            ours, what = f"{prompts_of(data[name]).prompt_lens.mean():.2f}", _of_file(data[name])
+        lines.append(f"| {name} | {source} | {samples:,} | {mean} | {ours} | {what} |")
     return [*lines, ""]
 
 
@@ -126,7 +136,7 @@ def table3(rows: Sequence[Row]) -> list[str]:
                 shown += [f"{ratio:.2f}" for ratio in ratios]
                 if baseline in least:
                     least[baseline] = min(least[baseline], ratios[0])
-            bound = _memory_bound(of_group)
+            bound = memory_bound(of_group)
             shown.append("-" if bound is None else f"{bound / rate['vllm']:.2f}")
             if bound is not None:
                 least["bound"] = min(least["bound"], rate["adaptive"] / bound)
@@ -167,265 +177,18 @@ def _why_differences(cells: Cells) -> list[str]:
     ]
 
 
-def _memory_bound(cells: Cells) -> float | None:
+def memory_bound(cells: Cells, max_output_len: int = 64) -> float | None:
     """Output tokens/s, median over seeds; None for models and data that are not the paper's."""
     found = {}
     for row in cells.rows:
         if row["model"] not in published.TABLE3 or row["data"] is not None:
             return None
         of_row = row["model"], row["dataset"], row["outputs"], row["num_requests"], row["seed"]
-        found[row["seed"]] = most_tokens_per_second(*of_row)
+        found[row["seed"]] = most_tokens_per_second(*of_row, max_output_len)
     return statistics.median(found.values())
 
 
-def change_and_ratio(
-    cells: Cells, reading: Reading, outputs: str
-) -> dict[tuple[str, str], tuple[float, float]]:
-    """Tokens/s over those of `vllm`, and the change of turnaround, by model and data set."""
-    of_setting = cells.of(arrivals=reading.arrivals, outputs=outputs, overhead=reading.overhead)
-    ours = of_setting.of(preset=reading.preset, layout=reading.layout, overlap=reading.overlap)
-    theirs = of_setting.of(preset="vllm")
-    found = {}
-    for model, dataset in cells.groups():
-        group = {"model": model, "dataset": dataset}
-        ratio = ours.median(RATE, **group) / theirs.median(RATE, **group)
-        change = ours.median(TURNAROUND, **group) / theirs.median(TURNAROUND, **group) - 1
-        found[model, dataset] = ratio, change
-    return found
-
-
-def _span(values: Sequence[float], form: str) -> str:
+def span(values: Sequence[float], form: str) -> str:
+    """The least and the most."""
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low}..{high}"
-
-
-def readings(rows: Sequence[Row]) -> list[str]:
-    """Table 3 once more, under every reading of the text."""
-    cells = Cells(rows).of(part="readings")
-    lines = [
-        "## Readings of Table 3",
-        "",
-        "What the paper's own algorithm gives over `vllm` under each setting that its text allows. Least and "
-        "most over the four models, and over Chatbot and Alpaca (short); the paper prints "
-        f"{_span([t[d][0] for t in published.TABLE3.values() for d in ('chatbot', 'alpaca')], '.2f')} on "
-        f"short prompts, {_span([t['summary'][0] for t in published.TABLE3.values()], '.2f')} on Summary, "
-        "and a weighted turnaround 20 to 40 % lower (Fig. 4). The appendix has all cells.",
-        "",
-        "| reading | why | outputs | short | Summary | turnaround, short | Summary | largest difference from "
-        "the paper's |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
-    ]
-    reached: dict[str, list[str]] = {name: [] for name in WANTED}
-    best = dict.fromkeys(WANTED, (0.0, ""))
-    for reading, outputs in itertools.product(READINGS, OUTPUTS):
-        found = change_and_ratio(cells, reading, outputs)
-        values = {
-            "short": [value for (_, dataset), value in found.items() if dataset != "summary"],
-            "summary": [value for (_, dataset), value in found.items() if dataset == "summary"],
-        }
-        columns = [
-            _span([value[place] for value in of_data], form) if of_data else "-"
-            for place, form in ((0, ".2f"), (1, "+.0%"))
-            for of_data in values.values()
-        ]
-        off = {
-            group: ratio / published.TABLE3[group[0]][group[1]][0] - 1
-            for group, (ratio, _) in found.items()
-            if group[0] in published.TABLE3
-        }
-        furthest = max(off.items(), key=lambda one: abs(one[1]), default=None)
-        differs = "-" if furthest is None else f"{furthest[1]:+.0%} ({' '.join(furthest[0])})"
-        lines.append(
-            f"| {reading.name} | {reading.why} | {OUTPUT_NAMES[outputs]} | "
-            + " | ".join(columns)
-            + f" | {differs} |"
-        )
-        name = f"{reading.name} ({OUTPUT_NAMES[outputs]})"
-        for what, of_data in values.items():
-            least = min((value[0] for value in of_data), default=0.0)
-            best[what] = max(best[what], (least, name))
-            if least >= WANTED[what] and reading.preset == "paper_strategy":
-                reached[what].append(name)
-    lines.append("")
-    for what, title in (("short", "short prompts"), ("summary", "Summary")):
-        said = "; ".join(reached[what]) or "none of these readings"
-        lines += [
-            f"The strategy alone gives {WANTED[what]:.2f} or more in every cell of {title} under: {said}. "
-            f"The most of all readings, in its least cell: {best[what][0]:.2f}, {best[what][1]}.",
-            "",
-        ]
-    shares = [
-        row["seconds_spent"]["recompute"] / row["seconds"]
-        for row in cells.of(preset="vllm", dataset="summary").rows
-    ]
-    if shares:
-        lines += [
-            f"Why not more on Summary: `vllm` spends {max(shares):.1%} of its time there on recomputing, at "
-            f"most, so that a choice of action which made that free would give {1 / (1 - max(shares)):.2f}. "
-            "What the paper prints must come from the order of requests.",
-            "",
-        ]
-    return lines
-
-
-def fig3(rows: Sequence[Row], path: pathlib.Path) -> list[str]:
-    """Throughput against the output length."""
-    cells = Cells(rows).of(part="fig3")
-    arrivals = cells.values("arrivals")[0]
-    least = (
-        min(
-            (
-                cells.median(RATE, model=m, dataset=d, preset="adaptive", max_output_len=n)
-                / max(
-                    cells.median(RATE, model=m, dataset=d, preset=p, max_output_len=n)
-                    for p in ("vllm", "vllm_v1")
-                ),
-                f"{m} {d} at {n}",
-            )
-            for (m, d), n in itertools.product(cells.groups(), OUTPUT_LENGTHS)
-        )
-        if {"adaptive", "vllm", "vllm_v1"} <= set(cells.values("preset"))
-        else None
-    )
-    plots.grid(
-        cells,
-        path,
-        x=("max_output_len", "output tokens of every request"),
-        y=(RATE, "output tokens/s"),
-        title=f"Throughput against output length (Fig. 3), {in_words(arrivals)}",
-        values=OUTPUT_LENGTHS,
-        marks=plots.table3_marks(cells),
-    )
-    lines = [
-        "## Throughput against the output length (Fig. 3)",
-        "",
-        f"![Throughput against the output length, four models and three data sets]({path.name})",
-        "",
-        f"Arrivals: {in_words(arrivals)}. Stars: the paper's Table 3, times our `vllm`. Its text says up to "
-        f"{published.FIG3_AT_256} times vLLM at 256 tokens. All figures are in the appendix.",
-        "",
-    ]
-    if least is not None:
-        lines += [
-            f"`adaptive` over the better of `vllm` and `vllm_v1` is least, {least[0]:.3f}, for {least[1]} "
-            "tokens.",
-            "",
-        ]
-    return lines
-
-
-def fig4(rows: Sequence[Row], folder: pathlib.Path) -> list[str]:
-    """Weighted turnaround against the batch limit, one figure for each arrival process."""
-    cells = Cells(rows).of(part="fig4")
-    if not cells.rows:
-        return ["No batch limit of fig4 is within --max-num-seqs.", ""]
-    limits = tuple(limit for limit in BATCH_LIMITS if limit in cells.values("max_num_seqs"))
-    low, high = published.FIG4_CHANGE
-    lines = [
-        "## Mean weighted turnaround against the batch limit (Fig. 4)",
-        "",
-        "(finish - sent) / (finish - first scheduled), mean over requests; 1 is no waiting. The paper's is "
-        f"{-high:.0%} to {-low:.0%} lower than vLLM's at limits 64 and 128, the shaded range. The measure "
-        "rewards whoever starts every request early and ends it late, so the mean time from sending to the "
-        "end is given beside it.",
-        "",
-    ]
-    for arrivals in cells.values("arrivals"):
-        of_arrivals = cells.of(arrivals=arrivals)
-        path = folder / (
-            "fig4.png" if arrivals == cells.values("arrivals")[0] else f"fig4-{arrivals.split(':')[0]}.png"
-        )
-        plots.grid(
-            of_arrivals,
-            path,
-            x=("max_num_seqs", "batch limit (most requests running)"),
-            y=(TURNAROUND, "mean weighted turnaround"),
-            title=f"Weighted turnaround against the batch limit (Fig. 4), {in_words(arrivals)}",
-            values=limits,
-            is_log=True,
-            bands=plots.fig4_bands(of_arrivals),
-        )
-        lines += [
-            f"### {in_words(arrivals).capitalize()}",
-            "",
-            f"![Weighted turnaround against the batch limit]({path.name})",
-            "",
-            *_fig4_changes(of_arrivals, limits),
-        ]
-    return lines
-
-
-def _fig4_changes(cells: Cells, limits: Sequence[int]) -> list[str]:
-    """Against `vllm`, at the limits of which the paper speaks."""
-    shown = [limit for limit in published.FIG4_LIMITS if limit in limits]
-    presets = [
-        preset for preset in ("paper", "paper_strategy", "adaptive") if preset in cells.values("preset")
-    ]
-    if not (shown and presets and "vllm" in cells.values("preset")):
-        return []
-    columns = [
-        f"{preset} at {limit}: turnaround | latency" for preset, limit in itertools.product(presets, shown)
-    ]
-    lines = ["| model | data | " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (2 * len(columns))]
-    outside = []
-    low, high = published.FIG4_CHANGE
-    for model, dataset in cells.groups():
-        texts = []
-        for preset, limit in itertools.product(presets, shown):
-            of_limit = cells.of(model=model, dataset=dataset, max_num_seqs=limit)
-            for value in (TURNAROUND, "mean_latency_seconds"):
-                change = of_limit.median(value, preset=preset) / of_limit.median(value, preset="vllm") - 1
-                texts.append(f"{change:+.0%}")
-                if value == TURNAROUND and preset == "paper" and not low - 5e-3 <= change <= high + 5e-3:
-                    outside.append(f"{model} {dataset} at {limit} ({change:+.0%})")
-        lines.append(f"| {model} | {dataset} | " + " | ".join(texts) + " |")
-    if "paper" in presets:
-        lines += ["", f"`paper` outside the published range: {', '.join(outside) if outside else 'nowhere'}."]
-    return [*lines, ""]
-
-
-def control(rows: Sequence[Row], is_simulated: bool) -> list[str]:
-    """Section 4.6: what predicting and scheduling cost."""
-    cells = Cells(rows).of(part="control")
-    comparing = cells.of(preset="paper, compares and recomputes")
-    alone = cells.of(preset="paper, recomputes")
-    lines = [
-        "## Overhead (Section 4.6)",
-        "",
-        "The paper's control: predict both costs at each preemption, then recompute whatever they are, "
-        "against not predicting. "
-        + (
-            "Here the device's time is simulated, so that what differs is this machine's time in the "
-            "scheduler, measured: microseconds a step, and as a share of the run."
-            if is_simulated
-            else "Whole runs on the real engine, in seconds."
-        ),
-        "",
-        "| model | data | not predicting | predicting | difference, share of the run | scheduling, share "
-        "of the run |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for model, dataset in cells.groups():
-        group = {"model": model, "dataset": dataset}
-        with_, without = comparing.of(**group), alone.of(**group)
-        seconds = without.median("seconds")
-        field = "scheduling_seconds" if is_simulated else "seconds"
-        values = [side.median(field) for side in (without, with_)]
-        shown = [
-            f"{1e6 * value / side.median('num_steps'):.0f} us/step" if is_simulated else f"{value:.1f} s"
-            for value, side in zip(values, (without, with_), strict=True)
-        ]
-        share = with_.median("scheduling_seconds") / with_.median("seconds")
-        lines.append(
-            f"| {model} | {dataset} | {shown[0]} | {shown[1]} | {(values[1] - values[0]) / seconds:+.3%} | "
-            f"{share:.2%} |"
-        )
-    low, high = published.PREDICTION_SHARE
-    return [
-        *lines,
-        "",
-        f"The paper's: prediction {low:.1%} to {high:.0%} of run time, scheduling "
-        f"{1e3 * published.SCHEDULING_SECONDS:.1f} ms a step (all of its queues sorted in each; ours keep "
-        "what does not change).",
-        "",
-    ]

@@ -172,9 +172,8 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         ("adaptive", "Regret of the adaptive choice, all decisions together"),
         (
             "expected",
-            f"Regret of choosing by the expected costs of the noise's true distribution, the least that "
-            "can be "
-            f"had without hindsight ({ORACLE_HOST_BLOCKS} host blocks)",
+            "Regret of choosing by the expected costs of the noise's true distribution, the least that can "
+            f"be had without hindsight ({ORACLE_HOST_BLOCKS} host blocks)",
         ),
     ):
         of_variant = [
@@ -184,9 +183,8 @@ def actions_report(rows: Sequence[dict[str, Any]]) -> list[str]:
         best = sum(row["regret"]["best_seconds"] for row in of_variant)
         run = sum(row["seconds"] for row in of_variant)
         lines.append(
-            f"{what}: {lost / max(run, 1e-12):.2%} of the time of the runs, {lost / max(best, 1e-12):.1%} "
-            "of what "
-            "hindsight would have spent."
+            f"{what}: {lost / max(run, 1e-12):.2%} of the time of the runs, {lost / max(best, 1e-12):.1%} of "
+            "what hindsight would have spent."
         )
     lines += [
         f"Cells of the adaptive choice: median {statistics.median(regrets or [0.0]):.1%}, largest "

@@ -18,6 +18,7 @@ from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS, RooflineCostModel
+from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.simulator.fitted import noise_and_predictor
@@ -74,10 +75,17 @@ class Device:
         overlap: bool,
         num_host_blocks: int = NUM_HOST_BLOCKS,
         max_num_seqs: int = MAX_NUM_SEQS,
+        is_table: bool = False,
     ) -> RunResult:
-        """Simulate; the policy knows costs through predictors alone, corrected while it runs."""
+        """Simulate; the policy knows costs through predictors alone, corrected while it runs.
+
+        Without noise costs are known exactly; with `is_table`, be there noise or not, through a table of
+        them, which is what an engine looks costs up in.
+        """
         residuals, predicted = _noise_and_predictor(self)
-        calibration = None if self.samples is None else OnlineCalibration(predicted)
+        if is_table:
+            predicted = _table(self)
+        calibration = OnlineCalibration(predicted) if is_table or self.samples is not None else None
         config = SchedulerConfig(
             num_gpu_blocks=NUM_GPU_BLOCKS,
             block_size=BLOCK_SIZE,
@@ -115,6 +123,18 @@ def _noise_and_predictor(device: Device) -> tuple[Residuals, CostModel]:
         block_size=BLOCK_SIZE,
         seed=device.seed,
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _table(device: Device) -> TableCostModel:
+    axes = TableAxes.geometric(
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_context_tokens=NUM_GPU_BLOCKS * BLOCK_SIZE,
+        max_num_blocks=NUM_GPU_BLOCKS,
+        max_prefill_context_tokens=MAX_MODEL_LEN,
+    )
+    return TableCostModel.distil(device.costs(), axes)
 
 
 def run_all(
