@@ -7,9 +7,9 @@ Requests arrive by a Poisson process, by gamma bursts (the gaps' coefficient of 
 device can serve, its throughput when all requests are there at once, first come first served. All at once is
 what a load of 1 is measured with, and not itself a load: there is no rate to vary.
 
-Output lengths depend on the prompts with lognormal noise (`jaxllm.workloads.TopicOutputs`); orders
-that go by length predict it from prompts and past outputs, or know it, or know nothing. Everything else is
-preset `adaptive`'s, except for `vllm`, `vllm_v1` and `fastserve`, which are presets.
+Output lengths depend on the prompts with lognormal noise (`jaxllm.workloads.TopicOutputs`); orders that go
+by length predict it from prompts and past outputs, or know it, or know nothing. Everything else is preset
+`adaptive`'s, except for `vllm`, `vllm_v1` and `fastserve`, which are presets.
 
 Slowdown is a request's latency over what it takes alone. Goodput is the share of requests whose slowdown is
 at most 5; the deadline that order `deadline` knows is where its slowdown is 5. Order `priority` has three

@@ -61,6 +61,7 @@ def test_every_action_runs_every_trace(llms, tmp_path, monkeypatch, capsys):
     assert "| demo_model | uniform | 48 | 12 |" in report
     assert f"| {slow['share']:.3f}" in report
     assert "Two adaptive engines on the same trace" in report
+    assert "8 requests, all requests at once, prompts" in report
     assert str(tmp_path) not in report
 
 
