@@ -18,6 +18,7 @@ from ladder.report import ladder_candidates, ladder_errors, swap_figure
 from paper.measured import candidates
 
 from jaxllm.errors import ConfigError
+from jaxllm.executor.buckets import Buckets
 from jaxllm.predictors.base import COST_KINDS, model_shape
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.samples import load_samples, save_samples
@@ -190,7 +191,9 @@ def test_the_command_measures_and_fits(ladder, monkeypatch, tmp_path, capsys):
 
     def load(rung, folder):
         loaded.append(rung)
-        executor = SimpleNamespace(config=SimpleNamespace(max_num_seqs=1), release=lambda: None)
+        buckets = Buckets.make(max_num_seqs=1, max_num_batched_tokens=32)
+        config = SimpleNamespace(max_num_seqs=1, buckets=buckets)
+        executor = SimpleNamespace(config=config, release=lambda: None)
         return SimpleNamespace(executor=executor, model_config=None, dtype="float32")
 
     def measured(profiler, seconds, place, seed):
