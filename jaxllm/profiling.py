@@ -251,7 +251,8 @@ class Profiler:
             prefill_tokens=tuple(sorted({*axes.prefill_tokens, *buckets.sizes})),
             decode_batch=tuple(sorted({*axes.decode_batch, *buckets.decode})),
         )
-        table = TableCostModel.distil(RegressionCostModel(regressors, self.model, config.block_size), axes)
+        fitted = RegressionCostModel(regressors, self.model, config.block_size)
+        table = TableCostModel.distil(ProgramCosts(fitted, self.programs), axes)
         return Profile(
             device=jax.devices()[0].device_kind,
             model=self.model,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.base import CostKind, CostModel
+from jaxllm.predictors.table import Array, ask_many
 
 
 class ProgramSizes:
@@ -68,6 +69,21 @@ class ProgramCosts:
         """See `CostModel.step_seconds`."""
         batch, prompt_tokens = self.sizes.padded(batch, prompt_tokens, num_prompts)
         return self.costs.step_seconds(batch, context_tokens, prompt_tokens, num_prompts, prompt_context)
+
+    def seconds_many(self, kind: CostKind, work: Array) -> Array:
+        """See `BatchCostModel.seconds_many`.
+
+        So a fit to the sizes of programs is never asked about those between them, of which it knows nothing.
+        """
+        work = work.copy()
+        for row in work:
+            if kind == "decode":
+                row[0], _ = self.sizes.padded(int(row[0]), 0, 0)
+            elif kind == "prefill":
+                _, row[0] = self.sizes.padded(0, int(row[0]), int(row[1]))
+            elif kind == "mixed":
+                _, row[2] = self.sizes.padded(int(row[0]), int(row[2]), int(row[3]))
+        return ask_many(self.costs, kind, work)
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """See `CostModel.swap_out_seconds`."""

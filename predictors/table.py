@@ -209,7 +209,7 @@ class TableCostModel:
             else:
                 columns = list(mesh)
             work = np.stack([column.ravel() for column in columns], axis=1)
-            values = _ask(model, kind, work).reshape(mesh[0].shape)
+            values = ask_many(model, kind, work).reshape(mesh[0].shape)
             if monotone:
                 for dimension, axis in enumerate(axis_names):
                     if axis != "prefill_seqs":
@@ -234,7 +234,7 @@ class TableCostModel:
                 [self._prefill_seconds(int(n), int(m)) for n, m in zip(tokens, seqs, strict=True)]
             )
             work = np.stack([batch, context, tokens, seqs, np.zeros_like(tokens)], axis=1)
-            hidden = decode + prefill - _ask(model, "mixed", work)
+            hidden = decode + prefill - ask_many(model, "mixed", work)
             shorter = np.minimum(decode, prefill)
             shares.append(np.divide(hidden, shorter, out=np.zeros_like(hidden), where=shorter > 0))
         return np.clip(np.mean(shares, axis=0), -1.0, 1.0).reshape(mesh[0].shape)
@@ -345,7 +345,8 @@ class TableCostModel:
         return cls(axes, **grids)
 
 
-def _ask(model: CostModel, kind: CostKind, work: Array) -> Array:
+def ask_many(model: CostModel, kind: CostKind, work: Array) -> Array:
+    """What `BatchCostModel.seconds_many` answers, of any model."""
     if isinstance(model, BatchCostModel):
         return model.seconds_many(kind, work)
     return np.array([_seconds(model, kind, *map(int, row)) for row in work], dtype=np.float64)

@@ -198,13 +198,12 @@ class PolicyPlanner:
         num_chunks = self._max_chunks - len(plan.chunks)
         room = _Room(num_free, num_tokens, len(state.free_slots), num_chunks)
         first = state.first_queued()
-        patience = self._policy.patience
-        if patience is not None and first is not None:
-            if first.num_passed >= patience:
-                plan.reserved = first
-                self._take_only(plan, first, room)
-                return
-            room.num_slots = min(room.num_slots, patience - first.num_passed)
+        assert first is not None  # somebody is queued
+        num_passing = math.inf if self._policy.patience is None else self._policy.patience - first.num_passed
+        if num_passing <= 0:
+            plan.reserved = first
+            self._take_only(plan, first, room)
+            return
         alone = dataclasses.replace(room)
         # Where a copy is all there is to wait for, no other is put before it.
         is_free = state.num_holders > 0 or not state.copies.num_loading
@@ -219,6 +218,10 @@ class PolicyPlanner:
         elif not (resuming or starting or state.num_holders or state.copies.num_loading):
             # Nothing will ever change: whoever was put off goes.
             resuming = self._resumable(room, now, put_off=False)
+        taking = [one[0] for one in (*resuming, *starting)]
+        if len(taking) > num_passing and first not in taking:
+            resuming = resuming[: int(num_passing)]
+            starting = starting[: int(num_passing) - len(resuming)]
         if not (state.running or plan.chunks or starting) and resuming:  # nothing else to do than to wait
             request, decision, length = resuming[0]
             num_left = num_tokens - sum([one[2] for one in resuming[1:]])

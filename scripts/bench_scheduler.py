@@ -150,7 +150,6 @@ def bench_preempting(preset: str, num_running: int, repetitions: int) -> Timing:
         costs = OnlineCalibration(TableCostModel.distil(_ROOFLINE, _AXES))
         policy = make_preset(preset, costs)
         assert isinstance(policy, SchedulerPolicy)
-        policy = dataclasses.replace(policy, patience=None)  # which bounds how many start at once
         scheduler = running_scheduler(lengths, 0, 0, policy)
         microseconds, output = timed(scheduler.schedule)
         if len(output.preempted) != num_growing:

@@ -444,6 +444,20 @@ def test_nobody_is_passed_over_more_often_than_the_policy_says(patience):
     assert started.index("r1000") < len(started) - 9  # and the others go on
 
 
+def test_only_those_who_pass_the_first_are_bounded():
+    scheduler = make_scheduler(dataclasses.replace(SHORT_FIRST, patience=2))
+    for index in range(5):
+        scheduler.add(make_request(index, 4))
+    assert step(scheduler) == "| r0[0:4]! r1[0:4]! r2[0:4]! r3[0:4]! r4[0:4]!"
+    scheduler = make_scheduler(dataclasses.replace(SHORT_FIRST, patience=2), num_gpu_blocks=10)
+    scheduler.add(make_request(0, 3, max_new_tokens=9))
+    step(scheduler)
+    scheduler.add(make_request(1, 37, max_new_tokens=3))  # too long for the room
+    for index in range(2, 7):
+        scheduler.add(make_request(index, 4))
+    assert step(scheduler) == "r0 | r2[0:4]! r3[0:4]!"
+
+
 def test_without_patience_a_long_request_starves_among_short_ones():
     started, _ = flood(dataclasses.replace(SHORT_FIRST, patience=None), 400)
     assert len(started) > 100
@@ -451,7 +465,7 @@ def test_without_patience_a_long_request_starves_among_short_ones():
 
 
 def test_whose_room_was_reserved_keeps_it_while_others_can_be_preempted():
-    _, scheduler = flood(dataclasses.replace(SHORT_FIRST, patience=1), 20)
+    _, scheduler = flood(dataclasses.replace(SHORT_FIRST, patience=1), 15)
     long = scheduler._state.live["r1000"]
     assert long.is_protected
     others = list(scheduler._state.live.values())
