@@ -5,10 +5,10 @@
 
 Part `arrivals`: every combination of order, victim, who returns first and reserve, and `adaptive` with one
 answer changed, beside the published systems, those that copy also with copies overlapped; all at once, in
-closed loops, and with Poisson and gamma arrivals. Part `devices`: presets and published systems on other
-links, with other host pools and longer outputs. Simulated, with the noise of a real profile (--samples) or
-none; interrupted, it goes on where it was (`cells.jsonl`). Writes results.json and report.md, and a figure of
-the Pareto fronts of part `arrivals`; `--parts devices` alone draws none.
+closed loops, and with Poisson and gamma arrivals. Part `devices`: presets, published systems and a few of the
+candidates on other links, with other host pools and longer outputs. Simulated, with the noise of a real
+profile (--samples) or none; interrupted, it goes on where it was (`cells.jsonl`). Writes results.json and
+report.md, and a figure of the Pareto fronts of part `arrivals`; `--parts devices` alone draws none.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_every_candidate_runs_in_every_setting(tmp_path):
     of_arrivals = [one for one in found if one["part"] == "arrivals"]
     assert {one["policy"] for one in of_arrivals} == policies
     assert len(of_arrivals) == 36 * len(policies)
-    assert len(found) - len(of_arrivals) == 2 * 2 * len(cells.DEVICES) * 8
+    assert len(found) - len(of_arrivals) == 2 * 2 * len(cells.DEVICES) * (8 + len(cells.ELSEWHERE))
     text = (tmp_path / "report.md").read_text()
     for policy in cells.COMBINED:
         assert f"| {policy} |" in text

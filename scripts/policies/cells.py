@@ -114,6 +114,16 @@ CHANGED: Mapping[str, Change] = {
     "decodes slowed down 1.5 times": lambda policy, costs: _paced(policy, slowdown=1.5),
 }
 """`adaptive` with one answer changed."""
+ELSEWHERE = (
+    "fair; fewest blocks; urgent set",
+    "first come; fewest blocks; resume first",
+    "first come; latest; in order; 1 % reserve",
+    "patience 1024",
+    "always recompute",
+    "always swap while it fits",
+    "swapped requests resume at once",
+)
+"""Candidates on other devices: ends of the fronts over arrivals, and answers that a link's speed decides."""
 
 
 def _paced(policy: SchedulerPolicy, slowdown: float) -> SchedulerPolicy:
@@ -190,7 +200,7 @@ def settings_of(dataset: str, outputs: str, num_requests: int) -> dict[str, str]
 def make_cells(
     parts: Sequence[str], *, num_requests: int, seeds: Sequence[int], samples: str | None
 ) -> list[Cell]:
-    """Every run: `arrivals` has all candidates, `devices` the presets on other links, pools and outputs."""
+    """Every run: `arrivals` has all candidates, `devices` some of them with other links, pools, outputs."""
     cells = []
     for seed, dataset in itertools.product(seeds, DATASETS):
         if "arrivals" in parts:
@@ -208,7 +218,7 @@ def make_cells(
                 cells += [
                     Cell("devices", policy, dataset, "uniform", length, f"{where}, {name}", sent, speed, host,
                          num_requests, seed, samples)
-                    for policy in (*BASELINES, *OURS)
+                    for policy in (*BASELINES, *OURS, *ELSEWHERE)
                 ]  # fmt: skip
     return cells
 

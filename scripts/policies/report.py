@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from policies.cells import BASELINES, CHANGED, COMBINED, OURS
+from policies.cells import BASELINES, CHANGED, COMBINED, ELSEWHERE, OURS
 
 Row = Mapping[str, Any]
 LEAST_RATE, MOST_TURNAROUND = 0.98, 1.02
@@ -203,7 +203,7 @@ def report(rows: Sequence[Row], command: str, facts: str, plot: pathlib.Path) ->
         lines += [
             "## Other links, host pools and outputs",
             "",
-            *table(scores(of_devices), [*BASELINES, *OURS]),
+            *table(scores(of_devices), [*BASELINES, *OURS, *ELSEWHERE]),
         ]
         for preset in OURS:
             lines += [f"What `{preset}` loses:", "", *lost(of_devices, preset), ""]
