@@ -252,7 +252,8 @@ class Profiler:
             decode_batch=tuple(sorted({*axes.decode_batch, *buckets.decode})),
         )
         fitted = RegressionCostModel(regressors, self.model, config.block_size)
-        table = TableCostModel.distil(ProgramCosts(fitted, self.programs), axes)
+        possible = ProgramCosts(fitted, self.programs, config.max_model_len)
+        table = TableCostModel.distil(possible, axes)
         return Profile(
             device=jax.devices()[0].device_kind,
             model=self.model,

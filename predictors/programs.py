@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
@@ -53,10 +54,11 @@ class ProgramCosts:
     Args:
         costs: seconds by rows that are computed.
         sizes: of the programs.
+        max_model_len: most tokens of a sequence.
     """
 
-    def __init__(self, costs: CostModel, sizes: ProgramSizes) -> None:
-        self.costs, self.sizes = costs, sizes
+    def __init__(self, costs: CostModel, sizes: ProgramSizes, max_model_len: float = math.inf) -> None:
+        self.costs, self.sizes, self._max_model_len = costs, sizes, max_model_len
 
     def step_seconds(
         self,
@@ -73,16 +75,21 @@ class ProgramCosts:
     def seconds_many(self, kind: CostKind, work: Array) -> Array:
         """See `BatchCostModel.seconds_many`.
 
-        So a fit to the sizes of programs is never asked about those between them, of which it knows nothing.
+        What cannot happen is asked as the nearest that can, a size between those of two programs as the larger
+        and a context longer than the sequences may be as the longest: a fit knows nothing of either, and a
+        table that never falls would carry what it says over to larger work.
         """
-        work = work.copy()
+        work, longest = work.copy(), self._max_model_len
         for row in work:
             if kind == "decode":
                 row[0], _ = self.sizes.padded(int(row[0]), 0, 0)
+                row[1] = min(row[1], row[0] * longest)
             elif kind == "prefill":
                 _, row[0] = self.sizes.padded(0, int(row[0]), int(row[1]))
+                row[2] = min(row[2], row[1] * longest)
             elif kind == "mixed":
                 _, row[2] = self.sizes.padded(int(row[0]), int(row[2]), int(row[3]))
+                row[1] = min(row[1], row[0] * longest)
         return ask_many(self.costs, kind, work)
 
     def swap_out_seconds(self, num_blocks: int) -> float:

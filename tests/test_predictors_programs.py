@@ -46,21 +46,25 @@ def test_malformed_sizes_are_refused(decode, rows):
 
 
 class OnlyProgramsKnown(LinearCosts):
-    """Steps of 4 or 32 sequences, and of 16 or 64 rows; whatever is between looks costly."""
+    """Steps of 4 or 32 sequences of up to 16 tokens, and of 16 or 64 rows; whatever else looks costly."""
 
     def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+        if context_tokens > 16 * batch:
+            return 1000.0
         rows, sizes = (batch + prompt_tokens, (16, 64)) if prompt_tokens else (batch, (4, 32))
         return float(rows) if rows in sizes else 1000.0
 
 
-def test_a_fit_is_asked_about_programs_only():
+def test_a_fit_is_asked_only_about_what_can_happen():
     """A table that never falls would else carry what a fit says between two programs over to the larger."""
     axes = TableAxes.geometric(
         max_num_batched_tokens=64, max_num_seqs=32, max_context_tokens=512, max_num_blocks=4
     )
     fitted, sizes = OnlyProgramsKnown(), ProgramSizes([4, 32], [16, 64], [32, 32])
     assert TableCostModel.distil(fitted, axes).step_seconds(32, 100) == 1000.0
-    table = TableCostModel.distil(ProgramCosts(fitted, sizes), axes)
+    assert TableCostModel.distil(ProgramCosts(fitted, sizes), axes).step_seconds(32, 400) == 1000.0
+    table = TableCostModel.distil(ProgramCosts(fitted, sizes, 16), axes)
+    assert table.step_seconds(32, 400) == 32.0
     assert [table.step_seconds(n, 100) for n in (1, 4, 32)] == [4.0, 4.0, 32.0]
     assert [table.step_seconds(0, 0, n, 1) for n in (3, 16, 64)] == [16.0, 16.0, 64.0]
     assert table.step_seconds(8, 100, 40, 1) == pytest.approx(64.0)
