@@ -75,9 +75,9 @@ class ProgramCosts:
     def seconds_many(self, kind: CostKind, work: Array) -> Array:
         """See `BatchCostModel.seconds_many`.
 
-        What cannot happen is asked as the nearest that can, a size between those of two programs as the larger
-        and a context longer than the sequences may be as the longest: a fit knows nothing of either, and a
-        table that never falls would carry what it says over to larger work.
+        What cannot happen is asked as the nearest that can: a size between those of two programs as the
+        larger, and a context longer than the sequences may be as the longest. A fit knows nothing of either,
+        and a table that never falls would carry what it says over to larger work.
         """
         work, longest = work.copy(), self._max_model_len
         for row in work:
