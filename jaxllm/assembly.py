@@ -28,6 +28,7 @@ from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_
 from jaxllm.predictors.base import ITEMSIZES, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
+from jaxllm.predictors.table import TableCostModel
 from jaxllm.profiling import Profiler
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulingPolicy
@@ -212,7 +213,9 @@ def _settle_costs(
             "scheduler_policy by name, or a ledger, and num_host_blocks"
         )
     source = scheduling.source
-    scheduling.costs.model = ProgramCosts(scheduling.costs.model, executor.config.buckets.program_sizes())
+    estimated = scheduling.costs.model
+    padding_share = estimated.padding_share if isinstance(estimated, TableCostModel) else 1.0
+    scheduling.costs.model = ProgramCosts(estimated, executor.config.buckets.program_sizes(padding_share))
     if not has_swaps:
         return source
     if seconds is None:

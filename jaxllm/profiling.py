@@ -27,6 +27,7 @@ _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 _MIN_SAMPLES = 60
 _MIN_SWAP_SIZES = 24  # a fit needs ten different ones
 _CONTEXT_SHARE = 0.3  # of prefills that continue sequences
+_PADDING_SECONDS = 2.0
 _TIMED_STEPS = 3  # of a run; one more goes before them, and one after
 _GROWTH = (_TIMED_STEPS + 1) // 2  # tokens that decodes gain in a run before its middle, and after it
 
@@ -86,7 +87,7 @@ class Profiler:
         if executor.config.max_num_seqs == 1:
             del draws["mixed"]
         self._draws = draws
-        self.programs = self._config.buckets.program_sizes()
+        self.programs = self._config.buckets.program_sizes()  # until `warm_up`
 
     def samples(self, seconds: float, at_least: int = _MIN_SAMPLES) -> dict[CostKind, list[Sample]]:
         """Measure for about so long, and `at_least` so many samples of each kind.
@@ -110,6 +111,7 @@ class Profiler:
         for _ in range(2):
             for work in self.draw():
                 self.measure(work)
+        self.programs = self._config.buckets.program_sizes(self._padding_share())
         self._is_warm = True
 
     def draw(self) -> list[Work]:
@@ -122,8 +124,8 @@ class Profiler:
     def measure(self, work: Work) -> list[Sample]:
         """One sample of a step; of a copy one out, and one back.
 
-        A step's counts are of the rows that its program computes, those of the padding included: of them
-        costs do not jump, and an engine with other programs is served, too (`ProgramCosts`).
+        A step's counts are of the rows that its program computes, those of the padding included as far as
+        they cost (`ProgramSizes`): of them costs do not jump, and an engine with other programs is served.
 
         Raises:
             ConfigError: it does not fit the pool, or the engine has no host blocks.
@@ -253,7 +255,7 @@ class Profiler:
         )
         fitted = RegressionCostModel(regressors, self.model, config.block_size)
         possible = ProgramCosts(fitted, self.programs, config.max_model_len)
-        table = TableCostModel.distil(possible, axes)
+        table = TableCostModel.distil(possible, axes, padding_share=self.programs.padding_share)
         return Profile(
             device=jax.devices()[0].device_kind,
             model=self.model,
@@ -348,6 +350,32 @@ class Profiler:
         for request, middle, _ in lengths:
             request.num_tokens = middle
         return (ends[-1] - ends[0]) / _TIMED_STEPS
+
+    def _padding_share(self) -> float:
+        """What a row of padding takes of the time of a prompt's token, of the two largest programs that fit.
+
+        Filling a program costs less than going over to one with as many rows more; 1 if there is only one.
+        """
+        config = self._config
+        room = min(config.num_gpu_blocks // config.max_num_seqs * config.block_size, config.max_model_len - 1)
+        sizes = [size for size in config.buckets.sizes if -(-size // room) <= config.buckets.max_chunks(size)]
+        if len(sizes) < 2:
+            return 1.0
+        small, large = sizes[-2:]
+        half = (small + large) // 2
+        num_seqs = -(-large // room)
+        steps = [
+            self._schedule(Work(lengths=tuple(self._split(size, num_seqs)), starts=(0,) * num_seqs))
+            for size in (small, half, large)
+        ]
+        times: list[list[float]] = []
+        started = time.perf_counter()
+        while len(times) < 2 or (len(times) < 16 and time.perf_counter() - started < _PADDING_SECONDS):
+            times.append([self._time(step) for step in steps])
+        of_small, of_half, of_large = (statistics.median(of_size) for of_size in zip(*times, strict=True))
+        per_token = (of_large - of_half) / (large - half)
+        per_row = (of_large - of_small) / (large - small)
+        return min(1.0, max(0.0, 1 - per_token / per_row)) if per_row > 0 else 1.0
 
     def _draw_size(self, compiled: Sequence[int]) -> int:
         most = compiled[-1]

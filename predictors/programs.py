@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
@@ -20,15 +21,22 @@ class ProgramSizes:
         decode: of programs that only decode, in sequences, increasing.
         rows: of programs with prompts, in rows, increasing.
         chunks: most prompts of each of these.
+        padding_share: what a row of padding takes of the time of a prompt's token, from 0 to 1. Matrix
+            products compute both, attention only the token.
 
     Raises:
-        ConfigError: there is no size, or they do not increase from 1 or more.
+        ConfigError: there is no size, they do not increase from 1 or more, or the share is out of range.
     """
 
-    def __init__(self, decode: Sequence[int], rows: Sequence[int], chunks: Sequence[int]) -> None:
+    def __init__(
+        self, decode: Sequence[int], rows: Sequence[int], chunks: Sequence[int], padding_share: float = 1.0
+    ) -> None:
+        if not 0 <= padding_share <= 1:
+            raise ConfigError(f"padding_share is {padding_share}: expected 0 to 1")
         self._decode = _smallest("decode", decode)
         self._rows = _smallest("rows", rows)
         self._chunks = dict(zip(rows, chunks, strict=True))
+        self.padding_share = padding_share
 
     def padded(self, batch: int, prompt_tokens: int, num_prompts: int) -> tuple[int, int]:
         """Decodes and prompt tokens of a step that uses every row, and takes as long as one of these.
@@ -43,7 +51,16 @@ class ProgramSizes:
         size = rows[num_rows]
         while self._chunks[size] < num_prompts and size + 1 < len(rows):
             size = rows[size + 1]
-        return batch, size - batch
+        return batch, prompt_tokens + round(self.padding_share * (size - num_rows))
+
+    def nearest(self, batch: int, prompt_tokens: int) -> int:
+        """The number of prompt tokens nearest above that `padded` may return for so many decodes."""
+        num_rows, rows = batch + prompt_tokens, self._rows
+        if num_rows >= len(rows):
+            return prompt_tokens
+        size = rows[num_rows]
+        fewest = max(1, bisect_left(rows, size) - batch)
+        return max(prompt_tokens, fewest + round(self.padding_share * (size - batch - fewest)))
 
 
 class ProgramCosts:
@@ -75,9 +92,10 @@ class ProgramCosts:
     def seconds_many(self, kind: CostKind, work: Array) -> Array:
         """See `BatchCostModel.seconds_many`.
 
-        What cannot happen is asked as the nearest that can: a size between those of two programs as the
-        larger, and a context longer than the sequences may be as the longest. A fit knows nothing of either,
-        and a table that never falls would carry what it says over to larger work.
+        Rows are those that `ProgramSizes.padded` returns. What cannot happen is asked as the nearest that
+        can: a size between those of two programs as the larger, and a context longer than the sequences may
+        be as the longest. A fit knows nothing of either, and a table that never falls would carry what it
+        says over to larger work.
         """
         work, longest = work.copy(), self._max_model_len
         for row in work:
@@ -85,10 +103,10 @@ class ProgramCosts:
                 row[0], _ = self.sizes.padded(int(row[0]), 0, 0)
                 row[1] = min(row[1], row[0] * longest)
             elif kind == "prefill":
-                _, row[0] = self.sizes.padded(0, int(row[0]), int(row[1]))
+                row[0] = self.sizes.nearest(0, int(row[0]))
                 row[2] = min(row[2], row[1] * longest)
             elif kind == "mixed":
-                _, row[2] = self.sizes.padded(int(row[0]), int(row[2]), int(row[3]))
+                row[2] = self.sizes.nearest(int(row[0]), int(row[2]))
                 row[1] = min(row[1], row[0] * longest)
         return ask_many(self.costs, kind, work)
 

@@ -27,7 +27,7 @@ from jaxllm.predictors.base import ModelShape, check_integer
 from jaxllm.predictors.table import TableCostModel
 
 FORMAT = "jaxllm-profile"
-FORMAT_VERSION = 3  # from 3 on rows of steps include padding
+FORMAT_VERSION = 4  # from 3 on rows of steps include padding, from 4 on a share of it
 
 _MAX_FILE_BYTES = 64 * 2**20
 _REMEDY = "measure again with `jaxllm profile`"
@@ -93,6 +93,7 @@ class Profile:
             "versions": dict(self.versions),
             "num_samples": dict(self.num_samples),
             "errors": dict(self.errors),
+            "padding_share": self.table.padding_share,
             "arrays": {
                 "num_bytes": len(content),
                 "sha256": hashlib.sha256(content).hexdigest(),
@@ -124,6 +125,7 @@ class Profile:
             "versions": dict,
             "num_samples": dict,
             "errors": dict,
+            "padding_share": float,
             "arrays": dict,
         }
         if document.get("format") != FORMAT:
@@ -133,7 +135,7 @@ class Profile:
         _check_fields(path, "", document, expected)
         model_fields = {field.name for field in dataclasses.fields(ModelShape)}
         _check_fields(path, "model.", document["model"], dict.fromkeys(model_fields, object))
-        table = _load_table(path, document["arrays"])
+        table = _load_table(path, document["arrays"], document["padding_share"])
         try:
             return cls(
                 device=document["device"],
@@ -201,7 +203,7 @@ def _parse(path: Path, content: bytes) -> dict[str, Any]:
     return document
 
 
-def _load_table(path: Path, description: dict[str, Any]) -> TableCostModel:
+def _load_table(path: Path, description: dict[str, Any], padding_share: float) -> TableCostModel:
     _check_fields(path, "arrays.", description, {"num_bytes": int, "sha256": str, "shapes": dict})
     npz = path.with_suffix(".npz")
     content = _read(npz)
@@ -217,7 +219,7 @@ def _load_table(path: Path, description: dict[str, Any]) -> TableCostModel:
         shapes = {name: list(array.shape) for name, array in arrays.items()}
         if shapes != description["shapes"]:
             _fail(path, "arrays.shapes", shapes, description["shapes"])
-        return TableCostModel.from_arrays(arrays)
+        return TableCostModel.from_arrays(arrays, padding_share)
     except (ValueError, OSError, EOFError, KeyError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, ProfileError):
             raise

@@ -20,12 +20,12 @@ Array = NDArray[np.float64]
 _MAX_NODES = 4096
 _MAX_COUNT = 2**40
 _MAX_DENSE = 256  # counts up to which lookups are prepared
-_MIXED_CHUNKS = (16, 128, 1024)  # tokens of a prompt chunk, where mixed steps are distilled
+_USUAL_PROMPT = 128  # tokens of a prompt chunk, where mixed steps are distilled
 # The grid of each kind of cost: its values' array, and its axes in the order of the dimensions.
 _GRIDS: Mapping[CostKind, tuple[str, tuple[str, ...]]] = {
     "prefill": ("prefill_seconds", ("prefill_context", "prefill_tokens", "prefill_seqs")),
     "decode": ("decode_seconds", ("decode_batch", "decode_context")),
-    "mixed": ("mixed_hidden", ("decode_context", "decode_batch", "prefill_tokens")),
+    "mixed": ("mixed_seconds", ("decode_context", "decode_batch", "prefill_tokens")),  # rows of both
     "swap_out": ("swap_out_seconds", ("swap_blocks",)),
     "swap_in": ("swap_in_seconds", ("swap_blocks",)),
 }
@@ -115,17 +115,19 @@ class TableCostModel:
     Below its first node an axis is flat. Beyond its last one seconds grow in proportion: the value at the
     edge times the largest ratio by which an argument exceeds its axis. Predictions are never negative.
 
-    A mixed step takes what its decodes and its prompt tokens would take alone, less a share of the shorter of
-    the two, which hides behind the longer: weights are read once, and compute hides memory traffic. The share
-    is a grid over (context, batch, tokens); where mixing costs more than both alone it is negative.
+    Mixed steps have a grid of their own, over (context, batch, rows), rows being decodes and prompt tokens
+    together, by which programs are chosen. It holds prompts of about 128 tokens without context; what others
+    differ by is what they do without decodes beside them. A mixed step takes no less than the longer of its
+    parts alone, and at most that and twice the shorter.
 
     Args:
         axes: the nodes.
         prefill_seconds: `[context, tokens, seqs]`.
         decode_seconds: `[batch, context]`.
-        mixed_hidden: `[context, batch, tokens]`, from -1 to 1.
+        mixed_seconds: `[context, batch, rows]` at the nodes of `prefill_tokens`.
         swap_out_seconds: `[blocks]`.
         swap_in_seconds: `[blocks]`.
+        padding_share: of the programs whose steps were measured; see `ProgramSizes`.
 
     Raises:
         ConfigError: an array's shape is not that of its axes, or a value is out of range or not finite.
@@ -137,17 +139,20 @@ class TableCostModel:
         *,
         prefill_seconds: Array,
         decode_seconds: Array,
-        mixed_hidden: Array,
+        mixed_seconds: Array,
         swap_out_seconds: Array,
         swap_in_seconds: Array,
+        padding_share: float = 1.0,
     ) -> None:
-        self.axes = axes
+        if not 0 <= padding_share <= 1:
+            raise ConfigError(f"padding_share is {padding_share}: expected 0 to 1")
+        self.axes, self.padding_share = axes, float(padding_share)
         self._arrays = {
             name: np.array(values, dtype=np.float64)
             for name, values in {
                 "prefill_seconds": prefill_seconds,
                 "decode_seconds": decode_seconds,
-                "mixed_hidden": mixed_hidden,
+                "mixed_seconds": mixed_seconds,
                 "swap_out_seconds": swap_out_seconds,
                 "swap_in_seconds": swap_in_seconds,
             }.items()
@@ -159,15 +164,12 @@ class TableCostModel:
                 raise ConfigError(
                     f"{name} has shape {values.shape}; its axes ({', '.join(axis_names)}) make {expected}"
                 )
-            if name == "mixed_hidden":
-                if not (np.abs(values) <= 1).all():
-                    raise ConfigError(f"{name} must hold shares from -1 to 1")
-            elif not (np.isfinite(values).all() and (values >= 0).all()):
+            if not (np.isfinite(values).all() and (values >= 0).all()):
                 raise ConfigError(f"{name} must hold finite seconds of at least 0")
         # Nested lists: an element of an array costs a call, and makes every sum a numpy scalar.
         self._prefill: list[list[list[float]]] = self._arrays["prefill_seconds"].tolist()
         self._decode: list[list[float]] = self._arrays["decode_seconds"].tolist()
-        self._mixed: list[list[list[float]]] = self._arrays["mixed_hidden"].tolist()
+        self._mixed: list[list[list[float]]] = self._arrays["mixed_seconds"].tolist()
         self._swap_out: list[float] = self._arrays["swap_out_seconds"].tolist()
         self._swap_in: list[float] = self._arrays["swap_in_seconds"].tolist()
         # What is asked for most, small counts, interpolated beforehand: by sequences (of a context plane, and
@@ -179,65 +181,49 @@ class TableCostModel:
         self._swap_in_of = _between(axes.swap_blocks, self._arrays["swap_in_seconds"]).tolist()
 
     @classmethod
-    def distil(cls, model: CostModel, axes: TableAxes, *, monotone: bool = True) -> TableCostModel:
+    def distil(
+        cls, model: CostModel, axes: TableAxes, *, monotone: bool = True, padding_share: float = 1.0
+    ) -> TableCostModel:
         """Ask `model` at every node.
 
         Nodes that cannot occur take the nearest possible work: no more sequences than prefill tokens, at
-        least one token of context per decoding sequence. What mixing hides is the mean over a few lengths of
-        chunks.
+        least one token of context per decoding sequence, fewer decodes than rows in a mixed step.
 
         Args:
             model: any cost model; a `BatchCostModel` is asked about many nodes at once.
             axes: the nodes.
             monotone: raise each value to the largest at smaller work (tokens, context, batch, blocks; not
-                sequences, of which a prefill may well profit). It removes dips that noise or overfitting
-                put into a fit, at the price of an upward bias as large as those dips.
+                sequences, of which a prefill may well profit, nor decodes in place of prompt tokens). It
+                removes dips that noise or overfitting put into a fit, at the price of an upward bias as large
+                as those dips.
+            padding_share: see `ProgramSizes`.
         """
         grids: dict[str, Array] = {}
         for kind, (name, axis_names) in _GRIDS.items():
             nodes = [np.array(getattr(axes, axis), dtype=np.float64) for axis in axis_names]
             mesh = np.meshgrid(*nodes, indexing="ij")
-            if kind == "mixed":
-                grids[name] = np.zeros(mesh[0].shape)
-                continue
             if kind == "prefill":
                 context, tokens, seqs = mesh
                 columns = [tokens, np.minimum(seqs, tokens), context]
             elif kind == "decode":
                 batch, context = mesh
                 columns = [batch, np.maximum(batch, context)]
+            elif kind == "mixed":
+                context, batch, rows = mesh
+                batch = np.minimum(batch, np.maximum(1, np.minimum(rows, axes.decode_batch[-1]) - 1))
+                tokens = np.maximum(1, rows - batch)  # a prompt has room, too
+                seqs = np.maximum(1, np.minimum(tokens // _USUAL_PROMPT, axes.prefill_seqs[-1] - batch))
+                columns = [batch, np.maximum(batch, context), tokens, seqs, np.zeros_like(tokens)]
             else:
                 columns = list(mesh)
             work = np.stack([column.ravel() for column in columns], axis=1)
             values = ask_many(model, kind, work).reshape(mesh[0].shape)
             if monotone:
                 for dimension, axis in enumerate(axis_names):
-                    if axis != "prefill_seqs":
+                    if axis != "prefill_seqs" and (kind, axis) != ("mixed", "decode_batch"):
                         values = np.maximum.accumulate(values, axis=dimension)
             grids[name] = values
-        grids["mixed_hidden"] = cls(axes, **grids)._hidden_of(model)
-        return cls(axes, **grids)
-
-    def _hidden_of(self, model: CostModel) -> Array:
-        """The share of the shorter part that mixing hides, by context, batch and prompt tokens."""
-        axes = self.axes
-        nodes = (axes.decode_context, axes.decode_batch, axes.prefill_tokens)
-        mesh = np.meshgrid(*(np.array(axis, np.float64) for axis in nodes), indexing="ij")
-        context, batch, tokens = (column.ravel() for column in mesh)
-        batch = np.minimum(batch, max(1, axes.decode_batch[-1] - 1))  # a step has room for a prompt, too
-        context = np.maximum(context, batch)
-        decode = np.array([self._decode_seconds(int(n), int(m)) for n, m in zip(batch, context, strict=True)])
-        shares = []
-        for chunk in _MIXED_CHUNKS:
-            seqs = np.clip(tokens // chunk, 1, np.maximum(1, axes.prefill_seqs[-1] - batch))
-            prefill = np.array(
-                [self._prefill_seconds(int(n), int(m)) for n, m in zip(tokens, seqs, strict=True)]
-            )
-            work = np.stack([batch, context, tokens, seqs, np.zeros_like(tokens)], axis=1)
-            hidden = decode + prefill - ask_many(model, "mixed", work)
-            shorter = np.minimum(decode, prefill)
-            shares.append(np.divide(hidden, shorter, out=np.zeros_like(hidden), where=shorter > 0))
-        return np.clip(np.mean(shares, axis=0), -1.0, 1.0).reshape(mesh[0].shape)
+        return cls(axes, **grids, padding_share=padding_share)
 
     def step_seconds(
         self,
@@ -253,18 +239,17 @@ class TableCostModel:
         prefill = self._prefill_seconds(prompt_tokens, num_prompts, prompt_context)
         if batch <= 0:
             return prefill
-        decode = self._decode_seconds(batch, context_tokens)
-        rows, columns = self.axes.decode_batch, self.axes.prefill_tokens
-        if batch > rows[-1]:
-            batch = rows[-1]
-        if prompt_tokens > columns[-1]:
-            prompt_tokens = columns[-1]
-        low, high, weight, _ = _locate(self.axes.decode_context, context_tokens)
-        hidden = _bilinear(self._mixed[low], rows, columns, batch, prompt_tokens)
+        axes = self.axes
+        num_rows = batch + prompt_tokens
+        low, high, weight, scale = _locate(axes.decode_context, context_tokens)
+        seconds = _bilinear(self._mixed[low], axes.decode_batch, axes.prefill_tokens, batch, num_rows, scale)
         if weight:
-            above = _bilinear(self._mixed[high], rows, columns, batch, prompt_tokens)
-            hidden += weight * (above - hidden)
-        return decode + prefill - hidden * (decode if decode < prefill else prefill)
+            above = _bilinear(self._mixed[high], axes.decode_batch, axes.prefill_tokens, batch, num_rows)
+            seconds += weight * (above - seconds)
+        usual = self._prefill_seconds(prompt_tokens, max(1, prompt_tokens // _USUAL_PROMPT))
+        decode = self._decode_seconds(batch, context_tokens)
+        shorter, longer = (decode, prefill) if decode < prefill else (prefill, decode)
+        return min(max(seconds + prefill - usual, longer), longer + 2 * shorter)
 
     def _prefill_seconds(self, num_tokens: int, num_seqs: int, context_tokens: int = 0) -> float:
         axes = self.axes
@@ -320,8 +305,10 @@ class TableCostModel:
         return arrays | {name: values.copy() for name, values in self._arrays.items()}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> TableCostModel:
-        """The table that `to_arrays` described.
+    def from_arrays(
+        cls, arrays: Mapping[str, NDArray[np.generic]], padding_share: float = 1.0
+    ) -> TableCostModel:
+        """The table that `to_arrays` described, and its `padding_share`.
 
         Raises:
             ConfigError: an array is missing, unknown, or has a wrong type, rank, shape or value; the message
@@ -342,7 +329,7 @@ class TableCostModel:
                 raise ConfigError(f"axis {name} must be a vector, got shape {arrays[name].shape}")
         axes = TableAxes(**{name: tuple(arrays[name].tolist()) for name in axis_names})
         grids = {name: np.asarray(arrays[name], dtype=np.float64) for name, _ in _GRIDS.values()}
-        return cls(axes, **grids)
+        return cls(axes, **grids, padding_share=padding_share)
 
 
 def ask_many(model: CostModel, kind: CostKind, work: Array) -> Array:

@@ -68,3 +68,22 @@ def test_a_fit_is_asked_only_about_what_can_happen():
     assert [table.step_seconds(n, 100) for n in (1, 4, 32)] == [4.0, 4.0, 32.0]
     assert [table.step_seconds(0, 0, n, 1) for n in (3, 16, 64)] == [16.0, 16.0, 64.0]
     assert table.step_seconds(8, 100, 40, 1) == pytest.approx(64.0)
+
+
+@given(st.integers(1, 24), st.integers(1, 80), st.sampled_from([0.0, 0.3, 1.0]))
+def test_nearest_is_what_some_step_takes(batch, tokens, share):
+    sizes = BUCKETS.program_sizes(share)
+    possible = {sizes.padded(batch, used, 1)[1] for used in range(1, 97 - batch)}
+    at_most = BUCKETS.sizes[-1] - batch
+    if tokens <= at_most:
+        assert sizes.nearest(batch, tokens) == min(one for one in possible if one >= tokens)
+
+
+def test_padding_costs_its_share():
+    """Products are of 32 rows, attention of the 10 in use, and each takes half of a token's time."""
+    sizes = ProgramSizes([4], [32], [4], padding_share=0.5)
+    costs = ProgramCosts(LinearCosts(prefill=1.0, decode=1.0), sizes)
+    assert costs.step_seconds(0, 0, 10, 1) == 0.5 * 32 + 0.5 * 10
+    assert costs.step_seconds(2, 9, 10, 1) == 2.0 + 10 + 0.5 * 20
+    with pytest.raises(ConfigError, match="0 to 1"):
+        ProgramSizes([4], [32], [4], padding_share=1.5)

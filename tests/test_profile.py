@@ -135,7 +135,7 @@ def test_engines_for_few_sequences_can_be_profiled(max_num_seqs, monkeypatch):
     assert costs.step_seconds(max_num_seqs, 100) == pytest.approx(1e-3 + 1e-4 * max_num_seqs, rel=0.02)
     for kind, errors in profile.errors.items():
         assert errors["test"]["mape"] < 0.01
-        assert errors["distilled"]["mape"] < 0.03, kind
+        assert errors["distilled"]["mape"] < 0.04, kind
 
 
 def test_a_sample_is_the_median_of_its_repetitions(llm, monkeypatch):

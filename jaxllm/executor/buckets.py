@@ -73,9 +73,10 @@ class Buckets:
         """Most prompt chunks of a step of `size` rows."""
         return min(self.max_num_seqs, max(1, size // _TOKENS_PER_CHUNK))
 
-    def program_sizes(self) -> ProgramSizes:
-        """For predictions of what they cost."""
-        return ProgramSizes(self.decode, self.sizes, [self.max_chunks(size) for size in self.sizes])
+    def program_sizes(self, padding_share: float = 1.0) -> ProgramSizes:
+        """For predictions of what they cost; see `ProgramSizes`."""
+        chunks = [self.max_chunks(size) for size in self.sizes]
+        return ProgramSizes(self.decode, self.sizes, chunks, padding_share)
 
     def multi_step_sizes(self) -> tuple[int, ...]:
         """Decode batches for which several iterations may be one program."""
