@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxllm import pallas_kernels
 from jaxllm import tokenizer as tokenization
 from jaxllm.config import EngineConfig
 from jaxllm.costs import shape_of
@@ -25,6 +26,7 @@ from jaxllm.executor.model_executor import ExecutorConfig, ModelExecutor
 from jaxllm.ledgers import open_ledger
 from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
+from jaxllm.models.registry import pack_linear_weights
 from jaxllm.predictors.base import ITEMSIZES, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
@@ -119,6 +121,10 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     params = load_params(
         folder, model_config, dtype, load_format=config.load_format, seed=config.seed, device=device
     )
+    heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
+    default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
+    if (config.attention_implementation or default) == "native":
+        pack_linear_weights(model_config, params)
     itemsize = ITEMSIZES[dtype]
     bytes_per_block = memory.block_bytes(model_config, config.block_size, itemsize)
     temporaries = memory.temporary_bytes(model_config, max_num_batched_tokens, max_num_seqs, itemsize)

@@ -10,7 +10,7 @@ from typing import Any
 from jaxllm.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION_IMPLEMENTATIONS = ("xla", "triton", "mosaic", "fastest")
+ATTENTION_IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", "fastest")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 
 

@@ -2,16 +2,20 @@
 
 from jaxllm.pallas_kernels.api import (
     IMPLEMENTATIONS,
+    attend,
     decode_attention,
     default_implementation,
     prefill_attention,
+    settle_implementation,
     write_kv,
 )
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "attend",
     "decode_attention",
     "default_implementation",
     "prefill_attention",
+    "settle_implementation",
     "write_kv",
 ]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 
-IMPLEMENTATIONS = ("xla", "triton", "mosaic")
+IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic")
 """Names `implementation` takes; None stands for the best one on the default device.
 
 "triton" may be followed by how it cuts its work, such as in "triton:k64,q64,w4,s2" (`triton.Tiling`).
@@ -29,6 +29,8 @@ def decode_attention(
     *,
     layer: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Attention of one new token per sequence over its paged KV.
@@ -42,7 +44,9 @@ def decode_attention(
       lengths: int32 `[num_rows]`, KV tokens of each row, the new one included; 0 marks an inactive row.
       layer: index of the layer in the pool.
       scale: factor of the scores, usually `head_dim ** -0.5`.
-      implementation: "xla", "triton", "mosaic" or None for the best on the default device.
+      window: how many of the latest tokens a query sees, its own included; None for all.
+      soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None leaves them.
+      implementation: one of `IMPLEMENTATIONS`, or None for the best on the default device.
 
     Returns:
       `[num_rows, num_q_heads, head_dim]` in the dtype of `q`; zeros in inactive rows.
@@ -51,10 +55,8 @@ def decode_attention(
       ConfigError: a shape, a dtype or the implementation is unsupported.
     """
     _check_attention(q, pool, layer)
-    num_rows = q.shape[0]
-    _check_ints("block_tables", block_tables, (num_rows, None))
-    _check_ints("lengths", lengths, (num_rows,))
-    backend, options = _backend(implementation)
+    _check_decodes(q.shape[0], block_tables, lengths)
+    backend, options = _backend(implementation, q, pool, window, soft_cap)
     return backend.decode_attention(q, pool, block_tables, lengths, layer=layer, scale=scale, **options)
 
 
@@ -68,6 +70,8 @@ def prefill_attention(
     *,
     layer: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Causal attention of the prompt chunks of several sequences over their paged KV.
@@ -89,7 +93,9 @@ def prefill_attention(
       num_seqs: int32 scalar, how many sequences there are.
       layer: index of the layer in the pool.
       scale: factor of the scores.
-      implementation: "xla", "triton", "mosaic" or None for the best on the default device.
+      window: how many of the latest tokens a query sees, its own included; None for all.
+      soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None leaves them.
+      implementation: one of `IMPLEMENTATIONS`, or None for the best on the default device.
 
     Returns:
       `[num_tokens, num_q_heads, head_dim]` in the dtype of `q`; zeros in rows of no sequence.
@@ -98,13 +104,9 @@ def prefill_attention(
       ConfigError: a shape, a dtype or the implementation is unsupported.
     """
     _check_attention(q, pool, layer)
-    _check_ints("block_tables", block_tables, (None, None))
-    max_seqs = block_tables.shape[0]
-    _check_ints("query_starts", query_starts, (max_seqs + 1,))
-    _check_ints("lengths", lengths, (max_seqs,))
     num_seqs = jnp.asarray(num_seqs, jnp.int32)
-    _check_ints("num_seqs", num_seqs, ())
-    backend, options = _backend(implementation)
+    _check_prompts(block_tables, query_starts, lengths, num_seqs)
+    backend, options = _backend(implementation, q, pool, window, soft_cap)
     return backend.prefill_attention(
         q, pool, block_tables, query_starts, lengths, num_seqs, layer=layer, scale=scale, **options
     )
@@ -131,7 +133,7 @@ def write_kv(
       slot_mapping: int32 `[num_tokens]`, `block * block_size + offset` of each token; -1 drops the token.
         No slot may occur twice.
       layer: index of the layer in the pool.
-      implementation: "xla", "triton", "mosaic" or None for the best on the default device.
+      implementation: one of `IMPLEMENTATIONS`, or None for the best on the default device.
 
     Returns:
       The updated pool.
@@ -139,45 +141,130 @@ def write_kv(
     Raises:
       ConfigError: a shape, a dtype or the implementation is unsupported.
     """
-    _check_pool(pool, layer)
-    num_tokens = k.shape[0]
-    expected = (num_tokens, pool.shape[3], pool.shape[5])
-    for name, array in (("k", k), ("v", v)):
-        if array.shape != expected:
-            raise ConfigError(f"{name} has shape {array.shape}, but this pool takes {expected}: reshape it")
-        _check_dtype(name, array)
-    _check_ints("slot_mapping", slot_mapping, (num_tokens,))
-    backend, _ = _backend(implementation)
+    _check_new(pool, k, v, slot_mapping, layer)
+    backend, _ = _backend(implementation, k, pool)
     return backend.write_kv(pool, k, v, slot_mapping, layer=layer)
 
 
-def default_implementation() -> str:
-    """The implementation that None stands for on the default device.
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    slot_mapping: jax.Array,
+    decode: tuple[jax.Array, jax.Array] | None,
+    prompts: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None,
+    *,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """A layer's share of a step: `write_kv`, then `decode_attention` and `prefill_attention` side by side.
 
-    Triton's on NVIDIA GPUs of compute capability 8.0 and newer, else XLA's. Mosaic's, for 9.0 and 16 bits
-    only, is to be asked for by name: it has been compiled for such a GPU, and not been measured on one yet.
+    Args:
+      q: `[num_rows, num_q_heads, head_dim]`; decodes first, prompts behind them.
+      k: `[num_rows, num_kv_heads, head_dim]`.
+      v: like `k`.
+      pool: as in `decode_attention`.
+      slot_mapping: int32 `[num_rows]`, as in `write_kv`.
+      decode: `(block_tables, lengths)` of the first rows, as in `decode_attention`; None if there are none.
+        Rows that prompts use have length 0.
+      prompts: `(block_tables, query_starts, lengths, num_seqs)`, as in `prefill_attention`; None likewise.
+      layer: index of the layer in the pool.
+      scale: factor of the scores.
+      window: how many of the latest tokens a query sees, its own included; None for all.
+      soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; None leaves them.
+      implementation: one of `IMPLEMENTATIONS`, or None for the best on the default device.
+
+    Returns:
+      The updated pool, and `[num_rows, num_q_heads, head_dim]` in the dtype of `q`.
+
+    Raises:
+      ConfigError: a shape, a dtype or the implementation is unsupported, or there is nothing to attend to.
+    """
+    if decode is None and prompts is None:
+        raise ConfigError("attend needs decodes or prompts: give one of them, or use write_kv")
+    _check_attention(q, pool, layer)
+    _check_new(pool, k, v, slot_mapping, layer)
+    if decode is not None:
+        _check_decodes(min(decode[0].shape[0], q.shape[0]), *decode)
+    if prompts is not None:
+        prompts = (*prompts[:3], jnp.asarray(prompts[3], jnp.int32))
+        _check_prompts(*prompts)
+    backend, options = _backend(implementation, q, pool, window, soft_cap)
+    options |= {"layer": layer, "scale": scale}
+    if hasattr(backend, "attend"):
+        return backend.attend(q, k, v, pool, slot_mapping, decode, prompts, **options)
+    pool = backend.write_kv(pool, k, v, slot_mapping, layer=layer)
+    decoded = prefilled = None
+    if decode is not None:
+        decoded = backend.decode_attention(q[: decode[0].shape[0]], pool, *decode, **options)
+    if prompts is not None:
+        prefilled = backend.prefill_attention(q, pool, *prompts, **options)
+    if decoded is None or prefilled is None:
+        return pool, prefilled if decoded is None else decoded  # type: ignore[return-value]
+    return pool, prefilled.at[: decoded.shape[0]].add(decoded)  # either is 0 in the other's rows
+
+
+def default_implementation() -> str:
+    """The implementation that None stands for on the default device, where it covers the model's shape.
+
+    Native kernels on CPUs; Triton's on NVIDIA GPUs of compute capability 8.0 and newer; else XLA's. Mosaic's,
+    for 9.0 and 16 bits only, is to be asked for by name: it has been compiled for such a GPU, and not been
+    measured on one yet.
     """
     device = jax.devices()[0]
     return _best_for(device.platform, str(getattr(device, "compute_capability", "0")))
 
 
+def settle_implementation(
+    num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> tuple[str, str | None]:
+    """What None stands for with a model of these sizes, and why the device's default is not it if so."""
+    name = default_implementation()
+    if name == "native":
+        reason = _load_backend(name).why_not(num_q_heads, num_kv_heads, head_dim, block_size)
+        if reason is not None:
+            return "xla", f"not native: {reason}"
+    return name, None
+
+
 def _best_for(platform: str, compute_capability: str) -> str:
     if platform == "gpu" and compute_capability.split(".")[0].isdigit():
         return "triton" if int(compute_capability.split(".")[0]) >= 8 else "xla"
-    return "xla"
+    return "native" if platform == "cpu" else "xla"
 
 
-def _backend(implementation: str | None) -> tuple[ModuleType, dict[str, Any]]:
-    """The back-end of a name, and the options the name holds."""
-    name = default_implementation() if implementation is None else implementation
-    name, colon, tiling = name.partition(":")
+def _backend(
+    implementation: str | None,
+    q: jax.Array,
+    pool: jax.Array,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[ModuleType, dict[str, Any]]:
+    """The back-end of a name, and the options for it: those that the name holds, and what is not None."""
+    if implementation is None:
+        implementation, _ = settle_implementation(q.shape[1], pool.shape[3], *pool.shape[5:3:-1])
+    name, colon, tiling = implementation.partition(":")
     if name not in IMPLEMENTATIONS or (colon and name != "triton"):
         raise ConfigError(
             f"unknown attention implementation {implementation!r}: use one of {', '.join(IMPLEMENTATIONS)}, "
             "or None"
         )
+    if window is not None and window < 1:
+        raise ConfigError(f"window is {window}: it must be at least 1, or None to see all tokens")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ConfigError(f"soft_cap is {soft_cap}: it must be above 0, or None to leave scores as they are")
+    options = {"window": window, "soft_cap": soft_cap}
+    options = {option: value for option, value in options.items() if value is not None}
+    if options and name in ("triton", "mosaic"):
+        raise ConfigError(
+            f"attention implementation {name!r} has no {' and no '.join(options)}: use 'native' or 'xla'"
+        )
     backend = _load_backend(name)
-    return backend, {"tiling": backend.Tiling.parse(tiling)} if colon else {}
+    return backend, options | ({"tiling": backend.Tiling.parse(tiling)} if colon else {})
 
 
 @functools.cache
@@ -196,6 +283,32 @@ def _check_pool(pool: jax.Array, layer: int) -> None:
     _check_dtype("pool", pool)
     if not 0 <= layer < pool.shape[1]:
         raise ConfigError(f"layer is {layer}: expected 0 <= layer < {pool.shape[1]}, the layers of the pool")
+
+
+def _check_new(pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, layer: int) -> None:
+    _check_pool(pool, layer)
+    num_tokens = k.shape[0]
+    expected = (num_tokens, pool.shape[3], pool.shape[5])
+    for name, array in (("k", k), ("v", v)):
+        if array.shape != expected:
+            raise ConfigError(f"{name} has shape {array.shape}, but this pool takes {expected}: reshape it")
+        _check_dtype(name, array)
+    _check_ints("slot_mapping", slot_mapping, (num_tokens,))
+
+
+def _check_decodes(num_rows: int, block_tables: jax.Array, lengths: jax.Array) -> None:
+    _check_ints("block_tables", block_tables, (num_rows, None))
+    _check_ints("lengths", lengths, (num_rows,))
+
+
+def _check_prompts(
+    block_tables: jax.Array, query_starts: jax.Array, lengths: jax.Array, num_seqs: jax.Array
+) -> None:
+    _check_ints("block_tables", block_tables, (None, None))
+    max_seqs = block_tables.shape[0]
+    _check_ints("query_starts", query_starts, (max_seqs + 1,))
+    _check_ints("lengths", lengths, (max_seqs,))
+    _check_ints("num_seqs", num_seqs, ())
 
 
 def _check_attention(q: jax.Array, pool: jax.Array, layer: int) -> None:

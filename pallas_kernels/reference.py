@@ -20,6 +20,8 @@ def decode_attention(
     *,
     layer: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     rounds: bool = False,
 ) -> np.ndarray:
     """Float32 `[num_rows, num_q_heads, head_dim]`; see `pallas_kernels.decode_attention`."""
@@ -29,7 +31,8 @@ def decode_attention(
     for row, length in enumerate(np.asarray(lengths).tolist()):
         if length > 0:
             key, value = _gather(pool, tables[row], length, layer)
-            out[row] = _attend(queries[row : row + 1], key, value, np.array([length - 1]), scale, rounding)[0]
+            query, position = queries[row : row + 1], np.array([length - 1])
+            out[row] = _attend(query, key, value, position, scale, window, soft_cap, rounding)[0]
     return out
 
 
@@ -43,6 +46,8 @@ def prefill_attention(
     *,
     layer: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     rounds: bool = False,
 ) -> np.ndarray:
     """Float32 `[num_tokens, num_q_heads, head_dim]`; see `pallas_kernels.prefill_attention`."""
@@ -55,7 +60,8 @@ def prefill_attention(
         if stop > start:
             key, value = _gather(pool, tables[seq], length, layer)
             positions = np.arange(length - (stop - start), length)
-            out[start:stop] = _attend(queries[start:stop], key, value, positions, scale, rounding)
+            query = queries[start:stop]
+            out[start:stop] = _attend(query, key, value, positions, scale, window, soft_cap, rounding)
     return out
 
 
@@ -89,13 +95,19 @@ def _attend(
     value: np.ndarray,
     positions: np.ndarray,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
     rounding: np.dtype | None,
 ) -> np.ndarray:
-    """Softmax attention where the query at `positions[i]` sees `key[: positions[i] + 1]`."""
+    """Softmax attention; the query at `positions[i]` sees the last `window` of `key[: positions[i] + 1]`."""
     group = q.shape[1] // key.shape[1]
     key, value = (np.repeat(part, group, axis=1) for part in (key, value))
     scores = np.einsum("qhd,thd->hqt", q, key) * np.float32(scale)
+    if soft_cap is not None:
+        scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
     seen = np.arange(key.shape[0])[None, :] <= positions[:, None]
+    if window is not None:
+        seen &= np.arange(key.shape[0])[None, :] > positions[:, None] - window
     scores = np.where(seen[None], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     total = weights.sum(axis=-1)

@@ -18,7 +18,15 @@ _MASKED = -1e30
 
 
 def decode_attention(
-    q: jax.Array, pool: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, layer: int, scale: float
+    q: jax.Array,
+    pool: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """One query row per sequence; see `pallas_kernels.decode_attention`."""
     num_rows, num_q_heads, head_dim = q.shape
@@ -39,8 +47,11 @@ def decode_attention(
         left = lengths[row] - step * step_tokens
         scores, values = [], []
         for i, (key, value) in enumerate(blocks):
-            valid = jnp.arange(block_size) < left - i * block_size
-            scores.append(jnp.where(valid, _dot("hgd,htd->hgt", query, key), _MASKED))
+            valid = seen = jnp.arange(block_size) < left - i * block_size
+            if window is not None:
+                seen &= jnp.arange(block_size) >= left - i * block_size - window
+            score = _capped(_dot("hgd,htd->hgt", query, key), soft_cap)
+            scores.append(jnp.where(seen, score, _MASKED))
             values.append(jnp.where(valid[:, None], value, 0.0))
         is_first = step == 0
         old_peak = jnp.where(is_first, _MASKED, peak)
@@ -82,6 +93,8 @@ def prefill_attention(
     *,
     layer: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Ragged causal attention of prompt chunks; see `pallas_kernels.prefill_attention`."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -117,8 +130,10 @@ def prefill_attention(
             kv_positions = step * step_tokens + jnp.arange(step_tokens)
             value = jnp.where((kv_positions < kv_limit)[:, None], value, 0.0)
             seen = kv_positions <= jnp.minimum(positions, kv_limit - 1)[:, None]
+            if window is not None:
+                seen &= kv_positions > positions[:, None] - window
             seen = jnp.tile(seen, (group, 1))
-            scores = jnp.where(seen, _dot("hqd,htd->hqt", query, key), _MASKED)
+            scores = jnp.where(seen, _capped(_dot("hqd,htd->hqt", query, key), soft_cap), _MASKED)
             peak = jnp.maximum(old_peak, scores.max(axis=-1))
             decay = jnp.exp(old_peak - peak)
             weights = jnp.exp(scores - peak[..., None])
@@ -182,6 +197,10 @@ def _load_block(
     kv = lax.dynamic_slice(pool, (block, layer, 0, 0, 0, 0), (1, 1, *pool.shape[2:]))[0, 0]
     kv = kv.astype(jnp.float32)
     return kv[0], kv[1]
+
+
+def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def _dot(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:

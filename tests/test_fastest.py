@@ -26,22 +26,21 @@ class Device:
 
 
 def test_a_cpu_has_no_choice():
-    assert candidates("decode", jax.devices()[0], "float32", 64, 16) == ("xla",)
+    assert candidates("native", "decode", jax.devices()[0], "float32", 64, 16) == ("native",)
     assert fastest(["xla"], SHAPES[0], POOL, 2, 0.25) == "xla"
 
 
 @pytest.mark.parametrize("op", ["decode", "prefill"])
-def test_a_gpu_has_several_tilings_and_a_hopper_mosaic(monkeypatch, op):
-    monkeypatch.setattr(module.pallas_kernels, "default_implementation", lambda: "triton")
-    default, *tilings, last = candidates(op, Device(), "bfloat16", 128, 16)
+def test_a_gpu_has_several_tilings_and_a_hopper_mosaic(op):
+    default, *tilings, last = candidates("triton", op, Device(), "bfloat16", 128, 16)
     assert (default, last) == ("triton", "mosaic")
     assert len(tilings) >= 3
     assert len(set(tilings)) == len(tilings)
     assert all(name.startswith("triton:k") for name in tilings)
     assert f"triton:{triton.default_tiling(op, Device.device_kind, 'bfloat16', 128)}" not in tilings
-    assert candidates(op, Device(), "bfloat16", 72, 16) == (default, *tilings)
-    assert candidates(op, Device(), "bfloat16", 128, 8) == (default, *tilings)
-    assert candidates(op, Device(), "float32", 128, 16) == (default,)
+    assert candidates("triton", op, Device(), "bfloat16", 72, 16) == (default, *tilings)
+    assert candidates("triton", op, Device(), "bfloat16", 128, 8) == (default, *tilings)
+    assert candidates("triton", op, Device(), "float32", 128, 16) == (default,)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["decode", "prefill", "prefill with history"])
@@ -119,5 +118,7 @@ def test_an_engine_uses_what_was_chosen(monkeypatch):
 def test_unknown_names_are_refused():
     with pytest.raises(ConfigError, match="tiling 'k1' is not of the form 'k64,q64,w4,s2'"):
         make_llm(golden_checkpoint(NAME), attention_implementation="triton:k1")
-    with pytest.raises(ConfigError, match=r"attention_implementation='cuda' .* xla, triton, mosaic, fastest"):
+    with pytest.raises(
+        ConfigError, match=r"attention_implementation='cuda' .* native, xla, triton, mosaic, fastest"
+    ):
         make_llm(golden_checkpoint(NAME), attention_implementation="cuda")

@@ -9,9 +9,11 @@ import pytest
 from kernel_cases import LAYER, NUM_LAYERS, Shape, decode_case, prefill_case, relative_error
 
 from jaxllm import pallas_kernels
+from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import mosaic_tiles, reference
 
-IMPLEMENTATIONS = ["xla", "triton"]
+IMPLEMENTATIONS = ["native", "xla", "triton"]
+WITH_WINDOWS = ["native", "xla"]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 
 SHAPES = [
@@ -61,7 +63,8 @@ def jitted(op, implementation, shape=None, donate=False):
     """The op compiled for one implementation; interpreted kernels skip the optimiser, to compile faster."""
     options = {} if shape is None else {"scale": shape.scale}
     call = functools.partial(op, layer=LAYER, implementation=implementation, **options)
-    compiler_options = None if implementation == "xla" else {"xla_backend_optimization_level": 0}
+    is_compiled = implementation in ("native", "xla")
+    compiler_options = None if is_compiled else {"xla_backend_optimization_level": 0}
     return jax.jit(call, donate_argnums=0 if donate else (), compiler_options=compiler_options)
 
 
@@ -86,7 +89,7 @@ def test_decode_matches_oracle(implementation, shape):
 def test_decode_every_length(implementation):
     shape = small()
     decode = jitted(pallas_kernels.decode_attention, implementation, shape)
-    for first in range(1, 61, 6 if implementation == "xla" else 24):
+    for first in range(1, 61, 24 if implementation == "triton" else 6):
         case = decode_case(shape, list(range(first, first + 6)), seed=first)
         expected = reference.decode_attention(*case.decode_args(), layer=LAYER, scale=shape.scale)
         actual = decode(*case.decode_args())
@@ -196,3 +199,66 @@ def test_write_then_attend(implementation):
     dense = jnp.einsum("hqt,thd->qhd", weights, values, precision="highest")
     assert relative_error(prefilled, dense) < TOLERANCE[shape.dtype]
     assert relative_error(decoded[0], dense[-1]) < TOLERANCE[shape.dtype]
+
+
+@pytest.mark.parametrize("implementation", WITH_WINDOWS)
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (20, 5.0), (1000, None), (None, 0.5)])
+def test_windows_and_caps(implementation, window, soft_cap):
+    """Of a window longer and shorter than a tile of keys, and of caps above and below most scores."""
+    shape = small(max_blocks=10)
+    options = {"scale": shape.scale, "layer": LAYER, "window": window, "soft_cap": soft_cap}
+    case = decode_case(shape, [150, 0, 1, 16, 19, 160])
+    expected = reference.decode_attention(*case.decode_args(), **options)
+    actual = pallas_kernels.decode_attention(*case.decode_args(), **options, implementation=implementation)
+    assert relative_error(actual, expected) < TOLERANCE[shape.dtype]
+    case = prefill_case(shape, [(3, 70), (0, 1), (20, 140)], num_tokens=216, max_seqs=3, first_row=5)
+    expected = reference.prefill_attention(*case.prefill_args(), **options)
+    actual = pallas_kernels.prefill_attention(*case.prefill_args(), **options, implementation=implementation)
+    assert relative_error(actual, expected) < TOLERANCE[shape.dtype]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic"])
+def test_windows_are_refused_where_there_are_none(implementation):
+    case = decode_case(small(), [5])
+    options = {"layer": LAYER, "scale": 1.0, "implementation": implementation}
+    with pytest.raises(ConfigError, match="has no window and no soft_cap: use 'native' or 'xla'"):
+        pallas_kernels.decode_attention(*case.decode_args(), window=4, soft_cap=1.0, **options)
+    with pytest.raises(ConfigError, match="window is 0: it must be at least 1"):
+        pallas_kernels.decode_attention(*case.decode_args(), window=0, **options)
+    with pytest.raises(ConfigError, match=r"soft_cap is 0\.0: it must be above 0"):
+        pallas_kernels.decode_attention(*case.decode_args(), soft_cap=0.0, **options)
+
+
+@with_each
+@pytest.mark.parametrize("num_decodes", [0, 3, 5])
+def test_attend_is_a_write_and_both_attentions(implementation, num_decodes):
+    """A step's decodes, which may be fewer than rows for them, before prompts; all are new in the pool."""
+    shape, first_row = small(num_q_heads=4, num_kv_heads=2), num_decodes
+    rng = np.random.default_rng(3)
+    decodes = decode_case(shape, [9, 17, 64, 33, 1][:num_decodes] + [0] * (5 - num_decodes))
+    chunks = [(3, 20), (0, 1)]
+    prompts = prefill_case(shape, chunks, num_tokens=32, max_seqs=4, first_row=first_row)
+    num_blocks = decodes.pool.shape[0]
+    pool = jnp.concatenate([decodes.pool, prompts.pool])
+    tables = prompts.block_tables + num_blocks
+    q = prompts.q.at[:num_decodes].set(decodes.q[:num_decodes])
+    k, v = (jnp.asarray(rng.standard_normal((32, 2, 64)), shape.dtype) for _ in range(2))
+    slots = np.full(32, -1)
+    for row, length in enumerate(np.asarray(decodes.lengths)[:num_decodes].tolist()):
+        slots[row] = decodes.block_tables[row, (length - 1) // 16] * 16 + (length - 1) % 16
+    for place in range(20):
+        slots[first_row + place] = tables[0, (3 + place) // 16] * 16 + (3 + place) % 16
+    slots[first_row + 20] = tables[1, 0] * 16
+    slots = jnp.asarray(slots, jnp.int32)
+    decode = decodes.block_tables, decodes.lengths
+    rest = tables, prompts.query_starts, prompts.lengths, prompts.num_seqs
+    written = reference.write_kv(pool, k, v, slots, layer=LAYER)
+    expected = reference.prefill_attention(q, written, *rest, layer=LAYER, scale=shape.scale)
+    expected[:5] += reference.decode_attention(q[:5], written, *decode, layer=LAYER, scale=shape.scale)
+    call = jitted(pallas_kernels.attend, implementation, shape)
+    for _ in range(2):
+        stored, actual = call(q, k, v, pool, slots, decode, rest)
+        np.testing.assert_array_equal(np.asarray(stored), written)
+        assert relative_error(actual, expected) < TOLERANCE[shape.dtype]
+    with pytest.raises(ConfigError, match="attend needs decodes or prompts"):
+        pallas_kernels.attend(q, k, v, pool, slots, None, None, layer=LAYER, scale=1.0)

@@ -147,8 +147,9 @@ def load_llm(settings: Mapping[str, Any], *, quiet: bool = False, compile_report
                     ("outputs", program.output_bytes),
                 )
             )
+            fallback = "" if program.fallback is None else f" ({program.fallback})"
             note(
-                f"{program.name}, attention {program.implementation}: compiled in "
+                f"{program.name}, attention {program.implementation}{fallback}: compiled in "
                 f"{program.compile_seconds:.2f} s; {sizes}"
             )
     return llm

@@ -53,17 +53,19 @@ class AttentionShape:
         return cls(num_rows, num_seqs, context, max_seqs)
 
 
-def candidates(op: str, device: jax.Device, dtype: str, head_dim: int, block_size: int) -> tuple[str, ...]:
+def candidates(
+    default: str, op: str, device: jax.Device, dtype: str, head_dim: int, block_size: int
+) -> tuple[str, ...]:
     """Implementations of `op` ("decode" or "prefill") that run on a device, the default one first.
 
     Triton's are several: they differ in how the work is cut.
     """
-    names = [pallas_kernels.default_implementation()]
-    if names[0] == "triton":
+    names = [default]
+    if default == "triton":
         from jaxllm.pallas_kernels import triton
 
-        default = triton.default_tiling(op, device.device_kind, dtype, head_dim)
-        names += [f"triton:{one}" for one in triton.alternative_tilings(op, dtype) if one != default]
+        usual = triton.default_tiling(op, device.device_kind, dtype, head_dim)
+        names += [f"triton:{one}" for one in triton.alternative_tilings(op, dtype) if one != usual]
     is_hopper = str(getattr(device, "compute_capability", "")).startswith("9.")
     fits_mosaic = dtype != "float32" and head_dim % 16 == 0 and block_size in (16, 32, 64, 128)
     if is_hopper and fits_mosaic:

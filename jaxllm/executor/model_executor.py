@@ -116,6 +116,9 @@ class ModelExecutor:
         self._set_history = jax.jit(_set_history, donate_argnums=0)
         self._keys = frozenset(config.program_keys(self._device.platform))
         self._fastest: dict[AttentionShape, str] = {}
+        self._default_implementation, self._why_default = pallas_kernels.settle_implementation(
+            model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, config.block_size
+        )
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
         self._program_seconds: dict[ProgramKey, float] = {}
         self.compile_seconds = 0.0
@@ -154,9 +157,9 @@ class ModelExecutor:
                 None if analysis is None else int(getattr(analysis, f"{name}_size_in_bytes"))
                 for name in ("argument", "alias", "temp", "output")
             ]
-            implementation = self._implementation(key) or pallas_kernels.default_implementation()
             seconds = self._program_seconds.get(key, 0.0)
-            report.append(CompiledProgram(key, implementation, seconds, *sizes))
+            reason = None if self.config.implementation else self._why_default
+            report.append(CompiledProgram(key, self._implementation(key), reason, seconds, *sizes))
         return report
 
     def warm_up(self) -> None:
@@ -302,11 +305,11 @@ class ModelExecutor:
         packed = jax.ShapeDtypeStruct(key.packed_shape(max_num_seqs, max_blocks), jnp.int32)
         return jitted.lower(self._params, self._state, self._slot_params, packed)
 
-    def _implementation(self, key: ProgramKey) -> str | None:
+    def _implementation(self, key: ProgramKey) -> str:
         """Of the attention in a program."""
         config, model = self.config, self.model_config
         if config.implementation != FASTEST:
-            return config.implementation
+            return config.implementation or self._default_implementation
         if key.max_chunks:
             op = "prefill"
             shape = AttentionShape.prefill(key.rows, key.max_chunks, max_model_len=config.max_model_len)
@@ -317,7 +320,8 @@ class ModelExecutor:
                 key.rows, max_model_len=config.max_model_len, pool_tokens=pool_tokens
             )
         if shape not in self._fastest:
-            names = candidates(op, self._device, config.dtype, model.head_dim, config.block_size)
+            default = self._default_implementation
+            names = candidates(default, op, self._device, config.dtype, model.head_dim, config.block_size)
             scale = model.head_dim**-0.5
             self._fastest[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
         return self._fastest[shape]

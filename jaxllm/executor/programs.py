@@ -56,11 +56,12 @@ class CompiledProgram:
     """What a program took to compile and needs to run. Bytes; None where the device does not tell.
 
     `aliased_bytes` of the arguments are updated in place; the others are only read. `implementation` is of
-    its attention.
+    its attention, and `fallback` why it is not the device's default one, where that does not cover the model.
     """
 
     key: ProgramKey
     implementation: str
+    fallback: str | None
     compile_seconds: float
     argument_bytes: int | None
     aliased_bytes: int | None

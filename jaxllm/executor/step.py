@@ -159,37 +159,23 @@ class _PagedAttention:
         self._implementation = implementation
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-        implementation = self._implementation
-        self.pool = pallas_kernels.write_kv(
-            self.pool, k, v, self._slot_mapping, layer=layer, implementation=implementation
-        )
         decode, prefill = self._decode, self._prefill
-        decoded = prefilled = None
-        if decode is not None:
-            decoded = pallas_kernels.decode_attention(
-                q[: decode.slots.shape[0]],
-                self.pool,
-                decode.block_tables,
-                decode.lengths,
-                layer=layer,
-                scale=scale,
-                implementation=implementation,
-            )
+        prompts = None
         if prefill is not None:
-            prefilled = pallas_kernels.prefill_attention(
-                q,
-                self.pool,
-                prefill.block_tables,
-                prefill.query_starts,
-                prefill.lengths,
-                prefill.num_seqs[0],
-                layer=layer,
-                scale=scale,
-                implementation=implementation,
-            )
-        if decoded is None or prefilled is None:
-            return prefilled if decoded is None else decoded  # type: ignore[return-value]
-        return prefilled.at[: decoded.shape[0]].add(decoded)  # either is 0 in the other's rows
+            prompts = prefill.block_tables, prefill.query_starts, prefill.lengths, prefill.num_seqs[0]
+        self.pool, out = pallas_kernels.attend(
+            q,
+            k,
+            v,
+            self.pool,
+            self._slot_mapping,
+            None if decode is None else (decode.block_tables, decode.lengths),
+            prompts,
+            layer=layer,
+            scale=scale,
+            implementation=self._implementation,
+        )
+        return out
 
 
 def forward(

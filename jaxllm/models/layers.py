@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxllm.pallas_kernels import native
+
 # Up to this many rows `weight @ x.T` was mostly faster than `x @ weight.T` on a CPU (docs/architecture.md);
 # on GPUs the two are the same call.
 _MAX_ROWS_WEIGHT_FIRST = 128
@@ -26,8 +28,15 @@ def _precision(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """`x` [T, in] times `weight` [out, in] (the layout of checkpoints) -> [T, out]."""
+def linear(
+    x: jax.Array, weight: jax.Array, out_features: int, *, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """`x` [T, in] times `weight` -> [T, out_features].
+
+    The weight is [out_features, in], the layout of checkpoints, or packed for a CPU (`native.pack`).
+    """
+    if weight.ndim == 3:
+        return native.linear(x, weight, out_features)
     precision = _precision(x.dtype)
     dimensions = (((1,), (1,)), ((), ()))
     if x.shape[0] <= _MAX_ROWS_WEIGHT_FIRST:
@@ -42,10 +51,11 @@ class Linear(nnx.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: jnp.dtype) -> None:
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
+        self.out_features = out_features
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """`x` [T, in] -> [T, out]."""
-        y = linear(x, self.weight[...])
+        y = linear(x, self.weight[...], self.out_features, out_dtype=out_dtype)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -54,10 +64,18 @@ class Embedding(nnx.Module):
 
     def __init__(self, num_embeddings: int, features: int, *, dtype: jnp.dtype) -> None:
         self.weight = nnx.Param(jnp.zeros((num_embeddings, features), dtype))
+        self.num_embeddings = num_embeddings
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """`ids` [T] int32 -> [T, features]. Ids are validated before they reach the device."""
-        return self.weight[...].at[ids].get(mode="clip")
+        table = self.weight[...]
+        if table.ndim == 3:
+            return native.unpacked_rows(table, ids)
+        return table.at[ids].get(mode="clip")
+
+    def as_head(self, x: jax.Array, *, out_dtype: jnp.dtype) -> jax.Array:
+        """`x` [T, features] times the table -> [T, num_embeddings]."""
+        return linear(x, self.weight[...], self.num_embeddings, out_dtype=out_dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import LlamaConfig
-from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm, linear, split_heads
+from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm, split_heads
 from jaxllm.models.rope import apply_rope, rope_table
 
 RopeTable = tuple[jax.Array, jax.Array]
@@ -86,5 +86,5 @@ class LlamaForCausalLM(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """`hidden` [N, hidden_size] -> [N, vocab_size] float32."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight[...], out_dtype=jnp.dtype(jnp.float32))
+        head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
+        return head(hidden, out_dtype=jnp.dtype(jnp.float32))

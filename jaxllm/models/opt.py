@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import OPTConfig
-from jaxllm.models.layers import Attend, Embedding, LayerNorm, Linear, linear, split_heads
+from jaxllm.models.layers import Attend, Embedding, LayerNorm, Linear, split_heads
 
 _POSITION_OFFSET = 2
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -96,5 +96,5 @@ class OPTForCausalLM(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """`hidden` [N, word_embed_proj_dim] -> [N, vocab_size] float32."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight[...], out_dtype=jnp.dtype(jnp.float32))
+        head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
+        return head(hidden, out_dtype=jnp.dtype(jnp.float32))

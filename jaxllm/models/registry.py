@@ -15,8 +15,10 @@ from flax import nnx
 
 from jaxllm.errors import WeightsError
 from jaxllm.models.config import LlamaConfig, OPTConfig
+from jaxllm.models.layers import Linear
 from jaxllm.models.llama import LlamaForCausalLM
 from jaxllm.models.opt import OPTForCausalLM
+from jaxllm.pallas_kernels import native
 
 Params = dict[str, jax.Array]
 AnyConfig = LlamaConfig | OPTConfig
@@ -54,9 +56,30 @@ def bind(config: AnyConfig, params: Mapping[str, jax.Array]) -> AnyModel:
     wrong = sorted(
         name
         for name in expected.keys() | params.keys()
-        if name not in params or name not in expected or params[name].shape != expected[name]
+        if name not in params or name not in expected or not _fits(params[name].shape, expected[name])
     )
     if wrong:
         raise WeightsError(f"params do not match the {config.architecture} configuration: {', '.join(wrong)}")
     state = nnx.from_flat_state([(path, nnx.Param(params[_name(path)])) for path in flat])
     return nnx.merge(graphdef, state)
+
+
+def pack_linear_weights(config: AnyConfig, params: Params) -> None:
+    """Pack, one after the other and in place of it, every weight that native products take."""
+    for name in _linear_weights(config):
+        if native.packs(params[name]):
+            params[name] = jax.block_until_ready(native.pack(params[name]))
+
+
+@functools.lru_cache(maxsize=16)
+def _linear_weights(config: AnyConfig) -> list[str]:
+    """Names of the weights that activations are multiplied by."""
+    model = nnx.eval_shape(lambda: _MODELS[type(config)](config, jnp.dtype(jnp.float32)))
+    found = [path for path, module in nnx.iter_modules(model) if isinstance(module, Linear)]
+    names = [f"{_name(path)}.weight" for path in found]
+    return [*names, "embed_tokens.weight"] if config.tie_word_embeddings else names
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Whether a weight of one shape is, packed or not, what was expected."""
+    return shape == expected or (len(expected) == 2 and shape == native.packed_shape(*expected))

@@ -1,0 +1,168 @@
+"""The handlers that XLA calls, compiled for a shape, and the functions that compute their items of work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cfunc, njit
+
+from jaxllm.pallas_kernels.native import attention as items
+from jaxllm.pallas_kernels.native import ffi, products, threads
+from jaxllm.pallas_kernels.native.memory import int32s, int64s, memset
+from jaxllm.pallas_kernels.native.shape import AttentionShape, LinearShape, items_symbol
+
+# Arguments of a call.
+(
+    _Q, _K, _V, _POOL, _SLOTS, _DECODE_TABLES, _DECODE_LENGTHS, _PROMPT_TABLES, _QUERY_STARTS,
+    _PROMPT_LENGTHS, _NUM_SEQS, _NUMBERS, _FACTORS,
+) = range(13)  # fmt: skip
+_ATTEND, _WRITE = 0, 1
+_ITEMS_PER_THREAD = 4
+
+
+def attention_worker(shape: AttentionShape) -> Any:
+    """The C function that computes items of attention, and stores keys and values."""
+    decode, prompt, write = items.decode_item(shape), items.prompt_item(shape), items.write_item(shape)
+
+    def run_item(job, scratch, index):  # type: ignore[no-untyped-def]
+        words = int64s(job)
+        if words[items.KIND] == _WRITE:
+            write(job, index)
+        elif index < words[items.NUM_DECODE_ITEMS]:
+            decode(job, scratch, index)
+        else:  # the last tiles first: they see the most keys
+            prompt(job, scratch, words[threads.COUNT] - 1 - index)
+
+    return threads.worker(run_item)
+
+
+def attention_handler(shape: AttentionShape) -> Any:
+    """A handler whose items the C function called `items_symbol(shape)` computes.
+
+    With two results it stores `k` and `v` first, in the pool that is its first result and its argument at
+    once; with one the pool is only read.
+    """
+    group, head_dim, _ = shape
+    per_tile, scratch_of_head, least_scratch = items.tile_rows(group), *items.scratch_sizes(shape)
+    task = ffi.c_address(items_symbol(shape))
+
+    @njit(error_model="numpy")
+    def new_job(frame, num_items, num_threads):  # type: ignore[no-untyped-def]
+        num_heads = ffi.dimension(frame, _Q, 1)
+        job = threads.new_job(num_items, num_threads, max(num_heads * scratch_of_head, least_scratch))
+        if job == 0:
+            return job
+        words = int64s(job)
+        words[items.Q] = ffi.argument(frame, _Q)
+        words[items.POOL] = ffi.argument(frame, _POOL)
+        words[items.OUT] = ffi.result(frame, ffi.num_results(frame) - 1)
+        words[items.LAYER] = int32s(ffi.argument(frame, _NUMBERS))[0]
+        words[items.WINDOW] = int32s(ffi.argument(frame, _NUMBERS))[1]
+        words[items.NUM_BLOCKS] = ffi.dimension(frame, _POOL, 0)
+        words[items.NUM_LAYERS] = ffi.dimension(frame, _POOL, 1)
+        words[items.NUM_KV_HEADS] = ffi.dimension(frame, _POOL, 3)
+        words[items.BLOCK_SIZE] = ffi.dimension(frame, _POOL, 4)
+        words[items.DECODE_TABLES] = ffi.argument(frame, _DECODE_TABLES)
+        words[items.DECODE_LENGTHS] = ffi.argument(frame, _DECODE_LENGTHS)
+        words[items.DECODE_WIDTH] = ffi.dimension(frame, _DECODE_TABLES, 1)
+        words[items.PROMPT_TABLES] = ffi.argument(frame, _PROMPT_TABLES)
+        words[items.PROMPT_LENGTHS] = ffi.argument(frame, _PROMPT_LENGTHS)
+        words[items.PROMPT_WIDTH] = ffi.dimension(frame, _PROMPT_TABLES, 1)
+        words[items.QUERY_STARTS] = ffi.argument(frame, _QUERY_STARTS)
+        words[items.SCALE_AND_CAP] = ffi.argument(frame, _FACTORS)
+        return job
+
+    @njit(error_model="numpy")
+    def stored(frame, num_rows, num_threads):  # type: ignore[no-untyped-def]
+        num_items = (num_rows + items.WRITTEN_AT_ONCE - 1) // items.WRITTEN_AT_ONCE
+        job = new_job(frame, num_items, num_threads)
+        if job == 0:
+            return False
+        words = int64s(job)
+        words[items.KIND] = _WRITE
+        words[items.K], words[items.V] = ffi.argument(frame, _K), ffi.argument(frame, _V)
+        words[items.SLOTS], words[items.NUM_ROWS] = ffi.argument(frame, _SLOTS), num_rows
+        threads.run(frame, job, task(), num_threads)
+        return True
+
+    @cfunc(ffi.HANDLER)
+    def attend(frame):  # type: ignore[no-untyped-def]
+        if ffi.asks_for_metadata(frame):
+            return 0
+        num_threads = threads.num_threads(frame)
+        num_rows = ffi.dimension(frame, _Q, 0)
+        if ffi.num_results(frame) == 2 and not stored(frame, num_rows, num_threads):
+            return ffi.out_of_memory(frame)
+        starts = int32s(ffi.argument(frame, _QUERY_STARTS))
+        num_seqs = np.int64(int32s(ffi.argument(frame, _NUM_SEQS))[0])
+        num_decodes, num_tiles, end = ffi.dimension(frame, _DECODE_LENGTHS, 0), np.int64(0), np.int64(0)
+        if num_seqs > 0:
+            num_decodes = min(num_decodes, np.int64(starts[0]))
+            end = np.int64(starts[num_seqs])
+        for seq in range(num_seqs):
+            num_tiles += (np.int64(starts[seq + 1]) - np.int64(starts[seq]) + per_tile - 1) // per_tile
+        num_decodes = min(num_decodes, num_rows)
+        num_kv_heads = ffi.dimension(frame, _POOL, 3)
+        heads = num_kv_heads if num_decodes >= 4 * num_threads else np.int64(1)
+        num_items = num_decodes * (num_kv_heads // heads)
+        row_bytes = 4 * ffi.dimension(frame, _Q, 1) * head_dim
+        out = ffi.result(frame, ffi.num_results(frame) - 1)
+        covered = max(num_decodes, end)
+        first = np.int64(starts[0]) if num_seqs > 0 else covered
+        if first > num_decodes:
+            memset(out + num_decodes * row_bytes, 0, (first - num_decodes) * row_bytes)
+        memset(out + covered * row_bytes, 0, (num_rows - covered) * row_bytes)
+        if num_items + num_tiles > 0:
+            job = new_job(frame, num_items + num_tiles * num_kv_heads, num_threads)
+            if job == 0:
+                return ffi.out_of_memory(frame)
+            words = int64s(job)
+            words[items.NUM_DECODE_ITEMS], words[items.HEADS_PER_ITEM] = num_items, heads
+            threads.run(frame, job, task(), num_threads)
+        return 0
+
+    return attend
+
+
+def linear_worker(shape: LinearShape) -> Any:
+    """The C function that computes items of a product."""
+    item = products.linear_item(shape)
+
+    def run_item(job, scratch, index):  # type: ignore[no-untyped-def]
+        item(job, scratch, index)
+
+    return threads.worker(run_item)
+
+
+def linear_handler(shape: LinearShape) -> Any:
+    """A handler of `x [rows, in]` and `panels [out / 32, in, 32]`, to `[rows, out]`."""
+    task, rows_of_tile, scratch_bytes = (
+        ffi.c_address(items_symbol(shape)),
+        shape.rows,
+        products.scratch_bytes(shape),
+    )
+
+    @cfunc(ffi.HANDLER)
+    def multiply(frame):  # type: ignore[no-untyped-def]
+        if ffi.asks_for_metadata(frame):
+            return 0
+        num_threads = threads.num_threads(frame)
+        num_rows, num_panels = ffi.dimension(frame, 0, 0), ffi.dimension(frame, 1, 0)
+        num_parts = (_ITEMS_PER_THREAD * num_threads + num_panels - 1) // num_panels
+        num_parts = min(num_parts, (num_rows + rows_of_tile - 1) // rows_of_tile)
+        rows_per_item = (num_rows + num_parts - 1) // num_parts
+        num_parts = (num_rows + rows_per_item - 1) // rows_per_item
+        job = threads.new_job(num_panels * num_parts, num_threads, scratch_bytes)
+        if job == 0:
+            return ffi.out_of_memory(frame)
+        words = int64s(job)
+        words[products.X], words[products.PANELS] = ffi.argument(frame, 0), ffi.argument(frame, 1)
+        words[products.OUT] = ffi.result(frame, 0)
+        words[products.NUM_ROWS], words[products.IN_FEATURES] = num_rows, ffi.dimension(frame, 0, 1)
+        words[products.OUT_FEATURES] = ffi.result_dimension(frame, 0, 1)
+        words[products.NUM_PANELS], words[products.ROWS_PER_ITEM] = num_panels, rows_per_item
+        threads.run(frame, job, task(), num_threads)
+        return 0
+
+    return multiply

@@ -1,0 +1,135 @@
+"""Machine code of the native kernels: compiled by numba once, kept on disk, loaded by llvmlite alone.
+
+numba takes a second to import and five to compile a shape's kernels; what it made is some 40 kilobytes of
+relocatable code, which loads in a quarter of a second. Files are named by what the code depends on: the
+sources of this package, the shape, the processor, and the versions of the compilers.
+
+    magic, 8 bytes | SHA-256 of the rest, 32 bytes | length of part 1, 8 bytes | part 1 | ...
+
+with parts: name of the items' function, their object file, name of the handler's function, its object file.
+A file that is torn, or of something else, is compiled anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import tempfile
+
+import jax
+import llvmlite.binding as llvm
+
+from jaxllm.pallas_kernels.native.shape import Shape, items_symbol
+
+_MAGIC = b"jaxllm\x00\x01"
+_NUMBA_ERRORS = (
+    "NRT_Free",
+    "numba_do_raise",
+    "numba_gil_ensure",
+    "numba_gil_release",
+    "numba_runtime_build_excinfo_struct",
+    "numba_unpickle",
+)
+"""What numba's code calls where a function raises, which these never do."""
+_FOLDER = "jaxllm-native"
+
+Code = tuple[bytes, bytes, bytes, bytes]
+"""Name and object file of the items' function, and of the handler."""
+
+
+@functools.cache
+def load(shape: Shape) -> int:
+    """Address of the handler of a shape, from disk where it is kept there.
+
+    The folder is `jaxllm-native` in JAX's compilation cache, if there is one.
+    """
+    path = _path(shape)
+    code = None if path is None else _read(path)
+    if code is None:
+        from jaxllm.pallas_kernels.native.build import build  # imports numba
+
+        code = build(shape)
+        if path is not None:
+            _write(path, code)
+    items_name, items, handler_name, handler = code
+    llvm.add_symbol(items_symbol(shape), _address(items, items_name))
+    return _address(handler, handler_name)
+
+
+def has_wide_registers() -> bool:
+    """Whether this processor has registers of 16 float32 lanes, and 32 of them."""
+    return bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
+def _address(code: bytes, name: bytes) -> int:
+    """Where a function of an object file is; the engine is its own, since names of files may be the same."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    return engine.get_function_address(name.decode())
+
+
+_engines: list[llvm.ExecutionEngine] = []
+"""They own the code, and live as long as the process: programs may call it until the end."""
+
+
+def _machine() -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    abort = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
+    for name in _NUMBA_ERRORS:
+        if llvm.address_of_symbol(name) is None:  # numba is not imported
+            llvm.add_symbol(name, abort)
+    return llvm.Target.from_default_triple().create_target_machine(jit=True)
+
+
+def _path(shape: Shape) -> pathlib.Path | None:
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if not folder or "://" in folder:
+        return None
+    digest = hashlib.sha256()
+    here = pathlib.Path(__file__).parent
+    for source in sorted(here.glob("*.py")):
+        digest.update(source.read_bytes())
+    processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
+    digest.update(repr((shape, processor, llvm.get_default_triple(), versions)).encode())
+    return pathlib.Path(folder, _FOLDER, f"{shape.name}-{digest.hexdigest()[:32]}.bin")
+
+
+def _read(path: pathlib.Path) -> Code | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    rest = content[40:]
+    if content[:8] != _MAGIC or hashlib.sha256(rest).digest() != content[8:40]:
+        return None
+    parts = []
+    while rest:
+        size = int.from_bytes(rest[:8], "little")
+        parts.append(rest[8 : 8 + size])
+        rest = rest[8 + size :]
+    return (parts[0], parts[1], parts[2], parts[3]) if len(parts) == 4 else None
+
+
+def _write(path: pathlib.Path, code: Code) -> None:
+    """Keep it if that can be done: a cache that cannot be written is no error."""
+    rest = b"".join(len(part).to_bytes(8, "little") + part for part in code)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_MAGIC + hashlib.sha256(rest).digest() + rest)
+            os.replace(temporary, path)
+        except BaseException:
+            pathlib.Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError:
+        pass

@@ -1,0 +1,53 @@
+"""What native kernels are compiled for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PANEL = 32
+"""Output features that lie side by side in a packed weight."""
+UNROLLED = 1
+"""Of how many input features there must be a multiple."""
+
+
+class AttentionShape(NamedTuple):
+    """Query heads of a KV head, size of heads, and the pool's dtype."""
+
+    group: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the pool."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def name(self) -> str:
+        """Of the handler, to XLA."""
+        return f"jaxllm_attend_{self.group}_{self.head_dim}_{self.dtype}"
+
+
+class LinearShape(NamedTuple):
+    """Rows and vectors whose sums are kept in registers at once."""
+
+    rows: int
+    vectors: int
+
+    @property
+    def name(self) -> str:
+        """Of the handler, to XLA."""
+        return f"jaxllm_linear_{self.rows}_{self.vectors}"
+
+    @classmethod
+    def for_registers(cls, are_wide: bool) -> LinearShape:
+        """For 32 registers of 16 lanes, or 16 of 8."""
+        return cls(12, 2) if are_wide else cls(6, 1)
+
+
+Shape = AttentionShape | LinearShape
+
+
+def items_symbol(shape: Shape) -> str:
+    """What the handler of a shape calls the address of the function that computes its items."""
+    return f"{shape.name}_items"

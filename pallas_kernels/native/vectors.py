@@ -1,0 +1,283 @@
+"""Vector code for CPUs: sixteen float32 lanes at a time, built as LLVM's IR and called from numba.
+
+numba compiles what is scalar. What must be vectors is written as a function of a `Builder`, in which each
+call appends an instruction and Python's own loops unroll:
+
+    @vector_code
+    def axpy(b, x, y):
+        rows = b.floats(x), b.floats(y)
+        b.floats(y).store(b.fma(rows[0].splat(0), rows[0].load(1), rows[1].load(0)))
+
+`axpy(address, address)` may then be called in any function that numba compiles. LLVM lays the lanes out in
+the registers there are: one of AVX-512, two of AVX2, four of NEON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+
+_FLOAT, _HALF = ir.FloatType(), ir.HalfType()
+_INT16, _INT32, _INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_ELEMENTS = {"float32": _FLOAT, "bfloat16": _INT16, "float16": _HALF, "int32": _INT32, "int64": _INT64}
+_FLOATS = ir.VectorType(_FLOAT, LANES)
+_INTS = ir.VectorType(_INT32, LANES)
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+_LN2_HIGH, _LN2_LOW, _LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+LEAST = -1e30
+"""Score of what is masked: below every other, and finite, so that differences are."""
+
+
+def vector_code(body: Callable[..., None]) -> Any:
+    """A function for numba of as many int64s as `body` takes after its `Builder`; it returns 0."""
+    names = list(inspect.signature(body).parameters)[1:]
+
+    def typed(context: Any, *arguments: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Any]) -> Any:
+            body(Builder(builder), *values)
+            return _INT64(0)
+
+        return types.int64(*[types.int64] * len(names)), generate
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in ("context", *names)]
+    typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    typed.__name__ = body.__name__
+    return intrinsic(typed)
+
+
+class Array:
+    """Numbers in memory from an address on; what is loaded is float32 (int32 where they are integers)."""
+
+    def __init__(self, builder: ir.IRBuilder, pointer: Any, dtype: str) -> None:
+        """Of `dtype`."""
+        self._builder, self._pointer, self._dtype = builder, pointer, dtype
+
+    def at(self, index: Any) -> Array:
+        """The same from an index on."""
+        index = index if isinstance(index, ir.Value) else _INT64(index)
+        return Array(self._builder, self._builder.gep(self._pointer, [index]), self._dtype)
+
+    def scalar(self, index: Any = 0) -> Any:
+        """One number."""
+        return self._builder.load(self.at(index)._pointer)
+
+    def put(self, value: Any, index: Any = 0) -> None:
+        """Store one number."""
+        self._builder.store(value, self.at(index)._pointer)
+
+    def load(self, index: Any = 0) -> Any:
+        """The next `LANES` numbers."""
+        b = self._builder
+        element = _ELEMENTS[self._dtype]
+        source = b.bitcast(self.at(index)._pointer, ir.VectorType(element, LANES).as_pointer())
+        loaded = b.load(source, align=_SIZES[self._dtype])
+        if self._dtype == "bfloat16":
+            high = b.shl(b.zext(loaded, _INTS), ir.Constant(_INTS, [16] * LANES))
+            return b.bitcast(high, _FLOATS)
+        return b.fpext(loaded, _FLOATS) if self._dtype == "float16" else loaded
+
+    def store(self, vector: Any, index: Any = 0) -> None:
+        """Store `LANES` float32 numbers."""
+        target = self._builder.bitcast(self.at(index)._pointer, _FLOATS.as_pointer())
+        self._builder.store(vector, target, align=4)
+
+    def splat(self, index: Any = 0) -> Any:
+        """One number in all lanes."""
+        return Builder(self._builder).splat(self.scalar(index))
+
+    def prefetch(self, index: Any = 0) -> None:
+        """Ask for the cache line of a number."""
+        b = self._builder
+        pointer = b.bitcast(self.at(index)._pointer, ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _INT32, _INT32, _INT32])
+        function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+        b.call(function, [pointer, _INT32(0), _INT32(3), _INT32(1)])
+
+
+class Registers:
+    """Vectors that a loop changes, which LLVM keeps in registers."""
+
+    def __init__(self, builder: ir.IRBuilder, count: int) -> None:
+        self._builder = builder
+        self._places = [cgutils.alloca_once(builder, _FLOATS) for _ in range(count)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._builder.load(self._places[index])
+
+    def __setitem__(self, index: int, vector: Any) -> None:
+        self._builder.store(vector, self._places[index])
+
+
+class Builder:
+    """Appends vector instructions to the code an `IRBuilder` is building."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        """At its place."""
+        self._b = builder
+
+    def array(self, address: Any, dtype: str) -> Array:
+        """The numbers of `dtype` from an address (int64) on."""
+        return Array(self._b, self._b.inttoptr(address, _ELEMENTS[dtype].as_pointer()), dtype)
+
+    def floats(self, address: Any) -> Array:
+        """The float32 numbers from an address (int64) on."""
+        return self.array(address, "float32")
+
+    def registers(self, count: int) -> Registers:
+        """Uninitialised vectors."""
+        return Registers(self._b, count)
+
+    @contextlib.contextmanager
+    def loop(self, stop: Any, start: Any = None, step: int = 1) -> Iterator[Any]:
+        """A loop over the int64s from `start`, or 0, up to before `stop`."""
+        start = _INT64(0) if start is None else start
+        with cgutils.for_range_slice(self._b, start, stop, _INT64(step)) as (index, _):
+            yield index
+
+    def integer(self, value: int) -> Any:
+        """An int64."""
+        return _INT64(value)
+
+    def times(self, index: Any, factor: int) -> Any:
+        """An int64 times a number."""
+        return self._b.mul(index, _INT64(factor))
+
+    # Arithmetic
+
+    def constant(self, value: float) -> Any:
+        """It in all lanes."""
+        return ir.Constant(_FLOATS, [value] * LANES)
+
+    def splat(self, scalar: Any) -> Any:
+        """A float32 or int32 in all lanes."""
+        kind = ir.VectorType(scalar.type, LANES)
+        undefined = ir.Constant(kind, ir.Undefined)
+        first = self._b.insert_element(undefined, scalar, _INT32(0))
+        return self._b.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+
+    def first(self, vector: Any) -> Any:
+        """Lane 0."""
+        return self._b.extract_element(vector, _INT32(0))
+
+    def add(self, x: Any, y: Any) -> Any:
+        """`x + y`, of vectors or scalars."""
+        return self._b.fadd(x, y)
+
+    def subtract(self, x: Any, y: Any) -> Any:
+        """`x - y`."""
+        return self._b.fsub(x, y)
+
+    def multiply(self, x: Any, y: Any) -> Any:
+        """`x * y`."""
+        return self._b.fmul(x, y)
+
+    def divide(self, x: Any, y: Any) -> Any:
+        """`x / y`."""
+        return self._b.fdiv(x, y)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        """`x * y + z`."""
+        return self._call("llvm.fma.v16f32", _FLOATS, (x, y, z))
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        """The larger of each lane; undefined where one is NaN."""
+        return self._call("llvm.maxnum.v16f32", _FLOATS, (x, y), ("nnan", "nsz"))
+
+    def larger(self, x: Any, y: Any) -> Any:
+        """The larger of two scalars."""
+        return self._b.select(self._b.fcmp_ordered(">", x, y), x, y)
+
+    def largest(self, x: Any) -> Any:
+        """Of all lanes; undefined if one is NaN."""
+        return self._call("llvm.vector.reduce.fmax.v16f32", _FLOAT, (x,), ("nnan", "nsz"))
+
+    def total(self, x: Any) -> Any:
+        """Of all lanes."""
+        zero = ir.Constant(_FLOAT, 0.0)
+        return self._call("llvm.vector.reduce.fadd.v16f32", _FLOAT, (zero, x), ("reassoc",))
+
+    def exp(self, x: Any) -> Any:
+        """e to the power of each lane, which is at most 0: within 2 ulp, and 1e-38 below -87.
+
+        Cody and Waite's reduction to `2**n * exp(f)` with |f| <= ln(2) / 2, and Cephes' polynomial.
+        """
+        b = self._b
+        x = self.maximum(x, self.constant(-87.0))
+        shifted = self.fma(x, self.constant(_LOG2_E), self.constant(0.5))
+        n = self._call("llvm.floor.v16f32", _FLOATS, (shifted,))
+        f = self.fma(n, self.constant(-_LN2_HIGH), x)
+        f = self.fma(n, self.constant(-_LN2_LOW), f)
+        p = self.constant(_EXP[0])
+        for coefficient in _EXP[1:]:
+            p = self.fma(p, f, self.constant(coefficient))
+        p = self.fma(b.fmul(p, f), f, b.fadd(f, self.constant(1.0)))
+        exponent = b.add(b.fptosi(n, _INTS), ir.Constant(_INTS, [127] * LANES))
+        return b.fmul(p, b.bitcast(b.shl(exponent, ir.Constant(_INTS, [23] * LANES)), _FLOATS))
+
+    def tanh(self, x: Any) -> Any:
+        """Of each lane."""
+        size = self._call("llvm.fabs.v16f32", _FLOATS, (x,))
+        e = self.exp(self.multiply(size, self.constant(-2.0)))
+        one = self.constant(1.0)
+        tanh = self.divide(self.subtract(one, e), self.add(one, e))
+        return self._call("llvm.copysign.v16f32", _FLOATS, (tanh, x))
+
+    def keep(self, x: Any, start: Any, stop: Any, first_lane: int = 0) -> Any:
+        """`x` in lanes whose number plus `first_lane` is in [start, stop) (int64s), else `LEAST`."""
+        b = self._b
+        lanes = ir.Constant(_INTS, [first_lane + lane for lane in range(LANES)])
+        low, high = (self.splat(b.trunc(limit, _INT32)) for limit in (start, stop))
+        inside = b.and_(b.icmp_signed(">=", lanes, low), b.icmp_signed("<", lanes, high))
+        return b.select(inside, x, self.constant(LEAST))
+
+    # Lanes
+
+    def totals(self, vectors: Sequence[Any]) -> Any:
+        """A vector whose lane i is the total of the i-th of `LANES` vectors.
+
+        Pairs of vectors are folded into one, which holds halves of both's totals, and so on:
+
+            x  x0 x1 x2 x3    even lanes  x0 y1 x2 y3    sums  x01 y01 x23 y23
+            y  y0 y1 y2 y3    odd lanes   x1 y0 x3 y2
+        """
+        vectors, distance = list(vectors), 1
+        while len(vectors) > 1:
+            folded = []
+            for x, y in zip(vectors[::2], vectors[1::2], strict=True):
+                own = [lane if not lane & distance else LANES + lane for lane in range(LANES)]
+                other = [index ^ distance for index in own]
+                folded.append(self.add(self._shuffle(x, y, own), self._shuffle(x, y, other)))
+            vectors, distance = folded, distance * 2
+        return vectors[0]
+
+    def transposed(self, vectors: Sequence[Any]) -> list[Any]:
+        """`LANES` vectors whose lane j of the i-th is lane i of the j-th of `vectors`."""
+        vectors = list(vectors)
+        for distance in (1, 2, 4, 8):
+            low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+            high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+            for i in range(LANES):
+                if not i & distance:
+                    x, y = vectors[i], vectors[i | distance]
+                    vectors[i], vectors[i | distance] = self._shuffle(x, y, low), self._shuffle(x, y, high)
+        return vectors
+
+    def _shuffle(self, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+        return self._b.shuffle_vector(x, y, ir.Constant(_INTS, list(lanes)))
+
+    def _call(self, name: str, result: Any, arguments: Sequence[Any], flags: Sequence[str] = ()) -> Any:
+        kind = ir.FunctionType(result, [one.type for one in arguments])
+        function = cgutils.get_or_insert_function(self._b.module, kind, name)
+        return self._b.call(function, arguments, fastmath=flags)

@@ -1,0 +1,241 @@
+"""What is particular to native kernels: code on disk, threads, packed products, what is not covered."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import LAYER, Shape, decode_case, relative_error
+from variants import golden_checkpoint, golden_data
+
+from jaxllm import LLM, SamplingParams, pallas_kernels
+from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels import native, reference
+from jaxllm.pallas_kernels.native import machine_code, targets
+from jaxllm.pallas_kernels.native.shape import AttentionShape
+
+SHAPES = [Shape(num_q_heads=2, num_kv_heads=1), Shape(num_q_heads=2, num_kv_heads=2, head_dim=16)]
+
+ATTEND = """
+import sys
+import jax, numpy as np
+from kernel_cases import LAYER, Shape, decode_case, relative_error
+from jaxllm import pallas_kernels
+from jaxllm.pallas_kernels import reference
+for shape in eval(sys.argv[1]):
+    case = decode_case(shape, [5, 40])
+    options = {"layer": LAYER, "scale": shape.scale}
+    actual = pallas_kernels.decode_attention(*case.decode_args(), **options, implementation="native")
+    expected = reference.decode_attention(*case.decode_args(), **options)
+    assert relative_error(actual, expected) < 1e-5, shape
+print("numba" in sys.modules)
+"""
+
+
+def run_python(code, *arguments, **environment):
+    paths = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+    )
+
+
+def test_code_of_several_processes_is_kept_on_disk_and_loaded_without_numba(tmp_path):
+    """Shapes compiled by processes of their own, whose functions have the same names, in one process."""
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    for shape in SHAPES:
+        done = run_python(ATTEND, repr([shape]), **environment)
+        assert done.stdout == "True\n", done.stderr
+    files = sorted((tmp_path / "jaxllm-native").iterdir())
+    assert [file.name.split("-")[0] for file in files] == [
+        "jaxllm_attend_1_16_float32",
+        "jaxllm_attend_2_64_float32",
+    ]
+    done = run_python(ATTEND, repr(SHAPES), **environment)
+    assert done.stdout == "False\n", done.stderr
+    files[0].write_bytes(files[0].read_bytes()[:-1])  # torn
+    files[1].write_bytes(b"something else")
+    done = run_python(ATTEND, repr(SHAPES), **environment)
+    assert done.stdout == "True\n", done.stderr
+    assert run_python(ATTEND, repr(SHAPES), **environment).stdout == "False\n"
+
+
+@pytest.fixture
+def cache_folder():
+    """Sets JAX's compilation cache."""
+    before = jax.config.jax_compilation_cache_dir
+    yield lambda folder: jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_code_is_named_by_what_it_depends_on(tmp_path, monkeypatch, cache_folder):
+    cache_folder(str(tmp_path))
+    shape = AttentionShape(2, 64, "float32")
+    path = machine_code._path(shape)
+    assert path.parent == tmp_path / "jaxllm-native"
+    assert machine_code._path(AttentionShape(2, 64, "bfloat16")) != path
+    monkeypatch.setattr(machine_code.llvm, "get_host_cpu_name", lambda: "another")
+    assert machine_code._path(shape) != path
+    for folder in (None, "", "gs://bucket/cache"):
+        cache_folder(folder)
+        assert machine_code._path(shape) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((4, 4, 20, 16), "head_dim is 20, not a multiple of 16 up to 256"),
+        ((4, 4, 512, 16), "head_dim is 512, not a multiple of 16 up to 256"),
+        ((4, 4, 64, 8), "block_size is 8, not a multiple of 16"),
+        ((64, 1, 64, 16), "64 query heads share a KV head, more than 32"),
+    ],
+)
+def test_what_is_not_covered_is_computed_by_xla(sizes, reason):
+    assert native.why_not(*sizes) == reason
+    assert pallas_kernels.settle_implementation(*sizes) == ("xla", f"not native: {reason}")
+    num_q_heads, num_kv_heads, head_dim, block_size = sizes
+    shape = Shape(num_q_heads, num_kv_heads, head_dim, block_size, max_blocks=2)
+    case = decode_case(shape, [3, 9])
+    options = {"layer": LAYER, "scale": shape.scale}
+    actual = pallas_kernels.decode_attention(*case.decode_args(), **options)
+    expected = reference.decode_attention(*case.decode_args(), **options)
+    assert relative_error(actual, expected) < 1e-5
+    with pytest.raises(ConfigError, match=f"attention implementation 'native': {reason}; use 'xla'"):
+        pallas_kernels.decode_attention(*case.decode_args(), **options, implementation="native")
+
+
+def test_without_numba_or_with_another_interface_xla_computes(monkeypatch, tmp_path):
+    sizes = 4, 4, 64, 16
+    assert native.why_not(*sizes) is None
+    monkeypatch.setattr(targets, "MAJOR", 1)
+    targets.why_not_callable.cache_clear()
+    assert "foreign functions have version 0." in native.why_not(*sizes)
+    monkeypatch.setattr(targets.jax.ffi, "include_dir", lambda: str(tmp_path))
+    targets.why_not_callable.cache_clear()
+    assert "cannot read c_api.h" in native.why_not(*sizes)
+    monkeypatch.undo()
+    targets.why_not_callable.cache_clear()
+    assert native.why_not(*sizes) is None
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
+    assert native.why_not(*sizes) == "numba is not installed"
+
+
+def test_the_compile_report_says_why_it_is_not_native():
+    options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [32], "num_scheduler_steps": 1}
+    llm = LLM(golden_checkpoint("llama_gqa"), skip_tokenizer_init=True, block_size=8, **options)
+    reports = llm.executor.compile_report()
+    assert {one.implementation for one in reports} == {"xla"}
+    assert {one.fallback for one in reports} == {"not native: block_size is 8, not a multiple of 16"}
+
+
+# Products
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 100), st.integers(0, 9))
+def test_products_match_float64(num_rows, in_features, out_features, seed):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((num_rows, in_features)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((out_features, in_features)), jnp.float32)
+    assert native.packs(weight)
+    panels = native.pack(weight)
+    assert panels.shape == native.packed_shape(*weight.shape)
+    actual = native.linear(x, panels, out_features)
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-5 * np.sqrt(in_features))
+    rows = jnp.asarray(rng.integers(0, out_features, 7))
+    np.testing.assert_array_equal(np.asarray(native.unpacked_rows(panels, rows)), np.asarray(weight[rows]))
+
+
+def test_a_row_does_not_depend_on_the_others():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((100, 96)), jnp.float32)
+    panels = native.pack(jnp.asarray(rng.standard_normal((70, 96)), jnp.float32))
+    whole = np.asarray(native.linear(x, panels, 70))
+    for first, last in ((0, 1), (3, 16), (40, 99)):
+        np.testing.assert_array_equal(np.asarray(native.linear(x[first:last], panels, 70)), whole[first:last])
+
+
+def test_sixteen_bits_are_not_packed():
+    assert not native.packs(jnp.zeros((64, 64), jnp.bfloat16))
+    assert not native.packs(jnp.zeros(64))
+
+
+# Threads
+
+
+def test_thousands_of_calls_from_several_threads_give_the_same_bits():
+    """Programs of several threads share the threads that their items are computed by."""
+    shape = SHAPES[0]
+    cases = [decode_case(shape, [64 - seed, 3, 17, 33, 1, 60, 48, 5], seed=seed) for seed in range(4)]
+
+    @jax.jit
+    def layers(case):
+        q, *rest = case
+        for _ in range(10):
+            q = pallas_kernels.decode_attention(q, *rest, layer=LAYER, scale=0.1, implementation="native")
+        return q
+
+    expected = [np.asarray(layers(case.decode_args())) for case in cases]
+    wrong = []
+
+    def work(case, bits):
+        for _ in range(100):
+            if not np.array_equal(np.asarray(layers(case.decode_args())), bits):
+                wrong.append(case)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(cases, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_two_engines_in_one_process():
+    golden = golden_data("llama_gqa")
+    options = {"max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [64], "num_scheduler_steps": 1}
+    engines = [LLM(golden_checkpoint("llama_gqa"), skip_tokenizer_init=True, **options) for _ in range(2)]
+    assert {one.implementation for one in engines[0].executor.compile_report()} == {"native"}
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in golden["prompts"]]
+    found: dict[int, list[list[int]]] = {}
+
+    def work(index):
+        outputs = engines[index].generate(prompts, params, use_tqdm=False)
+        found[index] = [list(one.outputs[0].token_ids) for one in outputs]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1] == [tokens[:32] for tokens in golden["greedy"]]
+
+
+EXIT = """
+import sys
+from variants import golden_checkpoint
+from jaxllm import LLM, SamplingParams
+llm = LLM(golden_checkpoint("llama_gqa"), skip_tokenizer_init=True, max_num_seqs=2, decode_buckets=[2],
+          prefill_buckets=[32])
+params = SamplingParams(max_tokens=100, ignore_eos=True)
+for output in llm.stream([{"prompt_token_ids": [1, 2, 3]}], params):
+    print("running", flush=True)
+    sys.exit(3)
+"""
+
+
+def test_the_interpreter_may_exit_in_mid_step():
+    done = run_python(EXIT)
+    assert (done.returncode, done.stdout) == (3, "running\n"), done.stderr
