@@ -22,6 +22,9 @@ def causal_attend(layer, q, k, v, scale):
     return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v, precision="highest")
 
 
+causal_attend.num_rows = None
+
+
 def dense_logits(config, params, token_ids):
     """`token_ids` [N, T] -> [N, T, vocab_size]. Not jitted: compiling every variant takes longer."""
     model = bind(config, params)

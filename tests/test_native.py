@@ -166,6 +166,16 @@ def test_a_row_does_not_depend_on_the_others():
         np.testing.assert_array_equal(np.asarray(native.linear(x[first:last], panels, 70)), whole[first:last])
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 13, 40])
+def test_only_rows_in_use_are_computed(num_rows):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((40, 96)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((70, 96)), jnp.float32)
+    some = np.asarray(native.linear(x, native.pack(weight), 70, jnp.int32(num_rows)))
+    assert some.shape == (40, 70)
+    np.testing.assert_allclose(some[:num_rows], (x @ weight.T)[:num_rows], atol=1e-4)
+
+
 def test_sixteen_bits_are_not_packed():
     assert not native.packs(jnp.zeros((64, 64), jnp.bfloat16))
     assert not native.packs(jnp.zeros(64))

@@ -141,6 +141,15 @@ def _places(
     return _Places(*merged)
 
 
+def _num_rows(decode: DecodeInputs | None, prefill: PrefillInputs | None) -> jax.Array:
+    """Up to which row a step's rows are in use."""
+    if prefill is not None:
+        return prefill.query_starts[prefill.num_seqs[0]]
+    assert decode is not None
+    rows = jnp.arange(1, decode.lengths.shape[0] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(decode.lengths > 0, rows, 0))
+
+
 class _PagedAttention:
     """Attention over decodes and prompts; stores the new KV in the pool it carries through the layers."""
 
@@ -157,6 +166,7 @@ class _PagedAttention:
         self._decode = decode
         self._prefill = prefill
         self._implementation = implementation
+        self.num_rows = _num_rows(decode, prefill)
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
         decode, prefill = self._decode, self._prefill
@@ -235,13 +245,15 @@ def run_step(
     prompt_logprobs = None
     if prefill is None:
         slots, lengths = places.slots, places.positions + 1
+        num_sampled = _num_rows(decode, None)
     else:
         rows, slots, lengths = prefill.sampled
+        num_sampled = jnp.sum(slots >= 0, dtype=jnp.int32)
         slots = jnp.where(slots >= 0, slots, padding_slot)
         is_wanted = jnp.any(slot_params.num_prompt_logprobs[places.slots] >= 0)
         prompt_logprobs = _prompt_logprobs(model, hidden, prefill.targets, is_wanted)
         hidden = hidden[rows]
-    sampled = sample(model.logits(hidden), slot_params, slots, history, lengths)
+    sampled = sample(model.logits(hidden, num_sampled), slot_params, slots, history, lengths)
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
     return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs)

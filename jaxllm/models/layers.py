@@ -17,7 +17,16 @@ _MAX_ROWS_WEIGHT_FIRST = 128
 
 
 class Attend(Protocol):
-    """Attention over the sequences a step works on; it also stores the new keys and values."""
+    """Attention over the sequences a step works on; it also stores the new keys and values.
+
+    Of a step's rows the first `num_rows`, an int32 scalar, are in use; the others are padding, whose results
+    mean nothing. None if all may be.
+    """
+
+    @property
+    def num_rows(self) -> jax.Array | None:
+        """See above."""
+        ...
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
         """`q` [T, num_heads, head_dim]; `k`, `v` [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
@@ -29,14 +38,20 @@ def _precision(dtype: jnp.dtype) -> lax.Precision:
 
 
 def linear(
-    x: jax.Array, weight: jax.Array, out_features: int, *, out_dtype: jnp.dtype | None = None
+    x: jax.Array,
+    weight: jax.Array,
+    out_features: int,
+    num_rows: jax.Array | None = None,
+    *,
+    out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """`x` [T, in] times `weight` -> [T, out_features].
 
-    The weight is [out_features, in], the layout of checkpoints, or packed for a CPU (`native.pack`).
+    The weight is [out_features, in], the layout of checkpoints, or packed for a CPU (`native.pack`); then
+    only the first `num_rows` rows are computed.
     """
     if weight.ndim == 3:
-        return native.linear(x, weight, out_features)
+        return native.linear(x, weight, out_features, num_rows)
     precision = _precision(x.dtype)
     dimensions = (((1,), (1,)), ((), ()))
     if x.shape[0] <= _MAX_ROWS_WEIGHT_FIRST:
@@ -53,9 +68,11 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
         self.out_features = out_features
 
-    def __call__(self, x: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        """`x` [T, in] -> [T, out]."""
-        y = linear(x, self.weight[...], self.out_features, out_dtype=out_dtype)
+    def __call__(
+        self, x: jax.Array, num_rows: jax.Array | None = None, *, out_dtype: jnp.dtype | None = None
+    ) -> jax.Array:
+        """`x` [T, in], of which `num_rows` are in use -> [T, out]."""
+        y = linear(x, self.weight[...], self.out_features, num_rows, out_dtype=out_dtype)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -73,9 +90,9 @@ class Embedding(nnx.Module):
             return native.unpacked_rows(table, ids)
         return table.at[ids].get(mode="clip")
 
-    def as_head(self, x: jax.Array, *, out_dtype: jnp.dtype) -> jax.Array:
-        """`x` [T, features] times the table -> [T, num_embeddings]."""
-        return linear(x, self.weight[...], self.num_embeddings, out_dtype=out_dtype)
+    def as_head(self, x: jax.Array, num_rows: jax.Array | None = None, *, out_dtype: jnp.dtype) -> jax.Array:
+        """`x` [T, features], of which `num_rows` are in use, times the table -> [T, num_embeddings]."""
+        return linear(x, self.weight[...], self.num_embeddings, num_rows, out_dtype=out_dtype)
 
 
 class RMSNorm(nnx.Module):

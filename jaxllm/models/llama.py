@@ -26,10 +26,10 @@ class LlamaAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> same."""
-        q, k, v = split_heads(self.qkv_proj(x), *self.heads)
+        q, k, v = split_heads(self.qkv_proj(x, attend.num_rows), *self.heads)
         scale = self.heads[2] ** -0.5
         out = attend(self.layer, apply_rope(q, rope), apply_rope(k, rope), v, scale)
-        return self.o_proj(out.reshape(x.shape[0], -1))
+        return self.o_proj(out.reshape(x.shape[0], -1), attend.num_rows)
 
 
 class LlamaMLP(nnx.Module):
@@ -40,10 +40,10 @@ class LlamaMLP(nnx.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
         self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
         """`x` [T, hidden_size] -> same."""
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        gate, up = jnp.split(self.gate_up_proj(x, num_rows), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up, num_rows)
 
 
 class LlamaLayer(nnx.Module):
@@ -59,7 +59,7 @@ class LlamaLayer(nnx.Module):
     def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> same."""
         x = x + self.self_attn(self.input_layernorm(x), rope, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x), attend.num_rows)
 
 
 class LlamaForCausalLM(nnx.Module):
@@ -84,7 +84,7 @@ class LlamaForCausalLM(nnx.Module):
             x = layer(x, rope, attend)
         return self.norm(x)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """`hidden` [N, hidden_size] -> [N, vocab_size] float32."""
+    def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+        """`hidden` [N, hidden_size], of which `num_rows` are in use -> [N, vocab_size] float32."""
         head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
-        return head(hidden, out_dtype=jnp.dtype(jnp.float32))
+        return head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32))

@@ -31,9 +31,9 @@ class OPTAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> same."""
-        q, k, v = split_heads(self.qkv_proj(x), *self.heads)
+        q, k, v = split_heads(self.qkv_proj(x, attend.num_rows), *self.heads)
         out = attend(self.layer, q, k, v, self.heads[2] ** -0.5)
-        return self.out_proj(out.reshape(x.shape[0], -1))
+        return self.out_proj(out.reshape(x.shape[0], -1), attend.num_rows)
 
 
 class OPTLayer(nnx.Module):
@@ -49,16 +49,16 @@ class OPTLayer(nnx.Module):
         self.fc2 = Linear(config.intermediate_size, size, bias=bias, dtype=dtype)
         self.final_layer_norm = LayerNorm(size, affine=affine, dtype=dtype)
 
-    def _mlp(self, x: jax.Array) -> jax.Array:
-        return self.fc2(_ACTIVATIONS[self.activation](self.fc1(x)))
+    def _mlp(self, x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
+        return self.fc2(_ACTIVATIONS[self.activation](self.fc1(x, num_rows)), num_rows)
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> same."""
         if self.pre_norm:
             x = x + self.self_attn(self.self_attn_layer_norm(x), attend)
-            return x + self._mlp(self.final_layer_norm(x))
+            return x + self._mlp(self.final_layer_norm(x), attend.num_rows)
         x = self.self_attn_layer_norm(x + self.self_attn(x, attend))
-        return self.final_layer_norm(x + self._mlp(x))
+        return self.final_layer_norm(x + self._mlp(x, attend.num_rows))
 
 
 class OPTForCausalLM(nnx.Module):
@@ -86,15 +86,15 @@ class OPTForCausalLM(nnx.Module):
         """`token_ids`, `positions` [T] int32 -> final hidden states [T, word_embed_proj_dim]."""
         x = self.embed_tokens(token_ids)
         if self.project_in is not None:
-            x = self.project_in(x)
+            x = self.project_in(x, attend.num_rows)
         x = x + self.embed_positions(positions + _POSITION_OFFSET)
         for layer in self.layers:
             x = layer(x, attend)
         if self.final_layer_norm is not None:
             x = self.final_layer_norm(x)
-        return x if self.project_out is None else self.project_out(x)
+        return x if self.project_out is None else self.project_out(x, attend.num_rows)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """`hidden` [N, word_embed_proj_dim] -> [N, vocab_size] float32."""
+    def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+        """`hidden` [N, word_embed_proj_dim], of which `num_rows` are in use -> [N, vocab_size] float32."""
         head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
-        return head(hidden, out_dtype=jnp.dtype(jnp.float32))
+        return head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32))

@@ -125,13 +125,20 @@ def unpacked_rows(panels: jax.Array, rows: jax.Array) -> jax.Array:
     return panels[rows // PANEL, :, rows % PANEL]
 
 
-def linear(x: jax.Array, panels: jax.Array, out_features: int) -> jax.Array:
-    """`x` [rows, in] float32 times a packed weight -> [rows, out_features] float32."""
+def linear(
+    x: jax.Array, panels: jax.Array, out_features: int, num_rows: jax.Array | None = None
+) -> jax.Array:
+    """`x` [rows, in] float32 times a packed weight -> [rows, out_features] float32.
+
+    Only the first `num_rows`, an int32 scalar, are computed if it is given; the others may hold anything.
+    """
     from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
 
     shape = LinearShape.for_registers(machine_code.has_wide_registers())
     out = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
-    return jax.ffi.ffi_call(_target(shape), out)(x, panels)
+    return jax.ffi.ffi_call(_target(shape), out)(
+        x, panels, jnp.asarray(x.shape[0] if num_rows is None else num_rows, jnp.int32).reshape(1)
+    )
 
 
 @functools.cache

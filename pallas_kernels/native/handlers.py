@@ -136,7 +136,7 @@ def linear_worker(shape: LinearShape) -> Any:
 
 
 def linear_handler(shape: LinearShape) -> Any:
-    """A handler of `x [rows, in]` and `panels [out / 32, in, 32]`, to `[rows, out]`."""
+    """A handler of `x [rows, in]`, `panels [out / 32, in, 32]` and how many rows count, to `[rows, out]`."""
     task, rows_of_tile, scratch_bytes = (
         ffi.c_address(items_symbol(shape)),
         shape.rows,
@@ -149,6 +149,9 @@ def linear_handler(shape: LinearShape) -> Any:
             return 0
         num_threads = threads.num_threads(frame)
         num_rows, num_panels = ffi.dimension(frame, 0, 0), ffi.dimension(frame, 1, 0)
+        num_rows = min(num_rows, np.int64(int32s(ffi.argument(frame, 2))[0]))
+        if num_rows <= 0:
+            return 0
         num_parts = (_ITEMS_PER_THREAD * num_threads + num_panels - 1) // num_panels
         num_parts = min(num_parts, (num_rows + rows_of_tile - 1) // rows_of_tile)
         rows_per_item = (num_rows + num_parts - 1) // num_parts
