@@ -112,18 +112,20 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     model_config.with_max_model_len(max_model_len)
     shape = shape_of(model_config, folder.resolve().name, dtype)
     scheduling = make_scheduling(scheduler_policy, shape, device.device_kind, config.block_size)
+    heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
+    default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
+    has_native_products = (config.attention_implementation or default) == "native" and dtype == "float32"
     buckets = Buckets.make(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         decode_sizes=config.decode_buckets,
         prefill_sizes=config.prefill_buckets,
+        is_padding_cheap=has_native_products,
     )
     params = load_params(
         folder, model_config, dtype, load_format=config.load_format, seed=config.seed, device=device
     )
-    heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
-    default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
-    if (config.attention_implementation or default) == "native":
+    if has_native_products:
         pack_linear_weights(model_config, params)
     itemsize = ITEMSIZES[dtype]
     bytes_per_block = memory.block_bytes(model_config, config.block_size, itemsize)
@@ -157,7 +159,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_seqs=buckets.max_prefill_seqs,
         num_host_blocks=num_host_blocks,
-        program_sizes=buckets.sizes,
+        program_sizes=() if has_native_products else buckets.sizes,
     )
     model_config = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]
     executor = ModelExecutor(

@@ -7,7 +7,7 @@ prompts has one number of rows, which decodes and prompt tokens share as they co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError, EngineError
 from jaxllm.predictors.programs import ProgramSizes
@@ -16,25 +16,28 @@ from jaxllm.types import MULTI_STEP_SEQS
 _TOKENS_PER_CHUNK = 8  # a program of T rows takes up to T / 8 prompt chunks
 
 
-def decode_ladder(limit: int) -> tuple[int, ...]:
-    """Decode batch sizes up to `limit`: powers of two and, from 16 on, the values half way between."""
+def decode_ladder(limit: int, *, is_padding_cheap: bool = False) -> tuple[int, ...]:
+    """Decode batch sizes up to `limit`: powers of two and, from 16 on, the values half way between.
+
+    Where padding is cheap powers of eight, for programs take seconds to compile.
+    """
     sizes = {limit}
     size = 1
     while size < limit:
         sizes.add(size)
-        if size >= 16 and size * 3 // 2 < limit:
+        if size >= 16 and size * 3 // 2 < limit and not is_padding_cheap:
             sizes.add(size * 3 // 2)
-        size *= 2
+        size *= 8 if is_padding_cheap else 2
     return tuple(sorted(sizes))
 
 
-def prefill_ladder(limit: int) -> tuple[int, ...]:
-    """Numbers of rows of steps with prompts, up to `limit`: powers of two from 32 on."""
+def prefill_ladder(limit: int, *, is_padding_cheap: bool = False) -> tuple[int, ...]:
+    """Numbers of rows of steps with prompts, up to `limit`: powers of two from 32 on, or every other one."""
     sizes = {limit}
     size = 32
     while size < limit:
         sizes.add(size)
-        size *= 2
+        size *= 4 if is_padding_cheap else 2
     return tuple(sorted(sizes))
 
 
@@ -54,14 +57,19 @@ class Buckets:
         max_num_batched_tokens: int,
         decode_sizes: Sequence[int] | None = None,
         prefill_sizes: Sequence[int] | None = None,
+        is_padding_cheap: bool = False,
     ) -> Buckets:
         """The default ladders, or the sizes given; the largest size is always the limit itself.
+
+        Padding is cheap where only rows in use are multiplied with weights, as in native products.
 
         Raises:
             ConfigError: a size is not an integer in [1, limit].
         """
-        decode = _sizes("decode_buckets", decode_sizes, max_num_seqs, decode_ladder)
-        sizes = _sizes("prefill_buckets", prefill_sizes, max_num_batched_tokens, prefill_ladder)
+        decode_default = decode_ladder(max_num_seqs, is_padding_cheap=is_padding_cheap)
+        decode = _sizes("decode_buckets", decode_sizes, max_num_seqs, decode_default)
+        default = prefill_ladder(max_num_batched_tokens, is_padding_cheap=is_padding_cheap)
+        sizes = _sizes("prefill_buckets", prefill_sizes, max_num_batched_tokens, default)
         return cls(decode, sizes, max_num_seqs)
 
     @property
@@ -111,11 +119,9 @@ class Buckets:
         )
 
 
-def _sizes(
-    name: str, sizes: Sequence[int] | None, limit: int, default: Callable[[int], tuple[int, ...]]
-) -> tuple[int, ...]:
+def _sizes(name: str, sizes: Sequence[int] | None, limit: int, default: tuple[int, ...]) -> tuple[int, ...]:
     if sizes is None:
-        return default(limit)
+        return default
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= limit:
             raise ConfigError(f"{name} has {size!r}; each size must be an integer from 1 to {limit}")
