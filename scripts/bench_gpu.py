@@ -214,13 +214,18 @@ class Results:
 
 
 def _cells(row: Mapping[str, Any]) -> str:
-    of = [
-        str(value) for value in row.values() if isinstance(value, str | int) and not isinstance(value, bool)
-    ]
-    flat = {key: value["median"] if key == "output_tokens_per_second" and isinstance(value, dict) else value
-            for key, value in row.items()}  # fmt: skip
-    figures = [f"{key} {value:.3g}" for key, value in flat.items() if isinstance(value, float)]
-    return f"{' '.join(of)} | {', '.join(figures)}"
+    """What a row is of, and its first figures."""
+    of, figures = [], []
+    for key, value in row.items():
+        if key == "output_tokens_per_second" and isinstance(value, dict):
+            value = value["median"]
+        if isinstance(value, float):
+            figures.append(f"{key} {value:.3g}")
+        elif isinstance(value, str):
+            of.append(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            of.append(f"{key} {value}")
+    return f"{', '.join(of[:4])} | {', '.join(figures[:6])}"
 
 
 def run_part(command: list[str], name: str, path: Path, results: Results, seconds: float) -> None:

@@ -163,7 +163,7 @@ def test_model_parts_in_processes_of_their_own(tmp_path, capsys):
     assert {"decode", "swap_out"} < {row["kind"] for row in memory["predictors"]}
     assert values["versions"] == hardware.versions()
     assert values["hardware"]["platform"] == "cpu"
-    assert "| llama-3-8b | steps | decode 4 32 | seconds " in capsys.readouterr().out
+    assert "| llama-3-8b | steps | decode, batch 4, context 32 | seconds " in capsys.readouterr().out
 
 
 def test_rows_are_kept_until_time_is_up_or_it_fails(tmp_path):
@@ -203,7 +203,7 @@ def test_what_a_part_had_outlives_it(tmp_path, capsys):
         "slow: slow is missing: ended after 1 s, its part of --limit: raise it, or choose fewer --parts",
         "dead: dead is missing: its process ended with status 3",
     ]
-    assert "| slow | steps | 1 | seconds 0.5 |" in results.table()
+    assert "| slow | steps | batch 1 | seconds 0.5 |" in results.table()
 
 
 def test_no_time_is_a_reason(tmp_path, capsys):
