@@ -100,7 +100,8 @@ def test_a_loop_chains_its_kernels_over_the_tables_in_turn():
         return 2 * q + pool[table[0]] + add
 
     pool, tables = jnp.asarray([1.0, 10.0, 100.0]), [jnp.asarray([block]) for block in (0, 2)]
-    loop = kernels.Loop.of(op, kernels._LOOP_SECONDS / 6, 3, jnp.float32(0), pool, tables, jnp.float32(5))
+    sizes = Sizes(chain=3, loop_kernels=6)
+    loop = kernels.Loop.of(op, 1e-9, sizes, jnp.float32(0), pool, tables, jnp.float32(5))
     assert (loop.turns, loop.chain) == (2, 3)
     program = loop.lower().compile()
     expected = 0.0

@@ -61,7 +61,7 @@ class Sizes:
         contexts: KV tokens of each sequence of decode attention.
         prefill_tokens: of prefill attention.
         turn_bytes: KV that attention reads before it reads the same again: more than caches hold.
-        chain: fewest kernels in the body of a loop on the device.
+        chain: fewest kernels in the body of a loop on the device; `loop_kernels` at most in all turns.
         swap_blocks: sizes of swaps.
         llama: a model of `CONFIGS`; `opt` likewise.
         context: KV tokens of each sequence of decode steps.
@@ -82,6 +82,7 @@ class Sizes:
     prefill_tokens: tuple[int, ...] = (512, 2048)
     turn_bytes: int = 2**28
     chain: int = 8
+    loop_kernels: int = 2000
     swap_blocks: tuple[int, ...] = (1, 4, 16, 64)
     llama: str = "llama-3-8b"
     opt: str = "opt-13b"
@@ -110,6 +111,7 @@ REHEARSAL = Sizes(
     prefill_tokens=(32,),
     turn_bytes=0,
     chain=2,
+    loop_kernels=8,
     swap_blocks=(1, 3),
     llama="rehearsal",
     opt="rehearsal",

@@ -33,7 +33,6 @@ LIMITS = {"float16": 1e-3, "bfloat16": 4e-3, "float32": 1e-5}
 BLOCK_SIZE = 16
 _COMPILE_THREADS = 8
 _LOOP_SECONDS = 0.02  # of a timed loop, if the kernel were at its ceiling
-_MAX_LOOP_KERNELS = 2000
 
 Programs = Sequence[concurrent.futures.Future[jax.stages.Compiled]]
 
@@ -202,15 +201,15 @@ class Loop:
         cls,
         op: Callable[..., jax.Array],
         least: float,
-        chain: int,
+        sizes: Sizes,
         q: Any,
         pool: Any,
         tables: Any,
         *rest: Any,
     ) -> Loop:
         """Of a kernel that takes at `least` so many seconds; `tables` is a list of them."""
-        chain = max(chain, len(tables))
-        kernels = min(_MAX_LOOP_KERNELS, _LOOP_SECONDS / least)
+        chain = max(sizes.chain, len(tables))
+        kernels = min(sizes.loop_kernels, _LOOP_SECONDS / least)
         return cls(op, max(1, round(kernels / chain)), chain, (q, pool, tuple(tables), *rest))
 
     def lower(self) -> jax.stages.Lowered:
@@ -255,7 +254,7 @@ def decode_speeds(implementation: str, found: dict[str, float], sizes: Sizes) ->
         tables = list(jnp.asarray(ids.reshape(num_tables, batch, width), jnp.int32))
         q = jnp.asarray(rng.standard_normal((batch, num_q, dim)), "bfloat16")
         lengths = jnp.full(batch, context, jnp.int32)
-        loops.append(Loop.of(op, kv_bytes / copy, sizes.chain, q, pool, tables, lengths))
+        loops.append(Loop.of(op, kv_bytes / copy, sizes, q, pool, tables, lengths))
     programs = compile_together([loop.lower() for loop in loops], implementation)
     for (batch, context), loop, program in zip(shapes, loops, programs, strict=True):
         kv_bytes = batch * context * token_bytes
@@ -284,7 +283,7 @@ def prefill_speeds(implementation: str, found: dict[str, float], sizes: Sizes) -
         tables = [jnp.asarray(rng.permutation(width)[None], jnp.int32)]
         q = jnp.asarray(rng.standard_normal((tokens, num_q, dim)), "bfloat16")
         rest = (jnp.asarray([0, tokens], jnp.int32), jnp.asarray([tokens], jnp.int32), jnp.int32(1))
-        loops.append(Loop.of(op, flops[-1] / matmul, sizes.chain, q, pool, tables, *rest))
+        loops.append(Loop.of(op, flops[-1] / matmul, sizes, q, pool, tables, *rest))
     programs = compile_together([loop.lower() for loop in loops], implementation)
     for tokens, needed, loop, program in zip(sizes.prefill_tokens, flops, loops, programs, strict=True):
 

@@ -85,4 +85,5 @@ def attempt(row: Row, measure: Callable[[], Row]) -> Row:
 
 def describe(error: Exception) -> str:
     """One line of an error."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 600 else f'{text[:200]} ... {text[-400:]}'}"
