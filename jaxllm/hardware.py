@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 
-_PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "numpy")
+import jaxllm
+
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 
 def describe_hardware() -> dict[str, Any]:
@@ -34,8 +36,8 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide speed."""
-    found = {"python": platform.python_version()}
+    """Versions of Python, of this package, installed or not, and of the packages that decide its speed."""
+    found = {"python": platform.python_version(), "jaxllm": jaxllm.__version__}
     for package in _PACKAGES:
         found[package] = importlib.metadata.version(package)
     return found

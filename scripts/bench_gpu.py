@@ -1,364 +1,337 @@
-"""Everything worth measuring on a GPU, in one command of under nine minutes.
+"""Everything worth measuring on a GPU, in two commands of under four and eight minutes.
 
-    python scripts/bench_gpu.py --out gpu.json
-    python scripts/bench_gpu.py --smoke --out smoke.json    # tiny, on any device, to see that it runs
+    PYTHONPATH=. python scripts/bench_gpu.py --parts first --out gpu-first.json
+    PYTHONPATH=. python scripts/bench_gpu.py --parts second --out gpu-second.json
+    PYTHONPATH=. python scripts/bench_gpu.py --rehearsal --out rehearsal.json    # tiny, on a CPU
 
-Checks every kernel against a float32 oracle on fresh random data; measures the device's copy bandwidth and
-bf16 matmul ceiling, kernels and whole steps of random-weight models as shares of them, swaps against plain
-pinned copies and beside matmuls and decode steps, cold and warm start times, predictor errors, and the
-presets against each other with 128 device and 64 host blocks; with torch and transformers installed also
-throughput against transformers, by `compare_frameworks.py`. Needs the repository and an installed JAX. The
-JSON is written after every part, so that an interrupted run loses nothing; a part that fails is reported, and
-the others go on.
+Needs the repository, JAX and what pyproject.toml lists; jaxllm need not be installed, nothing is downloaded.
+The first command checks the kernels against an oracle on fresh random data and times them as shares of the
+device's copy bandwidth and bf16 matmul ceiling (`scripts/gpu/kernels.py` says how), then runs Llama-3-8B with
+random weights: how long dispatching holds the host up, steps against the roofline, and requests of ShareGPT's
+lengths. The second compares such a run with transformers' continuous batching, then measures swaps, cold and
+warm starts, predictors and presets with few blocks, OPT-13B's steps, and the same tokens on a small model;
+the two comparisons need torch. `--parts` takes names of single parts, too.
 
-Exit status: 0; 1 if a kernel misses its limit or a part failed.
+Every part is a process of its own, so that neither its memory nor a fault of the device outlives it. It has a
+time budget, and what the parts before it left of theirs; then it is ended. The JSON is replaced for each new
+row: an interrupted run keeps what it had. What is missing from it is listed there, with the reason.
+
+Exit status: 0; 1 if a kernel missed its limit or something is missing; 2 for wrong arguments.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other frameworks get their turn
+from gpu.inputs import CONFIGS, REHEARSAL, Sizes, sharegpt_like
+from gpu.report import Report, replace_json
 
-import jax
-from gpu import engine, kernels
-
-from jaxllm import LLM, hardware
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.costs import shape_of
-from jaxllm.pallas_kernels import default_implementation
+from jaxllm.bench.results import command_line
 
 SCRIPTS = Path(__file__).resolve().parent
+_STDERR = 2  # the table alone goes to stdout
+_LEAST_SECONDS = 5.0  # a process takes them to begin
+_GRACE_SECONDS = 15.0  # for a comparison to end its own processes
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What is measured."""
+class Run:
+    """What the command line asks for.
 
-    megabytes: int = 1024
-    matmul: int = 8192
-    batches: tuple[int, ...] = (1, 16, 64, 256)
-    contexts: tuple[int, ...] = (256, 1024, 4096)
-    prefill_tokens: tuple[int, ...] = (512, 2048)
-    swap_blocks: tuple[int, ...] = (1, 4, 16, 64)
-    models: tuple[str, ...] = ("llama-3-8b", "opt-13b")
-    context: int = 512
-    max_model_len: int = 2048
-    max_num_batched_tokens: int = 2048
-    profile_seconds: float = 15.0
-    requests: int = 200
-    output_len: int = 64
-    blocks: int = 128
-    host_blocks: int = 64
-    compare_model: str = "107m"
-    compare_requests: int = 64
+    Args:
+        folder: for what processes exchange.
+        sizes: how much of everything.
+        options: of the command line, for the parts' own processes.
+    """
+
+    folder: Path
+    sizes: Sizes
+    options: tuple[str, ...]
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether it runs on a CPU."""
+        return self.sizes is REHEARSAL
 
 
-SMOKE = Sizes(
-    megabytes=4,
-    matmul=128,
-    batches=(1, 4),
-    contexts=(32,),
-    prefill_tokens=(32,),
-    swap_blocks=(1, 3),
-    models=("smoke",),
-    context=32,
-    max_model_len=128,
-    max_num_batched_tokens=64,
-    profile_seconds=0.1,
-    requests=6,
-    output_len=24,
-    blocks=24,
-    host_blocks=16,
-    compare_model="tiny",
-    compare_requests=4,
-)
+Command = Callable[[Run, str, Path, float], list[str]]
+"""The words that measure a part: of a run, the part's name, its JSON file and seconds."""
 
 
-class Report:
-    """Results so far, on disk after every part."""
-
-    def __init__(self, out: Path | None, values: dict[str, Any]) -> None:
-        self.values = values
-        self.failed: list[str] = []
-        self._out = out
-        self._started = time.perf_counter()
-
-    def part(
-        self, name: str, measure: Callable[[], Any], describe: Callable[[Any], Any] = lambda result: result
-    ) -> Any:
-        """Run a part and keep what `describe` makes of its result, JSON values; None if it failed."""
-        print(f"[{time.perf_counter() - self._started:5.0f} s] {name}", file=sys.stderr, flush=True)
-        result = described = None
-        try:
-            result = measure()
-            described = describe(result)
-            json.dumps(described)
-        except Exception as error:  # the other parts are worth having
-            traceback.print_exc()
-            self.failed.append(name)
-            described, self.values.setdefault("errors", {})[name] = None, f"{type(error).__name__}: {error}"
-        self.values[name] = described
-        self.values["seconds"] = time.perf_counter() - self._started
-        if self._out is not None:
-            write_json(self._out, self.values)
-        return result
+def own_process(run: Run, name: str, out: Path, seconds: float) -> list[str]:
+    """This script, for one part."""
+    limit = ["--limit", f"{seconds:.0f}", "--in-process"]
+    return [sys.executable, __file__, "--parts", name, "--out", str(out), *limit, *run.options]
 
 
-def device_implementations() -> list[str]:
-    """The default implementation of attention, and what else is written for the default device."""
-    capability = str(getattr(jax.devices()[0], "compute_capability", "0"))
-    return [default_implementation(), *(["mosaic"] if capability.startswith("9.") else [])]
-
-
-def measure_model(report: Report, name: str, sizes: Sizes, found: dict[str, float], folder: Path) -> None:
-    """Steps, predictors and presets of one model."""
-    llm = report.part(
-        f"{name}: start",
-        lambda: engine.load(
-            name,
-            folder,
-            max_model_len=sizes.max_model_len,
-            max_num_seqs=max(sizes.batches),
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            num_host_blocks=sizes.host_blocks,
-            decode_buckets=sizes.batches,
-            num_gpu_blocks_override=blocks_for(name, sizes),
-        ),
-        describe=describe_start,
+def against_transformers(run: Run, name: str, out: Path, seconds: float) -> list[str]:
+    """The run with ShareGPT's lengths, beside transformers' continuous batching."""
+    sizes = run.sizes
+    model = run.folder / sizes.llama
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIGS[sizes.llama]), encoding="utf-8")
+    prompts, max_tokens = sharegpt_like(
+        sizes.compare_requests, longest=sizes.longest, vocab_size=CONFIGS[sizes.llama]["vocab_size"]
     )
-    if llm is None:
-        return
-    report.part(
-        f"{name}: steps",
-        lambda: list(
-            engine.step_speeds(
-                llm,
-                found,
-                sizes.batches,
-                sizes.context,
-                min(sizes.max_num_batched_tokens, sizes.max_model_len - 1),
-            )
-        ),
-    )
-    report.part(
-        f"{name}: swaps beside decode",
-        lambda: list(engine.hidden_swaps(llm, sizes.swap_blocks, sizes.batches[1], sizes.context)),
-    )
-    predicted = report.part(
-        f"{name}: predictors",
-        lambda: engine.predictor_errors(llm, sizes.profile_seconds),
-        describe=lambda found: found[0],
-    )
-    if predicted is None:
-        return
-    _, costs = predicted
-    report.part(
-        f"{name}: presets",
-        lambda: list(
-            engine.preset_speeds(
-                llm,
-                costs,
-                sizes.requests,
-                blocks=sizes.blocks,
-                host_blocks=sizes.host_blocks,
-                output_len=sizes.output_len,
-            )
-        ),
-    )
-
-
-def describe_start(llm: LLM) -> dict[str, Any]:
-    """Load times and programs."""
-    programs = llm.executor.compile_report()
-    return {
-        **dataclasses.asdict(llm.load_times),
-        "programs": [{"name": program.name, **dataclasses.asdict(program)} for program in programs],
+    workload = run.folder / "sharegpt-like.json"
+    workload.write_text(json.dumps({"prompts": prompts, "max_tokens": max_tokens}), encoding="utf-8")
+    settings = {
+        "decode_buckets": sizes.batches,
+        "prefill_buckets": sizes.prefill_buckets,
+        "max_num_batched_tokens": sizes.max_num_batched_tokens,
     }
-
-
-def blocks_for(name: str, sizes: Sizes) -> int:
-    """Blocks that hold the largest decode batch at the context that is timed, as far as memory goes."""
-    wanted = max(sizes.blocks, max(sizes.batches) * -(-(sizes.context + 1) // 16))
-    limit = hardware.describe_hardware()["device_memory_bytes"]
-    if limit is None:
-        return wanted
-    shape = shape_of(engine.model_config(name), name, "bfloat16")
-    fitting = int((0.8 * limit - shape.weight_bytes) // shape.block_bytes(16))
-    return max(sizes.blocks, min(wanted, fitting))
-
-
-def compare(workload: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Throughput beside transformers, each in a process of its own."""
-    model, out = folder / f"bench-{sizes.compare_model}", folder / f"compare-{workload}.json"
-    if not model.exists():
-        make = [
-            sys.executable,
-            str(SCRIPTS / "make_bench_model.py"),
-            str(model),
-            "--size",
-            sizes.compare_model,
-        ]
-        subprocess.run(make, check=True, stdout=sys.stderr)
-    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    command = [
-        *(sys.executable, str(SCRIPTS / "compare_frameworks.py"), str(model), workload),
-        *("--backends", "jaxllm,transformers,transformers-cb", "--device", device, "--repetitions", "2"),
-        *("--num-requests", str(sizes.compare_requests), "--static-batch-sizes", "64,16"),
-        *("--dtype", "float32" if device == "cpu" else "bfloat16"),
-        *("--out", str(out)),
+    return [
+        *_compare(run, model, str(workload), out),
+        *("--backends", "jaxllm,transformers-cb", "--dummy-weights", "--repetitions", "2"),
+        *("--max-num-seqs", str(max(sizes.batches))),
+        *("--max-num-batched-tokens", str(sizes.max_num_batched_tokens)),
+        *("--jaxllm-settings", json.dumps(settings)),
     ]
-    subprocess.run(command, check=False, stdout=sys.stderr)
-    return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
-def table(values: dict[str, Any]) -> str:
-    """What there is, as Markdown."""
-    lines = ["| what | value |", "|---|---:|"]
-    checks = values.get("kernel checks") or []
-    if checks:
-        worst = max(checks, key=lambda row: row["relative_error"] / row["limit"])
-        passed = sum(row["passed"] for row in checks)
-        lines.append(f"| kernel checks passed | {passed} of {len(checks)} |")
-        lines.append(f"| largest error over its limit | {worst['relative_error'] / worst['limit']:.2f} |")
-    for name, rate in (values.get("ceilings") or {}).items():
-        lines.append(f"| {name} | {rate:.3g} |")
-    for row in values.get("decode attention") or []:
-        what = f"{row['implementation']} decode, batch {row['batch']}, context {row['context']}, of the copy"
-        lines.append(f"| {what} | {row['share_of_copy']:.0%} |")
-    for row in values.get("prefill attention") or []:
-        what = f"{row['implementation']} prefill, {row['tokens']} tokens, of the matmul ceiling"
-        lines.append(f"| {what} | {row['share_of_matmul']:.0%} |")
-    for row in values.get("swaps") or []:
-        lines.append(
-            f"| swap of {row['blocks']} blocks, out / in of a pinned copy, hidden by matmuls | "
-            f"{row['out_share_of_pinned_copy']:.0%} / {row['in_share_of_pinned_copy']:.0%}, "
-            f"{row['hidden_share']:.0%} |"
-        )
-        copy = (values.get("ceilings") or {}).get("copy_bytes_per_second")
-        if copy:
-            shares = [row[f"{one}_bytes_per_second"] / copy for one in ("gather", "scatter")]
-            what = f"gather / scatter of {row['blocks']} blocks, of the copy"
-            lines.append(f"| {what} | {shares[0]:.0%} / {shares[1]:.0%} |")
-    for name, part in values.items():
-        if name.endswith(": steps"):
-            for row in part or []:
-                size = f"batch {row['batch']}" if row["step"] == "decode" else f"{row['tokens']} tokens"
-                what = f"{name.removesuffix(': steps')}, {row['step']} step, {size}"
-                lines.append(
-                    f"| {what}: ms, of its roofline | {1e3 * row['seconds']:.2f}, {row['share']:.0%} |"
+def same_tokens(run: Run, name: str, out: Path, seconds: float) -> list[str]:
+    """A small model whose tokens are compared, beside transformers' static and continuous batches."""
+    model = run.folder / f"bench-{run.sizes.compare_model}"
+    make = [
+        sys.executable,
+        str(SCRIPTS / "make_bench_model.py"),
+        str(model),
+        "--size",
+        run.sizes.compare_model,
+    ]
+    subprocess.run(make, check=True, stdout=_STDERR)
+    return [
+        *_compare(run, model, "mixed", out),
+        *("--backends", "jaxllm,transformers-cb,transformers", "--static-batch-sizes", "64"),
+        *("--jaxllm-settings", json.dumps({"decode_buckets": [16, 64], "prefill_buckets": [512]})),
+        *("--repetitions", "1", "--num-requests", str(min(64, run.sizes.compare_requests))),
+        *("--max-disagreement", "1"),  # is in the results; 16 bits round otherwise in other batches
+    ]
+
+
+def _compare(run: Run, model: Path, workload: str, out: Path) -> list[str]:
+    script = str(SCRIPTS / "compare_frameworks.py")
+    where = ("cpu", "float32") if run.is_rehearsal else ("gpu", "bfloat16")
+    threads = str(os.cpu_count() or 1)
+    return [
+        *(sys.executable, script, str(model), workload, "--out", str(out)),
+        *("--device", where[0], "--dtype", where[1], "--threads", threads),
+    ]
+
+
+CALLS: Mapping[str, Mapping[str, tuple[float, Command]]] = {
+    "first": {
+        "kernels-triton": (55.0, own_process),
+        "kernels-mosaic": (45.0, own_process),
+        "llama-3-8b": (130.0, own_process),
+    },
+    "second": {
+        "against-transformers": (150.0, against_transformers),
+        "llama-3-8b-memory": (145.0, own_process),
+        "opt-13b": (70.0, own_process),
+        "same-tokens": (55.0, same_tokens),
+        "kernels-xla": (30.0, own_process),
+    },
+}
+"""Parts of each command in their order: seconds, and how it is measured."""
+
+
+def chosen_parts(names: str) -> dict[str, tuple[float, Command]]:
+    """The parts of a comma-separated list of commands and parts.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    every = {name: part for call in CALLS.values() for name, part in call.items()}
+    chosen: dict[str, tuple[float, Command]] = {}
+    for name in names.split(","):
+        if name not in CALLS and name not in every:
+            raise ValueError(f"--parts {name!r} is unknown: use {', '.join(CALLS)} or {', '.join(every)}")
+        chosen |= CALLS.get(name) or {name: every[name]}
+    return chosen
+
+
+class Results:
+    """The parts' results in one file."""
+
+    def __init__(self, out: Path, values: dict[str, Any]) -> None:
+        self.parts: dict[str, dict[str, Any]] = {}
+        self._values = {**values, "parts": self.parts}
+        self._out, self._started = out, time.perf_counter()
+        self._write()
+
+    def merge(self, name: str, path: Path, **facts: Any) -> None:
+        """Take over what a part has written so far, and facts of its process."""
+        part = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for row in part.get("rows", []):  # of `compare_frameworks.py`
+            if row["error"] is not None:
+                part.setdefault("missing", {})[row["backend"]] = row["error"]
+        if "versions" in part:
+            self._values.setdefault("hardware", part["hardware"])
+            self._values.setdefault("versions", part["versions"])
+        reason = facts.pop("reason", None)
+        if reason is not None:
+            part.setdefault("missing", {})[name] = reason
+        self.parts[name] = part | facts
+        self._write()
+
+    def problems(self) -> Iterator[str]:
+        """What is missing and what is wrong, a line each."""
+        for name, part in self.parts.items():
+            for what, reason in part.get("missing", {}).items():
+                yield f"{name}: {what} is missing: {reason}"
+            for row in part.get("results", {}).get("checks", []):
+                if "error" not in row and not (row["passed"] and row["same_bits_again"]):
+                    yield f"{name}: kernel check failed: {row}"
+
+    def table(self) -> str:
+        """Every row as Markdown, but for the checks that passed."""
+        lines = ["| part | measured | of | figures |", "|---|---|---|---|"]
+        for name, part in self.parts.items():
+            for measured, rows in {**part.get("results", {}), "compared": part.get("rows", [])}.items():
+                if measured == "checks":
+                    passed = sum(row.get("passed", False) for row in rows)
+                    lines.append(f"| {name} | checks | passed | {passed} of {len(rows)} |")
+                else:
+                    lines += [f"| {name} | {measured} | {_cells(row)} |" for row in rows]
+        return "\n".join(lines)
+
+    def _write(self) -> None:
+        self._values["seconds"] = time.perf_counter() - self._started
+        replace_json(self._out, self._values)
+
+
+def _cells(row: Mapping[str, Any]) -> str:
+    """What a row is of, and its first figures."""
+    of, figures = [], []
+    for key, value in row.items():
+        if key == "output_tokens_per_second" and isinstance(value, dict):
+            value = value["median"]
+        if isinstance(value, float):
+            figures.append(f"{key} {value:.3g}")
+        elif isinstance(value, str):
+            of.append(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            of.append(f"{key} {value}")
+    return f"{', '.join(of[:4])} | {', '.join(figures[:6])}"
+
+
+def run_part(command: list[str], name: str, path: Path, results: Results, seconds: float) -> None:
+    """Measure a part in its process, for at most so long."""
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=_STDERR, start_new_session=True)
+    reason, seen = None, 0
+    try:
+        while process.poll() is None:
+            if time.perf_counter() - started > seconds:
+                reason = (
+                    f"ended after {seconds:.0f} s, its part of --limit: raise it, or choose fewer --parts"
                 )
-        if name.endswith(": swaps beside decode"):
-            for row in part or []:
-                what = f"{name.removesuffix(': swaps beside decode')}, {row['blocks']} blocks out / in"
-                lines.append(
-                    f"| {what}, hidden by decode of {row['batch']} | "
-                    f"{row['out_hidden']:.0%} / {row['in_hidden']:.0%} |"
-                )
-        if name.endswith(": presets"):
-            for row in part or []:
-                what = f"{name.removesuffix(': presets')}, preset {row['preset']}, {row['arrivals']}"
-                lines.append(f"| {what}, output tokens/s | {row['output_tokens_per_second']:.0f} |")
-        if name.startswith("against transformers"):
-            for row in (part or {}).get("rows", []):
-                rate = row["output_tokens_per_second"]
-                size = "" if row["batch_size"] is None else f", batch {row['batch_size']}"
-                shown = "-" if rate is None else f"{rate['median']:.0f}"
-                lines.append(f"| {name}, {row['backend']}{size}, output tokens/s | {shown} |")
-    return "\n".join(lines)
+                break
+            time.sleep(0.2)
+            if path.exists() and (now := path.stat().st_mtime_ns) != seen:
+                seen = now
+                results.merge(name, path)
+        else:
+            if process.returncode:
+                reason = f"its process ended with status {process.returncode}"
+    finally:
+        _end(process)
+        results.merge(name, path, seconds=time.perf_counter() - started, reason=reason)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure, print one table, write one JSON file; returns the exit status."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those it started: politely at first."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device")
+    parser.add_argument("--parts", default="first,second", help="first, second, or names of parts")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument(
-        "--implementation", default=None, help="of attention (default: all that the device runs)"
+        "--limit", type=float, help="seconds for all parts, shared as their budgets are (default: those)"
     )
+    parser.add_argument(
+        "--rehearsal", action="store_true", help="tiny sizes and interpreted kernels, on a CPU"
+    )
+    parser.add_argument("--implementation", help="of the models' attention (default: the device's)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the kernels' random data")
-    parser.add_argument("--no-compare", action="store_true", help="leave transformers out")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument(
+        "--in-process", action="store_true", help="measure one part in this process, as profilers like it"
+    )
     args = parser.parse_args(argv)
-    if jax.default_backend() == "cpu" and not args.smoke:
-        parser.error("there is no GPU here; --smoke shows that the command runs")
-    sizes = SMOKE if args.smoke else Sizes()
-    implementations = [args.implementation] if args.implementation else device_implementations()
-    report = Report(
-        args.out,
-        {
-            "command": command_line(
-                ["python", "scripts/bench_gpu.py", *(sys.argv[1:] if argv is None else argv)]
-            ),
-            "hardware": hardware.describe_hardware(),
-            "versions": hardware.versions(),
-            "implementations": implementations,
-            "default_implementation": default_implementation(),
-            "seed": args.seed,
-        },
-    )
-    checks = report.part(
-        "kernel checks", lambda: [row for one in implementations for row in kernels.check(one, args.seed)]
-    )
-    found = report.part("ceilings", lambda: kernels.ceilings(megabytes=sizes.megabytes, matmul=sizes.matmul))
-    if found is not None:
-        report.part(
-            "decode attention",
-            lambda: [
-                row
-                for one in implementations
-                for row in kernels.decode_speeds(one, found, sizes.batches, sizes.contexts)
-            ],
-        )
-        report.part(
-            "prefill attention",
-            lambda: [
-                row
-                for one in implementations
-                for row in kernels.prefill_speeds(one, found, sizes.prefill_tokens)
-            ],
-        )
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
-        folder = Path(name)
-        shape = shape_of(engine.model_config(sizes.models[0]), sizes.models[0], "bfloat16")
-        report.part("swaps", lambda: list(engine.swap_speeds(shape, 16, sizes.swap_blocks, sizes.matmul)))
-        if found is not None:
-            for model in sizes.models:
-                measure_model(report, model, sizes, found, folder)
-        report.part(
-            "start times",
-            lambda: engine.start_times(
-                sizes.models[0], folder, max_model_len=sizes.max_model_len, max_num_seqs=max(sizes.batches),
-                max_num_batched_tokens=sizes.max_num_batched_tokens, decode_buckets=sizes.batches,
-                num_gpu_blocks_override=blocks_for(sizes.models[0], sizes),
-            ),
-        )  # fmt: skip
-        if not args.no_compare and all(map(importlib.util.find_spec, ("torch", "transformers"))):
-            for workload in ("short", "long", "mixed"):
-                report.part(
-                    f"against transformers, {workload}",
-                    lambda workload=workload: compare(workload, sizes, folder),
-                )
-    print(table(report.values))
-    for name in report.failed:
-        print(f"{name} failed: {report.values['errors'][name]}", file=sys.stderr)
-    wrong = [row for row in checks or [] if not row["passed"] or not row["same_bits_again"]]
-    for row in wrong:
-        print(f"kernel check failed: {row}", file=sys.stderr)
-    return 1 if wrong or report.failed else 0
+    try:
+        args.chosen = chosen_parts(args.parts)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.in_process and (len(args.chosen) > 1 or own_process not in next(iter(args.chosen.values()))):
+        parser.error(f"--in-process measures one part that is no comparison, not --parts {args.parts}")
+    budget = sum(seconds for seconds, _ in args.chosen.values())
+    args.limit = budget if args.limit is None else args.limit
+    if not args.limit > 0:
+        parser.error(f"--limit {args.limit:g} must be a positive number of seconds")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a table, write one JSON file; returns the exit status."""
+    args = parse_args(argv)
+    sizes = REHEARSAL if args.rehearsal else Sizes()
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes share the device's memory
+    if args.rehearsal:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    command = command_line(["python", "scripts/bench_gpu.py", *(sys.argv[1:] if argv is None else argv)])
+    if args.in_process:
+        from gpu import parts  # imports JAX, which the process that waits does not need
+
+        report = Report(args.out, args.limit, {"command": command})
+        parts.measure(args.parts, report, sizes, args.seed, args.implementation)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the part on the way out
+    started = time.perf_counter()
+    results = Results(args.out, {"command": command, "seed": args.seed})
+    options = ["--seed", str(args.seed), *(["--rehearsal"] if args.rehearsal else [])]
+    options += ["--implementation", args.implementation] if args.implementation else []
+    due, budgets = 0.0, sum(budget for budget, _ in args.chosen.values())
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        run = Run(Path(folder), sizes, tuple(options))
+        for name, (budget, make_command) in args.chosen.items():
+            due += args.limit * budget / budgets
+            left = due - (time.perf_counter() - started)
+            print(f"{name}: {left:.0f} s", file=sys.stderr, flush=True)
+            path = Path(folder) / f"{name}.json"
+            if left < _LEAST_SECONDS:
+                reason = f"skipped with {left:.0f} s left of its part of --limit {args.limit:.0f}: raise it"
+                results.merge(name, path, reason=reason)
+                continue
+            run_part(make_command(run, name, path, left), name, path, results, left)
+    print(results.table())
+    problems = list(results.problems())
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from compare.workloads import BLOCK_SIZE, PROMPT_LENGTHS, Workload, get_workload
 from jaxllm.bench.results import command_line, write_json
 
 MAX_MODEL_LEN = 1024
-MAX_NUM_SEQS = 64
 MAX_DISAGREEMENT = 0.05
 """Rounding decides near-ties: about one greedy token in 10^4 of a random-weight model in float32."""
 
@@ -69,6 +68,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="float32",
         help="of weights and KV; in 16 bits batch shapes change rounding, so greedy tokens may differ",
     )
+    parser.add_argument(
+        "--dummy-weights",
+        action="store_true",
+        help="MODEL needs a config.json only; each framework draws weights, and tokens are not compared",
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="requests that run at once")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, help="in a step of jaxllm or transformers-cb"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-requests", type=int, default=64, help="of a named workload")
     parser.add_argument("--static-batch-sizes", default="64,32,16,8", help="to try for transformers")
@@ -93,8 +101,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("repeat_within", "give_up_factor"):
         if not getattr(args, name) >= 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    if args.repetitions < 1 or args.threads < 1 or args.num_requests < 1:
-        parser.error("--repetitions, --threads and --num-requests must be at least 1")
+    for name in ("repetitions", "threads", "num_requests", "max_num_seqs", "max_num_batched_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     return args
 
 
@@ -138,11 +147,13 @@ def measure(args: argparse.Namespace, command: str) -> Iterator[dict[str, Any]]:
                 "repeat_within": args.repeat_within,
                 "give_up_factor": args.give_up_factor,
                 "max_model_len": job["max_model_len"],
-                "max_num_seqs": MAX_NUM_SEQS,
+                "max_num_seqs": args.max_num_seqs,
+                "max_num_batched_tokens": args.max_num_batched_tokens,
+                "dummy_weights": args.dummy_weights,
                 "num_blocks": job["num_blocks"],
                 "jaxllm_settings": args.jaxllm_settings,
                 "hardware": machine,
-                "rows": report.collect(comparison, workload),
+                "rows": report.collect(comparison, workload, compares_tokens=not args.dummy_weights),
             }
 
 
@@ -157,7 +168,7 @@ def make_job(args: argparse.Namespace, config: dict[str, Any], workload: Workloa
         raise ValueError(f"the longest sequence has {workload.longest} tokens; the model ends at {positions}")
     heads = config["num_attention_heads"]
     row = config.get("num_key_value_heads", heads) * config.get("head_dim", config["hidden_size"] // heads)
-    num_blocks = workload.num_blocks(MAX_NUM_SEQS)
+    num_blocks = workload.num_blocks(args.max_num_seqs)
     itemsize = 4 if args.dtype == "float32" else 2
     pool_bytes = num_blocks * BLOCK_SIZE * config["num_hidden_layers"] * row * 2 * itemsize
     max_model_len = min(positions, max(MAX_MODEL_LEN, workload.longest))
@@ -168,7 +179,9 @@ def make_job(args: argparse.Namespace, config: dict[str, Any], workload: Workloa
         "threads": args.threads,
         "seed": args.seed,
         "max_model_len": max_model_len,
-        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "dummy_weights": args.dummy_weights,
         "block_size": BLOCK_SIZE,
         "num_blocks": max(num_blocks, -(-max_model_len // BLOCK_SIZE)),
         "kv_cache_gib": -(-pool_bytes // 2**30),

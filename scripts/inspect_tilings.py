@@ -1,11 +1,11 @@
 """What the Triton kernels need of GPUs that need not be there: registers, spills, shared memory.
 
     pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION    # of the JAX installed
-    JAX_PLATFORMS=cpu python scripts/inspect_tilings.py --out tilings.json
+    PYTHONPATH=. JAX_PLATFORMS=cpu python scripts/inspect_tilings.py --out tilings.json
 
 Compiles decode and prefill attention for each device, dtype and tiling, and lets `ptxas` (of the CUDA
-toolkit, or `pip install nvidia-cuda-nvcc-cu12`) say what the machine code takes. `programs` is how many of
-them a core holds at once; bytes in flight is what they can have asked of memory together. This is no
+toolkit, of Triton, or `pip install nvidia-cuda-nvcc-cu12`) say what the machine code takes. `programs` is how
+many of them a core holds at once; bytes in flight is what they can have asked of memory together. This is no
 measurement of speed.
 """
 
@@ -24,7 +24,9 @@ import tempfile
 from typing import Any
 
 _DUMP = tempfile.TemporaryDirectory()
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={_DUMP.name}"  # read once, by jax
+os.environ["XLA_FLAGS"] = " ".join(  # read once, by jax
+    [os.environ.get("XLA_FLAGS", ""), f"--xla_dump_to={_DUMP.name}", "--xla_dump_emitter_re=ptx"]
+)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -61,12 +63,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def find_ptxas() -> str:
-    """The assembler of the CUDA toolkit, or of NVIDIA's packages."""
+    """The assembler of the CUDA toolkit, or of NVIDIA's or Triton's packages."""
     found = shutil.which("ptxas")
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        packaged = sorted(pathlib.Path(folder).glob("*/bin/ptxas"))
-        found = found or (str(packaged[0]) if packaged else None)
+    places = [(pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")), "bin/ptxas")]
+    for package, pattern in (("nvidia", "*/bin/ptxas"), ("triton", "backends/nvidia/bin/ptxas")):
+        spec = importlib.util.find_spec(package)
+        folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+        places += [(pathlib.Path(folder), pattern) for folder in folders]
+    for folder, pattern in places:
+        found = found or next(map(str, sorted(folder.glob(pattern))), None)
     if found is None:
         sys.exit("there is no ptxas: install the CUDA toolkit, or pip install nvidia-cuda-nvcc-cu12")
     return found
@@ -102,10 +107,11 @@ def inspect(
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error).partition(", context")[0]}
     name = f"paged_{op}_attention"
-    (thunks,) = folder.glob("*thunk_sequence.txt")
-    (line,) = [line for line in thunks.read_text().splitlines() if name in line]
+    thunks = _only("thunk sequence", list(folder.glob("*thunk_sequence.txt")))
+    line = _only(f"line about {name}", [line for line in thunks.read_text().splitlines() if name in line])
     shared = int(line.rpartition("shared_memory: ")[2].split()[0])
-    (ptx,) = [path for path in folder.glob("*.ptx") if f".entry {name}" in path.read_text()]
+    assembly = [path for path in folder.glob("*.ptx") if f".entry {name}" in path.read_text()]
+    ptx = _only(f"PTX of {name}", assembly)
     architecture = _number(r"\.target (sm_\w+)", ptx.read_text())
     command = [ptxas, "-v", "--gpu-name", architecture, str(ptx), "-o", str(folder / "cubin")]
     output = subprocess.run(command, capture_output=True, text=True)
@@ -129,6 +135,15 @@ def inspect(
         "is_asynchronous": "cp.async" in ptx.read_text(),
         "uses_tensor_cores": "mma" in ptx.read_text(),
     }
+
+
+def _only(what: str, found: list[Any]) -> Any:
+    if len(found) != 1:
+        sys.exit(
+            f"XLA of JAX {jax.__version__} left {len(found)} files or lines where one {what} was expected: "
+            "use a version of JAX that pyproject.toml allows"
+        )
+    return found[0]
 
 
 def _number(pattern: str, text: str) -> str:

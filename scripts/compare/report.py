@@ -76,11 +76,15 @@ def _processor_times() -> list[int] | None:
     return [int(word) for word in words[1:9]]
 
 
-def collect(comparison: Comparison, workload: Workload) -> list[dict[str, Any]]:
+def collect(
+    comparison: Comparison, workload: Workload, *, compares_tokens: bool = True
+) -> list[dict[str, Any]]:
     """One JSON object for each back-end and variant, with its throughput, agreement and costs."""
     measurements = comparison.measurements
     done = [measurement for measurement in measurements if measurement.outputs]
     reference = next((one for one in done if one.backend == REFERENCE), done[0] if done else None)
+    if not compares_tokens:
+        reference = None
     rows = [_row(measurement, reference, workload) for measurement in measurements]
     for row in rows:
         found = (row["agreement"] or {}).get("divergences", [])[:_MAX_GAPS]

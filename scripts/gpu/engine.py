@@ -1,68 +1,43 @@
-"""Swaps, steps, presets and start times of whole engines with random weights."""
+"""Swaps, steps, dispatch, presets and start times of whole engines with random weights."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 import json
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 
-from gpu.kernels import seconds_of
-from jaxllm import LLM
+from gpu.inputs import CONFIGS, Sizes, sharegpt_like
+from gpu.kernels import BLOCK_SIZE, seconds_of
+from gpu.report import Row, attempt
+from jaxllm import LLM, SamplingParams, hardware
 from jaxllm.bench.replay import replay
+from jaxllm.bench.step_times import StepTimer
+from jaxllm.bench.throughput import Repetition, overhead, run_once
 from jaxllm.costs import shape_of
+from jaxllm.errors import CapacityError, EngineError
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict
-from jaxllm.predictors.base import ModelShape
+from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.profiling import Profiler
 from jaxllm.sched.presets import make_preset
 from jaxllm.workloads import AllAtOnce, ClosedLoop, make_trace
 
-_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-CONFIGS: Mapping[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        **_LLAMA,
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-    },
-    "opt-13b": {
-        "model_type": "opt",
-        "architectures": ["OPTForCausalLM"],
-        "vocab_size": 50272,
-        "hidden_size": 5120,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "ffn_dim": 20480,
-        "word_embed_proj_dim": 5120,
-        "max_position_embeddings": 2048,
-    },
-    "smoke": {
-        **_LLAMA,
-        "vocab_size": 256,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-        "max_position_embeddings": 256,
-    },
-}
-
+_LEFT_BYTES = 2**20
+_MOVES = 100
 MEMORY_PRESETS = (
     "adaptive",
     "adaptive_throughput",
@@ -75,49 +50,107 @@ MEMORY_PRESETS = (
 
 
 def model_config(name: str) -> LlamaConfig | OPTConfig:
-    """The configuration of a published shape."""
+    """The configuration of a model of `CONFIGS`."""
     return config_from_dict(CONFIGS[name])
 
 
-def load(name: str, folder: Path, **settings: Any) -> LLM:
-    """An engine of a published shape with random weights."""
+def write_config(name: str, folder: Path) -> Path:
+    """A checkpoint's folder without weights."""
     model = folder / name
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(CONFIGS[name]))
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return LLM(
-        model, skip_tokenizer_init=True, load_format="dummy", dtype=dtype, profile_seconds=0.0, **settings
-    )
+    (model / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
+    return model
 
 
-def start_times(name: str, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Seconds to load and compile with an empty compilation cache, and again with a full one."""
-    cache = folder / "xla-cache"
-    times = []
-    for _ in range(2):
-        jax.clear_caches()
-        compilation_cache.reset_cache()
-        started = time.perf_counter()
-        llm = load(name, folder, compilation_cache_dir=str(cache), **settings)
-        times.append({"seconds": time.perf_counter() - started, **dataclasses.asdict(llm.load_times)})
-        del llm
+@contextlib.contextmanager
+def loaded(
+    name: str, folder: Path, sizes: Sizes, implementation: str | None, **settings: Any
+) -> Iterator[LLM]:
+    """An engine with random weights, whose memory is free again afterwards.
+
+    Programs go to the compilation cache in `folder`; those of this process are forgotten before.
+
+    Raises:
+        EngineError: something keeps arrays of the engine alive.
+    """
+    before = live_bytes()
+    jax.clear_caches()
     compilation_cache.reset_cache()
-    return {"cold": times[0], "warm": times[1]}
+    llm = LLM(
+        write_config(name, folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
+        profile_seconds=0.0,
+        attention_implementation=implementation,
+        compilation_cache_dir=folder / "xla-cache",
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=max(sizes.batches),
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        decode_buckets=sizes.batches,
+        prefill_buckets=sizes.prefill_buckets,
+        **settings,
+    )
+    try:
+        yield llm
+    finally:
+        llm.executor.release()
+        del llm
+        gc.collect()
+        left = live_bytes() - before
+        if left > _LEFT_BYTES:
+            raise EngineError(
+                f"{left} bytes of arrays outlive {name}, more than {_LEFT_BYTES}: something refers to them, "
+                "and the next model may not fit; measure it in a process of its own (--parts)"
+            )
+
+
+def live_bytes() -> int:
+    """Size of all arrays that are referred to."""
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def start(llm: LLM, name: str, kind: str) -> Row:
+    """What it took to load, with a compilation cache that is empty ("cold") or full ("warm")."""
+    programs = [
+        {"name": program.name, **dataclasses.asdict(program)} for program in llm.executor.compile_report()
+    ]
+    return {
+        "model": name,
+        "start": kind,
+        **dataclasses.asdict(llm.load_times),
+        "peak_device_bytes": hardware.peak_device_bytes(),
+        "programs": programs,
+    }
+
+
+def blocks_for(name: str, tokens: int) -> int:
+    """KV blocks for so many tokens, as far as memory goes."""
+    limit = hardware.describe_hardware()["device_memory_bytes"]
+    wanted = -(-tokens // BLOCK_SIZE)
+    if limit is None:
+        return wanted
+    shape = shape_of(model_config(name), name, "bfloat16")
+    fitting = int((0.8 * limit - shape.weight_bytes) // shape.block_bytes(BLOCK_SIZE))
+    if fitting < 1:
+        raise CapacityError(f"{name} takes {shape.weight_bytes} bytes, and the device has {limit} for us")
+    return min(wanted, fitting)
 
 
 def swap_speeds(
-    shape: ModelShape, block_size: int, counts: tuple[int, ...], matmul: int
-) -> Iterator[dict[str, Any]]:
+    shape: ModelShape, counts: tuple[int, ...], matmul: int, found: dict[str, float]
+) -> Iterator[Row]:
     """Bytes a second to the host and back by number of blocks, against one pinned copy of as many bytes.
 
-    `hidden_share` is the share of the copy out that a computation of its length hides. Gather and scatter
-    are what moves blocks between the pool and the arrays that are copied, both within the device's memory:
-    their bytes a second count reads and writes, as those of the copy ceiling do.
+    `hidden_share` is the share of the copy out that a computation of its length hides, `out_call_seconds` and
+    `in_call_seconds` how long the host is held up by starting the copies. A gather and a scatter move blocks
+    between the pool and the arrays that are copied, within the device's memory; `move_share_of_copy` is of
+    both together, reads and writes counted as those of the copy ceiling are (caches help few blocks).
     """
     device = jax.devices()[0]
     swapper = BlockSwapper(device, max(counts))
-    kv = (shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
-    pool = jnp.zeros((max(counts) + 1, *kv), shape.dtype)
+    kv = (shape.num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    pool = jnp.zeros((2 * max(counts), *kv), shape.dtype)
     pool = swapper.warm_up(pool)
     host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     here = jax.sharding.SingleDeviceSharding(device)
@@ -130,20 +163,23 @@ def swap_speeds(
         plain_out = seconds_of(lambda block=block: jax.device_put(block, host), 3)
         copied = jax.block_until_ready(jax.device_put(block, host))
         plain_in = seconds_of(lambda copied=copied: jax.device_put(copied, here), 3)
-        outs, ins = [], []
+        outs, ins, out_calls, in_calls = [], [], [], []
         for number in range(5):
             jax.block_until_ready(pool)
             started = time.perf_counter()
             swapper.swap_out(pool, number, ids)
+            out_calls.append(time.perf_counter() - started)
             swapper.wait(number)
             outs.append(time.perf_counter() - started)
             started = time.perf_counter()
-            pool = jax.block_until_ready(swapper.swap_in(pool, number, ids))
+            pool = swapper.swap_in(pool, number, ids)
+            in_calls.append(time.perf_counter() - started)
+            jax.block_until_ready(pool)
             ins.append(time.perf_counter() - started)
         out, back = float(np.median(outs)), float(np.median(ins))
         one = seconds_of(lambda: product(a), 5)
         repeats = max(1, round(out / one))
-        gathered, scattered, pool = device_copies(pool, next(size for size in swapper.sizes if size <= count))
+        move, pool = move_seconds(pool, piece := next(size for size in swapper.sizes if size <= count))
         started = time.perf_counter()
         jax.block_until_ready([product(a) for _ in range(repeats)])
         alone = time.perf_counter() - started
@@ -161,52 +197,52 @@ def swap_speeds(
             "in_share_of_pinned_copy": plain_in / back,
             "out_bytes_per_second": num_bytes / out,
             "in_bytes_per_second": num_bytes / back,
-            "gather_bytes_per_second": gathered,
-            "scatter_bytes_per_second": scattered,
+            "out_call_seconds": statistics.median(out_calls),
+            "in_call_seconds": statistics.median(in_calls),
+            "moved_blocks": piece,
+            "move_share_of_copy": 4 * piece * num_bytes / count / move / found["copy_bytes_per_second"],
             "hidden_share": min(1.0, max(0.0, 1 - (together - alone) / out)),
         }
 
 
-def device_copies(pool: jax.Array, count: int) -> tuple[float, float, jax.Array]:
-    """Bytes a second, read and written, that `count` blocks are moved with out of the pool and into it.
+def move_seconds(pool: jax.Array, count: int) -> tuple[float, jax.Array]:
+    """Seconds to gather `count` blocks of the pool and scatter them to others, in a loop on the device.
 
-    `count` is the size of a piece. The pool is donated; it comes back as it was.
+    The pool is donated, and comes back changed.
     """
-    programs = {name: jitted for name, jitted, _ in BlockSwapper.programs(pool, count)}
-    gather, scatter = programs[f"swap out of {count}"], programs[f"swap in of {count}"]
-    ids = np.arange(count, dtype=np.int32)
-    piece = jax.block_until_ready(gather(pool, ids))
+    jitted = {name: program for name, program, _ in BlockSwapper.programs(pool, count)}
+    gather, scatter = jitted[f"swap out of {count}"], jitted[f"swap in of {count}"]
+    ids = jnp.arange(count, dtype=jnp.int32)
+
+    def turn(number: Any, pool: jax.Array) -> jax.Array:
+        parity = number % 2
+        return scatter(pool, ids + count * (1 - parity), gather(pool, ids + count * parity))
+
+    loop = jax.jit(lambda pool: lax.fori_loop(0, _MOVES, turn, pool), donate_argnums=0)
     box = [pool]
 
-    def write() -> jax.Array:
-        box[0] = scatter(box[0], ids, piece)
+    def run() -> jax.Array:
+        box[0] = loop(box[0])
         return box[0]
 
-    out = seconds_of(lambda: gather(box[0], ids), 10)
-    back = seconds_of(write, 10)
-    return 2 * piece.nbytes / out, 2 * piece.nbytes / back, box[0]
+    return seconds_of(run, 1) / _MOVES, box[0]
 
 
 def step_speeds(
     llm: LLM, found: dict[str, float], batches: tuple[int, ...], context: int, prefill_tokens: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Decode and prefill steps against the bytes and flops they need, at the measured ceilings."""
     shape = shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype)
     profiler = Profiler(llm.executor, shape)
-    pool_tokens = llm.executor.num_gpu_blocks * llm.executor.block_size
     for batch in batches:
-        if batch * (context + llm.executor.block_size) > pool_tokens:
-            continue  # does not fit beside the weights
-        seconds = profiler.time_decode(batch, context)
-        num_bytes = shape.weight_bytes + batch * context * shape.kv_bytes_per_token
-        least = num_bytes / found["copy_bytes_per_second"]
-        yield {
-            "step": "decode",
-            "batch": batch,
-            "context": context,
-            "seconds": seconds,
-            "share": least / seconds,
-        }
+        least = shape.weight_bytes + batch * context * shape.kv_bytes_per_token
+        least /= found["copy_bytes_per_second"]
+
+        def measure(batch: int = batch, least: float = least) -> Row:
+            seconds = profiler.time_decode(batch, context)
+            return {"seconds": seconds, "share": least / seconds}
+
+        yield attempt({"step": "decode", "batch": batch, "context": context}, measure)
     seconds = profiler.time_prefill(prefill_tokens, 1)
     flops = 2 * shape.num_layer_parameters * prefill_tokens + 2 * shape.num_head_parameters
     flops += (
@@ -216,7 +252,57 @@ def step_speeds(
     yield {"step": "prefill", "tokens": prefill_tokens, "seconds": seconds, "share": least / seconds}
 
 
-def hidden_swaps(llm: LLM, counts: tuple[int, ...], batch: int, context: int) -> Iterator[dict[str, Any]]:
+def dispatch_times(llm: LLM, batches: tuple[int, ...], output_len: int) -> Iterator[Row]:
+    """How long starting a decode step holds the host up, of the step's time, in a running engine.
+
+    Medians of a step's parts, as `jaxllm.bench.step_times` names them: `program` is the call that starts the
+    device's program. If that takes a step's time, it waits for the device, and the host cannot run ahead.
+    """
+    for batch in batches:
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+        run = _run(llm, [([1 + row] * 8, params) for row in range(batch)])
+        steps = [step for step in run.timer.steps if step.kind == "decode"]
+        yield {
+            "batch": batch,
+            "steps": len(steps),
+            "tokens_per_step": batch * (output_len - 1) / len(steps),
+            **{
+                f"{part}_seconds": statistics.median(getattr(step, part) for step in steps)
+                for part in ("total", "program", "host", "fetch")
+            },
+            "blocked_share": sum(step.program for step in steps) / sum(step.total for step in steps),
+        }
+
+
+def sharegpt_speed(llm: LLM, num_requests: int, longest: int, repetitions: int = 2) -> Iterator[Row]:
+    """Throughput of requests of ShareGPT's lengths, all present at the start, more than run at once."""
+    prompts, outputs = sharegpt_like(
+        num_requests, longest=longest, vocab_size=llm.model_config.vocab_size, seed=0
+    )
+    requests = [
+        (prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+        for prompt, count in zip(prompts, outputs, strict=True)
+    ]
+    for repetition in range(repetitions):
+        run = _run(llm, requests)
+        yield {
+            "repetition": repetition,
+            "requests": num_requests,
+            "most_running": max(step.num_decode for step in run.timer.steps),
+            "prompt_tokens": run.num_prompt_tokens,
+            "output_tokens": run.num_output_tokens,
+            "seconds": run.seconds,
+            "output_tokens_per_second": run.num_output_tokens / run.seconds,
+            **overhead([run]),
+        }
+
+
+def _run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> Repetition:
+    with StepTimer(llm.engine, llm.executor) as timer:
+        return run_once(llm.engine, timer, requests)
+
+
+def hidden_swaps(llm: LLM, counts: tuple[int, ...], batch: int, context: int) -> Iterator[Row]:
     """Shares of copies to the host and back, by number of blocks, that decode steps hide."""
     shape = shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype)
     profiler = Profiler(llm.executor, shape)
@@ -225,19 +311,19 @@ def hidden_swaps(llm: LLM, counts: tuple[int, ...], batch: int, context: int) ->
         yield {"blocks": count, "batch": batch, "context": context, "out_hidden": out, "in_hidden": back}
 
 
-def predictor_errors(llm: LLM, seconds: float) -> tuple[dict[str, Any], OnlineCalibration]:
+def predictor_errors(llm: LLM, seconds: float) -> tuple[dict[str, Any], CostModel]:
     """Held-out errors of predictors fitted in so many seconds of measurements, and their table."""
     shape = shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype)
     profiler = Profiler(llm.executor, shape)
     samples = profiler.samples(seconds)
     fits = profiler.fit(samples, is_brief=True)
     errors = {kind: dataclasses.asdict(fit.report.test) for kind, fit in fits.items()}
-    return errors, OnlineCalibration(profiler.costs_of(profiler.profile(samples, fits)))
+    return errors, profiler.costs_of(profiler.profile(samples, fits))
 
 
 def preset_speeds(
-    llm: LLM, costs: OnlineCalibration, num_requests: int, *, blocks: int, host_blocks: int, output_len: int
-) -> Iterator[dict[str, Any]]:
+    llm: LLM, costs: CostModel, num_requests: int, *, blocks: int, host_blocks: int, output_len: int
+) -> Iterator[Row]:
     """The memory policies on the same requests, all at once and in a closed loop, with few blocks."""
     config = dataclasses.replace(
         llm.engine.scheduler.config, num_gpu_blocks=blocks, num_host_blocks=host_blocks
@@ -246,6 +332,6 @@ def preset_speeds(
         (AllAtOnce(), ClosedLoop(num_requests // 4 or 1)), MEMORY_PRESETS
     ):
         trace = make_trace("chatbot", num_requests, output_len, arrivals=arrivals, seed=0)
-        calibration = OnlineCalibration(costs.model)
+        calibration = OnlineCalibration(costs)
         result = replay(llm, trace, config, make_preset(preset, calibration), costs=calibration)
         yield {"preset": preset, "arrivals": repr(arrivals), **result.summary()}

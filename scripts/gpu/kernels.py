@@ -1,25 +1,40 @@
-"""Kernels against a float32 oracle, and against the copy and matmul ceilings of the device."""
+"""Kernels against an oracle in float64, and against the copy and matmul ceilings of the device.
+
+Attention takes microseconds where a launch from Python takes tens of them. So it is timed in one program, a
+loop on the device of a fixed number of turns with several kernels a turn, each of which takes its queries
+from the one before it; the loop's own counter adds part of a microsecond to each. The kernels of a turn read
+different blocks, as those of a model's layers do, until they have read more than caches hold. Copies and
+products of the ceilings take milliseconds, and are timed from Python, many launches at a time.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from gpu.inputs import Sizes
+from gpu.report import Row, attempt
 from jaxllm import pallas_kernels
 from jaxllm.pallas_kernels import reference
 
 LAYER, NUM_LAYERS = 1, 2
 LIMITS = {"float16": 1e-3, "bfloat16": 4e-3, "float32": 1e-5}
-HEADS = ((8, 8, 64), (8, 2, 128), (10, 10, 80), (32, 4, 128))
-"""(query heads, KV heads, head_dim) that kernels are checked for."""
+BLOCK_SIZE = 16
+_COMPILE_THREADS = 8
+_LOOP_SECONDS = 0.02  # of a timed loop, if the kernel were at its ceiling
+
+Programs = Sequence[concurrent.futures.Future[jax.stages.Compiled]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,81 +55,106 @@ class Problem:
         dtype: str,
         *,
         rows: int | None = None,
-        block_size: int = 16,
-        num_layers: int = NUM_LAYERS,
-        poison: bool = True,
     ) -> Problem:
         """Of sequences of these lengths; `rows` query rows, by default one each."""
         num_q, num_kv, dim = heads
-        width = -(-int(lengths.max()) // block_size)
+        width = -(-int(lengths.max()) // BLOCK_SIZE)
         num_blocks = len(lengths) * width
         tables = rng.permutation(num_blocks).reshape(len(lengths), width)
-        shape = (num_blocks, num_layers, 2, num_kv, block_size, dim)
-        key = jax.random.key(int(rng.integers(2**31)))
-        pool = jax.random.normal(key, shape, dtype)
-        if poison:
-            used = np.zeros((num_blocks, block_size), bool)
-            for table, length in zip(tables, lengths, strict=True):
-                full = np.arange(width * block_size).reshape(width, block_size) < length
-                used[table] = full
-            pool = jnp.where(jnp.asarray(used)[:, None, None, None, :, None], pool, jnp.nan).astype(dtype)
+        used = np.zeros((num_blocks, BLOCK_SIZE), bool)
+        for table, length in zip(tables, lengths, strict=True):
+            used[table] = np.arange(width * BLOCK_SIZE).reshape(width, BLOCK_SIZE) < length
+        pool = random_pool(rng, (num_blocks, NUM_LAYERS, 2, num_kv, BLOCK_SIZE, dim), dtype)
+        pool = jnp.where(jnp.asarray(used)[:, None, None, None, :, None], pool, jnp.nan).astype(dtype)
         q = jnp.asarray(rng.standard_normal((rows or len(lengths), num_q, dim)), dtype)
         return cls(q, pool, jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
 
 
-def check(implementation: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Relative error of each op on fresh random data, its limit, and whether a second run gives its bits."""
+def random_pool(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """A pool of standard normal numbers, made on the device."""
+    key = jax.random.key(int(rng.integers(2**31)))
+    return jax.jit(functools.partial(jax.random.normal, shape=shape, dtype=dtype))(key)
+
+
+def compile_together(lowered: Sequence[jax.stages.Lowered], implementation: str) -> Programs:
+    """The programs, as they are compiled side by side.
+
+    Interpreted kernels skip the optimiser, which takes minutes with them.
+    """
+    is_interpreted = jax.default_backend() == "cpu" and implementation != "xla"
+    options = {"xla_backend_optimization_level": 0} if is_interpreted else None
+    threads = concurrent.futures.ThreadPoolExecutor(_COMPILE_THREADS)
+    programs = [threads.submit(one.compile, compiler_options=options) for one in lowered]
+    threads.shutdown(wait=False)
+    return programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """An op on fresh random data."""
+
+    op: str
+    dtype: str
+    heads: tuple[int, int, int]
+    arguments: tuple[jax.Array, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the op and of its reference."""
+        return {"layer": LAYER, "scale": self.heads[2] ** -0.5}
+
+    def lower(self, implementation: str) -> jax.stages.Lowered:
+        """Its program. float32 is to be multiplied as such, not rounded for tensor cores."""
+        op = getattr(pallas_kernels, f"{self.op}_attention")
+        call = jax.jit(functools.partial(op, implementation=implementation, **self.options))
+        with jax.default_matmul_precision("highest"):
+            return call.lower(*self.arguments)
+
+    def run(self, program: jax.stages.Compiled) -> Row:
+        """Relative error and its limit, and whether a second run gives the same bits."""
+        actual, again = (np.asarray(program(*self.arguments), np.float64) for _ in range(2))
+        exact = functools.partial(getattr(reference, f"{self.op}_attention"), *self.arguments, **self.options)
+        oracle = exact().astype(np.float64)
+        limit = LIMITS[self.dtype]
+        if self.dtype != "float32":
+            limit = min(limit, 1.5 * _relative_error(exact(rounds=True).astype(np.float64), oracle))
+        error = _relative_error(actual, oracle)
+        return {
+            "relative_error": error,
+            "limit": limit,
+            "passed": bool(error < limit),  # not if it is NaN
+            "same_bits_again": bool(np.array_equal(actual, again)),
+        }
+
+
+def _relative_error(actual: np.ndarray, oracle: np.ndarray) -> float:
+    return float(np.linalg.norm(actual - oracle) / np.linalg.norm(oracle))
+
+
+def check(implementation: str, sizes: Sizes, seed: int) -> Iterator[Row]:
+    """Every op, dtype and head size against the oracle; each is compiled once."""
     rng = np.random.default_rng(seed)
-    for dtype, limit in LIMITS.items():
+    checks = []
+    for dtype in LIMITS:
         if implementation == "mosaic" and dtype == "float32":
             continue  # tensor cores take 16 bits
-        for heads in HEADS:
-            scale = heads[2] ** -0.5
+        for heads in sizes.heads:
             lengths = rng.integers(1, 300, 9)
-            problem = Problem.make(rng, lengths, heads, dtype)
-            arguments = (problem.q, problem.pool, problem.tables, problem.lengths)
-            yield _compare("decode", dtype, heads, limit, implementation, arguments, scale)
+            one = Problem.make(rng, lengths, heads, dtype)
+            checks.append(Check("decode", dtype, heads, (one.q, one.pool, one.tables, one.lengths)))
             chunks = np.minimum(lengths, rng.integers(1, 60, 9))
-            problem = Problem.make(rng, lengths, heads, dtype, rows=int(chunks.sum()))
+            one = Problem.make(rng, lengths, heads, dtype, rows=int(chunks.sum()))
             starts = jnp.asarray(np.concatenate([[0], np.cumsum(chunks)]), jnp.int32)
-            arguments = (problem.q, problem.pool, problem.tables, starts, problem.lengths, jnp.int32(9))
-            yield _compare("prefill", dtype, heads, limit, implementation, arguments, scale)
-
-
-def _compare(
-    name: str,
-    dtype: str,
-    heads: tuple[int, int, int],
-    limit: float,
-    implementation: str,
-    arguments: tuple[jax.Array, ...],
-    scale: float,
-) -> dict[str, Any]:
-    op = getattr(pallas_kernels, f"{name}_attention")
-    call = jax.jit(functools.partial(op, layer=LAYER, scale=scale, implementation=implementation))
-    with jax.default_matmul_precision("highest"):
-        actual = np.asarray(call(*arguments), np.float64)
-    again = np.asarray(call(*arguments), np.float64)
-    oracle = getattr(reference, f"{name}_attention")(*arguments, layer=LAYER, scale=scale).astype(np.float64)
-    error = float(np.linalg.norm(actual - oracle) / np.linalg.norm(oracle))
-    if dtype != "float32":
-        exact = getattr(reference, f"{name}_attention")
-        rounded = exact(*arguments, layer=LAYER, scale=scale, rounds=True).astype(np.float64)
-        limit = min(limit, 1.5 * float(np.linalg.norm(rounded - oracle) / np.linalg.norm(oracle)))
-    return {
-        "implementation": implementation,
-        "op": name,
-        "dtype": dtype,
-        "heads": heads,
-        "relative_error": error,
-        "limit": limit,
-        "passed": bool(error < limit),
-        "same_bits_again": bool(np.array_equal(actual, again)),
-    }
+            arguments = (one.q, one.pool, one.tables, starts, one.lengths, jnp.int32(9))
+            checks.append(Check("prefill", dtype, heads, arguments))
+    programs = compile_together([one.lower(implementation) for one in checks], implementation)
+    for one, program in zip(checks, programs, strict=True):
+        row = {"implementation": implementation, "op": one.op, "dtype": one.dtype, "heads": one.heads}
+        yield attempt(row, lambda one=one, program=program: one.run(program.result()))
 
 
 def seconds_of(call: Callable[[], Any], repetitions: int) -> float:
-    """Median seconds of a call, of batches dispatched together so that launching hides behind running."""
+    """Median seconds of a call that takes a millisecond and more, of `repetitions` launched together."""
     jax.block_until_ready(call())
     samples = []
     for _ in range(5):
@@ -126,72 +166,129 @@ def seconds_of(call: Callable[[], Any], repetitions: int) -> float:
     return statistics.median(samples)
 
 
-def ceilings(*, megabytes: int, matmul: int) -> dict[str, float]:
-    """Bytes a second of a copy in place, and bf16 flops a second of a large product."""
+def ceilings(sizes: Sizes) -> dict[str, float]:
+    """Bytes a second of a copy in place, read and written, and bf16 flops a second of a large product."""
     bump = jax.jit(lambda x: x + 1, donate_argnums=0)
-    box = [jnp.ones(megabytes * 2**20 // 4, jnp.float32)]
+    box = [jnp.ones(sizes.megabytes * 2**20 // 4, jnp.float32)]
 
     def copy() -> jax.Array:
         box[0] = bump(box[0])
         return box[0]
 
     copy_seconds = seconds_of(copy, 10)
-    a = jax.random.normal(jax.random.key(0), (matmul, matmul), jnp.bfloat16)
+    a = jax.random.normal(jax.random.key(0), (sizes.matmul, sizes.matmul), jnp.bfloat16)
     product = jax.jit(lambda x: x @ x)
     return {
         "copy_bytes_per_second": 2 * box[0].nbytes / copy_seconds,
-        "matmul_bf16_flops_per_second": 2 * matmul**3 / seconds_of(lambda: product(a), 10),
+        "matmul_bf16_flops_per_second": 2 * sizes.matmul**3 / seconds_of(lambda: product(a), 10),
     }
 
 
-def decode_speeds(
-    implementation: str, found: dict[str, float], batches: tuple[int, ...], contexts: tuple[int, ...]
-) -> Iterator[dict[str, Any]]:
-    """Decode attention as a share of the copy bandwidth: 32 query and 8 KV heads of 128, bf16."""
-    rng = np.random.default_rng(0)
-    heads = (32, 8, 128)
-    for batch in batches:
-        for context in contexts:
-            problem = Problem.make(
-                rng, np.full(batch, context), heads, "bfloat16", num_layers=1, poison=False
-            )
-            op = functools.partial(
-                pallas_kernels.decode_attention, layer=0, scale=128**-0.5, implementation=implementation
-            )
-            call = functools.partial(jax.jit(op), problem.q, problem.pool, problem.tables, problem.lengths)
-            seconds = seconds_of(call, 20)
-            num_bytes = batch * context * 2 * heads[1] * heads[2] * 2
-            yield {
-                "implementation": implementation,
-                "batch": batch,
-                "context": context,
-                "seconds": seconds,
-                "share_of_copy": num_bytes / seconds / found["copy_bytes_per_second"],
-            }
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """`turns` times `chain` calls of `op(q, pool, tables, *rest)` on the device, each of what the last gave.
+
+    The calls of a turn take the `tables` in turn.
+    """
+
+    op: Callable[..., jax.Array]
+    turns: int
+    chain: int
+    arguments: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        op: Callable[..., jax.Array],
+        least: float,
+        sizes: Sizes,
+        q: Any,
+        pool: Any,
+        tables: Any,
+        *rest: Any,
+    ) -> Loop:
+        """Of a kernel that takes at `least` so many seconds; `tables` is a list of them."""
+        chain = max(sizes.chain, len(tables))
+        kernels = min(sizes.loop_kernels, _LOOP_SECONDS / least)
+        return cls(op, max(1, round(kernels / chain)), chain, (q, pool, tuple(tables), *rest))
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program."""
+
+        def run(q: jax.Array, pool: jax.Array, tables: tuple[jax.Array, ...], *rest: jax.Array) -> jax.Array:
+            def turn(_: Any, q: jax.Array) -> jax.Array:
+                for number in range(self.chain):
+                    q = self.op(q, pool, tables[number % len(tables)], *rest)
+                return q
+
+            return lax.fori_loop(0, self.turns, turn, q)  # a fixed number: the host need not look
+
+        return jax.jit(run).lower(*self.arguments)
+
+    def seconds(self, program: jax.stages.Compiled) -> float:
+        """Median seconds of one call."""
+        return seconds_of(lambda: program(*self.arguments), 1) / (self.turns * self.chain)
 
 
-def prefill_speeds(
-    implementation: str, found: dict[str, float], token_counts: tuple[int, ...]
-) -> Iterator[dict[str, Any]]:
-    """Prefill attention of one prompt as a share of the matmul ceiling, counting the causal half."""
+def decode_speeds(implementation: str, found: dict[str, float], sizes: Sizes) -> Iterator[Row]:
+    """Decode attention in bf16 as a share of the copy bandwidth.
+
+    `turn_bytes` is the KV that a turn of the loop reads; caches help where it is little.
+    """
     rng = np.random.default_rng(0)
-    heads = (32, 8, 128)
-    for tokens in token_counts:
-        problem = Problem.make(
-            rng, np.array([tokens]), heads, "bfloat16", rows=tokens, num_layers=1, poison=False
-        )
-        op = functools.partial(
-            pallas_kernels.prefill_attention, layer=0, scale=128**-0.5, implementation=implementation
-        )
-        starts = jnp.asarray([0, tokens], jnp.int32)
-        call = functools.partial(
-            jax.jit(op), problem.q, problem.pool, problem.tables, starts, problem.lengths, jnp.int32(1)
-        )
-        seconds = seconds_of(call, 10)
-        flops = 4 * heads[0] * heads[2] * tokens * (tokens + 1) / 2
-        yield {
-            "implementation": implementation,
-            "tokens": tokens,
-            "seconds": seconds,
-            "share_of_matmul": flops / seconds / found["matmul_bf16_flops_per_second"],
-        }
+    num_q, num_kv, dim = sizes.timed_heads
+    token_bytes = 2 * num_kv * dim * 2
+    copy = found["copy_bytes_per_second"]
+    widest = max(sizes.batches) * -(-max(sizes.contexts) // BLOCK_SIZE)
+    num_blocks = max(widest, sizes.turn_bytes // (BLOCK_SIZE * token_bytes))
+    pool = random_pool(rng, (num_blocks, 1, 2, num_kv, BLOCK_SIZE, dim), "bfloat16")
+    op = functools.partial(
+        pallas_kernels.decode_attention, layer=0, scale=dim**-0.5, implementation=implementation
+    )
+    shapes, loops = [(batch, context) for batch in sizes.batches for context in sizes.contexts], []
+    for batch, context in shapes:
+        kv_bytes = batch * context * token_bytes
+        width = -(-context // BLOCK_SIZE)
+        num_tables = min(32, num_blocks // (batch * width), max(1, math.ceil(sizes.turn_bytes / kv_bytes)))
+        ids = rng.permutation(num_blocks)[: num_tables * batch * width]
+        tables = list(jnp.asarray(ids.reshape(num_tables, batch, width), jnp.int32))
+        q = jnp.asarray(rng.standard_normal((batch, num_q, dim)), "bfloat16")
+        lengths = jnp.full(batch, context, jnp.int32)
+        loops.append(Loop.of(op, kv_bytes / copy, sizes, q, pool, tables, lengths))
+    programs = compile_together([loop.lower() for loop in loops], implementation)
+    for (batch, context), loop, program in zip(shapes, loops, programs, strict=True):
+        kv_bytes = batch * context * token_bytes
+
+        def measure(loop: Loop = loop, program: Any = program, kv_bytes: int = kv_bytes) -> Row:
+            seconds = loop.seconds(program.result())
+            return {"seconds": seconds, "share_of_copy": kv_bytes / seconds / copy}
+
+        row = {"implementation": implementation, "batch": batch, "context": context}
+        yield attempt(row | {"turn_bytes": kv_bytes * len(loop.arguments[2])}, measure)
+
+
+def prefill_speeds(implementation: str, found: dict[str, float], sizes: Sizes) -> Iterator[Row]:
+    """Prefill attention of one prompt in bf16 as a share of the matmul ceiling, counting the causal half."""
+    rng = np.random.default_rng(0)
+    num_q, num_kv, dim = sizes.timed_heads
+    matmul = found["matmul_bf16_flops_per_second"]
+    op = functools.partial(
+        pallas_kernels.prefill_attention, layer=0, scale=dim**-0.5, implementation=implementation
+    )
+    loops, flops = [], []
+    for tokens in sizes.prefill_tokens:
+        flops.append(4 * num_q * dim * tokens * (tokens + 1) / 2)
+        width = -(-tokens // BLOCK_SIZE)
+        pool = random_pool(rng, (width, 1, 2, num_kv, BLOCK_SIZE, dim), "bfloat16")
+        tables = [jnp.asarray(rng.permutation(width)[None], jnp.int32)]
+        q = jnp.asarray(rng.standard_normal((tokens, num_q, dim)), "bfloat16")
+        rest = (jnp.asarray([0, tokens], jnp.int32), jnp.asarray([tokens], jnp.int32), jnp.int32(1))
+        loops.append(Loop.of(op, flops[-1] / matmul, sizes, q, pool, tables, *rest))
+    programs = compile_together([loop.lower() for loop in loops], implementation)
+    for tokens, needed, loop, program in zip(sizes.prefill_tokens, flops, loops, programs, strict=True):
+
+        def measure(loop: Loop = loop, program: Any = program, needed: float = needed) -> Row:
+            seconds = loop.seconds(program.result())
+            return {"seconds": seconds, "share_of_matmul": needed / seconds / matmul}
+
+        yield attempt({"implementation": implementation, "tokens": tokens}, measure)

@@ -15,7 +15,7 @@ printf 'Cuda tools, release 1\\nBuild 2\\n'
 
 
 def run(folder, *options):
-    environment = {**os.environ, "PATH": str(folder)}
+    environment = {**os.environ, "PATH": str(folder), "CUDA_HOME": str(folder)}
     command = [sys.executable, str(SCRIPT), *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 

@@ -16,10 +16,11 @@ class JaxllmEngine(protocol.Engine):
 
         settings: dict[str, Any] = {
             "skip_tokenizer_init": True,
+            "load_format": "dummy" if self.job["dummy_weights"] else "auto",
             "dtype": self.job["dtype"],
             "max_model_len": self.job["max_model_len"],
             "max_num_seqs": self.job["max_num_seqs"],
-            "max_num_batched_tokens": 512,
+            "max_num_batched_tokens": self.job["max_num_batched_tokens"],
             "block_size": self.job["block_size"],
             "num_gpu_blocks_override": self.job["num_blocks"],
             "seed": self.job["seed"],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import hf_model
 import protocol
 
-_PAGE_SIZE = 256  # the default of transformers
+_PAGE_SIZE = 256  # the default of transformers; its name differs between versions
 
 
 class ContinuousEngine(protocol.Engine):
@@ -17,28 +18,18 @@ class ContinuousEngine(protocol.Engine):
 
     def load(self) -> dict[str, float | None]:
         """Load the model and start the manager's thread."""
-        import torch
-        from transformers import AutoModelForCausalLM
         from transformers.generation import ContinuousBatchingConfig
 
-        torch.set_num_threads(self.job["threads"])
-        torch.manual_seed(self.job["seed"])
         started = time.perf_counter()
-        device = "cuda" if self.job["device"] == "gpu" else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(
-            self.job["model"], dtype=getattr(torch, self.job["dtype"])
-        )
-        model.eval().to(device)
+        model, _ = hf_model.load(self.job)
         config = model.generation_config
-        config.do_sample, config.eos_token_id, config.pad_token_id = False, -1, 0
-        config.temperature = config.top_p = config.top_k = config.max_length = None
+        config.eos_token_id = -1
         num_tokens = self.job["num_blocks"] * self.job["block_size"]
         self._manager = model.init_continuous_batching(
             generation_config=config,
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=_PAGE_SIZE,
                 num_blocks=num_tokens // _PAGE_SIZE + self.job["max_num_seqs"] + 1,
-                max_batch_tokens=512,
+                max_batch_tokens=self.job["max_num_batched_tokens"],
                 max_requests_per_batch=self.job["max_num_seqs"],
                 allow_block_sharing=False,  # every repetition has the same prompts
             ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import hf_model
 import protocol
 
 
@@ -12,20 +13,9 @@ class StaticEngine(protocol.Engine):
 
     def load(self) -> dict[str, float | None]:
         """Load the model; nothing is compiled."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(self.job["threads"])
-        torch.manual_seed(self.job["seed"])
         started = time.perf_counter()
-        self._device = "cuda" if self.job["device"] == "gpu" else "cpu"
-        self._model = AutoModelForCausalLM.from_pretrained(
-            self.job["model"], dtype=getattr(torch, self.job["dtype"])
-        )
-        self._model.eval().to(self._device)
-        config = self._model.generation_config
-        config.do_sample, config.eos_token_id, config.pad_token_id = False, None, 0
-        config.temperature = config.top_p = config.top_k = config.max_length = None
+        self._model, self._device = hf_model.load(self.job)
+        self._model.generation_config.eos_token_id = None
         return {"load_seconds": time.perf_counter() - started, "compile_seconds": None}
 
     def generate(

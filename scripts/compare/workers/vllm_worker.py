@@ -19,6 +19,7 @@ class VllmEngine(protocol.Engine):
         settings: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "dtype": self.job["dtype"],
+            "load_format": "dummy" if self.job["dummy_weights"] else "auto",
             "seed": self.job["seed"],
             "max_model_len": self.job["max_model_len"],
             "max_num_seqs": self.job["max_num_seqs"],

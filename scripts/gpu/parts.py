@@ -1,0 +1,118 @@
+"""What each part measures, in a process of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from gpu import engine, kernels
+from gpu.inputs import Sizes
+from gpu.report import Report
+from jaxllm import hardware
+from jaxllm.costs import shape_of
+from jaxllm.pallas_kernels import default_implementation
+
+
+def measure(part: str, report: Report, sizes: Sizes, seed: int, implementation: str | None) -> None:
+    """Measure one part of `PARTS`; what fails is noted in the report, and the rest goes on where it can."""
+    report.values |= {"hardware": hardware.describe_hardware(), "versions": hardware.versions()}
+    report.values |= {"seed": seed, "default_implementation": default_implementation()}
+    report.write()
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        try:
+            PARTS[part](report, sizes, seed, implementation, Path(folder))
+        except Exception as error:
+            report.fail(part, error)
+
+
+def _kernels(name: str) -> Callable[..., None]:
+    def run(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
+        capability = str(getattr(jax.devices()[0], "compute_capability", "9."))  # CPUs interpret everything
+        if name == "mosaic" and not capability.startswith("9."):
+            report.missing[name] = f"written for compute capability 9, and this device has {capability}"
+            return
+        report.rows("checks", kernels.check(name, sizes, seed))
+        found = kernels.ceilings(sizes)
+        report.rows("ceilings", [found])
+        report.rows("decode attention", kernels.decode_speeds(name, found, sizes))
+        report.rows("prefill attention", kernels.prefill_speeds(name, found, sizes))
+
+    return run
+
+
+def _steps(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
+    """Dispatch, steps against the roofline, and a run of many requests."""
+    found = kernels.ceilings(sizes)
+    report.rows("ceilings", [found])
+    name, batches = sizes.llama, sizes.batches
+    num_blocks = engine.blocks_for(name, max(batches) * (sizes.context + sizes.longest) // 2 + 4096)
+    with engine.loaded(
+        name, folder, sizes, implementation, num_gpu_blocks_override=num_blocks, num_host_blocks=0
+    ) as llm:
+        report.rows("start", [engine.start(llm, name, "cold")])
+        report.rows("dispatch", engine.dispatch_times(llm, batches, sizes.output_len))
+        report.rows("steps", _step_speeds(llm, found, sizes, batches))
+        report.rows("sharegpt", engine.sharegpt_speed(llm, sizes.requests, sizes.longest))
+
+
+def _opt(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
+    """Steps of a model without grouped queries, whose KV is several times as large."""
+    found = kernels.ceilings(sizes)
+    report.rows("ceilings", [found])
+    name, batches = sizes.opt, sizes.batches[:3]
+    num_blocks = engine.blocks_for(name, max(batches) * (sizes.context + 2 * kernels.BLOCK_SIZE))
+    with engine.loaded(
+        name, folder, sizes, implementation, num_gpu_blocks_override=num_blocks, num_host_blocks=0,
+        num_scheduler_steps=1,
+    ) as llm:  # fmt: skip
+        report.rows("start", [engine.start(llm, name, "cold")])
+        report.rows("steps", _step_speeds(llm, found, sizes, batches))
+
+
+def _memory(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
+    """Swaps, a second start, predictors and presets."""
+    found = kernels.ceilings(sizes)
+    report.rows("ceilings", [found])
+    name, beside = sizes.llama, sizes.batches[1]
+    shape = shape_of(engine.model_config(name), name, "bfloat16")
+    report.rows("swaps", engine.swap_speeds(shape, sizes.swap_blocks, sizes.matmul, found))
+    tokens = max(sizes.blocks, max(sizes.swap_blocks)) * kernels.BLOCK_SIZE
+    tokens = max(tokens, sizes.max_model_len, beside * (sizes.context + 2 * kernels.BLOCK_SIZE))
+    settings: dict[str, Any] = {
+        "num_gpu_blocks_override": engine.blocks_for(name, tokens),
+        "num_host_blocks": sizes.host_blocks,
+        "num_scheduler_steps": 1,
+    }
+    with engine.loaded(name, folder, sizes, implementation, **settings) as llm:
+        report.rows("start", [engine.start(llm, name, "cold")])
+    with engine.loaded(name, folder, sizes, implementation, **settings) as llm:
+        report.rows("second start", [engine.start(llm, name, "warm")])
+        report.rows("swaps beside decode", engine.hidden_swaps(llm, sizes.swap_blocks, beside, sizes.context))
+        errors, model = engine.predictor_errors(llm, sizes.profile_seconds)
+        report.rows("predictors", [{"kind": kind, **of_kind} for kind, of_kind in errors.items()])
+        report.rows(
+            "presets",
+            engine.preset_speeds(
+                llm, model, sizes.trace_requests,
+                blocks=sizes.blocks, host_blocks=sizes.host_blocks, output_len=sizes.output_len,
+            ),
+        )  # fmt: skip
+
+
+def _step_speeds(llm: Any, found: dict[str, float], sizes: Sizes, batches: tuple[int, ...]) -> Any:
+    most = min(sizes.max_num_batched_tokens, sizes.max_model_len - 1)
+    return engine.step_speeds(llm, found, batches, sizes.context, most)
+
+
+PARTS: Mapping[str, Callable[..., None]] = {
+    "kernels-triton": _kernels("triton"),
+    "kernels-mosaic": _kernels("mosaic"),
+    "kernels-xla": _kernels("xla"),
+    "llama-3-8b": _steps,
+    "llama-3-8b-memory": _memory,
+    "opt-13b": _opt,
+}
