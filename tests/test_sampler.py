@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import SamplingParams
-from jaxllm.executor.sampler import Sampling, SlotParams, least_kept, sample
+from jaxllm.executor.sampler import Sampling, SlotParams, gumbel, least_kept, sample
 
 VOCAB, SLOTS, MAX_LEN = 50, 6, 24
 EVERYTHING = ~Sampling.GREEDY
@@ -223,6 +223,18 @@ def test_what_ties_with_the_last_token_kept_is_kept():
     assert filtered(np.zeros((1, 4), np.float32), top_k=1, top_p=0.1)[0].all()
     lonely = np.asarray([[-np.inf, 2.0, -np.inf]], np.float32)
     assert filtered(lonely, top_k=2, top_p=0.5)[0].tolist() == [False, True, False]
+
+
+def test_noise_is_that_of_jax():
+    seeds = np.random.default_rng(0).integers(0, 2**32, (3, 2)).astype(np.uint32)
+    positions = np.asarray([0, 7, 100_000], np.int32)
+
+    def expected(seed, position):
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, (1001,), jnp.float32)
+
+    found = np.asarray(jax.jit(gumbel, static_argnums=2)(seeds, positions, 1001))
+    np.testing.assert_array_equal(found, jax.jit(jax.vmap(expected))(seeds, positions))
 
 
 requests = st.builds(

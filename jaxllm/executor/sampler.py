@@ -11,6 +11,7 @@ numbers finds. Tokens that are as likely as the last one kept are kept, too.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -192,7 +193,15 @@ def sample(
 
 def _argmax(scores: jax.Array) -> jax.Array:
     """The first of the largest in each row; [R] int32."""
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+    def in_two_passes(scores: jax.Array) -> jax.Array:
+        ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        is_largest = scores == scores.max(axis=-1, keepdims=True)
+        return jnp.min(jnp.where(is_largest, ids, scores.shape[1] - 1), axis=-1)
+
+    # CPUs have vectors for reductions of numbers, not of pairs; GPUs compute scores while they reduce them.
+    default = functools.partial(lax.argmax, axis=1, index_dtype=np.int32)
+    return lax.platform_dependent(scores, cpu=in_two_passes, default=default)
 
 
 def _adjust(logits: jax.Array, rows: SlotParams, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -225,17 +234,40 @@ def _perturb(logits: jax.Array, rows: SlotParams, lengths: jax.Array, *, is_filt
     The noise of a row depends on its seed and position only.
     """
     is_random = (rows.temperature > 0)[:, None]
-
-    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(key, position), (logits.shape[1],), jnp.float32)
-
     scaled = logits / jnp.maximum(rows.temperature, 1e-6)[:, None]
-    scores = jnp.where(is_random, scaled + jax.vmap(noise)(rows.seeds, lengths), logits)
+    scores = jnp.where(is_random, scaled + gumbel(rows.seeds, lengths, logits.shape[1]), logits)
     if is_filtered:
         least = least_kept(scaled, min_p=rows.min_p, top_k=rows.top_k, top_p=rows.top_p)
         scores = jnp.where(is_random & (scaled < least[:, None]), -jnp.inf, scores)
     return scores
+
+
+def gumbel(seeds: jax.Array, positions: jax.Array, size: int) -> jax.Array:
+    """Gumbel noise [R, size] float32 of `seeds` [R, 2] uint32 and `positions` [R] int32.
+
+    It is `jax.random.gumbel` of the key `fold_in(seed, position)`, written out: on CPUs JAX computes the
+    rounds of Threefry in a loop, which takes several times as long.
+    """
+    first, second = _threefry(seeds[:, 0], seeds[:, 1], jnp.uint32(0), positions.astype(jnp.uint32))
+    ids = lax.broadcasted_iota(jnp.uint32, (len(seeds), size), 1)
+    high, low = _threefry(first[:, None], second[:, None], jnp.uint32(0), ids)
+    uniform = lax.bitcast_convert_type((high ^ low) >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
+
+
+def _threefry(
+    key_0: jax.Array, key_1: jax.Array, count_0: jax.Array, count_1: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, section 3.3)."""
+    keys = key_0, key_1, key_0 ^ key_1 ^ jnp.uint32(0x1BD11BDA)
+    left, right = count_0 + key_0, count_1 + key_1
+    for group in range(5):
+        for rotation in (17, 29, 16, 24) if group % 2 else (13, 15, 26, 6):
+            left += right
+            right = left ^ (right << rotation | right >> 32 - rotation)
+        left += keys[(group + 1) % 3]
+        right += keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return left, right
 
 
 def least_kept(logits: jax.Array, *, min_p: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
