@@ -14,7 +14,6 @@ from jaxllm import SamplingParams
 from jaxllm.executor.sampler import Sampling, SlotParams, gumbel, least_kept, sample
 
 VOCAB, SLOTS, MAX_LEN = 50, 6, 24
-EVERYTHING = ~Sampling.GREEDY
 sample_jit = jax.jit(sample, static_argnums=5)
 
 
@@ -264,7 +263,7 @@ def test_a_token_is_the_same_whichever_program_computes_it(params, number):
     eos = frozenset([int(logits[0].argmax())])
     together = run_sampler(params, logits, history, lengths=lengths, seeds=range(SLOTS), eos=eos)
     most = run_sampler(
-        params, logits, history, lengths=lengths, seeds=range(SLOTS), eos=eos, sampling=EVERYTHING
+        params, logits, history, lengths=lengths, seeds=range(SLOTS), eos=eos, sampling=Sampling.EVERYTHING
     )
     assert together[0].tolist() == most[0].tolist()
     for found, expected in zip(together[1:], most[1:], strict=False):

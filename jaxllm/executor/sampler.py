@@ -38,6 +38,7 @@ class Sampling(enum.IntFlag):
     """Logit bias, penalties or min_tokens."""
     LOGPROBS = enum.auto()
     PROMPT_LOGPROBS = enum.auto()
+    EVERYTHING = RANDOM | FILTERED | ADJUSTED | LOGPROBS | PROMPT_LOGPROBS
 
     @classmethod
     def of(cls, params: SamplingParams) -> Sampling:
