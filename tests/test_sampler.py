@@ -169,7 +169,7 @@ def kept_tokens(logits, min_p=0.0, top_k=0, top_p=1.0):
 def filtered(logits, min_p=0.0, top_k=0, top_p=1.0):
     """What the device keeps of rows that share their parameters."""
     num_rows = len(logits)
-    least = jax.jit(least_kept)(
+    least = jax.jit(lambda *args, **filters: least_kept(*args, **filters))(
         jnp.asarray(logits),
         min_p=jnp.full(num_rows, min_p, jnp.float32),
         top_k=jnp.full(num_rows, top_k, jnp.int32),
@@ -178,6 +178,14 @@ def filtered(logits, min_p=0.0, top_k=0, top_p=1.0):
     return logits >= np.asarray(least)[:, None]
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def platform(request, monkeypatch):
+    """Whose code is run, on whatever device there is."""
+    if request.param == "gpu":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+
+
+@pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize("vocab_size", [7, 1000, 50272])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 200.0])
 def test_filters_are_exact(vocab_size, spread):
@@ -210,6 +218,7 @@ def test_filters_are_exact(vocab_size, spread):
             assert (kept <= most).all(), filters
 
 
+@pytest.mark.usefixtures("platform")
 def test_what_ties_with_the_last_token_kept_is_kept():
     row = np.log(np.asarray([[0.25, 0.5, 0.125, 0.125, 1e-9]], np.float32))
     assert filtered(row, top_k=3)[0].tolist() == [True, True, True, True, False]
@@ -222,6 +231,16 @@ def test_what_ties_with_the_last_token_kept_is_kept():
     assert filtered(np.zeros((1, 4), np.float32), top_k=1, top_p=0.1)[0].all()
     lonely = np.asarray([[-np.inf, 2.0, -np.inf]], np.float32)
     assert filtered(lonely, top_k=2, top_p=0.5)[0].tolist() == [False, True, False]
+
+
+@pytest.mark.usefixtures("platform")
+def test_the_first_of_the_largest_wins():
+    logits = np.asarray([[1, 3, 3, -np.inf], [-np.inf, -1e30, -np.inf, -1e30], [0, -0.0, -1, -1]], np.float32)
+    slots, lengths = np.full(3, SLOTS, np.int32), np.ones(3, np.int32)
+    params = SlotParams(*map(jnp.asarray, SlotParams.host_zeros(SLOTS)))
+    history = np.zeros((SLOTS + 1, MAX_LEN), np.int32)
+    greedy = jax.jit(lambda *args: sample(*args, Sampling.GREEDY))
+    assert greedy(logits, params, slots, history, lengths).tokens.tolist() == [1, 1, 0]
 
 
 def test_noise_is_that_of_jax():
