@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllm.executor.sampler import SlotParams
-from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, forward, run_step
+from jaxllm.executor.sampler import Sampling, SlotParams
+from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, chunk_of, forward, run_step
 from jaxllm.models.registry import AnyConfig
 from jaxllm.sampling_params import MAX_LOGIT_BIAS
 
@@ -183,6 +183,7 @@ def generate(
         )
     dtype = next(iter(params.values())).dtype
     cache = init_cache(config, batch_size, max_len, block_size, dtype)
+    sampling = _sampling(temperature, top_k, top_p, min_p)
     slot_params = _slot_params(batch_size, lengths, key, temperature, top_k, top_p, min_p)
     history = jnp.zeros((batch_size + 1, max_len + 1), jnp.int32)
     rows = jnp.arange(batch_size, dtype=jnp.int32)
@@ -199,6 +200,7 @@ def generate(
         slot_params,
         None,
         inputs,
+        sampling=sampling,
         implementation=implementation,
     )
     start_lengths = lengths.astype(jnp.int32)
@@ -214,7 +216,14 @@ def generate(
         kv_lengths = jnp.where(done, kv_lengths, kv_lengths + 1)
         inputs = DecodeInputs(rows, jnp.where(done, 0, kv_lengths), cache.block_tables)
         state, outputs = run_step(
-            config, params, state, slot_params, inputs, None, implementation=implementation
+            config,
+            params,
+            state,
+            slot_params,
+            inputs,
+            None,
+            sampling=sampling,
+            implementation=implementation,
         )
         return state, kv_lengths, done | is_end(outputs.sampled.tokens), step + 1
 
@@ -233,13 +242,26 @@ def _check_range(name: str, value: Any, low: float, high: float) -> None:
         raise ValueError(f"{name}={value} must be from {low} to {high}")
 
 
+def _sampling(temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Sampling:
+    """What the program must be able to do; a value that is not known yet may ask for anything."""
+
+    def may_differ(value: Any, neutral: float) -> bool:
+        return isinstance(value, jax.core.Tracer) or bool(np.any(np.asarray(value) != neutral))
+
+    if not may_differ(temperature, 0):
+        return Sampling.GREEDY
+    if may_differ(top_k, 0) or may_differ(top_p, 1) or may_differ(min_p, 0):
+        return Sampling.RANDOM | Sampling.FILTERED
+    return Sampling.RANDOM
+
+
 def _ragged_prefill(block_tables: jax.Array, tokens: jax.Array, lengths: jax.Array) -> PrefillInputs:
     """Padded prompts [B, L] as chunks one after another."""
     batch_size, prompt_len = tokens.shape
     lengths = lengths.astype(jnp.int32)
     ends = jnp.cumsum(lengths)
     flat = jnp.arange(batch_size * prompt_len, dtype=jnp.int32)
-    seq = jnp.minimum(jnp.searchsorted(ends, flat, side="right"), batch_size - 1)
+    seq = jnp.minimum(chunk_of(ends, flat), batch_size - 1)
     offset = jnp.clip(flat - (ends - lengths)[seq], 0, prompt_len - 1)
     packed = tokens.astype(jnp.int32)[seq, offset]
     rows = jnp.arange(batch_size, dtype=jnp.int32)
@@ -265,7 +287,6 @@ def _slot_params(
         return jnp.append(values, jnp.asarray(padding, dtype))
 
     zeros = per_row(0, jnp.float32, 0)
-    off = per_row(-1, jnp.int32, -1)
     seeds = jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(key, row), (2,), jnp.uint32))(
         jnp.arange(batch_size + 1)
     )
@@ -280,8 +301,6 @@ def _slot_params(
         seeds=seeds,
         prompt_length=per_row(lengths, jnp.int32, 0),
         min_length=per_row(0, jnp.int32, 0),
-        num_logprobs=off,
-        num_prompt_logprobs=off,
         bias_ids=jnp.full((batch_size + 1, MAX_LOGIT_BIAS), -1, jnp.int32),
         bias_values=jnp.zeros((batch_size + 1, MAX_LOGIT_BIAS), jnp.float32),
         banned_ids=jnp.full((batch_size + 1, 1), -1, jnp.int32),

@@ -102,13 +102,15 @@ class SamplingParams:
     Every value is checked and normalised: numpy scalars become Python numbers, lists become tuples,
     and an absent list is an empty tuple. `dataclasses.replace` makes a changed copy.
 
-    Order of application to the logits: logit bias, min_tokens, penalties, temperature, min-p, top-k,
+    Order of application to the logits: logit bias, penalties, min_tokens, temperature, min-p, top-k,
     top-p.
 
     Args:
         temperature: 0 is greedy; else 0.01..100.
-        top_k: sample among the k most likely tokens, 1..2**31-1; 0 or -1 is off (stored as 0).
-        top_p: keep the smallest set of tokens of at least this probability, in (0, 1].
+        top_k: sample among the k most likely tokens, 1..2**31-1; 0 or -1 is off (stored as 0). What ties
+            with the k-th of them is kept, too.
+        top_p: keep the smallest set of most likely tokens of at least this probability, in (0, 1]. What ties
+            with the least likely of them is kept, too.
         min_p: drop tokens less likely than this share of the most likely one, 0..1.
         presence_penalty: subtracted once from each token the output holds, -2..2.
         frequency_penalty: subtracted per occurrence in the output, -2..2.

@@ -108,7 +108,11 @@ def test_an_engine_uses_what_was_chosen(monkeypatch):
     assert {(shape.num_rows, shape.num_seqs is None) for shape in chosen} == {(rows, True), (tokens, False)}
     assert len(chosen) == 2
     report = {program.name: program.implementation for program in llm.executor.compile_report()}
-    assert report == {"decode of 4": "triton", "step of 48 tokens, up to 4 prompts": "xla"}
+    assert report == {
+        "decode of 4": "triton",
+        "decode of 4, random": "triton",
+        "step of 48 tokens, up to 4 prompts, random": "xla",
+    }
     golden = golden_data(NAME)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     outputs = llm.generate(golden["prompts"][:2], params, use_tqdm=False)

@@ -18,6 +18,7 @@ from jaxllm.errors import (
     WeightsError,
 )
 from jaxllm.executor import compile_stats
+from jaxllm.executor.sampler import Sampling
 from jaxllm.llm import demo_model_path
 
 NAME = "llama_gqa"
@@ -64,16 +65,23 @@ def test_prompt_forms_are_equal(llm, prompts):
     assert tokens == [tokens[0]] * len(forms)
 
 
-def test_nothing_compiles_after_warm_up(llm, prompts):
-    before, _ = compile_stats.total()
+def test_nothing_compiles_twice_nor_for_greedy_and_random_requests(llm, prompts):
+    def num_compiled(params):
+        before, _ = compile_stats.total()
+        run(make_engine(llm, num_gpu_blocks=40, policy=restless()), prompts, params)
+        return compile_stats.total()[0] - before
+
+    greedy, hot = SamplingParams(temperature=0), SamplingParams(temperature=1.3, max_tokens=50)
+    assert num_compiled([greedy, hot, hot, greedy]) == 0
     params = [
         SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=1, logprobs=2, prompt_logprobs=1),
         SamplingParams(temperature=0, presence_penalty=1, frequency_penalty=1, repetition_penalty=1.2),
         SamplingParams(temperature=0, logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[5]),
-        SamplingParams(temperature=1.3, max_tokens=50),
+        hot,
     ]
-    run(make_engine(llm, num_gpu_blocks=40, policy=restless()), prompts, params)
-    assert compile_stats.total()[0] == before
+    assert num_compiled(params) > 0
+    assert num_compiled(params) == 0
+    assert any(key.sampling == Sampling.EVERYTHING for key in llm.executor.programs)
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])

@@ -11,7 +11,7 @@ from variants import golden_checkpoint, golden_data
 from jaxllm import SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.executor.sampler import SlotParams
+from jaxllm.executor.sampler import Sampling, SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, run_decode_steps, run_step
 from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import make_preset
@@ -195,12 +195,22 @@ def test_rows_that_end_are_padding(llm, prompts):
         host.end_ids[: len(ends), 0] = ends
         state = DeviceState(jnp.zeros(shape), jnp.zeros((3, 33), jnp.int32))
         slot_params = SlotParams(*map(jnp.asarray, host))
-        state, _ = run_step(config, params, state, slot_params, None, jax.tree.map(jnp.asarray, prefill))
+        inputs = jax.tree.map(jnp.asarray, prefill)
+        state, _ = run_step(config, params, state, slot_params, None, inputs, sampling=Sampling.GREEDY)
         return state, slot_params
 
     def go_on(state, slot_params, lengths, num_steps):
         inputs = DecodeInputs(jnp.arange(2), jnp.asarray(lengths), jnp.asarray(tables))
-        return run_decode_steps(config, params, state, slot_params, inputs, jnp.int32(num_steps), max_steps=6)
+        return run_decode_steps(
+            config,
+            params,
+            state,
+            slot_params,
+            inputs,
+            jnp.int32(num_steps),
+            max_steps=6,
+            sampling=Sampling.GREEDY,
+        )
 
     free, outputs = go_on(*start(-1, -1), [length + 1] * 2, 5)
     expected = np.asarray(free.history)[:2, length : length + 6]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,7 +25,7 @@ from jaxllm.executor.programs import (
     jitted_step,
     state_shapes,
 )
-from jaxllm.executor.sampler import SlotParams
+from jaxllm.executor.sampler import Sampling, SlotParams
 from jaxllm.executor.step import DeviceState, StepOutputs
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
@@ -35,6 +36,7 @@ from jaxllm.types import (
     SchedulerOutput,
 )
 
+_logger = logging.getLogger(__name__)
 _COMPILE_THREADS = 4  # XLA compiles outside the interpreter lock
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
 
@@ -56,17 +58,19 @@ class ExecutorConfig:
     max_decode_steps: int = 1
 
     def program_keys(self, platform: str) -> list[ProgramKey]:
-        """The shapes of every program.
+        """The programs of greedy and of random steps; those of other `sampling` have the same shapes.
+
+        With prompts the random ones serve for greedy steps, too: noise is little beside so many tokens.
 
         A GPU's loop waits for the host to read its condition, so single steps have programs of their own
         there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
         """
         buckets = self.buckets
         loops = buckets.multi_step_sizes() if self.max_decode_steps > 1 else ()
-        keys = [ProgramKey(size, buckets.max_chunks(size)) for size in buckets.sizes]
-        keys += [ProgramKey(rows) for rows in buckets.decode if rows not in loops or platform != "cpu"]
-        keys += [ProgramKey(rows, 0, self.max_decode_steps) for rows in loops]
-        return keys
+        decodes = [ProgramKey(rows) for rows in buckets.decode if rows not in loops or platform != "cpu"]
+        decodes += [ProgramKey(rows, 0, self.max_decode_steps) for rows in loops]
+        shapes = [ProgramKey(size, buckets.max_chunks(size)) for size in buckets.sizes] + decodes
+        return decodes + [shape._replace(sampling=Sampling.RANDOM) for shape in shapes]
 
 
 class ModelExecutor:
@@ -107,14 +111,16 @@ class ModelExecutor:
         self._params_changed = False
         self._tables = np.zeros((config.max_num_seqs, self._max_blocks), np.int32)
         self._table_ends = [(0, -1)] * config.max_num_seqs  # size and last block of each
-        self._is_warm = self._is_released = False
+        self._slot_sampling = [int(Sampling.GREEDY)] * config.max_num_seqs
+        self._is_released = False
         self._swapper = None
         if config.num_host_blocks:
             self._swapper = BlockSwapper(
                 self._device, self._max_blocks, bandwidth_limit=config.host_bandwidth_limit
             )
         self._set_history = jax.jit(_set_history, donate_argnums=0)
-        self._keys = frozenset(config.program_keys(self._device.platform))
+        keys = config.program_keys(self._device.platform)
+        self._shapes = frozenset(key._replace(sampling=Sampling.GREEDY) for key in keys)
         self._fastest: dict[AttentionShape, str] = {}
         self._default_implementation, self._why_default = pallas_kernels.settle_implementation(
             model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, config.block_size
@@ -163,7 +169,7 @@ class ModelExecutor:
         return report
 
     def warm_up(self) -> None:
-        """Compile every program and run each once, so that nothing compiles later.
+        """Compile the programs of greedy and random steps and run each once, so that these never wait.
 
         Padding rows write nothing, so the pool and the history stay as they are.
         """
@@ -179,11 +185,12 @@ class ModelExecutor:
             self._state = self._state._replace(pool=self._swapper.warm_up(self._state.pool))
         self._restore_history(self.config.max_num_seqs, [])
         self._slot_params = self._upload_params()
-        self._is_warm = True
         self.compile_seconds = time.perf_counter() - started
 
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
         """Dispatch one step and return without waiting for the device.
+
+        What no request has asked of sampling before is compiled first, unless `warm_up` has done so.
 
         Raises:
             EngineError: it was released, as a failed engine does.
@@ -284,18 +291,28 @@ class ModelExecutor:
             key = ProgramKey(size, buckets.max_chunks(size), num_steps)
         else:
             key = ProgramKey(buckets.decode_size(num_decodes))
-            if num_steps > 1 or key not in self._keys:
+            if num_steps > 1 or key not in self._shapes:
                 key = key._replace(max_decode_steps=self.config.max_decode_steps)
-        if key not in self._keys or num_steps > key.max_decode_steps:
+        if key not in self._shapes or num_steps > key.max_decode_steps:
             raise EngineError(f"no program computes a {key.name} with {num_steps} decode iterations")
-        return key
+        return key._replace(sampling=self._sampling(scheduled))
+
+    def _sampling(self, scheduled: SchedulerOutput) -> Sampling:
+        """All that the requests of an iteration ask for."""
+        found, of_slots = 0, self._slot_sampling
+        for request in scheduled.decode:
+            found |= of_slots[_slot(request)]
+        found &= ~Sampling.PROMPT_LOGPROBS
+        for chunk in scheduled.prefill:
+            found |= of_slots[_slot(chunk.request)] | Sampling.RANDOM  # see `ExecutorConfig.program_keys`
+        return Sampling(found)
 
     def _run(self, key: ProgramKey, packed: np.ndarray) -> StepOutputs:
         program = self._programs.get(key)
         if program is None:
-            if self._is_warm:
-                raise EngineError(f"the program {key.name!r} was not compiled at warm-up")
-            program = self._programs[key] = self._lower(key).compile()
+            program, seconds = _timed_compile(self._lower(key))
+            self._programs[key], self._program_seconds[key] = program, seconds
+            _logger.info("%s: compiled in %.1f s, when it was first needed", key.name, seconds)
         self._state, outputs = program(self._params, self._state, self._slot_params, packed)
         return outputs
 
@@ -337,8 +354,10 @@ class ModelExecutor:
         seed = request.sampling_params.seed
         if seed is None:
             seed = (self.config.seed + 1) * _SEED_MULTIPLIER + request.arrival_index
+        slot = _slot(request)
+        self._slot_sampling[slot] = Sampling.of(request.sampling_params)
         self._host_params.host_set(
-            _slot(request),
+            slot,
             request.sampling_params,
             seed=seed & 0xFFFFFFFFFFFFFFFF,
             prompt_length=request.num_prompt_tokens,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.executor.sampler import SampledRows
-from jaxllm.executor.step import PromptLogprobs, StepOutputs
+from jaxllm.executor.sampler import Logprobs, SampledRows
+from jaxllm.executor.step import StepOutputs
 from jaxllm.types import PrefillChunk, SampledTokens, SchedulerOutput, TokenLogprobs
 
 
@@ -26,7 +26,7 @@ class PendingStep:
                 self._prompt_chunks.append((chunk, row))
             row += chunk.length
         self._sampled: SampledRows | None = outputs.sampled
-        self._prompt: PromptLogprobs | None = outputs.prompt_logprobs if self._prompt_chunks else None
+        self._prompt: Logprobs | None = outputs.prompt_logprobs
         outputs.sampled.tokens.copy_to_host_async()
 
     def is_ready(self) -> bool:
@@ -40,11 +40,11 @@ class PendingStep:
         tokens = np.asarray(self._sampled.tokens)
         token_ids = tokens[self._rows].tolist() if self._rows else []
         logprobs = None
-        if any(n is not None for n in self._num_logprobs):
-            arrays = [np.asarray(x) for x in self._sampled]
+        if self._sampled.logprobs is not None:
+            arrays = [np.asarray(x) for x in self._sampled.logprobs]
             logprobs = [
-                None if n is None else _token_logprobs(arrays, row, n)
-                for row, n in zip(self._rows, self._num_logprobs, strict=True)
+                None if n is None else _token_logprobs(arrays, token, row, n)
+                for token, row, n in zip(token_ids, self._rows, self._num_logprobs, strict=True)
             ]
         prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
         if self._prompt is not None:
@@ -57,10 +57,10 @@ class PendingStep:
         return SampledTokens(token_ids, logprobs, prompt_logprobs)
 
 
-def _token_logprobs(arrays: Sequence[np.ndarray], row: int, num_top: int) -> TokenLogprobs:
-    tokens, logprob, rank, top_ids, top_logprobs = arrays
+def _token_logprobs(arrays: Sequence[np.ndarray], token: int, row: int, num_top: int) -> TokenLogprobs:
+    logprob, rank, top_ids, top_logprobs = arrays
     return TokenLogprobs(
-        int(tokens[row]),
+        token,
         float(logprob[row]),
         int(rank[row]),
         tuple(top_ids[row, :num_top].tolist()),
@@ -74,14 +74,4 @@ def _prompt_logprobs(arrays: Sequence[np.ndarray], chunk: PrefillChunk, start: i
     stop = min(chunk.start + chunk.length, request.num_prompt_tokens - 1)
     targets = request.prompt_token_ids[chunk.start + 1 : stop + 1]
     num_top = request.sampling_params.prompt_logprobs or 0
-    logprob, rank, top_ids, top_logprobs = arrays
-    return [
-        TokenLogprobs(
-            token,
-            float(logprob[row]),
-            int(rank[row]),
-            tuple(top_ids[row, :num_top].tolist()),
-            tuple(top_logprobs[row, :num_top].tolist()),
-        )
-        for row, token in enumerate(targets, start)
-    ]
+    return [_token_logprobs(arrays, token, row, num_top) for row, token in enumerate(targets, start)]

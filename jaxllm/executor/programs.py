@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.executor.sampler import SlotParams
+from jaxllm.executor.sampler import Sampling, SlotParams
 from jaxllm.executor.step import (
     DecodeInputs,
     DeviceState,
@@ -23,22 +23,25 @@ from jaxllm.models.registry import AnyConfig, Params, abstract_params
 
 
 class ProgramKey(NamedTuple):
-    """Static shape of a step: rows, and the most prompt chunks among them; 0 for one that only decodes.
+    """What is static of a step: rows, and the most prompt chunks among them; 0 for one that only decodes.
 
-    With `max_decode_steps` of more than one it is a program of up to so many decode iterations.
+    With `max_decode_steps` of more than one it is a program of up to so many decode iterations. `sampling` is
+    all that requests may ask of it.
     """
 
     rows: int
     max_chunks: int = 0
     max_decode_steps: int = 1
+    sampling: Sampling = Sampling.GREEDY
 
     @property
     def name(self) -> str:
         """What the program computes."""
+        sampling = "".join(f", {str(flag.name).lower().replace('_', ' ')}" for flag in self.sampling)
         if self.max_chunks:
-            return f"step of {self.rows} tokens, up to {self.max_chunks} prompts"
+            return f"step of {self.rows} tokens, up to {self.max_chunks} prompts{sampling}"
         steps = f", up to {self.max_decode_steps} steps" if self.max_decode_steps > 1 else ""
-        return f"decode of {self.rows}{steps}"
+        return f"decode of {self.rows}{steps}{sampling}"
 
     def num_decodes(self, max_num_seqs: int) -> int:
         """Most requests that it decodes."""
@@ -175,15 +178,21 @@ def _packed_step(
     slot_params: SlotParams,
     packed: jax.Array,
 ) -> tuple[DeviceState, StepOutputs]:
+    one_step = functools.partial(
+        run_step,
+        model_config,
+        params,
+        state,
+        slot_params,
+        sampling=key.sampling,
+        implementation=implementation,
+    )
     if key.max_chunks:
         parts = _split(packed, key, max_num_seqs, max_blocks)
-        prefill, decode = PrefillInputs(*parts[:8]), DecodeInputs(*parts[8:])
-        return run_step(
-            model_config, params, state, slot_params, decode, prefill, implementation=implementation
-        )
+        return one_step(DecodeInputs(*parts[8:]), PrefillInputs(*parts[:8]))
     decode = DecodeInputs(packed[:, 0], packed[:, 1], packed[:, 3:])
     if key.max_decode_steps == 1:
-        return run_step(model_config, params, state, slot_params, decode, None, implementation=implementation)
+        return one_step(decode, None)
     return run_decode_steps(
         model_config,
         params,
@@ -192,5 +201,6 @@ def _packed_step(
         decode,
         packed[0, 2],
         max_steps=key.max_decode_steps,
+        sampling=key.sampling,
         implementation=implementation,
     )

@@ -1,12 +1,18 @@
 """Sampling on the device: from logits to tokens, one row per request.
 
-Every stage that costs more than a few passes over the logits sits behind a `lax.cond`, so a batch pays only
-for what one of its requests asks for. The order is vLLM's: logit bias, min_tokens, penalties, temperature,
-min_p, top_k, top_p. Log-probabilities are those of the raw logits.
+What a batch needs of it is a static choice, `Sampling`, so that a program holds only what one of its requests
+asks for; a row's token is the same, bit by bit, whichever program computes it. The order is vLLM's: logit
+bias, penalties, min_tokens, temperature, min_p, top_k, top_p. Log-probabilities are those of the raw logits.
+
+The filters need no sorting: each keeps what is at least a threshold, which a bisection over all float32
+numbers finds. Tokens that are as likely as the last one kept are kept, too.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +24,40 @@ from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_LOG
 
 _NEGATIVE = -1e30
 _MAX_END_IDS = 8
+
+
+class Sampling(enum.IntFlag):
+    """What requests ask of sampling beside the most likely token; a batch asks for all that its rows do."""
+
+    GREEDY = 0
+    RANDOM = enum.auto()
+    """Temperature."""
+    FILTERED = enum.auto()
+    """min_p, top_k or top_p."""
+    ADJUSTED = enum.auto()
+    """Logit bias, penalties or min_tokens."""
+    LOGPROBS = enum.auto()
+    PROMPT_LOGPROBS = enum.auto()
+    EVERYTHING = RANDOM | FILTERED | ADJUSTED | LOGPROBS | PROMPT_LOGPROBS
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Sampling:
+        """What one request asks for."""
+        found = cls.GREEDY
+        if params.temperature > 0:
+            found |= cls.RANDOM
+            if params.min_p > 0 or params.top_k > 0 or params.top_p < 1:
+                found |= cls.FILTERED
+        has_penalties = (
+            params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        )
+        if params.logit_bias or params.min_tokens or has_penalties:
+            found |= cls.ADJUSTED
+        if params.logprobs is not None:
+            found |= cls.LOGPROBS
+        if params.prompt_logprobs is not None:
+            found |= cls.PROMPT_LOGPROBS
+        return found
 
 
 class SlotParams(NamedTuple):
@@ -39,8 +79,6 @@ class SlotParams(NamedTuple):
     seeds: jax.Array
     prompt_length: jax.Array
     min_length: jax.Array
-    num_logprobs: jax.Array
-    num_prompt_logprobs: jax.Array
     bias_ids: jax.Array
     bias_values: jax.Array
     banned_ids: jax.Array
@@ -59,8 +97,6 @@ class SlotParams(NamedTuple):
             np.zeros((rows, 2), np.uint32),
             np.zeros(rows, np.int32),
             np.zeros(rows, np.int32),
-            np.full(rows, -1, np.int32),
-            np.full(rows, -1, np.int32),
             np.full((rows, MAX_LOGIT_BIAS), -1, np.int32),
             np.zeros((rows, MAX_LOGIT_BIAS), np.float32),
             np.full((rows, MAX_BANNED_TOKEN_IDS), -1, np.int32),
@@ -89,8 +125,6 @@ class SlotParams(NamedTuple):
             "top_k": params.top_k,
             "prompt_length": prompt_length,
             "min_length": prompt_length + params.min_tokens,
-            "num_logprobs": -1 if params.logprobs is None else params.logprobs,
-            "num_prompt_logprobs": -1 if params.prompt_logprobs is None else params.prompt_logprobs,
         }
         host: dict[str, np.ndarray] = self._asdict()
         for name, value in scalars.items():
@@ -110,22 +144,33 @@ class SlotParams(NamedTuple):
         host["end_ids"][slot, : len(ends)] = ends
 
 
-class SampledRows(NamedTuple):
-    """Tokens [R] int32, and their log-probabilities where a request of the batch asks for them.
+class Logprobs(NamedTuple):
+    """Of one token per row, and of the most likely ones.
 
-    `logprob` [R] and `rank` [R] (1 = most likely) are of the chosen token; `top_ids` and `top_logprobs` are
-    [R, MAX_LOGPROBS], most likely first.
+    `logprob` [R] float32 and `rank` [R] int32 (1 = most likely) are of the row's token; `top_ids` [R, K]
+    int32 and `top_logprobs` [R, K] float32 are the most likely first, K = min(MAX_LOGPROBS, vocab_size).
     """
 
-    tokens: jax.Array
     logprob: jax.Array
     rank: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
 
 
+class SampledRows(NamedTuple):
+    """Tokens [R] int32, and with `Sampling.LOGPROBS` their log-probabilities."""
+
+    tokens: jax.Array
+    logprobs: Logprobs | None
+
+
 def sample(
-    logits: jax.Array, params: SlotParams, slots: jax.Array, history: jax.Array, lengths: jax.Array
+    logits: jax.Array,
+    params: SlotParams,
+    slots: jax.Array,
+    history: jax.Array,
+    lengths: jax.Array,
+    sampling: Sampling,
 ) -> SampledRows:
     """Sample one token per row.
 
@@ -135,117 +180,164 @@ def sample(
         slots: [R] int32, the row's slot.
         history: [num_slots + 1, max_model_len + 1] int32, the tokens of each slot so far.
         lengths: [R] int32, tokens in the history of the row, which is the position of the sampled token.
+        sampling: what the rows ask for (static); whatever else their parameters say has no effect.
     """
     rows = SlotParams(*(array[slots] for array in params))
-    adjusted = _adjust(logits, rows, history, slots, lengths)
-    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
-    tokens = lax.cond(
-        jnp.any(rows.temperature > 0),
-        lambda: jnp.where(rows.temperature > 0, _sample_random(adjusted, rows, lengths), greedy),
-        lambda: greedy,
-    )
-    wanted = jnp.any(rows.num_logprobs >= 0)
-    return SampledRows(tokens, *_maybe_logprobs(logits, tokens, wanted))
+    scores = logits
+    if Sampling.ADJUSTED in sampling:
+        scores = _adjust(logits, rows, history[slots], lengths)
+    if Sampling.RANDOM in sampling:
+        scores = _perturb(scores, rows, lengths, is_filtered=Sampling.FILTERED in sampling)
+    tokens = _argmax(scores)
+    return SampledRows(tokens, token_logprobs(logits, tokens) if Sampling.LOGPROBS in sampling else None)
 
 
-def _adjust(
-    logits: jax.Array, rows: SlotParams, history: jax.Array, slots: jax.Array, lengths: jax.Array
-) -> jax.Array:
-    """Logit bias, penalties, and the ban on ending before min_tokens."""
+def _argmax(scores: jax.Array) -> jax.Array:
+    """The first of the largest in each row; [R] int32."""
+
+    def in_two_passes(scores: jax.Array) -> jax.Array:
+        ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        is_largest = scores == scores.max(axis=-1, keepdims=True)
+        return jnp.min(jnp.where(is_largest, ids, scores.shape[1] - 1), axis=-1)
+
+    # CPUs have vectors for reductions of numbers, not of pairs; GPUs compute scores while they reduce them.
+    default = functools.partial(lax.argmax, axis=1, index_dtype=np.int32)
+    return lax.platform_dependent(scores, cpu=in_two_passes, default=default)
+
+
+def _adjust(logits: jax.Array, rows: SlotParams, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Logit bias, penalties, and the ban on ending before min_tokens; `tokens` [R, L] are the history."""
     row_ids = jnp.arange(logits.shape[0])[:, None]
     vocab_size = logits.shape[1]
 
-    def biased(logits: jax.Array) -> jax.Array:
-        ids = jnp.where(rows.bias_ids >= 0, rows.bias_ids, vocab_size)
-        return logits.at[row_ids, ids].add(rows.bias_values, mode="drop")
+    def only(ids: jax.Array, where: jax.Array) -> jax.Array:
+        return jnp.where(where, ids, vocab_size)  # scatters drop what is out of range
 
-    def banned(logits: jax.Array) -> jax.Array:
-        early = (lengths < rows.min_length)[:, None]
-        ids = jnp.where((rows.banned_ids >= 0) & early, rows.banned_ids, vocab_size)
-        return logits.at[row_ids, ids].set(_NEGATIVE, mode="drop")
-
-    def penalized(logits: jax.Array) -> jax.Array:
-        tokens = history[slots]
-        places = jnp.arange(tokens.shape[1])[None, :]
-        in_output = (places >= rows.prompt_length[:, None]) & (places < lengths[:, None])
-        counts = jnp.zeros(logits.shape, jnp.int32)
-        counts = counts.at[row_ids, tokens].add(in_output.astype(jnp.int32), mode="drop")
-        seen = jnp.zeros(logits.shape, jnp.int32)
-        seen = seen.at[row_ids, tokens].max((places < lengths[:, None]).astype(jnp.int32), mode="drop")
-        repetition = rows.repetition_penalty[:, None]
-        repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        logits = jnp.where(seen > 0, repeated, logits)
-        logits = logits - rows.frequency_penalty[:, None] * counts
-        return logits - rows.presence_penalty[:, None] * (counts > 0)
-
-    def keep(logits: jax.Array) -> jax.Array:
-        return logits
-
-    logits = lax.cond(jnp.any(rows.bias_ids >= 0), biased, keep, logits)
-    has_penalty = (
-        (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
-    )
-    logits = lax.cond(jnp.any(has_penalty), penalized, keep, logits)
-    return lax.cond(jnp.any(lengths < rows.min_length), banned, keep, logits)  # last: nothing may undo it
+    logits = logits.at[row_ids, only(rows.bias_ids, rows.bias_ids >= 0)].add(rows.bias_values, mode="drop")
+    places = jnp.arange(tokens.shape[1])[None, :]
+    is_known = places < lengths[:, None]
+    is_output = is_known & (places >= rows.prompt_length[:, None])
+    counts = jnp.zeros(logits.shape, jnp.int32).at[row_ids, only(tokens, is_output)].add(1, mode="drop")
+    # Every occurrence of a token computes, and writes, the same score.
+    score, count = logits[row_ids, tokens], counts[row_ids, tokens]
+    repetition = rows.repetition_penalty[:, None]
+    score = jnp.where(score > 0, score / repetition, score * repetition)
+    score = score - rows.frequency_penalty[:, None] * count - rows.presence_penalty[:, None] * (count > 0)
+    logits = logits.at[row_ids, only(tokens, is_known)].set(score, mode="drop")
+    is_early = (lengths < rows.min_length)[:, None]
+    banned = only(rows.banned_ids, is_early & (rows.banned_ids >= 0))
+    return logits.at[row_ids, banned].set(_NEGATIVE, mode="drop")  # last: nothing may undo it
 
 
-def _sample_random(logits: jax.Array, rows: SlotParams, lengths: jax.Array) -> jax.Array:
-    """Gumbel-max sampling; the noise of a row depends on its seed and position only."""
-    vocab_size = logits.shape[1]
+def _perturb(logits: jax.Array, rows: SlotParams, lengths: jax.Array, *, is_filtered: bool) -> jax.Array:
+    """Scores [R, vocab_size] of which the largest is a sample (Gumbel-max); logits where rows are greedy.
+
+    The noise of a row depends on its seed and position only.
+    """
+    is_random = (rows.temperature > 0)[:, None]
     scaled = logits / jnp.maximum(rows.temperature, 1e-6)[:, None]
-    has_min_p = rows.min_p > 0
-    floor = scaled.max(axis=-1) + jnp.log(jnp.where(has_min_p, rows.min_p, 1.0))
-    scaled = jnp.where(has_min_p[:, None] & (scaled < floor[:, None]), _NEGATIVE, scaled)
-    has_top = (rows.top_k > 0) | (rows.top_p < 1)
-    scaled = lax.cond(jnp.any(has_top), lambda x: _filter_top(x, rows), lambda x: x, scaled)
-
-    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
-
-    return jnp.argmax(scaled + jax.vmap(noise)(rows.seeds, lengths), axis=-1).astype(jnp.int32)
+    scores = jnp.where(is_random, scaled + gumbel(rows.seeds, lengths, logits.shape[1]), logits)
+    if is_filtered:
+        least = least_kept(scaled, min_p=rows.min_p, top_k=rows.top_k, top_p=rows.top_p)
+        scores = jnp.where(is_random & (scaled < least[:, None]), -jnp.inf, scores)
+    return scores
 
 
-def _filter_top(logits: jax.Array, rows: SlotParams) -> jax.Array:
-    """Keep the top_k most likely tokens, then the fewest of them whose probability reaches top_p."""
-    vocab_size = logits.shape[1]
-    ordered = -jnp.sort(-logits, axis=-1)
-    top_k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab_size), vocab_size)
-    in_top_k = jnp.arange(vocab_size)[None, :] < top_k[:, None]
-    probabilities = jax.nn.softmax(jnp.where(in_top_k, ordered, _NEGATIVE), axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = in_top_k & ((before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None])
-    kept = kept.at[:, 0].set(True)
-    threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)
-    return jnp.where(logits < threshold[:, None], _NEGATIVE, logits)
+def gumbel(seeds: jax.Array, positions: jax.Array, size: int) -> jax.Array:
+    """Gumbel noise [R, size] float32 of `seeds` [R, 2] uint32 and `positions` [R] int32.
+
+    It is `jax.random.gumbel` of the key `fold_in(seed, position)`, written out: on CPUs JAX computes the
+    rounds of Threefry in a loop, which takes several times as long.
+    """
+    first, second = _threefry(seeds[:, 0], seeds[:, 1], jnp.uint32(0), positions.astype(jnp.uint32))
+    ids = lax.broadcasted_iota(jnp.uint32, (len(seeds), size), 1)
+    high, low = _threefry(first[:, None], second[:, None], jnp.uint32(0), ids)
+    uniform = lax.bitcast_convert_type((high ^ low) >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
 
-def _maybe_logprobs(
-    logits: jax.Array, tokens: jax.Array, wanted: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    num_rows = logits.shape[0]
-    num_top = min(MAX_LOGPROBS, logits.shape[1])
-
-    def none() -> tuple[jax.Array, ...]:
-        return (
-            jnp.zeros(num_rows, jnp.float32),
-            jnp.zeros(num_rows, jnp.int32),
-            jnp.zeros((num_rows, num_top), jnp.int32),
-            jnp.zeros((num_rows, num_top), jnp.float32),
-        )
-
-    return lax.cond(wanted, lambda: token_logprobs(logits, tokens), none)
+def _threefry(
+    key_0: jax.Array, key_1: jax.Array, count_0: jax.Array, count_1: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, section 3.3)."""
+    keys = key_0, key_1, key_0 ^ key_1 ^ jnp.uint32(0x1BD11BDA)
+    left, right = count_0 + key_0, count_1 + key_1
+    for group in range(5):
+        for rotation in (17, 29, 16, 24) if group % 2 else (13, 15, 26, 6):
+            left += right
+            right = left ^ (right << rotation | right >> 32 - rotation)
+        left += keys[(group + 1) % 3]
+        right += keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return left, right
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Log-probability and rank of `tokens` [R], and the most likely tokens with theirs.
+def least_kept(logits: jax.Array, *, min_p: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The least logit of each row that min_p, top_k and top_p keep; what ties with it is kept, too.
+
+    min_p keeps what is at least that share as likely as the most likely token. top_k keeps what is at least
+    the k-th largest logit. top_p keeps the fewest of the most likely tokens whose share of the probability
+    of all that the other two keep reaches top_p; float32 sums decide.
+
+    Args:
+        logits: [R, vocab_size] float32, divided by the temperature.
+        min_p: [R] float32; 0 is off.
+        top_k: [R] int32; 0 is off.
+        top_p: [R] float32; 1 is off.
 
     Returns:
-        (logprob [R] float32, rank [R] int32, top ids [R, K] int32, top log-probabilities [R, K] float32).
+        [R] float32; -inf where all are kept.
     """
-    num_top = min(MAX_LOGPROBS, logits.shape[1])
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
-    rank = jnp.sum(logprobs > chosen, axis=-1).astype(jnp.int32) + 1
-    top_logprobs, top_ids = lax.top_k(logprobs, num_top)
-    return chosen[:, 0], rank, top_ids.astype(jnp.int32), top_logprobs
+    most = logits.max(axis=-1)
+    weights = jnp.exp(logits - most[:, None])
+
+    def count(least: jax.Array) -> jax.Array:
+        return jnp.sum(logits >= least[:, None], axis=-1)
+
+    def weight(least: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(logits >= least[:, None], weights, 0), axis=-1)
+
+    kth = _largest(lambda least: count(least) >= top_k, len(logits))
+    least = jnp.maximum(most + jnp.log(min_p), jnp.where(top_k > 0, kth, -jnp.inf))
+    enough = top_p * weight(least)
+    nucleus = _largest(lambda least: weight(least) >= enough, len(logits))
+    nucleus = jnp.clip(nucleus, least, most)  # rounding empties no nucleus
+    return jnp.where(top_p < 1, nucleus, least)
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Array:
+    """The largest number [num_rows] float32 for which a condition holds that holds for all smaller ones.
+
+    -inf if it holds for none. Settles the 32 bits of the numbers from the top, in the order of integers:
+    those of negative numbers are flipped.
+    """
+
+    def number(key: jax.Array) -> jax.Array:
+        key = jnp.clip(key, -0x7F800001, 0x7F800000)  # from -inf to inf: nothing else is a NaN
+        return lax.bitcast_convert_type(jnp.where(key < 0, key ^ 0x7FFFFFFF, key), jnp.float32)
+
+    def search(num_bits: int) -> jax.Array:
+        """By so many bits at a time."""
+
+        def settle(step: jax.Array, key: jax.Array) -> jax.Array:
+            shift, largest = 32 - num_bits * (step + 1), key
+            for digit in range(1, 2**num_bits):
+                larger = key + lax.shift_left(jnp.int32(digit), shift)  # wraps around above the lowest key
+                largest = jnp.where(holds(number(larger)), larger, largest)
+            return largest
+
+        return number(lax.fori_loop(0, 32 // num_bits, settle, jnp.full(num_rows, -(2**31), jnp.int32)))
+
+    # GPUs try three numbers in one pass, which takes them less than starting two.
+    return lax.platform_dependent(cpu=lambda: search(1), default=lambda: search(2))
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
+    """Log-probability and rank of `tokens` [R] int32, and the most likely tokens with theirs.
+
+    `logits` is [R, vocab_size] float32. A rank counts the tokens that are more likely.
+    """
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    rank = jnp.sum(logits > chosen, axis=-1).astype(jnp.int32) + 1
+    top_logits, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    return Logprobs((chosen - total)[:, 0], rank, top_ids.astype(jnp.int32), top_logits - total)

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm import pallas_kernels
-from jaxllm.executor.sampler import SampledRows, SlotParams, sample, token_logprobs
+from jaxllm.executor.sampler import Logprobs, SampledRows, Sampling, SlotParams, sample, token_logprobs
 from jaxllm.models.registry import AnyConfig, AnyModel, bind
-from jaxllm.sampling_params import MAX_LOGPROBS
 
 _PROMPT_LOGPROB_ROWS = 64
 
@@ -65,23 +64,14 @@ class PrefillInputs(NamedTuple):
     block_tables: jax.Array
 
 
-class PromptLogprobs(NamedTuple):
-    """Log-probability and rank of each row's target [T], and the most likely tokens [T, MAX_LOGPROBS]."""
-
-    logprob: jax.Array
-    rank: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
-
-
 class StepOutputs(NamedTuple):
-    """Sampled rows, and prompt log-probabilities if there are prompts.
+    """Sampled rows, and with `Sampling.PROMPT_LOGPROBS` those of each row's target in a step with prompts.
 
     Of several decode iterations the rows come one iteration after another.
     """
 
     sampled: SampledRows
-    prompt_logprobs: PromptLogprobs | None
+    prompt_logprobs: Logprobs | None
 
 
 class _Places(NamedTuple):
@@ -103,6 +93,11 @@ def slot_of(block_tables: jax.Array, rows: jax.Array, positions: jax.Array, bloc
     return jnp.where(positions >= 0, slot, -1)
 
 
+def chunk_of(ends: jax.Array, rows: jax.Array) -> jax.Array:
+    """How many of `ends` [P], in ascending order, are not after each of `rows` [R]; [R] int32."""
+    return jnp.searchsorted(ends, rows, side="right", method="compare_all").astype(jnp.int32)
+
+
 def _decode_places(decode: DecodeInputs, padding_slot: int, block_size: int) -> _Places:
     positions = decode.lengths - 1
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
@@ -113,7 +108,7 @@ def _decode_places(decode: DecodeInputs, padding_slot: int, block_size: int) -> 
 def _prefill_places(inputs: PrefillInputs, padding_slot: int, block_size: int) -> _Places:
     rows = jnp.arange(inputs.tokens.shape[0], dtype=jnp.int32)
     ends = inputs.query_starts[1:]
-    seq = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
+    seq = chunk_of(ends, rows)
     inside = (seq < inputs.num_seqs[0]) & (rows >= inputs.query_starts[0])
     seq = jnp.minimum(seq, ends.shape[0] - 1)
     positions = jnp.where(inside, inputs.lengths[seq] - (ends[seq] - rows), -1)
@@ -227,9 +222,13 @@ def run_step(
     decode: DecodeInputs | None,
     prefill: PrefillInputs | None,
     *,
+    sampling: Sampling,
     implementation: str | None = None,
 ) -> tuple[DeviceState, StepOutputs]:
-    """Compute one iteration: forward pass, KV writes, sampling, and the sampled tokens into the history."""
+    """Compute one iteration: forward pass, KV writes, sampling, and the sampled tokens into the history.
+
+    `sampling` is all that its requests ask for (static).
+    """
     pool, history = state
     padding_slot = history.shape[0] - 1
     places = _places(decode, prefill, padding_slot, pool.shape[4])
@@ -250,10 +249,12 @@ def run_step(
         rows, slots, lengths = prefill.sampled
         num_sampled = jnp.sum(slots >= 0, dtype=jnp.int32)
         slots = jnp.where(slots >= 0, slots, padding_slot)
-        is_wanted = jnp.any(slot_params.num_prompt_logprobs[places.slots] >= 0)
-        prompt_logprobs = _prompt_logprobs(model, hidden, prefill.targets, is_wanted)
+        if Sampling.PROMPT_LOGPROBS in sampling:
+            prompt_logprobs = _prompt_logprobs(model, hidden, prefill.targets)
         hidden = hidden[rows]
-    sampled = sample(model.logits(hidden, num_sampled), slot_params, slots, history, lengths)
+    # Whatever is sampled how, the logits are computed in the same way.
+    logits = lax.optimization_barrier(model.logits(hidden, num_sampled))
+    sampled = sample(logits, slot_params, slots, history, lengths, sampling)
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
     return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs)
@@ -268,6 +269,7 @@ def run_decode_steps(
     num_steps: jax.Array,
     *,
     max_steps: int,
+    sampling: Sampling,
     implementation: str | None = None,
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute several decode iterations, each on the tokens of the one before it.
@@ -283,6 +285,7 @@ def run_decode_steps(
         decode: inputs of the first iteration; the block tables have blocks for all of them.
         num_steps: int32, iterations to compute.
         max_steps: the most there may be (static).
+        sampling: all that the requests ask for (static).
         implementation: of attention.
 
     Returns:
@@ -303,7 +306,14 @@ def run_decode_steps(
     def step(state: DeviceState, lengths: jax.Array) -> tuple[DeviceState, SampledRows]:
         inputs = DecodeInputs(decode.slots, lengths, decode.block_tables)
         state, outputs = run_step(
-            config, params, state, slot_params, inputs, None, implementation=implementation
+            config,
+            params,
+            state,
+            slot_params,
+            inputs,
+            None,
+            sampling=sampling,
+            implementation=implementation,
         )
         return state, outputs.sampled
 
@@ -314,17 +324,14 @@ def run_decode_steps(
     def body(carry: _Carry) -> _Carry:
         i, state, is_live, last, collected = carry
         state, sampled = step(state, jnp.where(is_live, decode.lengths + i, 0))
-        collected = SampledRows(
-            *(
-                lax.dynamic_update_index_in_dim(x, row, i, 0)
-                for x, row in zip(collected, sampled, strict=True)
-            )
+        collected = jax.tree.map(
+            lambda all_rows, rows: lax.dynamic_update_index_in_dim(all_rows, rows, i, 0), collected, sampled
         )
         last = jnp.where(is_live, sampled.tokens, last)
         return i + 1, state, is_live & ~ends(sampled.tokens, decode.lengths + i), last, collected
 
     shapes = jax.eval_shape(step, state, decode.lengths)[1]
-    empty = SampledRows(*(jnp.zeros((max_steps, *shape.shape), shape.dtype) for shape in shapes))
+    empty = jax.tree.map(lambda rows: jnp.zeros((max_steps, *rows.shape), rows.dtype), shapes)
     _, state, _, last, collected = lax.while_loop(
         goes_on, body, (jnp.int32(0), state, is_live, tokens, empty)
     )
@@ -332,13 +339,11 @@ def run_decode_steps(
     place = jnp.minimum(newest + num_steps, state.history.shape[1] - 1)
     slots = jnp.where(decode.lengths > 0, decode.slots, state.history.shape[0] - 1)
     state = state._replace(history=state.history.at[slots, place].set(last))
-    sampled = SampledRows(*(x.reshape(-1, *x.shape[2:]) for x in collected))
+    sampled = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), collected)
     return state, StepOutputs(sampled, None)
 
 
-def _prompt_logprobs(
-    model: AnyModel, hidden: jax.Array, targets: jax.Array, wanted: jax.Array
-) -> PromptLogprobs:
+def _prompt_logprobs(model: AnyModel, hidden: jax.Array, targets: jax.Array) -> Logprobs:
     """Score every prefill row's target, some rows at a time so that the logits stay small."""
     num_rows = hidden.shape[0]
     chunk = min(_PROMPT_LOGPROB_ROWS, num_rows)
@@ -346,24 +351,5 @@ def _prompt_logprobs(
     padding = num_chunks * chunk - num_rows
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_chunks, chunk, -1)
     targets = jnp.pad(targets, (0, padding)).reshape(num_chunks, chunk)
-    vocab_size = jax.eval_shape(model.logits, hidden[0]).shape[1]
-    num_top = min(MAX_LOGPROBS, vocab_size)
-
-    def score() -> PromptLogprobs:
-        def one(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            return token_logprobs(model.logits(args[0]), args[1])
-
-        flat = (
-            x.reshape(num_chunks * chunk, *x.shape[2:])[:num_rows] for x in lax.map(one, (hidden, targets))
-        )
-        return PromptLogprobs(*flat)
-
-    def none() -> PromptLogprobs:
-        return PromptLogprobs(
-            jnp.zeros(num_rows, jnp.float32),
-            jnp.zeros(num_rows, jnp.int32),
-            jnp.zeros((num_rows, num_top), jnp.int32),
-            jnp.zeros((num_rows, num_top), jnp.float32),
-        )
-
-    return lax.cond(wanted, score, none)
+    scored = lax.map(lambda some: token_logprobs(model.logits(some[0]), some[1]), (hidden, targets))
+    return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:])[:num_rows], scored)

@@ -14,6 +14,7 @@ from jaxllm.errors import CapacityError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.programs import ProgramKey, step_program
+from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.gpu.target import Compiler, GPUTarget
 from jaxllm.models.registry import AnyConfig, abstract_params
@@ -116,7 +117,8 @@ def make_plan(
             JAX's default is 0.75).
         implementation: of attention.
         buckets: sizes to compile for; the default ladders if None.
-        every_bucket: compile every size, not only the largest of each kind.
+        every_bucket: compile every size, not only the largest of each kind, for random requests; the
+            largest decode is compiled for requests that ask everything of sampling, too.
         tell: is given a line for each program.
 
     Raises:
@@ -140,10 +142,13 @@ def make_plan(
         )
     max_steps = min(MAX_DECODE_STEPS, block_size)
     loops = buckets.multi_step_sizes() if max_steps > 1 else ()
-    keys = [ProgramKey(rows) for rows in (buckets.decode if every_bucket else buckets.decode[-1:])]
-    keys += [ProgramKey(rows, 0, max_steps) for rows in (loops if every_bucket else loops[-1:])]
+    shapes = [ProgramKey(rows) for rows in (buckets.decode if every_bucket else buckets.decode[-1:])]
+    shapes += [ProgramKey(rows, 0, max_steps) for rows in (loops if every_bucket else loops[-1:])]
     sizes = buckets.sizes if every_bucket else buckets.sizes[-1:]
-    keys += [ProgramKey(size, buckets.max_chunks(size)) for size in sizes]
+    shapes += [ProgramKey(size, buckets.max_chunks(size)) for size in sizes]
+    keys = [shape._replace(sampling=Sampling.RANDOM) for shape in shapes]
+    # Compiled only once a request asks for it, when the pool is there already.
+    keys += [ProgramKey(buckets.decode[-1], sampling=Sampling.EVERYTHING)]
     programs = []
     with Compiler(target) as compiler:
 

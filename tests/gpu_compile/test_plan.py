@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from published import LLAMA_3_8B, LLAMA_13B, OPT_13B
 
 from jaxllm.cli.main import main
 from jaxllm.errors import CapacityError
@@ -11,38 +12,6 @@ from jaxllm.gpu.plan import count_pool_copies, make_plan
 from jaxllm.gpu.target import TARGETS, get_target
 from jaxllm.models.config import config_from_dict
 
-LLAMA_13B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 32000,
-    "hidden_size": 5120,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "intermediate_size": 13824,
-    "max_position_embeddings": 2048,
-}
-LLAMA_3_8B = {
-    **LLAMA_13B,
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-}
-OPT_13B = {
-    "model_type": "opt",
-    "architectures": ["OPTForCausalLM"],
-    "vocab_size": 50272,
-    "hidden_size": 5120,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "ffn_dim": 20480,
-    "word_embed_proj_dim": 5120,
-    "max_position_embeddings": 2048,
-}
 GIB, MIB = 2**30, 2**20
 
 
@@ -70,18 +39,23 @@ def plan(config, device, **changes):
 )
 def test_steps_update_the_pool_in_place_with_few_temporaries(config, device, num_gpu_blocks):
     found = plan(config, device, num_gpu_blocks=num_gpu_blocks)
-    decode, several, prefill, *swaps = found.programs
-    assert (decode.name, several.name) == ("decode of 64", "decode of 16, up to 8 steps")
-    assert prefill.name == "step of 2048 tokens, up to 64 prompts"
+    decode, several, prefill, everything, *swaps = found.programs
+    assert [program.name for program in (decode, several, prefill)] == [
+        "decode of 64, random",
+        "decode of 16, up to 8 steps, random",
+        "step of 2048 tokens, up to 64 prompts, random",
+    ]
+    assert everything.name == ("decode of 64, random, filtered, adjusted, logprobs, prompt logprobs")
     pool_bytes = found.pool_bytes if num_gpu_blocks else swaps[1].aliased_bytes  # "swap in": the pool alone
     if num_gpu_blocks:
         assert pool_bytes == 1024 * found.block_bytes >= 12.5 * GIB
-    for program in (decode, several, prefill):
+    for program in (decode, several, prefill, everything):
         assert program.aliased_bytes >= pool_bytes
         assert program.pool_copies == 0
-    # The sampler's share, some copies of the logits, grows with the vocabulary.
-    assert decode.temporary_bytes < 64 * MIB * config["vocab_size"] / 32000
-    assert several.temporary_bytes < 64 * MIB * config["vocab_size"] / 32000
+    logits_bytes = 64 * config["vocab_size"] * 4
+    assert decode.temporary_bytes < logits_bytes + 32 * MIB
+    assert several.temporary_bytes < logits_bytes // 4 + 32 * MIB
+    assert everything.temporary_bytes < 5 * logits_bytes + 32 * MIB
     assert prefill.temporary_bytes < GIB
     for program in swaps:
         assert program.temporary_bytes <= 17 * found.block_bytes
@@ -100,7 +74,7 @@ def test_the_command_reports_and_refuses(tmp_path, capsys):
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "NVIDIA H200, bfloat16" in shown
-    assert "| decode of 8 |" in shown
+    assert "| decode of 8, random |" in shown
     written = json.loads(out.read_text())
     assert written["num_blocks"] == 8 * 32  # what eight sequences can use
     assert main(["plan", str(tmp_path), "--device", "h9"]) == 2

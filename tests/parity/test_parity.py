@@ -16,11 +16,18 @@ import numpy as np
 import pytest
 import torch
 from test_golden import dense_logits
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from variants import CONFIGS, VARIANTS, golden_checkpoint, golden_data
 
 from jaxllm.errors import WeightsError
+from jaxllm.executor.sampler import least_kept
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
 
@@ -229,3 +236,28 @@ def test_every_variant_is_a_config_transformers_reads_the_same_way():
         assert hf_config.num_hidden_layers == config.num_layers
         # What transformers saves for it means the same to us.
         assert config_from_dict(hf_config.to_dict() | {"architectures": [config.architecture]}) == config
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0, 20.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.02])
+@pytest.mark.parametrize("top_k", [0, 1, 40, 5000])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
+def test_filters_keep_what_those_of_transformers_do(spread, min_p, top_k, top_p):
+    """In the order of vLLM. Both keep ties with the k-th token; those with the last of top_p, ours alone."""
+    rows = np.random.default_rng(0).normal(size=(8, 1000)).astype(np.float32) * spread
+    if top_p == 1:
+        rows[:4] = np.round(rows[:4])
+    scores = torch.from_numpy(rows.copy())
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    least = least_kept(
+        jnp.asarray(rows),
+        min_p=jnp.full(8, min_p, jnp.float32),
+        top_k=jnp.full(8, top_k, jnp.int32),
+        top_p=jnp.full(8, top_p, jnp.float32),
+    )
+    np.testing.assert_array_equal(rows >= np.asarray(least)[:, None], torch.isfinite(scores).numpy())

@@ -1,0 +1,114 @@
+"""What whole steps run on a GPU that is not there: command buffers, loops, sorts, temporaries."""
+
+import collections
+import dataclasses
+import re
+
+import pytest
+from published import LLAMA_3_8B
+
+from jaxllm.executor.programs import ProgramKey, step_program
+from jaxllm.executor.sampler import Sampling
+from jaxllm.gpu.target import Compiler, get_target
+from jaxllm.models.config import config_from_dict
+
+MIB = 2**20
+GREEDY, RANDOM = Sampling.GREEDY, Sampling.RANDOM
+ONE_COMMAND_BUFFER = {"kCommandBuffer": 1}
+
+
+@dataclasses.dataclass
+class Found:
+    """`thunks` counts what the host starts, by kind; `after_logits` names the kernels after the output head.
+
+    `loops`, `conditionals` and `sorts` are instructions of the program.
+    """
+
+    thunks: dict[str, int]
+    after_logits: list[str]
+    loops: int
+    conditionals: int
+    sorts: int
+    temporary_bytes: int
+
+
+@pytest.fixture
+def compiled(tmp_path):
+    def compile_step(key, num_layers=2):
+        config = config_from_dict({**LLAMA_3_8B, "num_hidden_layers": num_layers})
+        jitted, arguments = step_program(
+            config,
+            key,
+            dtype="bfloat16",
+            num_gpu_blocks=2048,
+            block_size=16,
+            max_model_len=2048,
+            max_num_seqs=64 if key.max_chunks else max(64, key.rows),
+            implementation="triton",
+        )
+        with Compiler(get_target("h200")) as compiler:
+            options = {"xla_dump_to": str(tmp_path)}
+            program = compiler.compile(jitted, *map(compiler.struct, arguments), options=options)
+        (path,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+        return found_in(path.read_text(), program)
+
+    return compile_step
+
+
+def found_in(thunks, program):
+    text = program.as_text()
+    thunk = re.compile(r"^( *)\d+: (k\w+) +\[.*?\] *(\w*)", re.MULTILINE)
+    kinds = [kind for indent, kind, _ in thunk.findall(thunks) if not indent]
+    kernels = [name for _, kind, name in thunk.findall(thunks) if kind != "kCommandBuffer"]
+    products = [place for place, name in enumerate(kernels) if "gemm" in name]
+    return Found(
+        thunks=dict(collections.Counter(kinds)),
+        after_logits=kernels[products[-1] + 1 :],
+        loops=text.count(" while("),
+        conditionals=text.count(" conditional("),
+        sorts=len(re.findall(r" sort\(|DeviceRadixSort", text)),
+        temporary_bytes=program.memory_analysis().temp_size_in_bytes,
+    )
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("rows", [64, 256])
+def test_a_decode_is_one_command_buffer(compiled, rows, sampling):
+    """Of all 32 layers; the largest score is found in two kernels, and a third one stores the token."""
+    found = compiled(ProgramKey(rows, sampling=sampling), num_layers=32)
+    assert found.thunks == ONE_COMMAND_BUFFER
+    assert (found.loops, found.conditionals, found.sorts) == (0, 0, 0)
+    assert len(found.after_logits) <= 3
+    assert found.temporary_bytes < rows * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("rows", [64, 2048])
+def test_a_step_with_prompts_is_one_command_buffer(compiled, rows, sampling):
+    found = compiled(ProgramKey(rows, min(64, rows // 8), sampling=sampling))
+    assert found.thunks == ONE_COMMAND_BUFFER
+    assert (found.loops, found.conditionals, found.sorts) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "loops", "sorts", "arrays"),
+    [
+        (RANDOM | Sampling.FILTERED, 2, 0, 3),
+        (Sampling.ADJUSTED, 0, 0, 2),
+        (Sampling.LOGPROBS, 0, 1, 2),
+        (Sampling.EVERYTHING, 2, 1, 5),
+    ],
+    ids=["filtered", "adjusted", "logprobs", "everything"],
+)
+def test_other_sampling_costs_what_it_needs(compiled, sampling, loops, sorts, arrays):
+    """A loop for each of top_k and top_p, a sort for the most likely tokens; `arrays` of the logits' size."""
+    found = compiled(ProgramKey(64, sampling=sampling))
+    assert (found.loops, found.conditionals, found.sorts) == (loops, 0, sorts)
+    assert found.temporary_bytes < arrays * 64 * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_several_decodes_are_one_loop(compiled, sampling):
+    found = compiled(ProgramKey(16, 0, 8, sampling))
+    assert (found.loops, found.conditionals, found.sorts) == (1, 0, 0)
+    assert found.temporary_bytes < 16 * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
