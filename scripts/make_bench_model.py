@@ -45,6 +45,15 @@ SIZES = {
         "num_key_value_heads": 12,
         "vocab_size": 32000,
     },
+    "107m-gqa": {
+        "head_dim": 64,
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    },
     "5m": {
         "head_dim": 64,
         "hidden_size": 256,
