@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels.native.shape import PANEL, UNROLLED, AttentionShape, LinearShape, Shape
+from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, Shape
 from jaxllm.pallas_kernels.native.targets import register, why_not_callable
 
 LANES = 16
@@ -104,8 +104,7 @@ def write_kv(
 
 def packs(weight: jax.Array) -> bool:
     """Whether `linear` takes a weight `[out, in]` here, packed."""
-    is_covered = weight.ndim == 2 and weight.dtype == jnp.float32 and weight.shape[1] % UNROLLED == 0
-    return is_covered and why_not(1, 1, LANES, LANES) is None
+    return weight.ndim == 2 and weight.dtype == jnp.float32 and why_not(1, 1, LANES, LANES) is None
 
 
 def packed_shape(out_features: int, in_features: int) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ Values of tokens that do not exist are never multiplied: stale memory may hold N
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,8 +102,8 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
     def score(b: Builder, query: Any, keys: Any, scores: Any, following: Any) -> None:
         """Products of the group's queries with 16 keys; asks for those that follow."""
         key, ahead = b.array(keys, dtype), b.array(following, dtype)
-        for line in range(0, LANES * head_dim, 64 // itemsize):
-            ahead.prefetch(line)
+        lines = iter(range(0, LANES * head_dim, 64 // itemsize))
+        per_product = -(-LANES * head_dim * itemsize // (64 * LANES * group))
         for head in range(group):
             q = [b.floats(query).load(head * head_dim + LANES * i) for i in range(vectors)]
             products = []
@@ -111,6 +112,8 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
                 for i in range(1, vectors):
                     product = b.fma(q[i], key.load(token * head_dim + LANES * i), product)
                 products.append(product)
+                for line in itertools.islice(lines, per_product):
+                    ahead.prefetch(line)
             b.floats(scores).store(b.totals(products), head * LANES)
 
     @vector_code
@@ -133,8 +136,6 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
     ) -> None:
         """Add the weighted values of tokens from `start` to `stop` to the sums of each head."""
         ahead = b.array(following, dtype)
-        for line in range(0, LANES * head_dim, 64 // itemsize):
-            ahead.prefetch(line)
         for heads in head_parts:
             kept = b.registers(len(heads) * vectors)
             for n, head in enumerate(heads):
@@ -146,6 +147,8 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
             with b.loop(stop, start) as token:
                 value = b.array(values, dtype).at(b.times(token, head_dim))
                 row = [value.load(LANES * i) for i in range(vectors)]
+                for line in range(0, head_dim, 64 // itemsize) if heads is head_parts[0] else ():
+                    ahead.at(b.times(token, head_dim)).prefetch(line)
                 for n, head in enumerate(heads):
                     weight = b.floats(weights).at(token).splat(head * LANES)
                     for i in range(vectors):

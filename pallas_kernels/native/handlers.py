@@ -18,7 +18,7 @@ from jaxllm.pallas_kernels.native.shape import AttentionShape, LinearShape, item
     _PROMPT_LENGTHS, _NUM_SEQS, _NUMBERS, _FACTORS,
 ) = range(13)  # fmt: skip
 _ATTEND, _WRITE = 0, 1
-_ITEMS_PER_THREAD = 4
+_ITEMS_PER_THREAD, _MOST_PANELS = 4, 8
 
 
 def attention_worker(shape: AttentionShape) -> Any:
@@ -152,11 +152,14 @@ def linear_handler(shape: LinearShape) -> Any:
         num_rows = min(num_rows, np.int64(int32s(ffi.argument(frame, 2))[0]))
         if num_rows <= 0:
             return 0
-        num_parts = (_ITEMS_PER_THREAD * num_threads + num_panels - 1) // num_panels
+        num_items = _ITEMS_PER_THREAD * num_threads
+        panels_per_item = min(max(num_panels // num_items, 1), _MOST_PANELS)
+        num_groups = (num_panels + panels_per_item - 1) // panels_per_item
+        num_parts = (num_items + num_groups - 1) // num_groups
         num_parts = min(num_parts, (num_rows + rows_of_tile - 1) // rows_of_tile)
         rows_per_item = (num_rows + num_parts - 1) // num_parts
         num_parts = (num_rows + rows_per_item - 1) // rows_per_item
-        job = threads.new_job(num_panels * num_parts, num_threads, scratch_bytes)
+        job = threads.new_job(num_groups * num_parts, num_threads, scratch_bytes)
         if job == 0:
             return ffi.out_of_memory(frame)
         words = int64s(job)
@@ -164,7 +167,8 @@ def linear_handler(shape: LinearShape) -> Any:
         words[products.OUT] = ffi.result(frame, 0)
         words[products.NUM_ROWS], words[products.IN_FEATURES] = num_rows, ffi.dimension(frame, 0, 1)
         words[products.OUT_FEATURES] = ffi.result_dimension(frame, 0, 1)
-        words[products.NUM_PANELS], words[products.ROWS_PER_ITEM] = num_panels, rows_per_item
+        words[products.NUM_PANELS], words[products.PANELS_PER_ITEM] = num_panels, panels_per_item
+        words[products.NUM_PARTS], words[products.ROWS_PER_ITEM] = num_parts, rows_per_item
         threads.run(frame, job, task(), num_threads)
         return 0
 

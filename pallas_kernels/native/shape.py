@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 PANEL = 32
 """Output features that lie side by side in a packed weight."""
-UNROLLED = 1
-"""Of how many input features there must be a multiple."""
 
 
 class AttentionShape(NamedTuple):
@@ -42,7 +40,7 @@ class LinearShape(NamedTuple):
     @classmethod
     def for_registers(cls, are_wide: bool) -> LinearShape:
         """For 32 registers of 16 lanes, or 16 of 8."""
-        return cls(12, 2) if are_wide else cls(6, 1)
+        return cls(13, 2) if are_wide else cls(6, 1)
 
 
 Shape = AttentionShape | LinearShape

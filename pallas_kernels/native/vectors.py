@@ -150,6 +150,14 @@ class Builder:
         """An int64."""
         return _INT64(value)
 
+    def multiplied(self, x: Any, y: Any) -> Any:
+        """Product of two int64s."""
+        return self._b.mul(x, y)
+
+    def prefetch(self, address: Any, offset: Any) -> None:
+        """Ask for the cache line of a number of bytes after an address."""
+        self.array(self._b.add(address, offset), "int64").prefetch()
+
     def times(self, index: Any, factor: int) -> Any:
         """An int64 times a number."""
         return self._b.mul(index, _INT64(factor))
