@@ -72,24 +72,34 @@ def fuse(config: LlamaConfig, weights: Weights) -> Weights:
     return params
 
 
-def forward(config: LlamaConfig, weights: Weights, tokens: jax.Array) -> jax.Array:
-    """`tokens` [batch, length] -> logits [batch * length, vocab_size] float32, by dense causal attention."""
-    batch, length = tokens.shape
-    causal = jnp.tril(jnp.ones((length, length), bool))
+class DenseAttention:
+    """Causal attention of `batch` sequences of `length` tokens each, without a cache."""
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+    num_rows = None
+
+    def __init__(self, batch: int, length: int) -> None:
+        """Of all sequences at once."""
+        self._shape = batch, length
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+        """See `jaxllm.models.layers.Attend`."""
         del layer
+        batch, length = self._shape
         kv_heads, size = k.shape[1:]
         q = q.reshape(batch, length, kv_heads, -1, size)
         k = k.reshape(batch, length, kv_heads, size)
         v = v.reshape(batch, length, kv_heads, size)
         scores = jnp.einsum("bqhgd,bkhd->bhgqk", q * scale, k)
-        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
+        weights = jax.nn.softmax(jnp.where(jnp.tri(length, dtype=bool), scores, -1e30), axis=-1)
         return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(batch * length, -1, size)
 
+
+def forward(config: LlamaConfig, weights: Weights, tokens: jax.Array) -> jax.Array:
+    """`tokens` [batch, length] -> logits [batch * length, vocab_size] float32, by dense causal attention."""
+    batch, length = tokens.shape
     model = bind(config, fuse(config, weights))
     positions = jnp.tile(jnp.arange(length), batch)
-    return model.logits(model(tokens.reshape(-1), positions, attend))
+    return model.logits(model(tokens.reshape(-1), positions, DenseAttention(batch, length)))
 
 
 def losses(config: LlamaConfig, weights: Weights, inputs: jax.Array, targets: jax.Array) -> jax.Array:

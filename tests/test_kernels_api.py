@@ -109,7 +109,7 @@ def test_write_refuses(change, message):
 @pytest.mark.parametrize(
     ("platform", "capability", "expected"),
     [
-        ("cpu", "0", "xla"),
+        ("cpu", "0", "native"),
         ("tpu", "0", "xla"),
         ("gpu", "7.5", "xla"),
         ("gpu", "8.0", "triton"),
