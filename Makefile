@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+PYTHON_NEXT ?= python3.12
+VENV_NEXT ?= .venv-next
 TEST_JOBS ?= 2
 
-.PHONY: help demo test test-parity test-gpu-compile lint check bench reproduce clean
+.PHONY: help demo test test-next test-parity test-gpu-compile lint check bench reproduce clean
 
 help:
 	@echo "make demo         answer a batch of prompts with the embedded model"
 	@echo "make test         tests against committed golden files (no torch)"
+	@echo "make test-next    the same with the newest JAX that PYTHON_NEXT ($(PYTHON_NEXT)) has; not part of check"
 	@echo "make test-parity  tests against live transformers on torch"
 	@echo "make test-gpu-compile  compiles kernels and whole steps for GPUs that are not there"
 	@echo "make lint         ruff and mypy"
@@ -45,6 +48,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) tests --ignore=tests/parity --ignore=tests/gpu_compile -n $(TEST_JOBS)
+
+test-next:
+	$(MAKE) test PYTHON=$(PYTHON_NEXT) VENV=$(VENV_NEXT)
 
 test-parity: $(VENV)/.installed-parity
 	$(PYTEST) tests/parity

@@ -360,9 +360,10 @@ def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
     for kind in COST_KINDS:
         assert profile.errors[kind]["test"]["mape"] > 0
         assert profile.errors[kind]["distilled"]["mape"] > 0
-    assert "jaxllm: decode of 2, up to 4 steps, attention native: compiled in " in shown.err
-    assert "jaxllm: decode of 2, up to 4 steps, random, attention native: compiled in " in shown.err
-    assert "jaxllm: step of 32 tokens, up to 2 prompts, random, attention native: compiled in " in shown.err
+    attention = "attention xla (not native: block_size is 4, not a multiple of 16): compiled in "
+    assert f"jaxllm: decode of 2, up to 4 steps, {attention}" in shown.err
+    assert f"jaxllm: decode of 2, up to 4 steps, random, {attention}" in shown.err
+    assert f"jaxllm: step of 32 tokens, up to 2 prompts, random, {attention}" in shown.err
     assert main([*command, "--seconds", "0"]) == 2
     assert main([*command, "--repetitions", "0"]) == 2
     capsys.readouterr()
