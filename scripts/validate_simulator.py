@@ -4,7 +4,8 @@
 
 Loads MODEL, plays traces on the real engine in a pool too small for them, measures its costs between the runs
 (as `jaxllm profile` does), and simulates each trace with the distilled profile, put right on average
-(`MeanCosts`). The engine runs ahead, as it does for its users. Of each preset are printed
+(`MeanCosts`). On a CPU, whose cores do both, scheduling takes the time it took in the real runs. The engine
+runs ahead, as it does for its users. Of each preset are printed
 
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
@@ -31,6 +32,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from policies.cells import CHANGED, COMBINED, policy_of
 from sweep.intervals import interval
 from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
@@ -95,6 +97,23 @@ class MeanCosts:
         return self._table.swap_in_seconds(num_blocks) * self.factors["swap_in"]
 
 
+class HostCosts:
+    """A cost model of steps that wait for the host, too: on a CPU it computes with the same cores.
+
+    Args:
+        costs: of the device.
+        seconds: that the host takes in each iteration.
+    """
+
+    def __init__(self, costs: CostModel, seconds: float) -> None:
+        self._costs, self._seconds = costs, seconds
+        self.swap_out_seconds, self.swap_in_seconds = costs.swap_out_seconds, costs.swap_in_seconds
+
+    def step_seconds(self, *work: int) -> float:
+        """See `CostModel.step_seconds`."""
+        return self._costs.step_seconds(*work) + self._seconds
+
+
 def play(llm: LLM, preset: str, trace: Trace, config: SchedulerConfig, costs: CostModel) -> Run:
     """One run of the real engine."""
     calibration = OnlineCalibration(costs)
@@ -113,8 +132,14 @@ def compare(
     """One preset: its `RUNS` runs of each trace, and the simulations of them.
 
     The simulated policy goes by what the real one went by, `predicted` of each trace and corrected while it
-    runs; `costs` is the simulated device. Scheduling takes no simulated time.
+    runs; `costs` is the simulated device. On a CPU an iteration also takes what scheduling took in the real
+    ones, on average; elsewhere scheduling takes no simulated time.
     """
+    scheduling = statistics.fmean(
+        run.result.scheduling_seconds / run.result.num_steps for of_trace in runs for run in of_trace
+    )
+    if jax.default_backend() == "cpu":
+        costs = HostCosts(costs, scheduling)
     simulated = []
     for trace, of_trace in zip(traces, predicted, strict=True):
         calibration = OnlineCalibration(of_trace)
@@ -124,6 +149,7 @@ def compare(
     seconds = [[run.seconds for run in of_trace] for of_trace in real]
     row: dict[str, Any] = {
         "preset": preset,
+        "scheduling_seconds": scheduling,
         "seconds": [statistics.fmean(of_trace) for of_trace in seconds],
         "seconds_of_runs": seconds,
         "preemptions": [statistics.fmean(run.num_preemptions for run in of_trace) for of_trace in real],
