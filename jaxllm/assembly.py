@@ -22,11 +22,14 @@ from jaxllm.engine.observer import StepObserver
 from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
-from jaxllm.executor.model_executor import ExecutorConfig, ModelExecutor
+from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.fastest import FASTEST
+from jaxllm.executor.model_executor import ModelExecutor
+from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.ledgers import open_ledger
 from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
-from jaxllm.models.registry import pack_linear_weights
+from jaxllm.models.registry import pack_linear_weights, weight_bytes
 from jaxllm.predictors.base import ITEMSIZES, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
@@ -49,7 +52,10 @@ _BRIEF_PROFILE_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class LoadTimes:
-    """Seconds spent before the first request: reading weights, and compiling and warming up."""
+    """Seconds spent before the first request: reading weights, and then compiling and warming up.
+
+    Unless `warm_up` is "all" programs are compiled beside both, and after them.
+    """
 
     load_seconds: float
     warm_up_seconds: float
@@ -81,7 +87,7 @@ class Assembly:
 
 
 def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | None = None) -> Assembly:
-    """Load the model, size the pool, compile the programs, and put an engine together.
+    """Size the pool, load the model while its programs compile, and put an engine together.
 
     Args:
         config: how.
@@ -122,11 +128,6 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         prefill_sizes=config.prefill_buckets,
         is_padding_cheap=has_native_products,
     )
-    params = load_params(
-        folder, model_config, dtype, load_format=config.load_format, seed=config.seed, device=device
-    )
-    if has_native_products:
-        pack_linear_weights(model_config, params)
     itemsize = ITEMSIZES[dtype]
     bytes_per_block = memory.block_bytes(model_config, config.block_size, itemsize)
     temporaries = memory.temporary_bytes(model_config, max_num_batched_tokens, max_num_seqs, itemsize)
@@ -135,6 +136,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     needed_blocks = max_num_seqs * -(-max_model_len // config.block_size)
     num_blocks = memory.num_blocks_that_fit(
         device=device,
+        weight_bytes=weight_bytes(model_config, dtype),
         bytes_per_block=bytes_per_block,
         temporaries=temporaries,
         needed_blocks=needed_blocks,
@@ -162,26 +164,36 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         program_sizes=() if has_native_products else buckets.sizes,
     )
     model_config = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]
-    executor = ModelExecutor(
-        model_config,
-        params,
-        ExecutorConfig(
-            num_gpu_blocks=num_blocks,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            buckets=buckets,
-            dtype=dtype,
-            seed=config.seed,
-            implementation=config.attention_implementation,
-            num_host_blocks=num_host_blocks,
-            host_bandwidth_limit=config.host_bandwidth_limit,
-            max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
-        ),
-        device,
+    executor_config = ExecutorConfig(
+        num_gpu_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        buckets=buckets,
+        dtype=dtype,
+        seed=config.seed,
+        implementation=config.attention_implementation,
+        packs_weights=has_native_products,
+        num_host_blocks=num_host_blocks,
+        host_bandwidth_limit=config.host_bandwidth_limit,
+        max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
     )
-    loaded = time.perf_counter()
-    executor.warm_up()
+    programs = StepPrograms(model_config, executor_config, device)
+    if config.attention_implementation != FASTEST:  # which is to be measured first
+        programs.begin()
+    try:
+        params = load_params(
+            folder, model_config, dtype, load_format=config.load_format, seed=config.seed, device=device
+        )
+        if has_native_products:
+            pack_linear_weights(model_config, params)
+        executor = ModelExecutor(model_config, params, executor_config, device, programs)
+        loaded = time.perf_counter()
+        if config.warm_up == "all":
+            _warm_up(executor)
+    except BaseException:
+        programs.close()
+        raise
     load_times = LoadTimes(loaded - started, time.perf_counter() - loaded)
     costs_source = _settle_costs(config, executor, shape, scheduling)
     ledger = close_ledger = None
@@ -238,6 +250,19 @@ def _settle_costs(
     if scheduling.weighs_costs and (source or "").startswith("roofline"):
         _logger.warning("predicted costs are a %s, not measured; `jaxllm profile` measures them", source)
     return source
+
+
+def _warm_up(executor: ModelExecutor) -> None:
+    """Compile and run every program, with a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(desc="Compiling programs", unit="program", disable=None, leave=False) as bar:
+
+        def show(progress: CompileProgress) -> None:
+            bar.total, bar.n = progress.num_programs, progress.num_compiled
+            bar.refresh()
+
+        executor.warm_up(show)
 
 
 def _resolve_dtype(dtype: str, hf_config: Mapping[str, Any], platform: str) -> str:

@@ -11,6 +11,7 @@ from jaxllm.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", "fastest")
+WARM_UPS = ("background", "all")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 
 
@@ -55,6 +56,9 @@ class EngineConfig:
         ledger: file to write the scheduler's decisions to, as JSON lines (`jaxllm.sched.ledger`).
         decode_buckets: batch sizes to compile decode programs for; a ladder up to max_num_seqs by default.
         prefill_buckets: token counts to compile programs of steps with prompts for, likewise.
+        warm_up: "background" compiles programs in the order of need beside an engine that already serves: a
+            step waits for its own only. "all" compiles every program and runs it once before the first
+            request, for measurements.
         compilation_cache_dir: folder of JAX's persistent compilation cache; None leaves JAX's settings alone.
 
     Raises:
@@ -84,6 +88,7 @@ class EngineConfig:
     ledger: str | None = None
     decode_buckets: Sequence[int] | None = None
     prefill_buckets: Sequence[int] | None = None
+    warm_up: str = "background"
     compilation_cache_dir: str | os.PathLike[str] | None = "auto"
 
     def __post_init__(self) -> None:
@@ -101,6 +106,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} must be a list of sizes")
         _choice("dtype", self.dtype, ("auto", *DTYPES))
         _choice("load_format", self.load_format, LOAD_FORMATS)
+        _choice("warm_up", self.warm_up, WARM_UPS)
         implementation = self.attention_implementation
         if implementation is not None and not str(implementation).startswith("triton:"):
             _choice("attention_implementation", implementation, ATTENTION_IMPLEMENTATIONS)

@@ -14,6 +14,7 @@ from jaxllm.assembly import assemble
 from jaxllm.config import EngineConfig
 from jaxllm.engine.thread import EngineThread, OutputStream
 from jaxllm.errors import ConfigError, RequestError
+from jaxllm.executor.step_programs import CompileProgress
 from jaxllm.inputs import Prompt
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -80,6 +81,10 @@ class LLM:
     def max_model_len(self) -> int:
         """Longest sequence, prompt and output, in tokens."""
         return self.executor.config.max_model_len
+
+    def compile_progress(self) -> CompileProgress:
+        """How many programs are compiled, of how many, and for how many seconds."""
+        return self.executor.compile_progress()
 
     def generate(
         self,

@@ -107,7 +107,8 @@ class Profiler:
         return {kind: samples for kind, samples in found.items() if samples}
 
     def warm_up(self) -> None:
-        """Measure a few sizes that nobody looks at: pages and caches are used for the first time."""
+        """Compile every program, and measure a few sizes that nobody looks at."""
+        self._executor.warm_up()
         for _ in range(2):
             for work in self.draw():
                 self.measure(work)

@@ -407,6 +407,11 @@ class Executor(Protocol):
         """Most decode iterations of one `execute`."""
         ...
 
+    @property
+    def is_undisturbed(self) -> bool:
+        """Whether the last step runs as it always will: no program was being compiled when it was sent."""
+        ...
+
     def execute(self, scheduled: SchedulerOutput) -> StepResult:
         """Dispatch one step; reads the requests' block tables before it returns."""
         ...

@@ -161,6 +161,7 @@ def engine(args: argparse.Namespace) -> tuple[Run, SchedulerConfig, CostModel, s
         args.model,
         load_format=args.load_format,
         skip_tokenizer_init=True,
+        warm_up="all",
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=2048,

@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     llm = LLM(
         args.model,
         skip_tokenizer_init=True,
+        warm_up="all",
         max_num_seqs=max(batches),
         max_model_len=_PROMPT_LEN + args.output_len,
     )

@@ -60,6 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     llm = LLM(
         skip_tokenizer_init=True,
+        warm_up="all",
         max_model_len=128,
         max_num_seqs=16,
         max_num_batched_tokens=128,

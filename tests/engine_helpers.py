@@ -21,6 +21,7 @@ SMALL = {
     "block_size": 4,
     "num_gpu_blocks_override": 128,
     "num_scheduler_steps": 1,
+    "warm_up": "all",
 }
 
 

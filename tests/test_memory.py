@@ -60,6 +60,7 @@ def test_block_bytes_is_equation_3_of_the_paper():
 def size(**settings):
     known = {
         "device": jax.devices("cpu")[0],
+        "weight_bytes": 0,
         "bytes_per_block": 1000,
         "temporaries": 0,
         "needed_blocks": 10**9,
@@ -78,6 +79,8 @@ def test_pool_sizes():
     assert size(gpu_memory_utilization=0.99) > 0
     with pytest.raises(CapacityError, match="no KV block"):
         size(gpu_memory_utilization=0.9, temporaries=2**50)
+    with pytest.raises(CapacityError, match="no KV block"):
+        size(gpu_memory_utilization=0.9, weight_bytes=2**50)
     for bad in (0, 1.5, -1, True):
         with pytest.raises(ConfigError, match="gpu_memory_utilization"):
             size(gpu_memory_utilization=bad)

@@ -124,7 +124,9 @@ def test_engines_for_few_sequences_can_be_profiled(max_num_seqs, monkeypatch):
         block_size=4,
         num_host_blocks=8,
     )
-    executor = types.SimpleNamespace(config=config, time_swap=lambda n: (1e-3 * n, 2e-3 * n))
+    executor = types.SimpleNamespace(
+        config=config, time_swap=lambda n: (1e-3 * n, 2e-3 * n), warm_up=lambda: None
+    )
     profiler = Profiler(executor, model_shape("opt-13b"), seed=1)
     monkeypatch.setattr(profiler, "_time", seconds)
     samples = profiler.samples(0.0)

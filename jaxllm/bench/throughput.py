@@ -192,7 +192,7 @@ def _engine_facts(llm: LLM) -> dict[str, Any]:
         "pool_bytes": llm.executor.pool_bytes,
         "async_scheduling": llm.config.async_scheduling,
         "load_seconds": llm.load_times.load_seconds,
-        "compile_seconds": llm.executor.compile_seconds,
+        "compile_seconds": llm.compile_progress().seconds,
         "num_programs": len(llm.executor.programs),
     }
 

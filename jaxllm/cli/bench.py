@@ -7,7 +7,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, model_folder, note
+from jaxllm.cli.options import (
+    add_engine_options,
+    engine_settings,
+    load_llm,
+    model_folder,
+    note,
+    note_compile_report,
+)
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -75,7 +82,9 @@ def run_throughput(args: argparse.Namespace) -> int:
         Path(args.output).touch()  # now rather than after the measurement
     settings: dict[str, Any] = {"seed": args.seed, "skip_tokenizer_init": not args.detokenize}
     settings |= engine_settings(args)
-    llm = load_llm(settings, compile_report=args.compile_report)
+    llm = load_llm({"warm_up": "all", **settings})
+    if args.compile_report:
+        note_compile_report(llm)
     result = {
         "command": command_line(["jaxllm", *args.command_line]),
         "model": model_folder(settings).name,

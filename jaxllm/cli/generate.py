@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from jaxllm import tokenizer as tokenization
-from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, model_folder, note
+from jaxllm.cli.options import (
+    add_engine_options,
+    engine_settings,
+    load_llm,
+    model_folder,
+    note,
+    note_compile_report,
+)
 from jaxllm.cli.prompts_io import (
     OutputFile,
     PromptRow,
@@ -128,9 +135,10 @@ def run(args: argparse.Namespace) -> int:
             llm = load_llm(
                 {**few_prompts_settings(settings, rows), **settings},
                 quiet=args.quiet,
-                compile_report=args.compile_report,
             )
             _write_completions(llm, todo, sink, total=len(rows), chat=args.chat, quiet=args.quiet)
+            if args.compile_report:
+                note_compile_report(llm)
         except KeyboardInterrupt:
             way_out = "run again with --resume to continue" if args.output else "use --output to keep results"
             note(f"interrupted: {len(sink.done)} of {len(rows)} prompts are complete; {way_out}")

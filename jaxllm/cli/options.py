@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.config import ATTENTION_IMPLEMENTATIONS, DTYPES, LOAD_FORMATS
+from jaxllm.config import ATTENTION_IMPLEMENTATIONS, DTYPES, LOAD_FORMATS, WARM_UPS
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -83,6 +84,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
 _CHOICES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "dtype": (("auto", *DTYPES), "of weights and KV (default: auto: float32 on CPUs, else the checkpoint's)"),
     "load_format": (LOAD_FORMATS, "dummy makes random weights (default: auto)"),
+    "warm_up": (WARM_UPS, "compile programs beside the engine, or all of them first"),
 }
 _NAMES = ("model", "async_scheduling", *_OPTIONS, *_CHOICES)
 
@@ -121,38 +123,51 @@ def model_folder(settings: Mapping[str, Any]) -> Path:
     return demo_model_path() if model is None else Path(model)
 
 
-def load_llm(settings: Mapping[str, Any], *, quiet: bool = False, compile_report: bool = False) -> LLM:
-    """Make the `LLM`, telling on stderr what takes the time, and with `compile_report` in detail."""
+def load_llm(settings: Mapping[str, Any], *, quiet: bool = False) -> LLM:
+    """Make the `LLM`, telling on stderr what takes the time."""
     import jax
 
     from jaxllm.llm import LLM
 
     if not quiet:
         note(f"loading {model_folder(settings).name} and compiling its programs")
+        _tell_of_programs()
     llm = LLM(**settings)
     if not quiet:
-        times, device = llm.load_times, jax.devices()[0].device_kind
-        note(
-            f"ready on {device} in {llm.dtype}: loaded in {times.load_seconds:.1f} s, "
-            f"{len(llm.executor.programs)} programs compiled in {times.warm_up_seconds:.1f} s"
-        )
-    if compile_report:
-        for program in llm.executor.compile_report():
-            sizes = ", ".join(
-                f"{kind} {'unknown' if size is None else f'{size / 2**20:.1f} MiB'}"
-                for kind, size in (
-                    ("arguments", program.argument_bytes),
-                    ("in place", program.aliased_bytes),
-                    ("temporaries", program.temporary_bytes),
-                    ("outputs", program.output_bytes),
-                )
-            )
-            fallback = "" if program.fallback is None else f" ({program.fallback})"
-            note(
-                f"{program.name}, attention {program.implementation}{fallback}: compiled in "
-                f"{program.compile_seconds:.2f} s; {sizes}"
-            )
+        device = jax.devices()[0].device_kind
+        seconds = llm.load_times.load_seconds + llm.load_times.warm_up_seconds
+        note(f"ready on {device} in {llm.dtype} after {seconds:.1f} s")
     return llm
+
+
+def note_compile_report(llm: LLM) -> None:
+    """Tell what each program compiled so far took, and needs."""
+    for program in llm.executor.compile_report():
+        sizes = ", ".join(
+            f"{kind} {'unknown' if size is None else f'{size / 2**20:.1f} MiB'}"
+            for kind, size in (
+                ("arguments", program.argument_bytes),
+                ("in place", program.aliased_bytes),
+                ("temporaries", program.temporary_bytes),
+                ("outputs", program.output_bytes),
+            )
+        )
+        fallback = "" if program.fallback is None else f" ({program.fallback})"
+        note(
+            f"{program.name}, attention {program.implementation}{fallback}: compiled in "
+            f"{program.compile_seconds:.2f} s; {sizes}"
+        )
+
+
+def _tell_of_programs() -> None:
+    """Tell of each program that is compiled from now on."""
+    logger = logging.getLogger("jaxllm.executor.step_programs")
+    if not logger.handlers:
+        handler = logging.Handler(logging.INFO)
+        handler.emit = lambda record: note(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def note(message: str) -> None:

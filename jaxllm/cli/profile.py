@@ -8,7 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, model_folder, note
+from jaxllm.cli.options import (
+    add_engine_options,
+    engine_settings,
+    load_llm,
+    model_folder,
+    note,
+    note_compile_report,
+)
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     _check_writable(folder, args.samples)
     others = [load_samples(path) for path in args.with_samples]
     settings["scheduler_policy"] = SchedulerPolicy()  # what is measured does not depend on it
-    llm = load_llm(settings, compile_report=args.compile_report)
+    llm = load_llm({"warm_up": "all", **settings})
+    if args.compile_report:
+        note_compile_report(llm)
     name = model_folder(settings).resolve().name
     profiler = Profiler(
         llm.executor,

@@ -42,12 +42,16 @@ _RATE = 0.1  # weight of the newest decode step
 
 @dataclasses.dataclass(slots=True)
 class _Dispatched:
-    """A step under way; it began when it was sent if the device had nothing else to do."""
+    """A step under way; it began when it was sent if the device had nothing else to do.
+
+    `is_undisturbed`: no program was being compiled, which takes time from it.
+    """
 
     scheduled: SchedulerOutput
     result: StepResult
     sent: float
     is_first: bool
+    is_undisturbed: bool
 
 
 class Engine:
@@ -373,7 +377,8 @@ class Engine:
         if not scheduled.is_empty:
             sent = self._clock()
             result = self._executor.execute(scheduled)
-            self._in_flight.append(_Dispatched(scheduled, result, sent, not self._in_flight))
+            is_undisturbed = self._executor.is_undisturbed
+            self._in_flight.append(_Dispatched(scheduled, result, sent, not self._in_flight, is_undisturbed))
         if len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight):
             self._commit(self._in_flight.popleft())
         while self._in_flight and not self._states:  # all that is in flight is overrun
@@ -415,7 +420,7 @@ class Engine:
         """
         scheduled = step.scheduled
         began = step.sent if step.is_first else self._last_ended
-        is_timed = began is not None and not (was_ready and self._depth)
+        is_timed = began is not None and not (was_ready and self._depth) and step.is_undisturbed
         seconds = now - (max(step.sent, self._last_read) if began is None else max(step.sent, began))
         self._last_read = now
         self._last_ended = None if was_ready else now

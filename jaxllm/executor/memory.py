@@ -38,6 +38,7 @@ def _device_memory(device: jax.Device) -> tuple[int, int]:
 def num_blocks_that_fit(
     *,
     device: jax.Device,
+    weight_bytes: int,
     bytes_per_block: int,
     temporaries: int,
     needed_blocks: int,
@@ -52,7 +53,8 @@ def num_blocks_that_fit(
     3. `gpu_memory_utilization`, the fraction of device memory that weights, temporaries and pool may take;
     4. the default: 0.9 of an accelerator, or 4 GiB on the CPU.
 
-    Never more than `needed_blocks`, what max_num_seqs requests of max_model_len tokens could use.
+    `weight_bytes` are still to be loaded. Never more than `needed_blocks`, what max_num_seqs requests of
+    max_model_len tokens could use.
 
     Raises:
         ConfigError: a value is out of range, or two of the three are set.
@@ -81,7 +83,7 @@ def num_blocks_that_fit(
         available = kv_cache_memory
     elif gpu_memory_utilization is None and device.platform == "cpu":
         total, in_use = _device_memory(device)
-        available = min(_CPU_KV_CACHE_BYTES, (total - in_use) // 2)
+        available = min(_CPU_KV_CACHE_BYTES, (total - in_use - weight_bytes) // 2)
     else:
         utilization = _DEFAULT_UTILIZATION if gpu_memory_utilization is None else gpu_memory_utilization
         if (
@@ -91,7 +93,7 @@ def num_blocks_that_fit(
         ):
             raise ConfigError(f"gpu_memory_utilization={utilization!r} must be a number in (0, 1]")
         total, in_use = _device_memory(device)
-        available = int(total * utilization) - in_use - temporaries
+        available = int(total * utilization) - in_use - weight_bytes - temporaries
     fitting = available // bytes_per_block
     if fitting < 1:
         raise CapacityError(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
-import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -14,19 +12,18 @@ import numpy as np
 
 from jaxllm import pallas_kernels
 from jaxllm.errors import CapacityError, ConfigError, EngineError
-from jaxllm.executor import compile_stats
-from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
 from jaxllm.executor.pending import PendingStep
 from jaxllm.executor.programs import (
     CompiledProgram,
     PackedStep,
     ProgramKey,
-    jitted_step,
     state_shapes,
 )
 from jaxllm.executor.sampler import Sampling, SlotParams
 from jaxllm.executor.step import DeviceState, StepOutputs
+from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
 from jaxllm.types import (
@@ -36,41 +33,7 @@ from jaxllm.types import (
     SchedulerOutput,
 )
 
-_logger = logging.getLogger(__name__)
-_COMPILE_THREADS = 4  # XLA compiles outside the interpreter lock
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
-
-
-@dataclasses.dataclass(frozen=True)
-class ExecutorConfig:
-    """Sizes the executor's arrays and programs are built for."""
-
-    num_gpu_blocks: int
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
-    buckets: Buckets
-    dtype: str
-    seed: int = 0
-    implementation: str | None = None
-    num_host_blocks: int = 0
-    host_bandwidth_limit: float | None = None
-    max_decode_steps: int = 1
-
-    def program_keys(self, platform: str) -> list[ProgramKey]:
-        """The programs of greedy and of random steps; those of other `sampling` have the same shapes.
-
-        With prompts the random ones serve for greedy steps, too: noise is little beside so many tokens.
-
-        A GPU's loop waits for the host to read its condition, so single steps have programs of their own
-        there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
-        """
-        buckets = self.buckets
-        loops = buckets.multi_step_sizes() if self.max_decode_steps > 1 else ()
-        decodes = [ProgramKey(rows) for rows in buckets.decode if rows not in loops or platform != "cpu"]
-        decodes += [ProgramKey(rows, 0, self.max_decode_steps) for rows in loops]
-        shapes = [ProgramKey(size, buckets.max_chunks(size)) for size in buckets.sizes] + decodes
-        return decodes + [shape._replace(sampling=Sampling.RANDOM) for shape in shapes]
 
 
 class ModelExecutor:
@@ -81,14 +44,15 @@ class ModelExecutor:
         model_config: AnyConfig,
         params: Params,
         config: ExecutorConfig,
-        device: jax.Device | None = None,
+        device: jax.Device,
+        programs: StepPrograms | None = None,
     ) -> None:
-        compile_stats.start()
+        """`programs` of the same model, configuration and device may be compiling already."""
         self.model_config = model_config
         self.config = config
         self._params = params
-        self._device = device or jax.devices()[0]
-        self._max_blocks = -(-config.max_model_len // config.block_size)
+        self._device = device
+        self._max_blocks = config.max_blocks
         shapes = state_shapes(
             model_config,
             dtype=config.dtype,
@@ -119,15 +83,12 @@ class ModelExecutor:
                 self._device, self._max_blocks, bandwidth_limit=config.host_bandwidth_limit
             )
         self._set_history = jax.jit(_set_history, donate_argnums=0)
-        keys = config.program_keys(self._device.platform)
-        self._shapes = frozenset(key._replace(sampling=Sampling.GREEDY) for key in keys)
-        self._fastest: dict[AttentionShape, str] = {}
-        self._default_implementation, self._why_default = pallas_kernels.settle_implementation(
-            model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, config.block_size
-        )
-        self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
-        self._program_seconds: dict[ProgramKey, float] = {}
-        self.compile_seconds = 0.0
+        self._programs = programs or StepPrograms(model_config, config, device)
+        if config.implementation == FASTEST:
+            self._choose_fastest()
+        self._programs.begin()
+        weakref.finalize(self, self._programs.close).atexit = False
+        self._is_undisturbed = False
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -152,45 +113,38 @@ class ModelExecutor:
     @property
     def programs(self) -> Mapping[ProgramKey, jax.stages.Compiled]:
         """The compiled programs, by shape; `memory_analysis()` of each tells what it needs."""
-        return self._programs
+        return self._programs.compiled
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """Whether no program was being compiled when the last step was sent."""
+        return self._is_undisturbed
+
+    def compile_progress(self) -> CompileProgress:
+        """How many programs are compiled, of how many, and for how long."""
+        return self._programs.progress()
 
     def compile_report(self) -> list[CompiledProgram]:
-        """Every step's program, with seconds and memory. Threads compile side by side, so seconds overlap."""
-        report = []
-        for key, program in self._programs.items():
-            analysis = program.memory_analysis()
-            sizes = [
-                None if analysis is None else int(getattr(analysis, f"{name}_size_in_bytes"))
-                for name in ("argument", "alias", "temp", "output")
-            ]
-            seconds = self._program_seconds.get(key, 0.0)
-            reason = None if self.config.implementation else self._why_default
-            report.append(CompiledProgram(key, self._implementation(key), reason, seconds, *sizes))
-        return report
+        """Every compiled program, with seconds and memory."""
+        return self._programs.report()
 
-    def warm_up(self) -> None:
+    def warm_up(self, on_progress: Callable[[CompileProgress], None] | None = None) -> None:
         """Compile the programs of greedy and random steps and run each once, so that these never wait.
 
         Padding rows write nothing, so the pool and the history stay as they are.
         """
-        started = time.perf_counter()
-        keys = self.config.program_keys(self._device.platform)
-        lowered = [self._lower(key) for key in keys]
-        with concurrent.futures.ThreadPoolExecutor(_COMPILE_THREADS) as pool:
-            for key, (program, seconds) in zip(keys, pool.map(_timed_compile, lowered), strict=True):
-                self._programs[key], self._program_seconds[key] = program, seconds
-        for key in keys:
+        self._programs.wait(on_progress)
+        for key in self._programs.keys:
             np.asarray(self._run(key, self._padding(key)).sampled.tokens)
         if self._swapper is not None:
             self._state = self._state._replace(pool=self._swapper.warm_up(self._state.pool))
         self._restore_history(self.config.max_num_seqs, [])
         self._slot_params = self._upload_params()
-        self.compile_seconds = time.perf_counter() - started
 
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
         """Dispatch one step and return without waiting for the device.
 
-        What no request has asked of sampling before is compiled first, unless `warm_up` has done so.
+        A program that is not compiled yet is waited for.
 
         Raises:
             EngineError: it was released, as a failed engine does.
@@ -212,12 +166,12 @@ class ModelExecutor:
             self._params_changed = False
         key = self._key(scheduled)
         packed = self._pack_step(key, scheduled) if scheduled.prefill else self._pack_decode(key, scheduled)
-        return PendingStep(scheduled, self._run(key, packed), key.rows)
+        return PendingStep(scheduled, self._run(key, packed, self._following(scheduled)), key.rows)
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
         self._is_released = True
-        self._programs.clear()
+        self._programs.close()
         self._params, self._swapper = {}, None
         for name in ("_state", "_slot_params"):
             vars(self).pop(name, None)
@@ -291,9 +245,9 @@ class ModelExecutor:
             key = ProgramKey(size, buckets.max_chunks(size), num_steps)
         else:
             key = ProgramKey(buckets.decode_size(num_decodes))
-            if num_steps > 1 or key not in self._shapes:
+            if num_steps > 1 or key not in self._programs.shapes:
                 key = key._replace(max_decode_steps=self.config.max_decode_steps)
-        if key not in self._shapes or num_steps > key.max_decode_steps:
+        if key not in self._programs.shapes or num_steps > key.max_decode_steps:
             raise EngineError(f"no program computes a {key.name} with {num_steps} decode iterations")
         return key._replace(sampling=self._sampling(scheduled))
 
@@ -307,41 +261,45 @@ class ModelExecutor:
             found |= of_slots[_slot(chunk.request)] | Sampling.RANDOM  # see `ExecutorConfig.program_keys`
         return Sampling(found)
 
-    def _run(self, key: ProgramKey, packed: np.ndarray) -> StepOutputs:
-        program = self._programs.get(key)
-        if program is None:
-            program, seconds = _timed_compile(self._lower(key))
-            self._programs[key], self._program_seconds[key] = program, seconds
-            _logger.info("%s: compiled in %.1f s, when it was first needed", key.name, seconds)
+    def _following(self, scheduled: SchedulerOutput) -> tuple[ProgramKey, ...]:
+        """Programs that are likely to be needed after an iteration with prompts."""
+        if self._programs.is_settled or not scheduled.prefill:
+            return ()
+        requests = [*scheduled.decode, *(chunk.request for chunk in scheduled.prefill)]
+        sampling = 0
+        for request in requests:
+            sampling |= self._slot_sampling[_slot(request)] & ~Sampling.PROMPT_LOGPROBS
+        rows = self.config.buckets.decode_size(min(len(requests), self.config.max_num_seqs))
+        steps = 1, self.config.max_decode_steps
+        return tuple(ProgramKey(rows, 0, count, Sampling(sampling)) for count in steps)
+
+    def _run(self, key: ProgramKey, packed: np.ndarray, then: Sequence[ProgramKey] = ()) -> StepOutputs:
+        self._is_undisturbed = self._programs.is_settled
+        program = self._programs.get(key, then)
         self._state, outputs = program(self._params, self._state, self._slot_params, packed)
         return outputs
 
-    def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        max_num_seqs, max_blocks = self.config.max_num_seqs, self._max_blocks
-        jitted = jitted_step(self.model_config, key, max_num_seqs, max_blocks, self._implementation(key))
-        packed = jax.ShapeDtypeStruct(key.packed_shape(max_num_seqs, max_blocks), jnp.int32)
-        return jitted.lower(self._params, self._state, self._slot_params, packed)
-
-    def _implementation(self, key: ProgramKey) -> str:
-        """Of the attention in a program."""
+    def _choose_fastest(self) -> None:
+        """Measure which attention is the fastest for each shape of a program."""
         config, model = self.config, self.model_config
-        if config.implementation != FASTEST:
-            return config.implementation or self._default_implementation
-        if key.max_chunks:
-            op = "prefill"
-            shape = AttentionShape.prefill(key.rows, key.max_chunks, max_model_len=config.max_model_len)
-        else:
-            op = "decode"
-            pool_tokens = config.num_gpu_blocks * config.block_size
-            shape = AttentionShape.decode(
-                key.rows, max_model_len=config.max_model_len, pool_tokens=pool_tokens
-            )
-        if shape not in self._fastest:
-            default = self._default_implementation
-            names = candidates(default, op, self._device, config.dtype, model.head_dim, config.block_size)
-            scale = model.head_dim**-0.5
-            self._fastest[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
-        return self._fastest[shape]
+        pool_tokens = config.num_gpu_blocks * config.block_size
+        heads = model.num_heads, model.num_kv_heads, model.head_dim
+        default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
+        found: dict[AttentionShape, str] = {}
+        for key in self._programs.shapes:
+            if key.max_chunks:
+                op = "prefill"
+                shape = AttentionShape.prefill(key.rows, key.max_chunks, max_model_len=config.max_model_len)
+            else:
+                op = "decode"
+                shape = AttentionShape.decode(
+                    key.rows, max_model_len=config.max_model_len, pool_tokens=pool_tokens
+                )
+            if shape not in found:
+                names = candidates(default, op, self._device, config.dtype, model.head_dim, config.block_size)
+                scale = model.head_dim**-0.5
+                found[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
+            self._programs.chosen[key] = found[shape]
 
     def _upload_params(self) -> SlotParams:
         # Copies: the CPU backend may alias host arrays, which change while steps are in flight.
@@ -441,11 +399,6 @@ class ModelExecutor:
                 count += 1
         packed.num_seqs[0] = len(scheduled.prefill)
         return packed.array
-
-
-def _timed_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
-    started = time.perf_counter()
-    return lowered.compile(), time.perf_counter() - started
 
 
 def _slot(request: Request) -> int:

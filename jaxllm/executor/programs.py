@@ -87,8 +87,9 @@ def step_program(
     max_model_len: int,
     max_num_seqs: int,
     implementation: str | None = None,
+    packs_weights: bool = False,
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
-    """A step's program and its abstract arguments, from shapes alone.
+    """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
 
     Lowered with them and compiled it tells the memory it needs. The second argument is the `DeviceState`.
     """
@@ -103,8 +104,9 @@ def step_program(
     )
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SlotParams.host_zeros(max_num_seqs)))
     packed = jax.ShapeDtypeStruct(key.packed_shape(max_num_seqs, max_blocks), jnp.int32)
-    jitted = jitted_step(model_config, key, max_num_seqs, max_blocks, implementation)
-    return jitted, (abstract_params(model_config, dtype), state, slot_params, packed)
+    step = functools.partial(_packed_step, model_config, key, max_num_seqs, max_blocks, implementation)
+    params = abstract_params(model_config, dtype, is_packed=packs_weights)
+    return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed)
 
 
 def state_shapes(
@@ -123,14 +125,6 @@ def state_shapes(
         jax.ShapeDtypeStruct(pool, jnp.dtype(dtype)),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(history, jnp.int32),  # type: ignore[arg-type]
     )
-
-
-def jitted_step(
-    model_config: AnyConfig, key: ProgramKey, max_num_seqs: int, max_blocks: int, implementation: str | None
-) -> jax.stages.Wrapped:
-    """A step's program, to be lowered; it updates the device's state in place."""
-    step = functools.partial(_packed_step, model_config, key, max_num_seqs, max_blocks, implementation)
-    return jax.jit(step, donate_argnums=(1,))
 
 
 class PackedStep:

@@ -7,6 +7,7 @@ module while tracing, so a step never flattens an `nnx.State`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 
 import jax
@@ -39,9 +40,21 @@ def _name(path: tuple) -> str:
     return ".".join(str(part) for part in path)
 
 
-def abstract_params(config: AnyConfig, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of every weight, by name."""
-    return {_name(path): value for path, value in _structure(config, dtype)[1].items()}
+def abstract_params(
+    config: AnyConfig, dtype: str, *, is_packed: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of every weight, by name; packed or not."""
+    params = {_name(path): value for path, value in _structure(config, dtype)[1].items()}
+    for name in _linear_weights(config) if is_packed else ():
+        if native.packs(params[name]):
+            shape = native.packed_shape(*params[name].shape)
+            params[name] = jax.ShapeDtypeStruct(shape, params[name].dtype)
+    return params
+
+
+def weight_bytes(config: AnyConfig, dtype: str) -> int:
+    """Bytes of all weights."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in abstract_params(config, dtype).values())
 
 
 def bind(config: AnyConfig, params: Mapping[str, jax.Array]) -> AnyModel:

@@ -37,6 +37,8 @@ class SimulatedExecutor:
         ledger: told what each restore took.
     """
 
+    is_undisturbed = True
+
     def __init__(
         self,
         costs: CostModel,

@@ -6,8 +6,8 @@ the other three ops are parts of it. Rows that are not in use cost nothing.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def write_kv(
     return _call(q, k, v, pool, slot_mapping, None, None, layer, 1.0, None, None)[0]
 
 
-def packs(weight: jax.Array) -> bool:
+def packs(weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether `linear` takes a weight `[out, in]` here, packed."""
     return weight.ndim == 2 and weight.dtype == jnp.float32 and why_not(1, 1, LANES, LANES) is None
 
@@ -140,13 +140,19 @@ def linear(
     )
 
 
-@functools.cache
 def _target(shape: Shape) -> str:
     """Name of the handler of a shape, known to XLA from now on."""
     from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
 
-    register(shape.name, machine_code.load(shape))
+    with _loading:
+        if shape not in _known:
+            register(shape.name, machine_code.load(shape))
+            _known.add(shape)
     return shape.name
+
+
+_loading = threading.Lock()  # compiling a shape twice would take seconds
+_known: set[Shape] = set()
 
 
 def _call(

@@ -13,6 +13,7 @@ one tile after the other. The oracle is `x @ weight.T`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +38,8 @@ def scratch_bytes(shape: LinearShape) -> int:
 
 def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
     """An item of a panel and some rows, for numba."""
-    tiles = [_tile(rows, shape.vectors) for rows in range(1, shape.rows + 1)]
     most, panel_bytes = shape.rows, 4 * PANEL
-    compute = _choice(tiles)
+    compute = _tiles(most, shape.vectors)
 
     @njit(error_model="numpy")
     def item(job, scratch, index):  # type: ignore[no-untyped-def]
@@ -71,56 +71,45 @@ def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
     return item
 
 
-def _tile(num_rows: int, vectors: int) -> Any:
+def _tiles(most: int, vectors: int) -> Any:
     """`out = x[num_rows, depth] @ panel[depth, PANEL]`, with `stride` numbers from row to row of `out`.
 
-    Meanwhile it asks for what lies ahead, every `step` bytes.
+    `num_rows` is 1 to `most`. Meanwhile it asks for what lies ahead, every `step` bytes.
     """
     parts = [range(i, i + vectors) for i in range(0, PANEL // LANES, vectors)]
 
     @vector_code
-    def tile(
-        b: Builder, x: Any, panel: Any, depth: Any, out: Any, stride: Any, ahead: Any, step: Any
+    def tiles(
+        b: Builder,
+        num_rows: Any,
+        x: Any,
+        panel: Any,
+        depth: Any,
+        out: Any,
+        stride: Any,
+        ahead: Any,
+        step: Any,
     ) -> None:
-        rows = [b.floats(x).at(b.times(depth, row)) for row in range(num_rows)]
-        for part in parts:
-            sums = b.registers(num_rows * vectors)
-            for n in range(num_rows * vectors):
-                sums[n] = b.constant(0.0)
-            with b.loop(depth) as k:
-                b.prefetch(ahead, b.multiplied(k, step))
-                weights = b.floats(panel).at(b.times(k, PANEL))
-                loaded = [weights.load(LANES * i) for i in part]
+        def tile(num_rows: int) -> None:
+            rows = [b.floats(x).at(b.times(depth, row)) for row in range(num_rows)]
+            for part in parts:
+                sums = b.registers(num_rows * vectors)
+                for n in range(num_rows * vectors):
+                    sums[n] = b.constant(0.0)
+                with b.loop(depth) as k:
+                    b.prefetch(ahead, b.multiplied(k, step))
+                    weights = b.floats(panel).at(b.times(k, PANEL))
+                    loaded = [weights.load(LANES * i) for i in part]
+                    for row in range(num_rows):
+                        factor = rows[row].at(k).splat()
+                        for i in range(vectors):
+                            n = row * vectors + i
+                            sums[n] = b.fma(factor, loaded[i], sums[n])
                 for row in range(num_rows):
-                    factor = rows[row].at(k).splat()
-                    for i in range(vectors):
-                        n = row * vectors + i
-                        sums[n] = b.fma(factor, loaded[i], sums[n])
-            for row in range(num_rows):
-                target = b.floats(out).at(b.times(stride, row))
-                for n, i in enumerate(part):
-                    target.store(sums[row * vectors + n], LANES * i)
+                    target = b.floats(out).at(b.times(stride, row))
+                    for n, i in enumerate(part):
+                        target.store(sums[row * vectors + n], LANES * i)
 
-    return tile
+        b.choose(num_rows, [functools.partial(tile, count) for count in range(1, most + 1)])
 
-
-def _choice(functions: list[Any]) -> Any:
-    """A function that calls the n-th of `functions` for its first argument, n, from 1."""
-    chosen = functions[-1]
-    if len(functions) == 1:
-
-        @njit(error_model="numpy")
-        def only(count, x, panel, depth, out, stride, ahead, step):  # type: ignore[no-untyped-def]
-            chosen(x, panel, depth, out, stride, ahead, step)
-
-        return only
-    others, last = _choice(functions[:-1]), len(functions)
-
-    @njit(error_model="numpy")
-    def choose(count, x, panel, depth, out, stride, ahead, step):  # type: ignore[no-untyped-def]
-        if count == last:
-            chosen(x, panel, depth, out, stride, ahead, step)
-        else:
-            others(count, x, panel, depth, out, stride, ahead, step)
-
-    return choose
+    return tiles

@@ -146,6 +146,19 @@ class Builder:
         with cgutils.for_range_slice(self._b, start, stop, _INT64(step)) as (index, _):
             yield index
 
+    def choose(self, number: Any, bodies: Sequence[Callable[[], None]]) -> None:
+        """Run one of `bodies`, by its number (an int64), the first being 1; the last for any other number."""
+        b = self._b
+        blocks = [b.append_basic_block() for _ in bodies]
+        end = b.append_basic_block()
+        switch = b.switch(number, blocks[-1])
+        for place, (block, body) in enumerate(zip(blocks, bodies, strict=True), 1):
+            switch.add_case(_INT64(place), block)
+            b.position_at_end(block)
+            body()
+            b.branch(end)
+        b.position_at_end(end)
+
     def integer(self, value: int) -> Any:
         """An int64."""
         return _INT64(value)

@@ -79,6 +79,7 @@ def loaded(
     llm = LLM(
         write_config(name, folder),
         skip_tokenizer_init=True,
+        warm_up="all",
         load_format="dummy",
         dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
         profile_seconds=0.0,

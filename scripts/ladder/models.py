@@ -57,6 +57,7 @@ class Rung:
             str(folder),
             load_format="dummy",
             skip_tokenizer_init=True,
+            warm_up="all",
             dtype="float32",
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,

@@ -1,0 +1,55 @@
+"""What an executor is built for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.programs import ProgramKey
+from jaxllm.executor.sampler import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutorConfig:
+    """Sizes the executor's arrays and programs are built for.
+
+    `packs_weights`: linear layers are packed for native products (`registry.pack_linear_weights`).
+    """
+
+    num_gpu_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    buckets: Buckets
+    dtype: str
+    seed: int = 0
+    implementation: str | None = None
+    packs_weights: bool = False
+    num_host_blocks: int = 0
+    host_bandwidth_limit: float | None = None
+    max_decode_steps: int = 1
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+    def program_keys(self, platform: str) -> list[ProgramKey]:
+        """The programs of greedy and of random steps, those first that a full engine needs first.
+
+        Those of other `sampling` have the same shapes. With prompts the random ones serve for greedy steps,
+        too: noise is little beside so many tokens.
+
+        A GPU's loop waits for the host to read its condition, so single steps have programs of their own
+        there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
+        """
+        buckets = self.buckets
+        loops = buckets.multi_step_sizes() if self.max_decode_steps > 1 else ()
+        decodes = [ProgramKey(rows) for rows in buckets.decode if rows not in loops or platform != "cpu"]
+        decodes += [ProgramKey(rows, 0, self.max_decode_steps) for rows in loops]
+        decodes.sort(key=lambda key: -key.rows)
+        random = [key._replace(sampling=Sampling.RANDOM) for key in decodes]
+        steps = [ProgramKey(rows, buckets.max_chunks(rows)) for rows in reversed(buckets.sizes)]
+        keys = [step._replace(sampling=Sampling.RANDOM) for step in steps]
+        pairs = [key for pair in zip(decodes, random, strict=True) for key in pair]
+        return [*keys[:1], *pairs, *keys[1:]]

@@ -1,0 +1,233 @@
+"""The programs of an engine's steps, compiled in the order in which they are needed, beside all else."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jaxllm import pallas_kernels
+from jaxllm.executor import compile_stats
+from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.fastest import FASTEST
+from jaxllm.executor.programs import CompiledProgram, ProgramKey, step_program
+from jaxllm.executor.sampler import Sampling
+from jaxllm.models.registry import AnyConfig
+
+_logger = logging.getLogger(__name__)
+_MOST_THREADS = 4  # XLA compiles outside the interpreter lock, and takes memory for each program
+
+
+class CompileProgress(NamedTuple):
+    """Programs that are compiled, all that are known to be needed, and seconds since the first was begun."""
+
+    num_compiled: int
+    num_programs: int
+    seconds: float
+
+
+class StepPrograms:
+    """Compiles the programs of greedy and random steps in threads; others when a step needs them.
+
+    Shapes are all it takes, so that this may begin before the weights are loaded. A step waits for its own
+    program only.
+
+    Args:
+        model_config: the model.
+        config: sizes of its arrays and programs.
+        device: to compile for, and to run on.
+    """
+
+    def __init__(self, model_config: AnyConfig, config: ExecutorConfig, device: jax.Device) -> None:
+        compile_stats.start()
+        self._model_config, self._config, self._device = model_config, config, device
+        self.keys = config.program_keys(device.platform)
+        self.shapes = frozenset(_shape(key) for key in self.keys)
+        self.chosen: dict[ProgramKey, str] = {}
+        self._default, self._why_default = pallas_kernels.settle_implementation(
+            model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, config.block_size
+        )
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[ProgramKey] = collections.deque()
+        self._under_way: set[ProgramKey] = set()
+        self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
+        self._seconds: dict[ProgramKey, float] = {}
+        self._num_threads = 0
+        self._is_closed = False
+        self._began, self._ended = 0.0, 0.0
+
+    @property
+    def compiled(self) -> Mapping[ProgramKey, jax.stages.Compiled]:
+        """Those that are compiled; `memory_analysis()` of each tells what it needs."""
+        with self._changed:
+            return dict(self._compiled)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is being compiled, nor waits for it."""
+        return not (self._waiting or self._under_way)
+
+    def progress(self) -> CompileProgress:
+        """How far it is."""
+        with self._changed:
+            return self._progress()
+
+    def begin(self, num_threads: int | None = None) -> None:
+        """Compile what greedy and random steps need, in so many threads.
+
+        By default half the processor's cores do it, at most four, beside an engine that already serves.
+        """
+        if num_threads is None:
+            num_threads = (os.cpu_count() or 1) // 2
+        with self._changed:
+            known = {*self._compiled, *self._under_way, *self._waiting}
+            self._waiting.extend(key for key in self.keys if key not in known)
+            self._start_threads(num_threads)
+
+    def wait(self, on_progress: Callable[[CompileProgress], None] | None = None) -> None:
+        """Until all that was begun is compiled, by as many threads as there are cores, at most four.
+
+        Raises:
+            Exception: what XLA raised, if a program cannot be compiled.
+        """
+        self.begin(os.cpu_count() or 1)
+        with self._changed:
+            while not self.is_settled:
+                self._changed.wait()
+                if on_progress is not None:
+                    on_progress(self._progress())
+        for key in self.keys:
+            self.get(key)
+
+    def get(self, key: ProgramKey, then: Sequence[ProgramKey] = ()) -> jax.stages.Compiled:
+        """A program, compiled at once if it is not yet; `then` those that are likely to be needed next.
+
+        Raises:
+            Exception: what XLA raised, if it cannot be compiled.
+        """
+        with self._changed:
+            while True:
+                program = self._compiled.get(key)
+                if program is not None:
+                    return program
+                for following in reversed(then):
+                    if following in self._waiting:
+                        self._waiting.remove(following)
+                        self._waiting.appendleft(following)
+                if key not in self._under_way:
+                    break
+                self._changed.wait()
+            if key in self._waiting:
+                self._waiting.remove(key)
+            self._under_way.add(key)
+        return self._compile(key)
+
+    def close(self) -> None:
+        """Compile nothing more that nobody waits for, and forget the programs."""
+        with self._changed:
+            self._is_closed = True
+            self._waiting.clear()
+            self._compiled.clear()
+
+    def implementation(self, key: ProgramKey) -> str:
+        """Of the attention in a program."""
+        if self._config.implementation == FASTEST:
+            return self.chosen.get(_shape(key), self._default)
+        return self._config.implementation or self._default
+
+    def report(self) -> list[CompiledProgram]:
+        """Every compiled program, with seconds and memory. Threads work side by side, so seconds overlap."""
+        report = []
+        for key, program in self.compiled.items():
+            analysis = program.memory_analysis()
+            sizes = [
+                None if analysis is None else int(getattr(analysis, f"{name}_size_in_bytes"))
+                for name in ("argument", "alias", "temp", "output")
+            ]
+            reason = None if self._config.implementation else self._why_default
+            seconds = self._seconds[key]
+            report.append(CompiledProgram(key, self.implementation(key), reason, seconds, *sizes))
+        return report
+
+    def _start_threads(self, num_threads: int) -> None:
+        while self._num_threads < min(num_threads, _MOST_THREADS, len(self._waiting)) or (
+            self._waiting and not self._num_threads
+        ):
+            self._num_threads += 1
+            threading.Thread(target=self._work, name="jaxllm-compile").start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_closed or not threading.main_thread().is_alive():
+                    self._waiting.clear()
+                if not self._waiting:
+                    self._num_threads -= 1
+                    self._changed.notify_all()
+                    return
+                key = self._waiting.popleft()
+                self._under_way.add(key)
+            try:
+                self._compile(key)
+            except Exception as error:
+                _logger.warning("%s: %s; to be tried again by the step that needs it", key.name, error)
+
+    def _compile(self, key: ProgramKey) -> jax.stages.Compiled:
+        started = time.perf_counter()
+        self._began = self._began or started
+        program = None
+        try:
+            program = self._lower(key).compile()
+            return program
+        finally:
+            with self._changed:
+                self._ended = time.perf_counter()
+                self._under_way.discard(key)
+                if program is not None and not self._is_closed:
+                    self._compiled[key], self._seconds[key] = program, self._ended - started
+                    progress = self._progress()
+                    _logger.info(
+                        "program %d of %d, %.0f s: %s",
+                        progress.num_compiled,
+                        progress.num_programs,
+                        progress.seconds,
+                        key.name,
+                    )
+                self._changed.notify_all()
+
+    def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        config = self._config
+        jitted, arguments = step_program(
+            self._model_config,
+            key,
+            dtype=config.dtype,
+            num_gpu_blocks=config.num_gpu_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            implementation=self.implementation(key),
+            packs_weights=config.packs_weights,
+        )
+        here = SingleDeviceSharding(self._device)
+        structs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            arguments,
+        )
+        return jitted.lower(*structs)
+
+    def _progress(self) -> CompileProgress:
+        num_left = len(self._waiting) + len(self._under_way)
+        seconds = (time.perf_counter() if num_left else self._ended) - self._began if self._began else 0.0
+        return CompileProgress(len(self._compiled), len(self._compiled) + num_left, seconds)
+
+
+def _shape(key: ProgramKey) -> ProgramKey:
+    """A program's key apart from `sampling`."""
+    return key._replace(sampling=Sampling.GREEDY)

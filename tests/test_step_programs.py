@@ -1,0 +1,166 @@
+"""Programs compile in the order of need, in threads, and steps wait for their own only."""
+
+import gc
+import threading
+import time
+
+import jax
+import pytest
+from checkpoint_helpers import golden_checkpoint
+from engine_helpers import make_llm
+
+from jaxllm import SamplingParams
+from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.programs import ProgramKey
+from jaxllm.executor.sampler import Sampling
+from jaxllm.executor.step_programs import StepPrograms
+from jaxllm.models.config import config_from_dict, read_hf_config
+
+NAME = "llama_gqa"
+LARGE, SMALL = ProgramKey(16, 2, sampling=Sampling.RANDOM), ProgramKey(8, 1, sampling=Sampling.RANDOM)
+
+
+class Gate:
+    """Stands for a program while it is lowered; `open` lets it through."""
+
+    def __init__(self, order):
+        self.order, self.gates = order, {}
+
+    def lower(self, key):
+        self.order.append(key)
+        gate = self.gates.setdefault(key, threading.Event())
+        assert gate.wait(60)
+        return self
+
+    def compile(self):
+        return object()
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    buckets = Buckets.make(
+        max_num_seqs=4, max_num_batched_tokens=16, decode_sizes=[2], prefill_sizes=[8], is_padding_cheap=True
+    )
+    config = ExecutorConfig(
+        num_gpu_blocks=8, block_size=16, max_model_len=64, max_num_seqs=4, buckets=buckets, dtype="float32"
+    )
+    model = config_from_dict(read_hf_config(golden_checkpoint(NAME)))
+    made = StepPrograms(model, config, jax.devices()[0])
+    gate = Gate([])
+    monkeypatch.setattr(made, "_lower", gate.lower)
+    yield made, gate
+    made.close()
+    for key in made.keys:
+        gate.gates.setdefault(key, threading.Event()).set()
+
+
+def let_through(gate, *keys):
+    for key in keys:
+        gate.gates.setdefault(key, threading.Event()).set()
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_largest_come_first(programs):
+    made, gate = programs
+    rows = [(key.rows, key.max_chunks > 0, key.sampling) for key in made.keys]
+    assert rows[:3] == [(16, True, Sampling.RANDOM), (4, False, Sampling.GREEDY), (4, False, Sampling.RANDOM)]
+    let_through(gate, *made.keys)
+    made.begin(1)
+    until(lambda: made.is_settled)
+    assert gate.order == made.keys
+    assert set(made.compiled) == set(made.keys)
+    assert made.progress()[:2] == (len(made.keys), len(made.keys))
+
+
+def test_a_step_waits_for_its_own_program_only(programs):
+    """One that is asked for is compiled by who asks, while the thread is still busy with another one."""
+    made, gate = programs
+    made.begin(1)
+    until(lambda: gate.order == [LARGE])
+    let_through(gate, SMALL)
+    program = made.get(SMALL)
+    assert program is made.get(SMALL) is made.compiled[SMALL]
+    assert gate.order == [LARGE, SMALL]
+    assert not made.is_settled
+    assert made.progress()[:2] == (1, len(made.keys))
+
+
+def test_one_under_way_is_waited_for_and_not_compiled_twice(programs):
+    made, gate = programs
+    made.begin(1)
+    until(lambda: gate.order == [LARGE])
+    threading.Timer(0.05, let_through, (gate, LARGE)).start()
+    assert made.get(LARGE) is not None
+    assert gate.order.count(LARGE) == 1
+
+
+def test_what_follows_comes_next(programs):
+    made, gate = programs
+    following = made.keys[-2:]
+    made.begin(1)
+    until(lambda: gate.order == [LARGE])
+    let_through(gate, *made.keys)
+    made.get(LARGE, then=following)
+    until(lambda: made.is_settled)
+    assert gate.order[1:3] == following or gate.order[1:4] == [made.keys[1], *following]
+
+
+def test_a_failure_reaches_the_step_that_needs_the_program(programs, monkeypatch, caplog):
+    made, gate = programs
+
+    def fail(key):
+        raise RuntimeError(f"no memory for {key.rows}")
+
+    monkeypatch.setattr(made, "_lower", fail)
+    made.begin(2)
+    until(lambda: made.is_settled)
+    assert not made.compiled
+    assert "no memory for 16; to be tried again by the step that needs it" in caplog.text
+    with pytest.raises(RuntimeError, match="no memory for 8"):
+        made.get(SMALL)
+    with pytest.raises(RuntimeError, match="no memory for 16"):
+        made.wait()
+    monkeypatch.setattr(made, "_lower", gate.lower)
+    let_through(gate, *made.keys)
+    made.wait()
+    assert set(made.compiled) == set(made.keys)
+
+
+def test_closing_ends_the_threads(programs):
+    made, gate = programs
+    made.begin(1)
+    until(lambda: gate.order == [LARGE])
+    made.close()
+    let_through(gate, LARGE)
+    until(lambda: made.is_settled)
+    assert gate.order == [LARGE]
+    assert not made.compiled
+
+
+def test_tokens_do_not_depend_on_when_programs_compile():
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12)
+    prompts = [[3, 5, 7], [11] * 20]
+    settings = {"decode_buckets": [1, 4], "prefill_buckets": [16, 48]}
+    tokens = []
+    for warm_up in ("background", "all"):
+        llm = make_llm(golden_checkpoint(NAME), warm_up=warm_up, **settings)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens.append([output.token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
+    assert llm.compile_progress()[:2] == (6, 6)
+
+
+def test_a_dropped_engine_compiles_nothing_more():
+    llm = make_llm(golden_checkpoint(NAME), warm_up="background", decode_buckets=[1, 2, 3, 4])
+    programs = llm.executor._programs
+    del llm
+    gc.collect()
+    until(lambda: programs.is_settled)
+    assert not programs.compiled
