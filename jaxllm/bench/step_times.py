@@ -19,7 +19,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from jaxllm.engine.engine import Engine
 from jaxllm.executor.model_executor import ModelExecutor
@@ -101,17 +101,14 @@ class StepTimer:
         # Attributes of the instances hide the methods of their classes.
         vars(scheduler)["schedule"] = self._timed("schedule", scheduler.schedule, self._note_scheduled)
         vars(executor)["execute"] = self._timed("execute", executor.execute, self._wrap_result)
-        self._untimed = dict(executor.programs)
-        programs = cast("dict[Any, Any]", executor.programs)
-        for key, program in self._untimed.items():
-            programs[key] = self._timed("program", program, self._note_rows(key))
+        vars(executor)["program"] = self._timed_program(executor.program)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del vars(self._engine.scheduler)["schedule"], vars(self._executor)["execute"]
-        cast("dict[Any, Any]", self._executor.programs).update(self._untimed)
+        del vars(self._engine.scheduler)["schedule"]
+        del vars(self._executor)["execute"], vars(self._executor)["program"]
 
     def _timed(
         self, part: str, call: Callable[..., Any], then: Callable[[Any], Any] = lambda result: result
@@ -132,12 +129,12 @@ class StepTimer:
         self._current.num_prefill_tokens = scheduled.num_prefill_tokens
         return scheduled
 
-    def _note_rows(self, key: ProgramKey) -> Callable[[Any], Any]:
-        def note(outputs: Any) -> Any:
+    def _timed_program(self, find: Callable[..., Any]) -> Callable[..., Any]:
+        def found(key: ProgramKey, *then: Any) -> Any:
             self._current.num_rows = key.rows if key.max_chunks else 0
-            return outputs
+            return self._timed("program", find(key, *then))
 
-        return note
+        return found
 
     def _wrap_result(self, result: StepResult) -> StepResult:
         return _TimedResult(result.is_ready, self._timed("fetch", result.fetch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,13 @@ from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
 from jaxllm.executor.pending import PendingStep
 from jaxllm.executor.programs import (
     CompiledProgram,
+    EngineState,
     PackedStep,
     ProgramKey,
     state_shapes,
 )
-from jaxllm.executor.sampler import Sampling, SlotParams
-from jaxllm.executor.step import DeviceState, StepOutputs
+from jaxllm.executor.sampler import PackedSlotParams, Sampling
+from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
@@ -62,7 +64,7 @@ class ModelExecutor:
             max_num_seqs=config.max_num_seqs,
         )
         try:
-            make = jax.jit(lambda: DeviceState(*(jnp.zeros(s.shape, s.dtype) for s in shapes)))
+            make = jax.jit(lambda: EngineState(*(jnp.zeros(s.shape, s.dtype) for s in shapes)))
             with jax.default_device(self._device):
                 self._state = jax.block_until_ready(make())
         except jax.errors.JaxRuntimeError as error:
@@ -70,11 +72,11 @@ class ModelExecutor:
                 f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
                 f"beside the weights; lower num_gpu_blocks_override or kv_cache_memory: {error}"
             ) from error
-        self._host_params = SlotParams.host_zeros(config.max_num_seqs)
-        self._slot_params = self._upload_params()
-        self._params_changed = False
-        self._tables = np.zeros((config.max_num_seqs, self._max_blocks), np.int32)
-        self._table_ends = [(0, -1)] * config.max_num_seqs  # size and last block of each
+        self._packed_params = PackedSlotParams.host_zeros(config.max_num_seqs)
+        self._host_params = self._packed_params.unpack()
+        self._slot_params = PackedSlotParams(*map(self._upload, self._packed_params))
+        self._params_changed = self._rare_params_changed = False
+        self._table_sizes = np.zeros(config.max_num_seqs, np.int32)  # blocks of each that the device knows
         self._slot_sampling = [int(Sampling.GREEDY)] * config.max_num_seqs
         self._is_released = False
         self._swapper = None
@@ -82,7 +84,7 @@ class ModelExecutor:
             self._swapper = BlockSwapper(
                 self._device, self._max_blocks, bandwidth_limit=config.host_bandwidth_limit
             )
-        self._set_history = jax.jit(_set_history, donate_argnums=0)
+        self._set_slot = jax.jit(_set_slot, donate_argnums=(0, 1))
         self._programs = programs or StepPrograms(model_config, config, device)
         if config.implementation == FASTEST:
             self._choose_fastest()
@@ -120,6 +122,10 @@ class ModelExecutor:
         """Whether no program was being compiled when the last step was sent."""
         return self._is_undisturbed
 
+    def program(self, key: ProgramKey, then: Sequence[ProgramKey] = ()) -> Callable[..., Any]:
+        """The program of a key, waited for if need be; `then` are those likely to be needed next."""
+        return self._programs.get(key, then)
+
     def compile_progress(self) -> CompileProgress:
         """How many programs are compiled, of how many, and for how long."""
         return self._programs.progress()
@@ -138,8 +144,7 @@ class ModelExecutor:
             np.asarray(self._run(key, self._padding(key)).sampled.tokens)
         if self._swapper is not None:
             self._state = self._state._replace(pool=self._swapper.warm_up(self._state.pool))
-        self._restore_history(self.config.max_num_seqs, [])
-        self._slot_params = self._upload_params()
+        self._restore(self.config.max_num_seqs, [], [])
 
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
         """Dispatch one step and return without waiting for the device.
@@ -156,16 +161,15 @@ class ModelExecutor:
         elif scheduled.has_copies:
             raise ConfigError("the scheduler swaps, and the executor was built with num_host_blocks=0")
         for chunk in scheduled.prefill:
-            self._set_table(_slot(chunk.request), chunk.request.block_ids)
             if chunk.is_first:
-                self._open_slot(chunk.request)
+                request, slot = chunk.request, _slot(chunk.request)
+                self._open_slot(request)
+                self._table_sizes[slot] = 0
                 if chunk.start:
-                    self._restore_history(_slot(chunk.request), chunk.request.token_ids(0, chunk.start))
-        if self._params_changed:
-            self._slot_params = self._upload_params()
-            self._params_changed = False
+                    self._restore(slot, request.token_ids(0, chunk.start), request.block_ids)
+        self._update_params()
         key = self._key(scheduled)
-        packed = self._pack_step(key, scheduled) if scheduled.prefill else self._pack_decode(key, scheduled)
+        packed = self._pack(key, scheduled)
         return PendingStep(scheduled, self._run(key, packed, self._following(scheduled)), key.rows)
 
     def release(self) -> None:
@@ -228,9 +232,7 @@ class ModelExecutor:
 
     def _padding(self, key: ProgramKey) -> np.ndarray:
         """Inputs of a step that computes nothing."""
-        if key.max_chunks:
-            return PackedStep(key, self.config.max_num_seqs, self._max_blocks).array
-        return np.zeros(key.packed_shape(self.config.max_num_seqs, self._max_blocks), np.int32)
+        return PackedStep(key, self.config.max_num_seqs, self.block_size).array
 
     def _key(self, scheduled: SchedulerOutput) -> ProgramKey:
         """The program of an iteration.
@@ -275,7 +277,7 @@ class ModelExecutor:
 
     def _run(self, key: ProgramKey, packed: np.ndarray, then: Sequence[ProgramKey] = ()) -> StepOutputs:
         self._is_undisturbed = self._programs.is_settled
-        program = self._programs.get(key, then)
+        program = self.program(key, then)
         self._state, outputs = program(self._params, self._state, self._slot_params, packed)
         return outputs
 
@@ -301,9 +303,17 @@ class ModelExecutor:
                 found[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
             self._programs.chosen[key] = found[shape]
 
-    def _upload_params(self) -> SlotParams:
-        # Copies: the CPU backend may alias host arrays, which change while steps are in flight.
-        return jax.device_put(jax.tree.map(np.array, self._host_params), self._device)
+    def _upload(self, host: Any) -> jax.Array:
+        # A copy: the CPU backend may alias host arrays, which change while steps are in flight.
+        return jax.device_put(host.copy(), self._device)
+
+    def _update_params(self) -> None:
+        """Upload sampling parameters that have changed."""
+        if self._params_changed:
+            self._slot_params = self._slot_params._replace(common=self._upload(self._packed_params.common))
+        if self._rare_params_changed:
+            self._slot_params = self._slot_params._replace(rare=self._upload(self._packed_params.rare))
+        self._params_changed = self._rare_params_changed = False
 
     # Inputs
 
@@ -314,7 +324,7 @@ class ModelExecutor:
             seed = (self.config.seed + 1) * _SEED_MULTIPLIER + request.arrival_index
         slot = _slot(request)
         self._slot_sampling[slot] = Sampling.of(request.sampling_params)
-        self._host_params.host_set(
+        self._rare_params_changed |= self._host_params.host_set(
             slot,
             request.sampling_params,
             seed=seed & 0xFFFFFFFFFFFFFFFF,
@@ -342,63 +352,79 @@ class ModelExecutor:
         for swap in (*scheduled.joined, *scheduled.swap_in):
             if swap.request.slot is None or swap.request in prefilled:
                 continue  # preempted again in this very iteration, or opened with its chunk
-            self._restore_history(swap.request.slot, swap.request.token_ids(0, swap.request.num_tokens))
-            self._set_table(swap.request.slot, swap.request.block_ids)
-            self._open_slot(swap.request)
+            request, slot = swap.request, swap.request.slot
+            self._restore(slot, request.token_ids(0, request.num_tokens), request.block_ids)
+            self._open_slot(request)
 
-    def _restore_history(self, slot: int, token_ids: Sequence[int]) -> None:
-        row = np.zeros(self.config.max_model_len + 1, np.int32)
-        row[: len(token_ids)] = token_ids
-        self._state = self._state._replace(history=self._set_history(self._state.history, slot, row))
+    def _restore(self, slot: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Write a slot's tokens and block table on the device."""
+        tokens = np.zeros(self.config.max_model_len + 1, np.int32)
+        tokens[: len(token_ids)] = token_ids
+        table = np.zeros(self._max_blocks, np.int32)
+        table[: len(block_ids)] = block_ids
+        pool, *rest = self._state
+        self._state = EngineState(pool, *self._set_slot(*rest, slot, tokens, table))
+        if slot < self.config.max_num_seqs:
+            self._table_sizes[slot] = len(block_ids)
 
-    def _set_table(self, slot: int, block_ids: Sequence[int]) -> None:
-        self._tables[slot, : len(block_ids)] = block_ids
-        self._table_ends[slot] = (len(block_ids), block_ids[-1])
-
-    def _tables_of(self, requests: Sequence[Request]) -> tuple[list[int], np.ndarray]:
-        """Slots of running requests, and their block tables."""
-        ends = self._table_ends
-        slots = [_slot(request) for request in requests]
-        for slot, request in zip(slots, requests, strict=True):
-            # A table grows by at most one block from step to step, at its end.
-            if ends[slot] != (len(request.block_ids), request.block_ids[-1]):
-                self._set_table(slot, request.block_ids)
-        return slots, self._tables[slots]
-
-    def _pack_decode(self, key: ProgramKey, scheduled: SchedulerOutput) -> np.ndarray:
-        """`[rows, 3 + max_blocks]` int32: slot, length, iterations, block table."""
-        num_steps, requests = scheduled.num_decode_steps, scheduled.decode
-        packed = self._padding(key)
-        count = len(requests)
-        packed[:, 2] = num_steps
-        packed[:count, 0], packed[:count, 3:] = self._tables_of(requests)
-        packed[:count, 1] = [request.num_tokens - num_steps for request in requests]
-        return packed
-
-    def _pack_step(self, key: ProgramKey, scheduled: SchedulerOutput) -> np.ndarray:
-        """A flat int32 array; see `programs.PackedStep`."""
-        packed = PackedStep(key, self.config.max_num_seqs, self._max_blocks)
-        row = count = len(scheduled.decode)
-        if count:
-            slots, packed.decode_tables[:count] = self._tables_of(scheduled.decode)
-            lengths = [request.num_tokens - 1 for request in scheduled.decode]
-            packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
+    def _pack(self, key: ProgramKey, scheduled: SchedulerOutput) -> np.ndarray:
+        """The inputs of an iteration; see `programs.PackedStep`."""
+        packed = PackedStep(key, self.config.max_num_seqs, self.block_size)
+        decodes, num_steps = scheduled.decode, scheduled.num_decode_steps
+        count = len(decodes)
+        slots = [_slot(request) for request in decodes]
+        lengths = [request.num_tokens - num_steps for request in decodes]
+        packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
+        # A table grows by at most one block from one iteration to the next.
+        needed = (packed.decode_lengths[:count] + (num_steps + self.block_size - 2)) // self.block_size
+        grown = np.flatnonzero(needed > self._table_sizes[slots])
+        places = [slots[row] * self._max_blocks + needed[row] - 1 for row in grown]
+        blocks = [decodes[row].block_ids[needed[row] - 1] for row in grown]
+        self._table_sizes[slots] = needed
+        if key.max_chunks:
             packed.sampled[:, :count] = range(count), slots, lengths
-        packed.starts[:] = row
-        for i, chunk in enumerate(scheduled.prefill):
-            request, stop = chunk.request, chunk.start + chunk.length
-            slot, end = _slot(request), row + chunk.length
-            ids = request.token_ids(chunk.start, stop + 1)
-            packed.tokens[row:end] = ids[: chunk.length]
-            packed.targets[row : row + len(ids) - 1] = ids[1:]
-            row = end
-            packed.starts[i + 1 :] = row
-            packed.lengths[i], packed.slots[i], packed.tables[i] = stop, slot, self._tables[slot]
-            if chunk.is_last:
-                packed.sampled[:, count] = row - 1, slot, stop
-                count += 1
-        packed.num_seqs[0] = len(scheduled.prefill)
+            self._pack_prompts(packed, scheduled, places, blocks)
+        else:
+            packed.num_steps[0] = num_steps
+        packed.new_blocks[:, : len(places)] = places, blocks
         return packed.array
+
+    def _pack_prompts(
+        self, packed: PackedStep, scheduled: SchedulerOutput, places: list[int], blocks: list[int]
+    ) -> None:
+        """Add an iteration's chunks, and to `places` and `blocks` their tables' new ones."""
+        tokens: list[int] = []
+        targets: list[int] = []
+        sampled: list[tuple[int, int, int]] = []
+        first_row, count = len(scheduled.decode), len(scheduled.prefill)
+        for chunk in scheduled.prefill:
+            request, slot = chunk.request, _slot(chunk.request)
+            stop, num_known, table = (
+                chunk.start + chunk.length,
+                int(self._table_sizes[slot]),
+                request.block_ids,
+            )
+            ids = request.token_ids(chunk.start, stop + 1)
+            tokens += ids[: chunk.length]
+            targets += ids[1:]
+            targets += [0] * (len(tokens) - len(targets))
+            first_place = slot * self._max_blocks
+            places += range(first_place + num_known, first_place + len(table))
+            blocks += table[num_known:]
+            self._table_sizes[slot] = len(table)
+            if chunk.is_last:
+                sampled.append((first_row + len(tokens) - 1, slot, stop))
+        end = first_row + len(tokens)
+        packed.tokens[first_row:end], packed.targets[first_row:end] = tokens, targets
+        packed.query_starts[0] = first_row
+        packed.query_starts[1:] = end
+        lengths = [chunk.length for chunk in scheduled.prefill]
+        packed.query_starts[1 : count + 1] = first_row + np.cumsum(lengths)
+        packed.lengths[:count] = [chunk.start + chunk.length for chunk in scheduled.prefill]
+        packed.slots[:count] = [_slot(chunk.request) for chunk in scheduled.prefill]
+        packed.num_seqs[0] = count
+        if sampled:
+            packed.sampled[:, first_row : first_row + len(sampled)] = np.array(sampled, np.int32).T
 
 
 def _slot(request: Request) -> int:
@@ -406,5 +432,7 @@ def _slot(request: Request) -> int:
     return request.slot
 
 
-def _set_history(history: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
-    return history.at[slot].set(row)
+def _set_slot(
+    history: jax.Array, tables: jax.Array, slot: jax.Array, tokens: jax.Array, table: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return history.at[slot].set(tokens), tables.at[slot].set(table)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.executor.sampler import Sampling, SlotParams
+from jaxllm.executor.sampler import PackedSlotParams, Sampling
 from jaxllm.executor.step import (
     DecodeInputs,
     DeviceState,
@@ -20,6 +21,8 @@ from jaxllm.executor.step import (
     run_step,
 )
 from jaxllm.models.registry import AnyConfig, Params, abstract_params
+
+_NOWHERE = np.iinfo(np.int32).max
 
 
 class ProgramKey(NamedTuple):
@@ -47,11 +50,27 @@ class ProgramKey(NamedTuple):
         """Most requests that it decodes."""
         return min(self.rows, max_num_seqs)
 
-    def packed_shape(self, max_num_seqs: int, max_blocks: int) -> tuple[int, ...]:
-        """Of its packed inputs."""
-        if self.max_chunks:
-            return (sum(_sizes(self, max_num_seqs, max_blocks)),)
-        return self.rows, 3 + max_blocks
+    def inputs(self, max_num_seqs: int, block_size: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of its inputs; see `PackedStep`."""
+        rows, chunks, decodes = self.rows, self.max_chunks, self.num_decodes(max_num_seqs)
+        shapes: dict[str, tuple[int, ...]] = {"decode_slots": (decodes,), "decode_lengths": (decodes,)}
+        if not chunks:
+            return {**shapes, "num_steps": (1,), "new_blocks": (2, decodes)}
+        shapes |= {"tokens": (rows,), "targets": (rows,), "query_starts": (chunks + 1,)}
+        shapes |= {"lengths": (chunks,), "slots": (chunks,), "num_seqs": (1,), "sampled": (3, decodes)}
+        return {**shapes, "new_blocks": (2, decodes + chunks + rows // block_size)}
+
+
+class EngineState(NamedTuple):
+    """What the steps of an engine carry on the device, donated from one to the next.
+
+    `pool` and `history` are those of `step.DeviceState`; `tables` are the block tables of the slots,
+    [num_slots + 1, max_blocks] int32, the last row belonging to padding.
+    """
+
+    pool: jax.Array
+    history: jax.Array
+    tables: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +110,8 @@ def step_program(
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
 
-    Lowered with them and compiled it tells the memory it needs. The second argument is the `DeviceState`.
+    Lowered with them and compiled it tells the memory it needs. The second argument is the `EngineState`.
     """
-    max_blocks = -(-max_model_len // block_size)
     state = state_shapes(
         model_config,
         dtype=dtype,
@@ -102,9 +120,10 @@ def step_program(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
     )
-    slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SlotParams.host_zeros(max_num_seqs)))
-    packed = jax.ShapeDtypeStruct(key.packed_shape(max_num_seqs, max_blocks), jnp.int32)
-    step = functools.partial(_packed_step, model_config, key, max_num_seqs, max_blocks, implementation)
+    slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PackedSlotParams.host_zeros(max_num_seqs)))
+    num_inputs = sum(map(math.prod, key.inputs(max_num_seqs, block_size).values()))
+    packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
+    step = functools.partial(_packed_step, model_config, key, max_num_seqs, implementation)
     params = abstract_params(model_config, dtype, is_packed=packs_weights)
     return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed)
 
@@ -117,47 +136,54 @@ def state_shapes(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
-) -> DeviceState:
-    """The shapes and dtypes of the KV pool and the tokens' history."""
+) -> EngineState:
+    """The shapes and dtypes of the KV pool, the tokens' history and the block tables."""
     pool = (num_gpu_blocks, model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
     history = (max_num_seqs + 1, max_model_len + 1)
-    return DeviceState(
+    tables = (max_num_seqs + 1, -(-max_model_len // block_size))
+    return EngineState(
         jax.ShapeDtypeStruct(pool, jnp.dtype(dtype)),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(history, jnp.int32),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct(tables, jnp.int32),  # type: ignore[arg-type]
     )
 
 
 class PackedStep:
-    """The inputs of a step with prompts: views of parts of one flat int32 array, uploaded at once.
+    """The inputs of a step: views of parts of one flat int32 array, uploaded at once; padding at first.
 
-    `tokens`, `targets` [R]; `starts` [P + 1]; `lengths`, `slots` [P]; `num_seqs` [1]; `sampled` [3, S];
-    `tables` [P, M]; `decode_slots`, `decode_lengths` [B]; `decode_tables` [B, M]; see `step.PrefillInputs`.
-    Everything is padding at first.
+    `decode_slots`, `decode_lengths` [B] are those of `step.DecodeInputs`, and `num_steps` [1] how many
+    iterations to compute; `tokens`, `targets`, `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled`
+    those of `step.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are changes of the block tables,
+    which stay on the device: places in the flat tables, beyond their end in padding, and the block there.
     """
 
-    def __init__(self, key: ProgramKey, max_num_seqs: int, max_blocks: int) -> None:
-        self.array = np.zeros(key.packed_shape(max_num_seqs, max_blocks), np.int32)
-        parts = _split(self.array, key, max_num_seqs, max_blocks)
-        self.tokens, self.targets, self.starts, self.lengths, self.slots, self.num_seqs = parts[:6]
-        self.sampled, self.tables, self.decode_slots, self.decode_lengths, self.decode_tables = parts[6:]
-        self.sampled[1] = -1
+    decode_slots: np.ndarray
+    decode_lengths: np.ndarray
+    num_steps: np.ndarray
+    tokens: np.ndarray
+    targets: np.ndarray
+    query_starts: np.ndarray
+    lengths: np.ndarray
+    slots: np.ndarray
+    num_seqs: np.ndarray
+    sampled: np.ndarray
+    new_blocks: np.ndarray
+
+    def __init__(self, key: ProgramKey, max_num_seqs: int, block_size: int) -> None:
+        shapes = key.inputs(max_num_seqs, block_size)
+        self.array = np.zeros(sum(map(math.prod, shapes.values())), np.int32)
+        vars(self).update(_split(self.array, shapes))
+        self.new_blocks[0] = _NOWHERE
+        if key.max_chunks:
+            self.sampled[1] = -1
 
 
-def _sizes(key: ProgramKey, max_num_seqs: int, max_blocks: int) -> tuple[int, ...]:
-    rows, chunks = key.rows, key.max_chunks
-    decodes = key.num_decodes(max_num_seqs)
-    prompts = (rows, rows, chunks + 1, chunks, chunks, 1, 3 * decodes, chunks * max_blocks)
-    return (*prompts, decodes, decodes, decodes * max_blocks)
-
-
-def _split(packed: Any, key: ProgramKey, max_num_seqs: int, max_blocks: int) -> list[Any]:
-    """The parts of a packed array, of numpy's or JAX's."""
-    sizes = _sizes(key, max_num_seqs, max_blocks)
-    ends = np.cumsum(sizes)
-    parts = [packed[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
-    parts[6] = parts[6].reshape(3, -1)
-    parts[7] = parts[7].reshape(-1, max_blocks)
-    parts[10] = parts[10].reshape(-1, max_blocks)
+def _split(packed: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The parts of a packed array, of numpy's or JAX's, by name."""
+    parts, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape)
+        parts[name] = packed[start:end].reshape(shape)
     return parts
 
 
@@ -165,36 +191,26 @@ def _packed_step(
     model_config: AnyConfig,
     key: ProgramKey,
     max_num_seqs: int,
-    max_blocks: int,
     implementation: str | None,
     params: Params,
-    state: DeviceState,
-    slot_params: SlotParams,
+    state: EngineState,
+    slot_params: PackedSlotParams,
     packed: jax.Array,
-) -> tuple[DeviceState, StepOutputs]:
-    one_step = functools.partial(
-        run_step,
-        model_config,
-        params,
-        state,
-        slot_params,
-        sampling=key.sampling,
-        implementation=implementation,
-    )
+) -> tuple[EngineState, StepOutputs]:
+    parts = _split(packed, key.inputs(max_num_seqs, state.pool.shape[4]))
+    places, blocks = parts["new_blocks"]
+    tables = state.tables.reshape(-1).at[places].set(blocks, mode="drop").reshape(state.tables.shape)
+    slots = parts["decode_slots"]
+    decode = DecodeInputs(slots, parts["decode_lengths"], tables[slots])
+    compute: Any = run_step
+    options: dict[str, Any] = {"sampling": key.sampling, "implementation": implementation}
+    inputs: tuple[Any, ...] = decode, None
     if key.max_chunks:
-        parts = _split(packed, key, max_num_seqs, max_blocks)
-        return one_step(DecodeInputs(*parts[8:]), PrefillInputs(*parts[:8]))
-    decode = DecodeInputs(packed[:, 0], packed[:, 1], packed[:, 3:])
-    if key.max_decode_steps == 1:
-        return one_step(decode, None)
-    return run_decode_steps(
-        model_config,
-        params,
-        state,
-        slot_params,
-        decode,
-        packed[0, 2],
-        max_steps=key.max_decode_steps,
-        sampling=key.sampling,
-        implementation=implementation,
-    )
+        prompts = {name: parts[name] for name in PrefillInputs._fields if name in parts}
+        inputs = decode, PrefillInputs(block_tables=tables[parts["slots"]], **prompts)
+    elif key.max_decode_steps > 1:
+        compute, inputs = run_decode_steps, (decode, parts["num_steps"][0])
+        options["max_steps"] = key.max_decode_steps
+    carried = DeviceState(state.pool, state.history)
+    carried, outputs = compute(model_config, params, carried, slot_params.unpack(), *inputs, **options)
+    return EngineState(carried.pool, carried.history, tables), outputs

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +63,9 @@ class Sampling(enum.IntFlag):
 class SlotParams(NamedTuple):
     """Sampling parameters by slot; the last row belongs to padding and is greedy.
 
-    As numpy arrays on the host and, uploaded when a slot changes, as device arrays. `seeds` holds the high
-    and low 32 bits. Unused places of `bias_ids` and `banned_ids` are -1. `banned_ids` may not be sampled
-    before the request is `min_length` tokens long (prompt included). `end_ids` are tokens that end the
-    request, as many as there is room for: the host knows them all.
+    `seeds` holds the high and low 32 bits. Unused places of `bias_ids` and `banned_ids` are -1. `banned_ids`
+    may not be sampled before the request is `min_length` tokens long (prompt included). `end_ids` are tokens
+    that end the request, as many as there is room for: the host knows them all.
     """
 
     temperature: jax.Array
@@ -87,22 +86,7 @@ class SlotParams(NamedTuple):
     @classmethod
     def host_zeros(cls, num_slots: int) -> SlotParams:
         """Greedy parameters for `num_slots` slots and the padding row, as numpy arrays."""
-        rows = num_slots + 1
-        floats = [np.zeros(rows, np.float32) for _ in range(6)]
-        floats[1][:] = 1.0
-        floats[5][:] = 1.0
-        arrays = [
-            *floats,
-            np.zeros(rows, np.int32),
-            np.zeros((rows, 2), np.uint32),
-            np.zeros(rows, np.int32),
-            np.zeros(rows, np.int32),
-            np.full((rows, MAX_LOGIT_BIAS), -1, np.int32),
-            np.zeros((rows, MAX_LOGIT_BIAS), np.float32),
-            np.full((rows, MAX_BANNED_TOKEN_IDS), -1, np.int32),
-            np.full((rows, _MAX_END_IDS), -1, np.int32),
-        ]
-        return cls(*arrays)  # type: ignore[arg-type]
+        return PackedSlotParams.host_zeros(num_slots).unpack()
 
     def host_set(
         self,
@@ -113,8 +97,8 @@ class SlotParams(NamedTuple):
         prompt_length: int,
         eos_token_ids: frozenset[int],
         end_token_ids: frozenset[int],
-    ) -> None:
-        """Write one request's parameters into a slot of the host arrays."""
+    ) -> bool:
+        """Write one request's parameters into a slot of the host arrays; whether the rare ones changed."""
         scalars = {
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -130,18 +114,76 @@ class SlotParams(NamedTuple):
         for name, value in scalars.items():
             host[name][slot] = value
         host["seeds"][slot] = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
-        bias = dict(params.logit_bias or {})
-        host["bias_ids"][slot] = -1
-        host["bias_ids"][slot, : len(bias)] = list(bias)
-        host["bias_values"][slot, : len(bias)] = list(bias.values())
-        banned: list[int] = []
-        if params.min_tokens:
-            banned = sorted({*(params.stop_token_ids or ()), *eos_token_ids})
-        host["banned_ids"][slot] = -1
-        host["banned_ids"][slot, : len(banned)] = banned
         ends = sorted(end_token_ids)[:_MAX_END_IDS]
         host["end_ids"][slot] = -1
         host["end_ids"][slot, : len(ends)] = ends
+        bias = dict(params.logit_bias or {})
+        banned: list[int] = []
+        if params.min_tokens:
+            banned = sorted({*(params.stop_token_ids or ()), *eos_token_ids})
+        if not (bias or banned or host["bias_ids"][slot, 0] >= 0 or host["banned_ids"][slot, 0] >= 0):
+            return False
+        host["bias_ids"][slot] = -1
+        host["bias_ids"][slot, : len(bias)] = list(bias)
+        host["bias_values"][slot, : len(bias)] = list(bias.values())
+        host["banned_ids"][slot] = -1
+        host["banned_ids"][slot, : len(banned)] = banned
+        return True
+
+
+_FIELDS: tuple[dict[str, tuple[type, int, Any]], ...] = (
+    {  # dtype, numbers of a slot, and what they are at first
+        "temperature": (np.float32, 1, 0),
+        "top_p": (np.float32, 1, 1),
+        "min_p": (np.float32, 1, 0),
+        "presence_penalty": (np.float32, 1, 0),
+        "frequency_penalty": (np.float32, 1, 0),
+        "repetition_penalty": (np.float32, 1, 1),
+        "top_k": (np.int32, 1, 0),
+        "seeds": (np.uint32, 2, 0),
+        "prompt_length": (np.int32, 1, 0),
+        "min_length": (np.int32, 1, 0),
+        "end_ids": (np.int32, _MAX_END_IDS, -1),
+    },
+    {
+        "bias_ids": (np.int32, MAX_LOGIT_BIAS, -1),
+        "bias_values": (np.float32, MAX_LOGIT_BIAS, 0),
+        "banned_ids": (np.int32, MAX_BANNED_TOKEN_IDS, -1),
+    },
+)
+
+
+class PackedSlotParams(NamedTuple):
+    """`SlotParams` as two int32 arrays, to be uploaded when slots change: `common`, and what few ask for.
+
+    A row is a slot; its numbers lie one after another, floats bit by bit.
+    """
+
+    common: jax.Array
+    rare: jax.Array
+
+    @classmethod
+    def host_zeros(cls, num_slots: int) -> PackedSlotParams:
+        """Greedy parameters for `num_slots` slots and the padding row, as numpy arrays."""
+        widths = [sum(width for _, width, _ in fields.values()) for fields in _FIELDS]
+        packed = cls(*(np.zeros((num_slots + 1, width), np.int32) for width in widths))  # type: ignore[arg-type]
+        unpacked = packed.unpack()._asdict()
+        for fields in _FIELDS:
+            for name, (_, _, first) in fields.items():
+                unpacked[name][:] = first
+        return packed
+
+    def unpack(self) -> SlotParams:
+        """The parts: views of numpy arrays, slices of JAX's."""
+        parts: dict[str, Any] = {}
+        for array, fields in zip(self, _FIELDS, strict=True):
+            end = 0
+            for name, (dtype, width, _) in fields.items():
+                part = array[:, end] if width == 1 else array[:, end : end + width]
+                end += width
+                is_host = isinstance(part, np.ndarray)
+                parts[name] = part.view(dtype) if is_host else lax.bitcast_convert_type(part, dtype)
+        return SlotParams(**parts)
 
 
 class Logprobs(NamedTuple):

@@ -1,0 +1,113 @@
+"""Times starts: from the first line of Python to text, with nothing cached and with what earlier starts left.
+
+    python scripts/bench_start.py out/bench107m-gqa --out start.json
+
+Each start is a process of its own with a compilation cache that holds nothing, native kernels only, or all
+that the start before it left. Peak memory is given beside the weights and the KV pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from jaxllm.bench.results import command_line, write_json
+from jaxllm.hardware import describe_hardware, versions
+from jaxllm.llm import demo_model_path
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.registry import weight_bytes
+
+CACHES = ("nothing", "native kernels", "everything")
+_POOL_BYTES = 256 * 2**20
+_BATCH = """
+import json, sys
+from jaxllm import LLM, SamplingParams
+from jaxllm.hardware import peak_rss_bytes
+model, cache, count, pool = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+sizes = {"max_num_seqs": count, "kv_cache_memory": pool}
+llm = LLM(model, compilation_cache_dir=cache, skip_tokenizer_init=True, **sizes)
+params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+llm.generate([[5 + i] * 24 for i in range(count)], params, use_tqdm=False)
+print(json.dumps({"peak_bytes": peak_rss_bytes(), "pool_bytes": llm.executor.pool_bytes}), flush=True)
+"""
+
+
+def timed(command: list[str]) -> tuple[float, float, str]:
+    """Wall seconds until a command prints its first line, processor seconds to its end, and the line."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        seconds = time.perf_counter() - started
+        process.stdout.read()
+    if process.returncode:
+        raise RuntimeError(f"{command[:3]} ended with {process.returncode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, line
+
+
+def starts(model: str, count: int, folder: pathlib.Path) -> list[dict[str, Any]]:
+    """A start of a batch and one of the command, with each state of the cache."""
+    batch = [sys.executable, "-c", _BATCH, model, str(folder), str(count), str(_POOL_BYTES)]
+    command = [sys.executable, "-m", "jaxllm", "generate", "--model", model, "--kv-cache-memory", "256MiB"]
+    command += ["--compilation-cache-dir", str(folder), "--tokenizer", str(demo_model_path())]
+    command += ["--max-tokens", "1", "--ignore-eos", "def add(a, b):"]
+    found = []
+    for name, line in ((f"{count} prompts", batch), ("jaxllm generate, one prompt", command)):
+        shutil.rmtree(folder, ignore_errors=True)
+        for cache in CACHES:
+            if cache == "native kernels":
+                for path in folder.glob("jit_*"):
+                    path.unlink()
+            seconds, processor_seconds, output = timed(line)
+            found.append(
+                {"start": name, "cached": cache, "seconds": seconds, "processor_seconds": processor_seconds}
+            )
+            if line is batch:
+                found[-1] |= json.loads(output)
+    return found
+
+
+def main() -> None:
+    """Measure, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="folder of a checkpoint")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    args = parser.parse_args()
+    hardware = describe_hardware()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            starts(args.model, args.num_prompts, pathlib.Path(folder, "cache"))
+            for _ in range(args.repetitions)
+        ]
+    rows = []
+    for same in zip(*runs, strict=True):
+        rows.append({key: same[0][key] for key in ("start", "cached")})
+        for key in same[0].keys() - rows[-1].keys():
+            rows[-1][key] = statistics.median(run[key] for run in same)
+        print(f"{rows[-1]['start']}, cached {rows[-1]['cached']}: {rows[-1]['seconds']:.1f} s", flush=True)
+    result = {
+        "command": command_line(["python", *sys.argv]),
+        "hardware": hardware,
+        "versions": versions(),
+        "weight_bytes": weight_bytes(config_from_dict(read_hf_config(pathlib.Path(args.model))), "float32"),
+        "repetitions": args.repetitions,
+        "rows": rows,
+    }
+    write_json(args.out, result)
+
+
+if __name__ == "__main__":
+    main()
