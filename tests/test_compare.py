@@ -437,3 +437,21 @@ def test_bench_model(checkpoint, tmp_path):
     assert os.stat(tmp_path / "again" / "model.safetensors").st_size > 0
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(np.array_equal(again[name], array) for name, array in weights.items())
+
+
+def test_opt_bench_model(monkeypatch, tmp_path):
+    from safetensors.numpy import load_file
+
+    from jaxllm.models.config import config_from_dict
+
+    sizes = make_bench_model.OPT_SIZES["opt-125m"]
+    small = {"ffn_dim": 24, "hidden_size": 8, "num_attention_heads": 2, "word_embed_proj_dim": 8}
+    monkeypatch.setitem(make_bench_model.OPT_SIZES, "small", sizes | small | {"vocab_size": 50})
+    num_parameters = make_bench_model.write_checkpoint(tmp_path / "opt", "small")
+    config = json.loads((tmp_path / "opt" / "config.json").read_text())
+    weights = load_file(tmp_path / "opt" / "model.safetensors")
+    assert num_parameters == sum(array.size for array in weights.values())
+    assert weights["model.decoder.embed_positions.weight"].shape == (2050, 8)
+    assert weights["model.decoder.layers.11.fc2.weight"].shape == (8, 24)
+    assert len(weights) == 2 + 2 + 16 * config["num_hidden_layers"]
+    assert config_from_dict(config).architecture == "OPTForCausalLM"
