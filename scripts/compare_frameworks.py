@@ -1,9 +1,9 @@
-"""Throughput of jaxllm beside transformers and vLLM: the same model, token ids and output lengths.
+"""Throughput of jaxllm beside transformers, vLLM and OpenVINO: the same model, token ids and output lengths.
 
-    python scripts/compare_frameworks.py MODEL mixed --backends jaxllm,transformers --out compare.json
+    python scripts/compare_frameworks.py MODEL short,mixed --backends jaxllm,transformers --out compare.json
     python scripts/compare_frameworks.py --from-json compare.json --plot compare.png
 
-MODEL is a checkpoint folder, the workload one of short, long and mixed, or a JSON file
+MODEL is a checkpoint folder, each workload one of short, long and mixed, or a JSON file
 `{"prompts": [[ids]], "max_tokens": [counts]}`. docs/compare.md says how to set the back-ends up. `--out` is
 written anew after each repetition.
 
@@ -40,7 +40,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, nargs="?", help="checkpoint folder")
-    parser.add_argument("workload", nargs="?", help=f"{', '.join(PROMPT_LENGTHS)}, or a JSON file")
+    parser.add_argument(
+        "workload", nargs="?", help=f"one or more of {','.join(PROMPT_LENGTHS)}, or JSON files"
+    )
     parser.add_argument("--backends", default="jaxllm,transformers", help=f"of {','.join(BACKENDS)}")
     parser.add_argument(
         "--python", action="append", default=[], metavar="NAME=PATH", help="the Python to run a back-end with"
@@ -116,62 +118,72 @@ def measure(args: argparse.Namespace, command: str) -> Iterator[dict[str, Any]]:
     config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
     backends = get_backends(args.backends)
     pythons = interpreters(args.python, backends)
-    workload = get_workload(
-        args.workload, num_requests=args.num_requests, vocab_size=config["vocab_size"], seed=args.seed
-    )
+    workloads = [
+        get_workload(name, num_requests=args.num_requests, vocab_size=config["vocab_size"], seed=args.seed)
+        for name in args.workload.split(",")
+    ]
+    if len({workload.name for workload in workloads}) < len(workloads):
+        raise ValueError(f"workloads {args.workload!r}: give each name once")
     if args.save_workload is not None:
-        save_workload(workload, args.save_workload)
+        if len(workloads) > 1:
+            raise ValueError(f"--save-workload takes one workload, not {args.workload!r}")
+        save_workload(workloads[0], args.save_workload)
     sizes = [int(size) for size in args.static_batch_sizes.split(",")]
     if min(sizes) < 1:
         raise ValueError(f"--static-batch-sizes {args.static_batch_sizes}: every size must be at least 1")
-    machine = report.hardware()
-    variants = {backend.name: backend.variants(sizes, len(workload.prompts)) for backend in backends}
-    job = make_job(args, config, workload)
+    job = make_job(args, config, *workloads)
+    names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    results = {
+        "command": command,
+        "model": {"name": args.model.resolve().name, **{name: config.get(name) for name in names}},
+        "seed": args.seed,
+        "device": args.device,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "repeat_within": args.repeat_within,
+        "give_up_factor": args.give_up_factor,
+        "max_model_len": job["max_model_len"],
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "dummy_weights": args.dummy_weights,
+        "num_blocks": job["num_blocks"],
+        "jaxllm_settings": args.jaxllm_settings,
+        "hardware": report.hardware(),
+    }
+    summaries: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="compare-frameworks-") as folder,
-        Comparison(backends, pythons, job, variants, Path(folder), args.timeout) as comparison,
+        Comparison(backends, pythons, job, Path(folder), args.timeout) as comparison,
     ):
-        names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-        for repetitions in comparison.run(
-            workload, args.repetitions, args.repeat_within, args.give_up_factor
-        ):
-            yield {
-                "command": command,
-                "model": {"name": args.model.resolve().name, **{name: config.get(name) for name in names}},
-                "workload": workload.summary(),
-                "seed": args.seed,
-                "device": args.device,
-                "dtype": args.dtype,
-                "threads": args.threads,
-                "repetitions": repetitions,
-                "repeat_within": args.repeat_within,
-                "give_up_factor": args.give_up_factor,
-                "max_model_len": job["max_model_len"],
-                "max_num_seqs": args.max_num_seqs,
-                "max_num_batched_tokens": args.max_num_batched_tokens,
-                "dummy_weights": args.dummy_weights,
-                "num_blocks": job["num_blocks"],
-                "jaxllm_settings": args.jaxllm_settings,
-                "hardware": machine,
-                "rows": report.collect(comparison, workload, compares_tokens=not args.dummy_weights),
-            }
+        for workload in workloads:
+            variants = {backend.name: backend.variants(sizes, len(workload.prompts)) for backend in backends}
+            for repetitions in comparison.run(
+                workload, variants, args.repetitions, args.repeat_within, args.give_up_factor
+            ):
+                summary = workload.summary() | {"repetitions": repetitions}
+                present = report.collect(comparison, workload, compares_tokens=not args.dummy_weights)
+                yield results | {"workloads": [*summaries, summary], "rows": [*rows, *present]}
+            summaries.append(summary)
+            rows += present
 
 
-def make_job(args: argparse.Namespace, config: dict[str, Any], workload: Workload) -> dict[str, Any]:
+def make_job(args: argparse.Namespace, config: dict[str, Any], *workloads: Workload) -> dict[str, Any]:
     """What every worker is asked to set up: one length limit, one pool size, one number of threads.
 
     Raises:
-        ValueError: the workload is too long for the model.
+        ValueError: a workload is too long for the model.
     """
     positions = config.get("max_position_embeddings", MAX_MODEL_LEN)
-    if workload.longest > positions:
-        raise ValueError(f"the longest sequence has {workload.longest} tokens; the model ends at {positions}")
+    longest = max(workload.longest for workload in workloads)
+    if longest > positions:
+        raise ValueError(f"the longest sequence has {longest} tokens; the model ends at {positions}")
     heads = config["num_attention_heads"]
     row = config.get("num_key_value_heads", heads) * config.get("head_dim", config["hidden_size"] // heads)
-    num_blocks = workload.num_blocks(args.max_num_seqs)
+    num_blocks = max(workload.num_blocks(args.max_num_seqs) for workload in workloads)
     itemsize = 4 if args.dtype == "float32" else 2
     pool_bytes = num_blocks * BLOCK_SIZE * config["num_hidden_layers"] * row * 2 * itemsize
-    max_model_len = min(positions, max(MAX_MODEL_LEN, workload.longest))
+    max_model_len = min(positions, max(MAX_MODEL_LEN, longest))
     return {
         "model": str(args.model.resolve()),
         "device": args.device,

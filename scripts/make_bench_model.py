@@ -1,6 +1,7 @@
-"""Write a random-weight Llama checkpoint to benchmark with; it needs numpy and safetensors only.
+"""Write a random-weight Llama or OPT checkpoint to benchmark with; it needs numpy and safetensors only.
 
     python scripts/make_bench_model.py out/bench107m --size 107m
+    python scripts/make_bench_model.py out/bench_opt --size opt-125m
     python scripts/make_bench_model.py out/bench_tiny --size tiny
 
 Linear layers keep the size of what they are given (their spread is one over the root of the inputs), which
@@ -20,20 +21,31 @@ import numpy as np
 from safetensors.numpy import save_file
 
 EMBEDDING_STD = 0.05
+BIAS_STD = 0.02
+MAX_POSITION_EMBEDDINGS = 2048
+OPT_POSITION_OFFSET = 2  # rows of the table before position 0
 _COMMON = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "attention_bias": False,
     "bos_token_id": None,
     "dtype": "float32",
     "eos_token_id": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "mlp_bias": False,
+    "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
     "pad_token_id": None,
+    "tie_word_embeddings": True,
+}
+_LLAMA = _COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "mlp_bias": False,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
+}
+_OPT = _COMMON | {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
 }
 SIZES = {
     "107m": {
@@ -73,15 +85,32 @@ SIZES = {
         "vocab_size": 512,
     },
 }
+OPT_SIZES = {
+    "opt-125m": {
+        "ffn_dim": 3072,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 768,
+    },
+}
+
+
+class Normal:
+    """Draws float32 arrays, one after the other."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, std: float, *shape: int) -> np.ndarray:
+        """An array of this shape and standard deviation, with mean 0."""
+        return self._rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
 
 
 def make_weights(config: dict[str, int], seed: int) -> dict[str, np.ndarray]:
-    """Hugging Face's names to float32 arrays, [out, in] for linear layers."""
-    rng = np.random.default_rng(seed)
-
-    def normal(std: float, *shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
-
+    """A Llama: Hugging Face's names to float32 arrays, [out, in] for linear layers."""
+    normal = Normal(seed)
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key_value = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     weights = {"model.embed_tokens.weight": normal(EMBEDDING_STD, config["vocab_size"], hidden)}
@@ -104,12 +133,37 @@ def make_weights(config: dict[str, int], seed: int) -> dict[str, np.ndarray]:
     return weights
 
 
+def make_opt_weights(config: dict[str, int], seed: int) -> dict[str, np.ndarray]:
+    """An OPT, in the same form. Biases are drawn too, so that leaving one out changes the tokens."""
+    normal = Normal(seed)
+    hidden, inner = config["hidden_size"], config["ffn_dim"]
+    positions = MAX_POSITION_EMBEDDINGS + OPT_POSITION_OFFSET
+    weights = {
+        "model.decoder.embed_tokens.weight": normal(EMBEDDING_STD, config["vocab_size"], hidden),
+        "model.decoder.embed_positions.weight": normal(EMBEDDING_STD, positions, hidden),
+    }
+    norms = ["model.decoder.final_layer_norm"]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.decoder.layers.{layer}."
+        shapes = {f"self_attn.{name}_proj": (hidden, hidden) for name in ("q", "k", "v", "out")}
+        for name, shape in (shapes | {"fc1": (inner, hidden), "fc2": (hidden, inner)}).items():
+            weights[f"{prefix}{name}.weight"] = normal(shape[1] ** -0.5, *shape)
+            weights[f"{prefix}{name}.bias"] = normal(BIAS_STD, shape[0])
+        norms += [f"{prefix}self_attn_layer_norm", f"{prefix}final_layer_norm"]
+    for name in norms:
+        weights[f"{name}.weight"] = np.ones(hidden, np.float32)
+        weights[f"{name}.bias"] = np.zeros(hidden, np.float32)
+    return weights
+
+
 def write_checkpoint(folder: Path, size: str, seed: int = 0) -> int:
     """Write config.json and model.safetensors; return the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**_COMMON, **SIZES[size]}
+    if size in OPT_SIZES:
+        config, weights = _OPT | OPT_SIZES[size], make_opt_weights(OPT_SIZES[size], seed)
+    else:
+        config, weights = _LLAMA | SIZES[size], make_weights(SIZES[size], seed)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    weights = make_weights(SIZES[size], seed)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(array.size for array in weights.values())
 
@@ -120,7 +174,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="folder to write")
-    parser.add_argument("--size", choices=sorted(SIZES), default="107m")
+    parser.add_argument("--size", choices=sorted(SIZES | OPT_SIZES), default="107m")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     num_parameters = write_checkpoint(args.folder, args.size, args.seed)

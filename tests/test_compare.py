@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -121,7 +122,11 @@ def test_invalid_workloads(prompts, max_tokens):
 
 
 def test_registry():
-    assert list(BACKENDS) == ["jaxllm", "jaxllm-other", "transformers", "transformers-cb", "vllm"]
+    assert list(BACKENDS) == [
+        *("jaxllm", "jaxllm-other"),
+        *("transformers", "transformers-cb"),
+        *("vllm", "openvino"),
+    ]
     assert all(backend.worker.is_file() for backend in BACKENDS.values())
     assert [backend.name for backend in get_backends("vllm, jaxllm")] == ["vllm", "jaxllm"]
     for names in ("", "jaxllm,jaxllm", "jaxllm,tgi"):
@@ -138,6 +143,86 @@ def test_workers_import_only_the_standard_library_at_the_top():
             if line.startswith(("import ", "from "))
         ]
         assert set(tops) <= allowed, path.name
+
+
+def test_openvino_exports_once(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(WORKERS))
+    import openvino_worker
+
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        Path(command[-1]).mkdir()
+        (Path(command[-1]) / "openvino_model.xml").write_text("<net/>")
+
+    monkeypatch.setattr("subprocess.run", run)
+    checkpoint = tmp_path / "m"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    os.utime(checkpoint / "config.json", (1e9, 1e9))
+    for _ in range(2):
+        assert openvino_worker.exported(checkpoint) == tmp_path / "m-openvino"
+    assert len(commands) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m-openvino"]
+    os.utime(checkpoint / "config.json", (4e9, 4e9))
+    openvino_worker.exported(checkpoint)
+    assert len(commands) == 2  # the checkpoint is newer
+    assert (tmp_path / "m-openvino" / "openvino_model.xml").is_file()
+
+
+def test_openvino_worker_asks_for_what_the_job_says(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(WORKERS))
+    import openvino_worker
+
+    class Pipeline:
+        def __init__(self, *arguments):
+            self.arguments = arguments
+
+        def generate(self, inputs, configs):
+            assert all(config.ignore_eos and not config.do_sample for config in configs)
+            return [
+                SimpleNamespace(m_generation_ids=[[int(one[0, -1])] * config.max_new_tokens])
+                for one, config in zip(inputs, configs, strict=True)
+            ]
+
+    fake = SimpleNamespace(
+        SchedulerConfig=SimpleNamespace,
+        GenerationConfig=SimpleNamespace,
+        ContinuousBatchingPipeline=Pipeline,
+    )
+    monkeypatch.setitem(sys.modules, "openvino_genai", fake)
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array))
+    monkeypatch.setattr(openvino_worker, "exported", lambda checkpoint: checkpoint)
+    monkeypatch.setenv("CI", "")
+    values = job(
+        dummy_weights=False,
+        max_num_batched_tokens=512,
+        max_num_seqs=64,
+        num_blocks=101,
+        block_size=16,
+        threads=2,
+    )
+    engine = openvino_worker.OpenvinoEngine(values)
+    times = engine.load()
+    assert sorted(times) == ["compile_seconds", "export_seconds", "load_seconds"]
+    _, scheduler, device, properties = engine._pipeline.arguments
+    assert device == "CPU"
+    assert vars(scheduler) == {
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 64,
+        "num_kv_blocks": 51,  # of 32 tokens
+        "enable_prefix_caching": False,
+    }
+    assert properties == {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "KV_CACHE_PRECISION": "f32",
+        "INFERENCE_NUM_THREADS": 2,
+    }
+    assert engine.generate([[1, 2], [5]], [3, 1], None) == [[2, 2, 2], [5]]
+    for change in ({"dtype": "bfloat16"}, {"device": "gpu"}, {"dummy_weights": True}):
+        with pytest.raises(ValueError, match="in float32 on CPUs only"):
+            openvino_worker.OpenvinoEngine(values | change).load()
 
 
 def test_interpreters():
@@ -229,13 +314,19 @@ def checkpoint(tmp_path):
     return tmp_path / "tiny"
 
 
-def compare(monkeypatch, tmp_path, checkpoint, backends, *options):
-    """Exit status and JSON of a whole run with fake back-ends in the registry's place."""
+def compare(monkeypatch, tmp_path, checkpoint, backends, *options, workloads=("w",)):
+    """Exit status and JSON of a whole run with fake back-ends in the registry's place.
+
+    Each workload has 10 requests of 3 tokens, with prompts that tell the workloads apart.
+    """
     monkeypatch.setattr("compare.backends.BACKENDS", {backend.name: backend for backend in backends})
     names = ",".join(backend.name for backend in backends)
     out = tmp_path / "out.json"
-    save_workload(Workload("w", [[place, 7] for place in range(10)], [3] * 10), tmp_path / "w.json")
-    arguments = [str(checkpoint), str(tmp_path / "w.json"), "--backends", names, "--out", str(out)]
+    paths = [tmp_path / f"{name}.json" for name in workloads]
+    for number, path in enumerate(paths):
+        prompts = [[place, 7 + number] for place in range(10)]
+        save_workload(Workload(path.stem, prompts, [3] * 10), path)
+    arguments = [str(checkpoint), ",".join(map(str, paths)), "--backends", names, "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["compare_frameworks.py", *arguments, "--threads", "1", *options])
     status = compare_frameworks.main()
     return status, json.loads(out.read_text())
@@ -274,6 +365,72 @@ def test_whole_run(monkeypatch, tmp_path, checkpoint, capsys):
     assert str(tmp_path) not in json.dumps(results)
 
 
+def test_several_workloads(monkeypatch, tmp_path, checkpoint, capsys):
+    backends = [
+        fake_backend(tmp_path, "jaxllm"),
+        fake_backend(tmp_path, "transformers", batched=True),
+        fake_backend(tmp_path, "vllm", offset=None),
+        fake_backend(tmp_path, "openvino", offset=5, mistakes=1),
+    ]
+    status, results = compare(
+        monkeypatch,
+        tmp_path,
+        checkpoint,
+        backends,
+        *("--repetitions", "2", "--static-batch-sizes", "2,4", "--repeat-within", "1000"),
+        workloads=("first", "second"),
+    )
+    assert status == 0
+    assert [(one["name"], one["repetitions"]) for one in results["workloads"]] == [
+        ("first", 2),
+        ("second", 2),
+    ]
+    names = ["jaxllm", "transformers", "transformers", "vllm", "openvino"]
+    places = [(row["workload"], row["backend"]) for row in results["rows"]]
+    assert places == [(workload, name) for workload in ("first", "second") for name in names]
+    for rows in (results["rows"][:5], results["rows"][5:]):
+        assert sum(row["best_static"] for row in rows) == 1
+        assert [row["error"] is None for row in rows] == [True, True, True, False, True]
+        assert rows[0]["agreement"]["num_matching"] == 10
+        assert rows[4]["agreement"]["num_matching"] == 9
+    captured = capsys.readouterr()
+    assert captured.err.count("jaxllm: loading") == 1  # for both
+    overview = captured.out.splitlines()[:6]
+    assert overview[0] == "| output tokens/s | first | second |"
+    for line, name in zip(overview[2:], dict.fromkeys(names), strict=True):
+        cells = [row for row in results["rows"] if row["backend"] == name]
+        assert line.startswith(f"| {name} | ")
+        if name == "jaxllm":
+            medians = [f"{row['output_tokens_per_second']['median']:.1f}" for row in cells]
+            assert line == f"| jaxllm | {' | '.join(medians)} |"
+    assert overview[3].count("(batch ") == 2
+    assert overview[4] == "| vllm | failed | failed |"
+    assert "- second: openvino differs: from transformers, batch 4: request 0 at token 2" in captured.out
+    report.plot(results, tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failure_lasts_and_spares_earlier_workloads(monkeypatch, tmp_path):
+    class Failing(ScriptedWorker):
+        log = tmp_path / "log.txt"
+
+        def call(self, command, **fields):
+            if len(self.calls) == 1 and command == "run":
+                raise WorkerError("out of memory")
+            return super().call(command, **fields)
+
+    Failing.log.write_text("")
+    worker = Failing({None: [1.0]})
+    monkeypatch.setattr("compare.runner.Worker", lambda *_: worker)
+    errors = []
+    with Comparison([BACKENDS["vllm"]], {"vllm": "python"}, job(), tmp_path, TIMEOUT) as comparison:
+        for name in "abc":
+            workload = Workload(name, [[1]], [1])
+            list(comparison.run(workload, {"vllm": [None]}, 1, 1.3, 5.0))
+            errors += [row["error"] for row in report.collect(comparison, workload)]
+    assert errors == [None, "out of memory", "out of memory"]
+
+
 @pytest.mark.parametrize(("mistakes", "expected"), [(1, 0), (2, 1)])
 def test_too_much_disagreement_fails(monkeypatch, tmp_path, checkpoint, capsys, mistakes, expected):
     backends = [
@@ -293,9 +450,9 @@ def test_too_much_disagreement_fails(monkeypatch, tmp_path, checkpoint, capsys, 
 def test_missing_python_is_reported(tmp_path):
     backend = fake_backend(tmp_path, "vllm")
     pythons = {"vllm": str(tmp_path / "nowhere")}
-    with Comparison([backend], pythons, job(), {"vllm": [None]}, tmp_path, TIMEOUT) as comparison:
+    with Comparison([backend], pythons, job(), tmp_path, TIMEOUT) as comparison:
         workload = Workload("w", [[1]], [1])
-        assert list(comparison.run(workload, 1, 1.3, 5.0)) == [1]
+        assert list(comparison.run(workload, {"vllm": [None]}, 1, 1.3, 5.0)) == [1]
         (row,) = report.collect(comparison, workload)
     assert row["error"] == "cannot run its Python: No such file or directory"
 
@@ -325,10 +482,9 @@ def test_slow_batch_sizes_are_not_repeated(monkeypatch, tmp_path):
     worker = ScriptedWorker({32: [1.0, 9.0, 1.0], 16: [1.25, 1.5, 9.0], 8: [2.0]})
     monkeypatch.setattr("compare.runner.Worker", lambda *_: worker)
     backend = fake_backend(tmp_path, "transformers", batched=True)
-    with Comparison(
-        [backend], {"transformers": "python"}, job(), {"transformers": [32, 16, 8, 4]}, tmp_path, TIMEOUT
-    ) as comparison:
-        list(comparison.run(Workload("w", [[1]], [1]), 3, 1.3, 5.0))
+    variants = {"transformers": [32, 16, 8, 4]}
+    with Comparison([backend], {"transformers": "python"}, job(), tmp_path, TIMEOUT) as comparison:
+        list(comparison.run(Workload("w", [[1]], [1]), variants, 3, 1.3, 5.0))
         assert [len(one.seconds) for one in comparison.measurements] == [3, 3, 1, 0]
         rows = report.collect(comparison, Workload("w", [[1]], [1]))
     assert worker.calls == [32, 16, 8, 4, 32, 16, 32, 16]
@@ -341,6 +497,7 @@ def test_slow_batch_sizes_are_not_repeated(monkeypatch, tmp_path):
 def fake_results():
     def row(backend, batch_size, rate):
         return {
+            "workload": "mixed",
             "backend": backend,
             "batch_size": batch_size,
             "seconds": [1.0],
@@ -366,11 +523,12 @@ def fake_results():
     return {
         "command": "python compare_frameworks.py m mixed",
         "model": {"name": "m"},
-        "workload": make_workload("mixed", num_requests=4, vocab_size=9, seed=0).summary(),
+        "workloads": [
+            make_workload("mixed", num_requests=4, vocab_size=9, seed=0).summary() | {"repetitions": 3}
+        ],
         "seed": 0,
         "device": "cpu",
         "threads": 2,
-        "repetitions": 3,
         "hardware": report.hardware() | {"cores": 2, "busy_share_at_start": 0.05},
         "rows": rows,
     }
@@ -387,6 +545,13 @@ def test_table():
     assert lines[4].startswith("| transformers, batch 16 (best static) | 100.0 | 95.0..110.0 | 1.00x |")
     assert lines[5].startswith("| vllm | failed | - | - |")
     assert "- vllm failed: RuntimeError: no kernel" in lines
+
+
+def test_table_of_results_of_one_workload():
+    results = fake_results()
+    (summary,) = results.pop("workloads")
+    earlier = results | {"workload": summary, "repetitions": summary.pop("repetitions")}
+    assert report.table(earlier) == report.table(fake_results())
 
 
 def test_a_busy_machine_is_told():
@@ -417,6 +582,8 @@ def test_wrong_arguments(monkeypatch, checkpoint, capsys):
         ([str(checkpoint), "medium"], "neither a file"),
         ([str(checkpoint), "mixed", "--static-batch-sizes", "0"], "at least 1"),
         ([str(checkpoint), "mixed", "--backends", "tgi"], "at most once"),
+        ([str(checkpoint), "mixed,short,mixed"], "give each name once"),
+        ([str(checkpoint), "mixed,short", "--save-workload", "w.json"], "takes one workload"),
     ):
         monkeypatch.setattr(sys, "argv", ["compare_frameworks.py", *arguments])
         assert compare_frameworks.main() == 2
@@ -433,7 +600,26 @@ def test_bench_model(checkpoint, tmp_path):
     assert weights["model.embed_tokens.weight"].std() == pytest.approx(0.05, rel=0.02)
     assert all(array.dtype == np.float32 for array in weights.values())
     assert len(weights) == 2 + 9 * config["num_hidden_layers"]
+    assert config["model_type"] == "llama"
     make_bench_model.write_checkpoint(tmp_path / "again", "tiny")
     assert os.stat(tmp_path / "again" / "model.safetensors").st_size > 0
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(np.array_equal(again[name], array) for name, array in weights.items())
+
+
+def test_opt_bench_model(monkeypatch, tmp_path):
+    from safetensors.numpy import load_file
+
+    from jaxllm.models.config import config_from_dict
+
+    sizes = make_bench_model.OPT_SIZES["opt-125m"]
+    small = {"ffn_dim": 24, "hidden_size": 8, "num_attention_heads": 2, "word_embed_proj_dim": 8}
+    monkeypatch.setitem(make_bench_model.OPT_SIZES, "small", sizes | small | {"vocab_size": 50})
+    num_parameters = make_bench_model.write_checkpoint(tmp_path / "opt", "small")
+    config = json.loads((tmp_path / "opt" / "config.json").read_text())
+    weights = load_file(tmp_path / "opt" / "model.safetensors")
+    assert num_parameters == sum(array.size for array in weights.values())
+    assert weights["model.decoder.embed_positions.weight"].shape == (2050, 8)
+    assert weights["model.decoder.layers.11.fc2.weight"].shape == (8, 24)
+    assert len(weights) == 2 + 2 + 16 * config["num_hidden_layers"]
+    assert config_from_dict(config).architecture == "OPTForCausalLM"

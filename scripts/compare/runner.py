@@ -36,7 +36,6 @@ class Comparison:
         backends: what to measure, in this order.
         pythons: the interpreter of each back-end, by name.
         job: what every worker is to set up; `packages` is filled in here.
-        variants: batch sizes of each back-end, by name.
         folder: for files that the processes exchange.
         timeout: seconds a worker may take for one command.
     """
@@ -46,16 +45,16 @@ class Comparison:
         backends: Sequence[Backend],
         pythons: Mapping[str, str],
         job: Mapping[str, Any],
-        variants: Mapping[str, Sequence[int | None]],
         folder: Path,
         timeout: float,
     ) -> None:
         self._folder = folder
         self._timeout = timeout
         self._workers: dict[str, Worker] = {}
-        self.measurements = [
-            Measurement(backend.name, variant) for backend in backends for variant in variants[backend.name]
-        ]
+        self._loaded: dict[str, dict[str, Any]] = {}
+        self._errors: dict[str, str] = {}
+        self.measurements: list[Measurement] = []
+        """Those of the present workload."""
         try:
             for backend in backends:
                 home = folder / backend.name
@@ -84,10 +83,16 @@ class Comparison:
         self._workers.clear()
 
     def run(
-        self, workload: Workload, repetitions: int, repeat_within: float, give_up_factor: float
+        self,
+        workload: Workload,
+        variants: Mapping[str, Sequence[int | None]],
+        repetitions: int,
+        repeat_within: float,
+        give_up_factor: float,
     ) -> Iterator[int]:
-        """Load and warm up each back-end, then measure them in turn, `repetitions` times.
+        """Load each back-end unless it is, warm it up, then measure all in turn, `repetitions` times.
 
+        `variants` has the batch sizes of each back-end, by name.
         Yields the number of repetitions done, after each, so that a long run can be kept as it grows.
         A batch size that takes more than `repeat_within` times as long as its back-end's best one, or more
         than `give_up_factor` times as long as the fastest other back-end, in the first repetition is stopped
@@ -96,12 +101,16 @@ class Comparison:
         path, beginning = self._folder / "workload.json", self._folder / "beginning.json"
         save_workload(workload, path)
         save_workload(workload.beginning(_WARM_UP_REQUESTS, _WARM_UP_TOKENS), beginning)
+        self.measurements = [
+            Measurement(name, variant, error=self._errors.get(name))
+            for name, sizes in variants.items()
+            for variant in sizes
+        ]
         for name in list(self._workers):
-            loaded = self._call(name, "load")
+            if name not in self._loaded and (loaded := self._call(name, "load")) is not None:
+                self._loaded[name] = loaded
             for measurement in self._of(name):
-                if loaded is None:
-                    break
-                measurement.loaded = loaded
+                measurement.loaded = self._loaded.get(name, {})
                 self._call(name, "run", workload=str(beginning), variant=measurement.variant)
         for repetition in range(repetitions):
             for measurement in self.measurements:
@@ -117,7 +126,7 @@ class Comparison:
                 )
                 if reply is None:
                     continue
-                turn = f"repetition {repetition + 1}/{repetitions}"
+                turn = f"{workload.name}, repetition {repetition + 1}/{repetitions}"
                 if "gave_up_after_tokens" in reply:
                     measurement.partial = reply
                     _say(f"{turn}, {_label(measurement)}: stopped after {reply['seconds']:.2f} s")
@@ -159,6 +168,7 @@ class Comparison:
             return None
 
     def _fail(self, name: str, error: str) -> None:
+        self._errors[name] = error
         for measurement in self._of(name):
             measurement.error = error
 

@@ -1,0 +1,104 @@
+"""OpenVINO GenAI's continuous batching on a CPU, as a worker of `compare_frameworks.py`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import protocol
+
+_BLOCK_SIZE = 32  # tokens; fixed in the plug-in for CPUs
+
+
+class OpenvinoEngine(protocol.Engine):
+    """`ContinuousBatchingPipeline`, without prefix caching, since every repetition has the same prompts."""
+
+    def load(self) -> dict[str, float | None]:
+        """Export the checkpoint unless that is done; load and compile, which OpenVINO does not tell apart.
+
+        Raises:
+            ValueError: not a float32 checkpoint on a CPU.
+        """
+        if (self.job["device"], self.job["dtype"], self.job["dummy_weights"]) != ("cpu", "float32", False):
+            raise ValueError("this back-end runs checkpoints in float32 on CPUs only")
+        os.environ["CI"] = "true"  # where OpenVINO and its exporter send no usage reports
+        started = time.perf_counter()
+        folder = exported(Path(self.job["model"]))
+        export_seconds = time.perf_counter() - started
+
+        import openvino_genai
+
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = self.job["max_num_batched_tokens"]
+        scheduler.max_num_seqs = self.job["max_num_seqs"]
+        scheduler.num_kv_blocks = num_blocks(self.job["num_blocks"] * self.job["block_size"])
+        scheduler.enable_prefix_caching = False
+        properties = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": "f32",
+            "INFERENCE_NUM_THREADS": self.job["threads"],
+        }
+        started = time.perf_counter()
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
+        return {
+            "load_seconds": time.perf_counter() - started,
+            "compile_seconds": None,
+            "export_seconds": export_seconds,
+        }
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: list[int], variant: int | None
+    ) -> list[list[int]]:
+        """All requests at once; the scheduler does the rest."""
+        import numpy as np
+        import openvino
+        from openvino_genai import GenerationConfig
+
+        inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        # Without an end-of-sequence token it would be -1, which is refused although it is ignored.
+        configs = [
+            GenerationConfig(max_new_tokens=count, do_sample=False, ignore_eos=True, eos_token_id=0)
+            for count in max_tokens
+        ]
+        return [result.m_generation_ids[0] for result in self._pipeline.generate(inputs, configs)]
+
+
+def num_blocks(num_tokens: int) -> int:
+    """Blocks of a pool for so many tokens."""
+    return -(-num_tokens // _BLOCK_SIZE)
+
+
+def exported(checkpoint: Path) -> Path:
+    """The folder beside the checkpoint that holds it in OpenVINO's form, written anew if older than it.
+
+    A process of its own exports, so that its memory does not count as the engine's.
+
+    Raises:
+        subprocess.CalledProcessError: the export failed; what it printed says why.
+    """
+    folder = checkpoint.with_name(f"{checkpoint.name}-openvino")
+    model = folder / "openvino_model.xml"
+    newest = max(path.stat().st_mtime for path in checkpoint.iterdir())
+    if model.is_file() and model.stat().st_mtime > newest:
+        return folder
+    unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
+    command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
+    command += ["--model", str(checkpoint), "--library", "transformers", "--framework", "pt"]
+    command += ["--task", "text-generation-with-past", "--weight-format", "fp32"]
+    try:
+        subprocess.run(
+            [*command, "--disable-convert-tokenizer", str(unfinished)], check=True, stdin=subprocess.DEVNULL
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+if __name__ == "__main__":
+    protocol.serve(OpenvinoEngine)
