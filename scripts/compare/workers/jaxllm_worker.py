@@ -12,7 +12,7 @@ class JaxllmEngine(protocol.Engine):
 
     def load(self) -> dict[str, float | None]:
         """Load, compile and warm up."""
-        from jaxllm import LLM
+        from jaxllm import LLM, EngineConfig
 
         settings: dict[str, Any] = {
             "skip_tokenizer_init": True,
@@ -27,6 +27,8 @@ class JaxllmEngine(protocol.Engine):
             # Compile times of a first start, not of a second one.
             "compilation_cache_dir": None,
         }
+        if any(field.name == "warm_up" for field in dataclasses.fields(EngineConfig)):
+            settings["warm_up"] = "all"  # earlier versions know nothing else
         self._llm = LLM(self.job["model"], **(settings | self.job["settings"]))
         return {
             "load_seconds": self._llm.load_times.load_seconds,
