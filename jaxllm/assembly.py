@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _logger = logging.getLogger(__name__)
-_DEFAULT_LIMITS = {"cpu": (64, 512)}  # max_num_seqs, max_num_batched_tokens by platform
-_OTHER_LIMITS = (256, 2048)
 _BRIEF_PROFILE_SECONDS = 10.0
 
 
@@ -100,12 +98,15 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     """
     folder = Path(config.model)
     started = time.perf_counter()
+    # Without effect where JAX has taken its memory already.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory.MEM_FRACTION))
     device = jax.devices()[0]
     _set_compilation_cache(config.compilation_cache_dir)
     hf_config = read_hf_config(folder)
     model_config = config_from_dict(hf_config, config.hf_overrides)
     dtype = _resolve_dtype(config.dtype, {**hf_config, **(config.hf_overrides or {})}, device.platform)
-    defaults = _DEFAULT_LIMITS.get(device.platform, _OTHER_LIMITS)
+    itemsize, num_weight_bytes = ITEMSIZES[dtype], weight_bytes(model_config, dtype)
+    defaults = memory.device_limits(device, model_config, itemsize, num_weight_bytes)
     max_num_seqs = config.max_num_seqs or defaults[0]
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
 
@@ -128,15 +129,15 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         prefill_sizes=config.prefill_buckets,
         is_padding_cheap=has_native_products,
     )
-    itemsize = ITEMSIZES[dtype]
     bytes_per_block = memory.block_bytes(model_config, config.block_size, itemsize)
     temporaries = memory.temporary_bytes(model_config, max_num_batched_tokens, max_num_seqs, itemsize)
+    temporaries += memory.slot_bytes(max_model_len, config.block_size, max_num_seqs)
     if scheduling.policy.may_swap and config.num_host_blocks != 0:
         temporaries += 2 * MAX_STAGED_BLOCKS * bytes_per_block
     needed_blocks = max_num_seqs * -(-max_model_len // config.block_size)
     num_blocks = memory.num_blocks_that_fit(
         device=device,
-        weight_bytes=weight_bytes(model_config, dtype),
+        weight_bytes=num_weight_bytes,
         bytes_per_block=bytes_per_block,
         temporaries=temporaries,
         needed_blocks=needed_blocks,

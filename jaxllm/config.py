@@ -30,9 +30,10 @@ class EngineConfig:
         seed: of dummy weights, and of requests that name no seed.
         max_model_len: longest sequence, prompt and output, in tokens; by default the checkpoint's, or the
             pool's size if that is less (with a warning).
-        max_num_seqs: most requests running at once (default 256; 64 on CPUs).
-        max_num_batched_tokens: most tokens in one step, of decodes and prompts together (default 2048; 512 on
-            CPUs).
+        max_num_seqs: most requests running at once (default 64 on CPUs; 1024, 512 or 256 on GPUs, as many as
+            have 512 tokens each in the pool).
+        max_num_batched_tokens: most tokens in one step, of decodes and prompts together (default 512 on CPUs;
+            8192 on GPUs, 2048 on those with room for 256 requests).
         block_size: tokens per KV block.
         num_gpu_blocks_override: size of the KV pool in blocks.
         kv_cache_memory: size of the KV pool in bytes.
@@ -43,7 +44,8 @@ class EngineConfig:
             to, in each direction.
         profile_seconds: measure costs for so long at start if no profile of this model and device is stored.
             By default 10 s on devices nothing is known of, else the roofline of their data sheet is used.
-        gpu_memory_utilization: fraction of device memory for weights, temporaries and pool.
+        gpu_memory_utilization: fraction for weights, temporaries and pool of what JAX takes of a GPU's memory
+            (default 0.95; JAX takes 0.95 unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
         attention_implementation: "xla", "triton", "mosaic" (Hopper, 16 bits), or None for the default of the
             device (`pallas_kernels.default_implementation`); "fastest" measures at start which is the fastest
             for each program, and the compile report names it, such as "triton:k32,q64,w4,s2": those names are

@@ -1,12 +1,17 @@
 """What a step needs beside the pool, from the compiler's own account."""
 
+import itertools
+
 import jax
 import pytest
+from published import LLAMA_3_8B
 
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import memory
+from jaxllm.executor.buckets import decode_ladder, prefill_ladder
 from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.models.config import config_from_dict
+from jaxllm.models.registry import weight_bytes
 
 GIB = 2**30
 CONFIG = config_from_dict(
@@ -88,3 +93,31 @@ def test_pool_sizes():
         size(kv_cache_memory=10)
     with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
         size(num_gpu_blocks_override=0)
+
+
+@pytest.mark.parametrize(
+    ("gib", "limits"),
+    [(142, (1024, 8192)), (76, (512, 8192)), (42, (256, 2048)), (22, (256, 2048))],
+    ids=["h200", "h100", "l40", "l4"],
+)
+def test_limits_grow_with_the_memory(gib, limits):
+    """Of Llama-3-8B: 16 GB of weights, 128 KiB of KV a token."""
+    config = config_from_dict(LLAMA_3_8B)
+    assert memory.default_limits(config, 2, weight_bytes(config, "bfloat16"), gib * GIB) == limits
+
+
+def test_small_models_get_the_largest_limits_and_large_ones_the_smallest(tmp_path):
+    tiny = config_from_dict({**LLAMA_3_8B, "num_hidden_layers": 2, "vocab_size": 1024})
+    assert memory.default_limits(tiny, 2, weight_bytes(tiny, "bfloat16"), 76 * GIB) == (1024, 8192)
+    assert memory.default_limits(tiny, 2, 90 * GIB, 76 * GIB) == (256, 2048)
+    assert memory.device_limits(jax.devices("cpu")[0], tiny, 2, 90 * GIB) == (64, 512)
+
+
+def test_steps_with_prompts_are_padded_by_less_than_a_quarter_where_they_are_large():
+    sizes = prefill_ladder(8192)
+    assert sizes[:8] == (32, 64, 96, 128, 192, 256, 384, 512)
+    assert sizes[-5:] == (4096, 5120, 6144, 7168, 8192)
+    assert max(large / small for small, large in itertools.pairwise(sizes) if small >= 64) == 1.5
+    assert max(large / small for small, large in itertools.pairwise(sizes) if small >= 2048) == 1.25
+    assert prefill_ladder(512, is_padding_cheap=True) == (32, 128, 512)
+    assert decode_ladder(64, is_padding_cheap=True) == (1, 8, 16, 32, 64)

@@ -131,6 +131,7 @@ def test_without_numba_or_with_another_interface_xla_computes(monkeypatch, tmp_p
 
 def test_the_compile_report_says_why_it_is_not_native():
     options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [32], "num_scheduler_steps": 1}
+    options["warm_up"] = "all"
     llm = LLM(golden_checkpoint("llama_gqa"), skip_tokenizer_init=True, block_size=8, **options)
     reports = llm.executor.compile_report()
     assert {one.implementation for one in reports} == {"xla"}
@@ -215,6 +216,7 @@ def test_thousands_of_calls_from_several_threads_give_the_same_bits():
 def test_two_engines_in_one_process():
     golden = golden_data("llama_gqa")
     options = {"max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [64], "num_scheduler_steps": 1}
+    options["warm_up"] = "all"
     engines = [LLM(golden_checkpoint("llama_gqa"), skip_tokenizer_init=True, **options) for _ in range(2)]
     assert {one.implementation for one in engines[0].executor.compile_report()} == {"native"}
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -59,7 +59,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "num_host_blocks": (int, "N", "pinned host memory for swapped requests, in blocks (default: 4 GiB)"),
     "host_bandwidth_limit": (float, "BYTES/S", "for experiments: slow the link to the host down to this"),
     "profile_seconds": (float, "S", "measure costs so long at start if no profile is stored"),
-    "gpu_memory_utilization": (float, "F", "fraction of device memory to use (default: 0.9)"),
+    "gpu_memory_utilization": (float, "F", "fraction to use of what JAX takes (default: 0.95)"),
     "scheduler_policy": (
         str,
         "NAME",

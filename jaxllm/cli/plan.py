@@ -38,17 +38,17 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--device", required=True, metavar="NAME", help="a100-80gb, h100, h200 or l40")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the model's")
-    parser.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N")
+    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="default: as `LLM` on it")
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="likewise")
     parser.add_argument("--block-size", type=int, default=16, metavar="N")
     parser.add_argument("--num-gpu-blocks", type=int, metavar="N", help="default: as many as fit")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="F")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.95, metavar="F")
     parser.add_argument(
         "--mem-fraction",
         type=float,
-        default=float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")),
+        default=float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")),
         metavar="F",
-        help="share of memory JAX takes (default: XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.75)",
+        help="share of memory JAX takes (default: XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.95)",
     )
     parser.add_argument(
         "--every-bucket", action="store_true", help="compile every size, not only the largest of each kind"
@@ -60,9 +60,12 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile, print, and return the exit code."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present shall not be touched
+    from jaxllm.executor.memory import default_limits
     from jaxllm.gpu.plan import make_plan
     from jaxllm.gpu.target import get_target
     from jaxllm.models.config import config_from_dict, read_hf_config
+    from jaxllm.models.registry import weight_bytes
+    from jaxllm.predictors.base import ITEMSIZES
 
     for name in ("gpu_memory_utilization", "mem_fraction"):
         if not 0 < getattr(args, name) <= 1:
@@ -75,13 +78,16 @@ def run(args: argparse.Namespace) -> int:
     config = config_from_dict(read_hf_config(folder))
     max_model_len = args.max_model_len or config.default_max_model_len
     config = config.with_max_model_len(max_model_len)  # type: ignore[assignment]
+    target = get_target(args.device)
+    taken = int(target.memory_size * args.mem_fraction)
+    defaults = default_limits(config, ITEMSIZES[args.dtype], weight_bytes(config, args.dtype), taken)
     plan = make_plan(
         config,
-        get_target(args.device),
+        target,
         dtype=args.dtype,
         max_model_len=max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs or defaults[0],
+        max_num_batched_tokens=args.max_num_batched_tokens or defaults[1],
         block_size=args.block_size,
         num_gpu_blocks=args.num_gpu_blocks,
         utilization=args.gpu_memory_utilization,

@@ -19,7 +19,7 @@ _TOKENS_PER_CHUNK = 8  # a program of T rows takes up to T / 8 prompt chunks
 def decode_ladder(limit: int, *, is_padding_cheap: bool = False) -> tuple[int, ...]:
     """Decode batch sizes up to `limit`: powers of two and, from 16 on, the values half way between.
 
-    Where padding is cheap powers of eight, for programs take seconds to compile.
+    Where padding is cheap powers of two from 8 on.
     """
     sizes = {limit}
     size = 1
@@ -27,16 +27,21 @@ def decode_ladder(limit: int, *, is_padding_cheap: bool = False) -> tuple[int, .
         sizes.add(size)
         if size >= 16 and size * 3 // 2 < limit and not is_padding_cheap:
             sizes.add(size * 3 // 2)
-        size *= 8 if is_padding_cheap else 2
+        size *= 8 if is_padding_cheap and size == 1 else 2
     return tuple(sorted(sizes))
 
 
 def prefill_ladder(limit: int, *, is_padding_cheap: bool = False) -> tuple[int, ...]:
-    """Numbers of rows of steps with prompts, up to `limit`: powers of two from 32 on, or every other one."""
+    """Numbers of rows of steps with prompts, up to `limit`: powers of two from 32 on, and values between.
+
+    From 64 on one between two powers, from 2,048 on three. Where padding is cheap powers of four, and nothing
+    between.
+    """
     sizes = {limit}
     size = 32
     while size < limit:
-        sizes.add(size)
+        quarters = (4,) if is_padding_cheap or size < 64 else (4, 6) if size < 2048 else (4, 5, 6, 7)
+        sizes.update(size * quarter // 4 for quarter in quarters if size * quarter // 4 < limit)
         size *= 4 if is_padding_cheap else 2
     return tuple(sorted(sizes))
 

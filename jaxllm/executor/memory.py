@@ -10,7 +10,14 @@ from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.models.config import ModelConfig
 
 _CPU_KV_CACHE_BYTES = 4 * 2**30
-_DEFAULT_UTILIZATION = 0.9
+_DEFAULT_UTILIZATION = 0.95
+_LIMITS = ((1024, 8192), (512, 8192), (256, 2048))  # sequences, tokens of a step
+_CPU_LIMITS = 64, 512
+_TOKENS_EACH = 512
+_MOST_TEMPORARIES = 0.1
+
+MEM_FRACTION = 0.95
+"""Share of a GPU's memory that JAX's allocator is to take (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, itemsize: int) -> int:
@@ -23,6 +30,37 @@ def temporary_bytes(config: ModelConfig, num_tokens: int, num_rows: int, itemsiz
     width = 4 * config.hidden_size + 3 * config.intermediate_size
     width += 3 * config.num_heads * config.head_dim
     return num_tokens * width * max(itemsize, 4) + 8 * num_rows * config.vocab_size * 4
+
+
+def slot_bytes(max_model_len: int, block_size: int, num_slots: int) -> int:
+    """Bytes of the tokens' history and the block tables."""
+    return 4 * (num_slots + 1) * (max_model_len + 1 + -(-max_model_len // block_size))
+
+
+def default_limits(
+    config: ModelConfig, itemsize: int, weight_bytes: int, memory_bytes: int
+) -> tuple[int, int]:
+    """`max_num_seqs` and `max_num_batched_tokens` for a model in so many bytes of an accelerator's memory.
+
+    The most for which temporaries take less than a tenth of it, and the pool has room for 512 tokens of each
+    sequence.
+    """
+    for num_seqs, num_tokens in _LIMITS:
+        temporaries = temporary_bytes(config, num_tokens, num_seqs, itemsize)
+        pool_bytes = memory_bytes * _DEFAULT_UTILIZATION - weight_bytes - temporaries
+        needed = num_seqs * _TOKENS_EACH * block_bytes(config, 1, itemsize)
+        if temporaries < _MOST_TEMPORARIES * memory_bytes and pool_bytes >= needed:
+            return num_seqs, num_tokens
+    return _LIMITS[-1]
+
+
+def device_limits(
+    device: jax.Device, config: ModelConfig, itemsize: int, weight_bytes: int
+) -> tuple[int, int]:
+    """The same for a device; of a CPU 64 sequences and 512 tokens."""
+    if device.platform == "cpu":
+        return _CPU_LIMITS
+    return default_limits(config, itemsize, weight_bytes, _device_memory(device)[0])
 
 
 def _device_memory(device: jax.Device) -> tuple[int, int]:
@@ -51,7 +89,7 @@ def num_blocks_that_fit(
     1. `num_gpu_blocks_override`, a count of blocks;
     2. `kv_cache_memory`, bytes;
     3. `gpu_memory_utilization`, the fraction of device memory that weights, temporaries and pool may take;
-    4. the default: 0.9 of an accelerator, or 4 GiB on the CPU.
+    4. the default: 0.95 of what JAX takes of an accelerator, or 4 GiB on the CPU.
 
     `weight_bytes` are still to be loaded. Never more than `needed_blocks`, what max_num_seqs requests of
     max_model_len tokens could use.

@@ -94,8 +94,8 @@ def make_plan(
     max_num_batched_tokens: int,
     block_size: int,
     num_gpu_blocks: int | None = None,
-    utilization: float = 0.9,
-    mem_fraction: float = 0.75,
+    utilization: float = 0.95,
+    mem_fraction: float = 0.95,
     implementation: str = "triton",
     buckets: Buckets | None = None,
     every_bucket: bool = False,
@@ -113,8 +113,8 @@ def make_plan(
         block_size: tokens per KV block.
         num_gpu_blocks: blocks of the pool; None takes as many as fit.
         utilization: share of the allocator's memory to use, as `LLM(gpu_memory_utilization=...)`.
-        mem_fraction: share of the device's memory that JAX's allocator takes (XLA_PYTHON_CLIENT_MEM_FRACTION;
-            JAX's default is 0.75).
+        mem_fraction: share of the device's memory that JAX's allocator takes
+            (XLA_PYTHON_CLIENT_MEM_FRACTION, which an engine sets to 0.95 unless it is set).
         implementation: of attention.
         buckets: sizes to compile for; the default ladders if None.
         every_bucket: compile every size, not only the largest of each kind, for random requests; the

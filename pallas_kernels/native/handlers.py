@@ -10,7 +10,7 @@ from numba import cfunc, njit
 from jaxllm.pallas_kernels.native import attention as items
 from jaxllm.pallas_kernels.native import ffi, products, threads
 from jaxllm.pallas_kernels.native.memory import int32s, int64s, memset
-from jaxllm.pallas_kernels.native.shape import AttentionShape, LinearShape, items_symbol
+from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, items_symbol
 
 # Arguments of a call.
 (
@@ -137,11 +137,7 @@ def linear_worker(shape: LinearShape) -> Any:
 
 def linear_handler(shape: LinearShape) -> Any:
     """A handler of `x [rows, in]`, `panels [out / 32, in, 32]` and how many rows count, to `[rows, out]`."""
-    task, rows_of_tile, scratch_bytes = (
-        ffi.c_address(items_symbol(shape)),
-        shape.rows,
-        products.scratch_bytes(shape),
-    )
+    task, rows_of_tile = ffi.c_address(items_symbol(shape)), shape.rows
 
     @cfunc(ffi.HANDLER)
     def multiply(frame):  # type: ignore[no-untyped-def]
@@ -159,7 +155,7 @@ def linear_handler(shape: LinearShape) -> Any:
         num_parts = min(num_parts, (num_rows + rows_of_tile - 1) // rows_of_tile)
         rows_per_item = (num_rows + num_parts - 1) // num_parts
         num_parts = (num_rows + rows_per_item - 1) // rows_per_item
-        job = threads.new_job(num_groups * num_parts, num_threads, scratch_bytes)
+        job = threads.new_job(num_groups * num_parts, num_threads, rows_per_item * 4 * PANEL)
         if job == 0:
             return ffi.out_of_memory(frame)
         words = int64s(job)

@@ -5,10 +5,11 @@ numbers that are multiplied with one activation lie side by side:
 
     panels[out / 32, in, 32]    panel 0:  w[0, 0] w[1, 0] ... w[31, 0]   w[0, 1] w[1, 1] ... w[31, 1]   ...
 
-An item is a few panels and some rows. It keeps the sums of a tile of rows in registers and goes through a
-panel from the first input feature to the last, so that a row's results do not depend on what other rows
-there are. A panel is read from memory once, while the panel before it is computed, and then from a cache for
-one tile after the other. The oracle is `x @ weight.T`.
+An item is a few panels and some rows. It goes through a panel in parts of 128 input features, and in each
+through the rows in tiles, whose sums are kept in registers. A part is read from memory once, while the part
+before it is computed, and then from the nearest cache for one tile after the other. A row's results do not
+depend on what other rows there are: it is summed from the first input feature to the last. The oracle is
+`x @ weight.T`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from jaxllm.pallas_kernels.native.memory import int64s, memcpy
@@ -24,16 +26,16 @@ from jaxllm.pallas_kernels.native.shape import PANEL, LinearShape
 from jaxllm.pallas_kernels.native.threads import ARGUMENTS
 from jaxllm.pallas_kernels.native.vectors import LANES, Builder, vector_code
 
+DEPTH_AT_ONCE = 128
+"""Input features of a part: 16 KiB, of which two and some rows of activations are in the nearest cache."""
+MOST_TILES = 8
+"""Above so many there is time to read a panel in one part, and none to fetch sums for each."""
+
 # Arguments of the items, in words of the job.
 (
     X, PANELS, OUT, NUM_ROWS, IN_FEATURES, OUT_FEATURES,
     NUM_PANELS, PANELS_PER_ITEM, NUM_PARTS, ROWS_PER_ITEM,
 ) = range(ARGUMENTS, ARGUMENTS + 10)  # fmt: skip
-
-
-def scratch_bytes(shape: LinearShape) -> int:
-    """Bytes that a thread needs."""
-    return 4 * shape.rows * PANEL
 
 
 def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
@@ -50,31 +52,38 @@ def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
         last_row = min(first_row + words[ROWS_PER_ITEM], words[NUM_ROWS])
         num_tiles = (last_row - first_row + most - 1) // most
         step = panel_bytes // num_tiles
+        at_once = DEPTH_AT_ONCE if num_tiles <= MOST_TILES else depth
         for panel in range(first, min(first + words[PANELS_PER_ITEM], num_panels)):
             weights = words[PANELS] + panel * depth * panel_bytes
-            ahead = weights + depth * panel_bytes if panel + 1 < num_panels else weights
             width = min(features - panel * PANEL, PANEL)
-            row = first_row
-            for tile in range(num_tiles):
-                end = first_row + (last_row - first_row) * (tile + 1) // num_tiles
-                x = words[X] + row * depth * 4
-                out = words[OUT] + (row * features + panel * PANEL) * 4
-                if width == PANEL:
-                    compute(end - row, x, weights, depth, out, features, ahead, step)
-                else:
-                    compute(end - row, x, weights, depth, scratch, PANEL, ahead, step)
-                    for i in range(end - row):
-                        memcpy(out + i * features * 4, scratch + i * PANEL * 4, width * 4)
-                ahead += depth * step
-                row = end
+            for start in range(0, depth, at_once):
+                part = min(at_once, depth - start)
+                ahead = weights + at_once * panel_bytes
+                row = first_row
+                for tile in range(num_tiles):
+                    end = first_row + (last_row - first_row) * (tile + 1) // num_tiles
+                    x = words[X] + (row * depth + start) * 4
+                    out = words[OUT] + (row * features + panel * PANEL) * 4
+                    stride = features
+                    if width < PANEL:
+                        out, stride = scratch + (row - first_row) * panel_bytes, np.int64(PANEL)
+                    compute(end - row, x, depth, weights, start, part, out, stride, ahead, step)
+                    ahead += part * step
+                    row = end
+                weights += part * panel_bytes
+            if width < PANEL:
+                for row in range(first_row, last_row):
+                    out = words[OUT] + (row * features + panel * PANEL) * 4
+                    memcpy(out, scratch + (row - first_row) * panel_bytes, width * 4)
 
     return item
 
 
 def _tiles(most: int, vectors: int) -> Any:
-    """`out = x[num_rows, depth] @ panel[depth, PANEL]`, with `stride` numbers from row to row of `out`.
+    """`out = x[num_rows, part] @ panel[part, PANEL]`, added to what is there unless `start` is 0.
 
-    `num_rows` is 1 to `most`. Meanwhile it asks for what lies ahead, every `step` bytes.
+    `num_rows` is 1 to `most`; `depth` and `stride` are numbers from row to row of `x` and `out`. Meanwhile it
+    asks for what lies ahead, every `step` bytes.
     """
     parts = [range(i, i + vectors) for i in range(0, PANEL // LANES, vectors)]
 
@@ -83,32 +92,38 @@ def _tiles(most: int, vectors: int) -> Any:
         b: Builder,
         num_rows: Any,
         x: Any,
-        panel: Any,
         depth: Any,
+        panel: Any,
+        start: Any,
+        part: Any,
         out: Any,
         stride: Any,
         ahead: Any,
         step: Any,
     ) -> None:
+        is_first = b.is_zero(start)
+
         def tile(num_rows: int) -> None:
             rows = [b.floats(x).at(b.times(depth, row)) for row in range(num_rows)]
-            for part in parts:
+            targets = [b.floats(out).at(b.times(stride, row)) for row in range(num_rows)]
+            for columns in parts:
                 sums = b.registers(num_rows * vectors)
-                for n in range(num_rows * vectors):
-                    sums[n] = b.constant(0.0)
-                with b.loop(depth) as k:
-                    b.prefetch(ahead, b.multiplied(k, step))
+                places = [(target, LANES * i) for target in targets for i in columns]
+                for n, (target, place) in enumerate(places):
+                    sums[n] = b.zero_if(is_first, target.load(place))
+                with b.loop(part) as k:
+                    offset = b.multiplied(k, step)
+                    for line in range(0, 4 * PANEL, 64):
+                        b.prefetch(ahead, b.added(offset, line))
                     weights = b.floats(panel).at(b.times(k, PANEL))
-                    loaded = [weights.load(LANES * i) for i in part]
+                    loaded = [weights.load(LANES * i) for i in columns]
                     for row in range(num_rows):
                         factor = rows[row].at(k).splat()
                         for i in range(vectors):
                             n = row * vectors + i
                             sums[n] = b.fma(factor, loaded[i], sums[n])
-                for row in range(num_rows):
-                    target = b.floats(out).at(b.times(stride, row))
-                    for n, i in enumerate(part):
-                        target.store(sums[row * vectors + n], LANES * i)
+                for n, (target, place) in enumerate(places):
+                    target.store(sums[n], place)
 
         b.choose(num_rows, [functools.partial(tile, count) for count in range(1, most + 1)])
 

@@ -171,6 +171,18 @@ class Builder:
         """Ask for the cache line of a number of bytes after an address."""
         self.array(self._b.add(address, offset), "int64").prefetch()
 
+    def added(self, index: Any, number: int) -> Any:
+        """An int64 and a number."""
+        return self._b.add(index, _INT64(number))
+
+    def is_zero(self, number: Any) -> Any:
+        """Whether an int64 is 0."""
+        return self._b.icmp_signed("==", number, _INT64(0))
+
+    def zero_if(self, condition: Any, vector: Any) -> Any:
+        """A vector, or zeros."""
+        return self._b.select(condition, self.constant(0.0), vector)
+
     def times(self, index: Any, factor: int) -> Any:
         """An int64 times a number."""
         return self._b.mul(index, _INT64(factor))
