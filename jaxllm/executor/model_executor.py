@@ -77,7 +77,7 @@ class ModelExecutor:
         self._slot_params = PackedSlotParams(*map(self._upload, self._packed_params))
         self._params_changed = self._rare_params_changed = False
         self._table_sizes = np.zeros(config.max_num_seqs, np.int32)  # blocks of each that the device knows
-        self._slot_sampling = [int(Sampling.GREEDY)] * config.max_num_seqs
+        self._slot_sampling = np.zeros(config.max_num_seqs, np.int32)  # `Sampling` of each
         self._is_released = False
         self._swapper = None
         if config.num_host_blocks:
@@ -168,9 +168,10 @@ class ModelExecutor:
                 if chunk.start:
                     self._restore(slot, request.token_ids(0, chunk.start), request.block_ids)
         self._update_params()
-        key = self._key(scheduled)
-        packed = self._pack(key, scheduled)
-        return PendingStep(scheduled, self._run(key, packed, self._following(scheduled)), key.rows)
+        slots = [_slot(request) for request in scheduled.decode]
+        key = self._key(scheduled, slots)
+        packed = self._pack(key, scheduled, slots)
+        return PendingStep(scheduled, self._run(key, packed, self._following(scheduled, slots)), key.rows)
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
@@ -234,8 +235,8 @@ class ModelExecutor:
         """Inputs of a step that computes nothing."""
         return PackedStep(key, self.config.max_num_seqs, self.block_size).array
 
-    def _key(self, scheduled: SchedulerOutput) -> ProgramKey:
-        """The program of an iteration.
+    def _key(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> ProgramKey:
+        """The program of an iteration that decodes `slots`.
 
         Raises:
             EngineError: there is none.
@@ -251,29 +252,24 @@ class ModelExecutor:
                 key = key._replace(max_decode_steps=self.config.max_decode_steps)
         if key not in self._programs.shapes or num_steps > key.max_decode_steps:
             raise EngineError(f"no program computes a {key.name} with {num_steps} decode iterations")
-        return key._replace(sampling=self._sampling(scheduled))
+        return key._replace(sampling=self._sampling(scheduled, slots))
 
-    def _sampling(self, scheduled: SchedulerOutput) -> Sampling:
+    def _sampling(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> Sampling:
         """All that the requests of an iteration ask for."""
-        found, of_slots = 0, self._slot_sampling
-        for request in scheduled.decode:
-            found |= of_slots[_slot(request)]
-        found &= ~Sampling.PROMPT_LOGPROBS
-        for chunk in scheduled.prefill:
-            found |= of_slots[_slot(chunk.request)] | Sampling.RANDOM  # see `ExecutorConfig.program_keys`
+        found = int(np.bitwise_or.reduce(self._slot_sampling[slots])) & ~Sampling.PROMPT_LOGPROBS.value
+        for chunk in scheduled.prefill:  # the random programs with prompts serve for greedy steps, too
+            found |= int(self._slot_sampling[_slot(chunk.request)]) | Sampling.RANDOM.value
         return Sampling(found)
 
-    def _following(self, scheduled: SchedulerOutput) -> tuple[ProgramKey, ...]:
+    def _following(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> tuple[ProgramKey, ...]:
         """Programs that are likely to be needed after an iteration with prompts."""
         if self._programs.is_settled or not scheduled.prefill:
             return ()
-        requests = [*scheduled.decode, *(chunk.request for chunk in scheduled.prefill)]
-        sampling = 0
-        for request in requests:
-            sampling |= self._slot_sampling[_slot(request)] & ~Sampling.PROMPT_LOGPROBS
-        rows = self.config.buckets.decode_size(min(len(requests), self.config.max_num_seqs))
+        all_slots = [*slots, *(_slot(chunk.request) for chunk in scheduled.prefill)]
+        found = int(np.bitwise_or.reduce(self._slot_sampling[all_slots])) & ~Sampling.PROMPT_LOGPROBS.value
+        rows = self.config.buckets.decode_size(min(len(all_slots), self.config.max_num_seqs))
         steps = 1, self.config.max_decode_steps
-        return tuple(ProgramKey(rows, 0, count, Sampling(sampling)) for count in steps)
+        return tuple(ProgramKey(rows, 0, count, Sampling(found)) for count in steps)
 
     def _run(self, key: ProgramKey, packed: np.ndarray, then: Sequence[ProgramKey] = ()) -> StepOutputs:
         self._is_undisturbed = self._programs.is_settled
@@ -367,19 +363,19 @@ class ModelExecutor:
         if slot < self.config.max_num_seqs:
             self._table_sizes[slot] = len(block_ids)
 
-    def _pack(self, key: ProgramKey, scheduled: SchedulerOutput) -> np.ndarray:
-        """The inputs of an iteration; see `programs.PackedStep`."""
+    def _pack(self, key: ProgramKey, scheduled: SchedulerOutput, slots: Sequence[int]) -> np.ndarray:
+        """The inputs of an iteration that decodes `slots`; see `programs.PackedStep`."""
         packed = PackedStep(key, self.config.max_num_seqs, self.block_size)
         decodes, num_steps = scheduled.decode, scheduled.num_decode_steps
         count = len(decodes)
-        slots = [_slot(request) for request in decodes]
         lengths = [request.num_tokens - num_steps for request in decodes]
         packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
         # A table grows by at most one block from one iteration to the next.
         needed = (packed.decode_lengths[:count] + (num_steps + self.block_size - 2)) // self.block_size
         grown = np.flatnonzero(needed > self._table_sizes[slots])
-        places = [slots[row] * self._max_blocks + needed[row] - 1 for row in grown]
-        blocks = [decodes[row].block_ids[needed[row] - 1] for row in grown]
+        last = list(zip(grown.tolist(), (needed[grown] - 1).tolist(), strict=True))
+        places = [slots[row] * self._max_blocks + column for row, column in last]
+        blocks = [decodes[row].block_ids[column] for row, column in last]
         self._table_sizes[slots] = needed
         if key.max_chunks:
             packed.sampled[:, :count] = range(count), slots, lengths

@@ -16,9 +16,11 @@ class PendingStep:
 
     def __init__(self, scheduled: SchedulerOutput, outputs: StepOutputs, num_rows: int) -> None:
         """`num_rows` of its sampled rows belong to each decode iteration, if there are several."""
-        sampled, num_steps = scheduled.sampled, scheduled.num_decode_steps
-        self._rows = [step * num_rows + i for step in range(num_steps) for i in range(len(sampled))]
-        self._num_logprobs = [request.sampling_params.logprobs for request in sampled] * num_steps
+        self._requests, self._num_steps, self._num_rows = (
+            scheduled.sampled,
+            scheduled.num_decode_steps,
+            num_rows,
+        )
         self._prompt_chunks: list[tuple[PrefillChunk, int]] = []
         row = len(scheduled.decode)
         for chunk in scheduled.prefill:
@@ -37,14 +39,17 @@ class PendingStep:
     def fetch(self) -> SampledTokens:
         """Wait for the device and return the step's tokens; call once."""
         assert self._sampled is not None, "a step is fetched once"
-        tokens = np.asarray(self._sampled.tokens)
-        token_ids = tokens[self._rows].tolist() if self._rows else []
+        tokens, count = np.asarray(self._sampled.tokens), len(self._requests)
+        starts = [step * self._num_rows for step in range(self._num_steps)]
+        token_ids = [token for start in starts for token in tokens[start : start + count].tolist()]
         logprobs = None
         if self._sampled.logprobs is not None:
+            rows = [row for start in starts for row in range(start, start + count)]
+            num_logprobs = [request.sampling_params.logprobs for request in self._requests] * self._num_steps
             arrays = [np.asarray(x) for x in self._sampled.logprobs]
             logprobs = [
                 None if n is None else _token_logprobs(arrays, token, row, n)
-                for token, row, n in zip(token_ids, self._rows, self._num_logprobs, strict=True)
+                for token, row, n in zip(token_ids, rows, num_logprobs, strict=True)
             ]
         prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
         if self._prompt is not None:
