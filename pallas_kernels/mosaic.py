@@ -49,8 +49,8 @@ _QUERY_WARPGROUPS = 2
 _LOG2E = math.log2(math.e)
 _DTYPES = ("bfloat16", "float16")
 
-write_kv = triton.write_kv
-"""The Triton kernel: a copy needs nothing of Hopper."""
+rotate_and_write, write_kv = triton.rotate_and_write, triton.write_kv
+"""Triton's kernels: copies need nothing of Hopper."""
 
 
 def decode_attention(

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.pallas_kernels.tiles import combine_splits, device_kind, is_interpreted, num_splits, query_tiles
 
 # JAX 0.11 deprecates this lowering and says so each time a program that holds a kernel is lowered, which
@@ -161,6 +162,30 @@ def prefill_attention(
     return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
 
 
+def rotate_and_write(
+    qkv: jax.Array, rope: RopeTable | None, pool: jax.Array, slot_mapping: jax.Array, *, layer: int
+) -> tuple[jax.Array, jax.Array]:
+    """Rotate a row's queries and keys, and store its keys and values in the aliased pool, all in one kernel.
+
+    Arguments are those of `pallas_kernels.attend`.
+
+    Returns:
+        The updated pool, and the queries `[num_rows, num_q_heads, head_dim]`.
+    """
+    num_rows, columns = qkv.shape
+    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    q = jax.ShapeDtypeStruct((num_rows, columns // head_dim - 2 * num_kv_heads, head_dim), qkv.dtype)
+    arguments = (*(rope or ()), qkv, slot_mapping, pool)
+    return _call(
+        functools.partial(_rotate_kernel, layer=layer),
+        Tiling(),
+        grid=(num_rows,),
+        out_shape=(jax.ShapeDtypeStruct(pool.shape, pool.dtype), q),
+        input_output_aliases={len(arguments) - 1: 0},
+        name="paged_rotate_and_write",
+    )(*arguments)
+
+
 def write_kv(
     pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int
 ) -> jax.Array:
@@ -260,19 +285,54 @@ def _prefill_kernel(
     plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out.astype(out_ref.dtype), mask=mask)
 
 
+def _rotate_kernel(*refs: Any, layer: int) -> None:
+    *table_refs, qkv_ref, slots_ref, _, pool_ref, q_ref = refs
+    row = pl.program_id(0)
+    num_kv_heads, head_dim = pool_ref.shape[3], pool_ref.shape[5]
+    num_q_heads = q_ref.shape[1]
+    is_valid, block, offset = _place(slots_ref[row], pool_ref)
+    size = head_dim // max(1, len(table_refs))  # heads are read in two halves, to be rotated, or whole
+    dims = jnp.arange(pl.next_power_of_2(size))[None, :]
+    table = [plgpu.load(ref.at[row, dims], mask=dims < size, other=0.0) for ref in table_refs]
+    first_head = 0
+    for index, num_heads in enumerate((num_q_heads, num_kv_heads, num_kv_heads)):
+        heads = jnp.arange(pl.next_power_of_2(num_heads))[:, None]
+        mask = (heads < num_heads) & (dims < size)
+        starts = range(0, head_dim, size)
+        at = [(first_head + heads) * head_dim + start + dims for start in starts]
+        parts = [plgpu.load(qkv_ref.at[row, columns], mask=mask, other=0.0) for columns in at]
+        if table and index < 2:
+            (cos, sin), (first, second) = table, (part.astype(jnp.float32) for part in parts)
+            parts = [first * cos - second * sin, second * cos + first * sin]
+        for start, part in zip(starts, parts, strict=True):
+            part = part.astype(qkv_ref.dtype)
+            if index == 0:
+                plgpu.store(q_ref.at[row, heads, start + dims], part, mask=mask)
+            else:
+                target = pool_ref.at[block, layer, index - 1, heads, offset, start + dims]
+                plgpu.store(target, part.astype(pool_ref.dtype), mask=mask & is_valid)
+        first_head += num_heads
+
+
 def _write_kernel(k_ref: Any, v_ref: Any, slots_ref: Any, _: Any, pool_ref: Any, *, layer: int) -> None:
     token = pl.program_id(0)
-    num_blocks, _layers, _two, num_kv_heads, block_size, head_dim = pool_ref.shape
-    slot = slots_ref[token]
-    is_valid = (slot >= 0) & (slot < num_blocks * block_size)
-    slot = jnp.where(is_valid, slot, 0)
+    num_kv_heads, head_dim = pool_ref.shape[3], pool_ref.shape[5]
+    is_valid, block, offset = _place(slots_ref[token], pool_ref)
     heads = jnp.arange(pl.next_power_of_2(num_kv_heads))[:, None]
     dims = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
     in_bounds = (heads < num_kv_heads) & (dims < head_dim)
     for index, ref in enumerate((k_ref, v_ref)):
         new = plgpu.load(ref.at[token, heads, dims], mask=in_bounds, other=0.0).astype(pool_ref.dtype)
-        target = pool_ref.at[slot // block_size, layer, index, heads, slot % block_size, dims]
+        target = pool_ref.at[block, layer, index, heads, offset, dims]
         plgpu.store(target, new, mask=in_bounds & is_valid)
+
+
+def _place(slot: jax.Array, pool_ref: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether a slot is one of the pool's, and its block and offset."""
+    num_blocks, block_size = pool_ref.shape[0], pool_ref.shape[4]
+    is_valid = (slot >= 0) & (slot < num_blocks * block_size)
+    slot = jnp.where(is_valid, slot, 0)
+    return is_valid, slot // block_size, slot % block_size
 
 
 def _load_tile(

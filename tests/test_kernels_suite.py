@@ -230,10 +230,18 @@ def test_windows_are_refused_where_there_are_none(implementation):
 
 
 @with_each
-@pytest.mark.parametrize("num_decodes", [0, 3, 5])
-def test_attend_is_a_write_and_both_attentions(implementation, num_decodes):
+@pytest.mark.parametrize(
+    ("num_decodes", "is_rotated", "changes"),
+    [
+        (0, False, {}),
+        (3, True, {}),
+        (5, False, {"dtype": "bfloat16"}),
+        (5, True, {"dtype": "bfloat16", "num_q_heads": 6, "head_dim": 80}),
+    ],
+)
+def test_attend_is_rotation_a_write_and_both_attentions(implementation, num_decodes, is_rotated, changes):
     """A step's decodes, which may be fewer than rows for them, before prompts; all are new in the pool."""
-    shape, first_row = small(num_q_heads=4, num_kv_heads=2), num_decodes
+    shape, first_row = small(**{"num_q_heads": 4, "num_kv_heads": 2, **changes}), num_decodes
     rng = np.random.default_rng(3)
     decodes = decode_case(shape, [9, 17, 64, 33, 1][:num_decodes] + [0] * (5 - num_decodes))
     chunks = [(3, 20), (0, 1)]
@@ -242,7 +250,13 @@ def test_attend_is_a_write_and_both_attentions(implementation, num_decodes):
     pool = jnp.concatenate([decodes.pool, prompts.pool])
     tables = prompts.block_tables + num_blocks
     q = prompts.q.at[:num_decodes].set(decodes.q[:num_decodes])
-    k, v = (jnp.asarray(rng.standard_normal((32, 2, 64)), shape.dtype) for _ in range(2))
+    k, v = (jnp.asarray(rng.standard_normal((32, 2, shape.head_dim)), shape.dtype) for _ in range(2))
+    qkv = jnp.concatenate([part.reshape(32, -1) for part in (q, k, v)], axis=1)
+    rope = None
+    if is_rotated:
+        angles = rng.uniform(-np.pi, np.pi, (32, shape.head_dim // 2))
+        rope = tuple(jnp.asarray(part, jnp.float32) for part in (np.cos(angles), np.sin(angles)))
+        q, k = (jnp.asarray(reference.rotate(part, *rope)) for part in (q, k))
     slots = np.full(32, -1)
     for row, length in enumerate(np.asarray(decodes.lengths)[:num_decodes].tolist()):
         slots[row] = decodes.block_tables[row, (length - 1) // 16] * 16 + (length - 1) % 16
@@ -257,8 +271,15 @@ def test_attend_is_a_write_and_both_attentions(implementation, num_decodes):
     expected[:5] += reference.decode_attention(q[:5], written, *decode, layer=LAYER, scale=shape.scale)
     call = jitted(pallas_kernels.attend, implementation, shape)
     for _ in range(2):
-        stored, actual = call(q, k, v, pool, slots, decode, rest)
-        np.testing.assert_array_equal(np.asarray(stored), written)
+        stored, actual = call(qkv, rope, pool, slots, decode, rest)
+        rounding = {"rtol": 0, "atol": 0} if rope is None else {"rtol": 2e-2, "atol": 1e-5}
+        stored, exact = (np.asarray(x, np.float32) for x in (stored, written))
+        np.testing.assert_allclose(stored[:, :, 0], exact[:, :, 0], **rounding)  # where NaN is, NaN stays
+        np.testing.assert_array_equal(stored[:, :, 1], exact[:, :, 1])
+        is_key = ~np.isnan(exact[:, :, 0])
+        error = relative_error(stored[:, :, 0][is_key], exact[:, :, 0][is_key])
+        assert error < (0.1 if is_rotated else 1) * TOLERANCE[shape.dtype]
+        assert actual.dtype == qkv.dtype
         assert relative_error(actual, expected) < TOLERANCE[shape.dtype]
     with pytest.raises(ConfigError, match="attend needs decodes or prompts"):
-        pallas_kernels.attend(q, k, v, pool, slots, None, None, layer=LAYER, scale=1.0)
+        pallas_kernels.attend(qkv, rope, pool, slots, None, None, layer=LAYER, scale=1.0)

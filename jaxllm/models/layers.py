@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.heads import RopeTable
 
 # Up to this many rows `weight @ x.T` was mostly faster than `x @ weight.T` on a CPU (docs/architecture.md);
 # on GPUs the two are the same call.
@@ -28,8 +29,11 @@ class Attend(Protocol):
         """See above."""
         ...
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-        """`q` [T, num_heads, head_dim]; `k`, `v` [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
+    def __call__(self, layer: int, qkv: jax.Array, rope: RopeTable | None, scale: float) -> jax.Array:
+        """`qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim].
+
+        Of the fused projection, queries and keys are rotated by `rope`, if it is given.
+        """
         ...
 
 
@@ -124,18 +128,3 @@ class LayerNorm(nnx.Module):
         if self.weight is not None and self.bias is not None:
             y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
-
-
-def split_heads(
-    qkv: jax.Array, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split a fused projection [T, (num_heads + 2 * num_kv_heads) * head_dim] into q, k and v by head."""
-    q_end = num_heads * head_dim
-    k_end = q_end + num_kv_heads * head_dim
-    q, k, v = jnp.split(qkv, (q_end, k_end), axis=-1)
-    rows = qkv.shape[0]
-    return (
-        q.reshape(rows, num_heads, head_dim),
-        k.reshape(rows, num_kv_heads, head_dim),
-        v.reshape(rows, num_kv_heads, head_dim),
-    )

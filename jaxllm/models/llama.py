@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import LlamaConfig
-from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm, split_heads
-from jaxllm.models.rope import apply_rope, rope_table
-
-RopeTable = tuple[jax.Array, jax.Array]
+from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm
+from jaxllm.models.rope import rope_table
+from jaxllm.pallas_kernels.heads import RopeTable
 
 
 class LlamaAttention(nnx.Module):
@@ -18,7 +17,7 @@ class LlamaAttention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype) -> None:
         self.layer = layer
-        self.heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.scale = config.head_dim**-0.5
         heads = config.num_heads + 2 * config.num_kv_heads
         bias = config.attention_bias
         self.qkv_proj = Linear(config.hidden_size, heads * config.head_dim, bias=bias, dtype=dtype)
@@ -26,9 +25,7 @@ class LlamaAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> same."""
-        q, k, v = split_heads(self.qkv_proj(x, attend.num_rows), *self.heads)
-        scale = self.heads[2] ** -0.5
-        out = attend(self.layer, apply_rope(q, rope), apply_rope(k, rope), v, scale)
+        out = attend(self.layer, self.qkv_proj(x, attend.num_rows), rope, self.scale)
         return self.o_proj(out.reshape(x.shape[0], -1), attend.num_rows)
 
 
