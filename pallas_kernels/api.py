@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
+from jaxllm.pallas_kernels.tiles import current_device
 
 IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic")
 """Names `implementation` takes; None stands for the best one on the default device.
@@ -215,14 +216,15 @@ def attend(
 
 
 def default_implementation() -> str:
-    """The implementation that None stands for on the default device, where it covers the model's shape.
+    """The implementation that None stands for on the device of programs, where it covers the model's shape.
 
     Native kernels on CPUs; Triton's on NVIDIA GPUs of compute capability 8.0 and newer; else XLA's. Mosaic's,
     for 9.0 and 16 bits only, is to be asked for by name: it has been compiled for such a GPU, and not been
     measured on one yet.
     """
-    device = jax.devices()[0]
-    return _best_for(device.platform, str(getattr(device, "compute_capability", "0")))
+    device = current_device()
+    # One that is only compiled for tells no compute capability: those known have 8.0 at least.
+    return _best_for(device.platform, str(getattr(device, "compute_capability", "8.0")))
 
 
 def settle_implementation(

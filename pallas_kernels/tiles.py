@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,16 +65,14 @@ def rows_in_tiles(query_starts: jax.Array, num_seqs: jax.Array, num_tokens: int,
 
 def is_interpreted() -> bool:
     """Whether there is no GPU to run on, nor one that is being compiled for."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    return (jax.default_backend() if device is None else device.platform) == "cpu"
+    return current_device().platform == "cpu"
 
 
-def device_kind() -> str:
-    """The name of the device that programs run on or are compiled for."""
+def current_device() -> Any:
+    """The device that programs run on or are compiled for: its `platform` and `device_kind`."""
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
-    return str((jax.devices()[0] if device is None else device).device_kind)
+    return jax.devices()[0] if device is None else device
 
 
 def _tiles_of_seqs(

@@ -23,7 +23,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable
-from jaxllm.pallas_kernels.tiles import combine_splits, device_kind, is_interpreted, num_splits, query_tiles
+from jaxllm.pallas_kernels.tiles import (
+    combine_splits,
+    current_device,
+    is_interpreted,
+    num_splits,
+    query_tiles,
+)
 
 # JAX 0.11 deprecates this lowering and says so each time a program that holds a kernel is lowered, which
 # happens in the caller's jit. Triton is still the choice for Ampere, where Mosaic GPU does not run.
@@ -116,7 +122,7 @@ def decode_attention(
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash-decoding: the KV of a row is split over programs whose partial results are then combined."""
-    tiling = tiling or default_tiling("decode", device_kind(), pool.dtype, q.shape[2])
+    tiling = tiling or default_tiling("decode", current_device().device_kind, pool.dtype, q.shape[2])
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, tiling.kv_tile)
@@ -144,7 +150,7 @@ def prefill_attention(
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash attention over tiles of query rows; a tile holds rows of one sequence only."""
-    tiling = tiling or default_tiling("prefill", device_kind(), pool.dtype, q.shape[2])
+    tiling = tiling or default_tiling("prefill", current_device().device_kind, pool.dtype, q.shape[2])
     num_tokens, num_q_heads, _ = q.shape
     tile_rows = min(tiling.query_tile, max(_MIN_DOT, pl.next_power_of_2(num_tokens)))
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
