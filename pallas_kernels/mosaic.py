@@ -37,9 +37,8 @@ from jaxllm.pallas_kernels.mosaic_tiles import (
     zero_rows_from,
 )
 from jaxllm.pallas_kernels.tiles import (
-    combine_splits,
+    chunk_tokens,
     is_interpreted,
-    num_splits,
     query_tiles,
     rows_in_tiles,
 )
@@ -61,7 +60,9 @@ def decode_attention(
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     group = num_q_heads // num_kv_heads
-    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, TILE)
+    max_tokens = block_tables.shape[1] * block_size
+    chunk = chunk_tokens(num_rows * num_kv_heads, max_tokens, TILE)
+    splits = pl.cdiv(max_tokens, chunk)
     # A window of 64 rows starts at each KV head's first query; nothing beyond its group is stored. Windows
     # start at multiples of a tile's 8 rows.
     rows_apart = -(-group // 8) * 8
@@ -74,7 +75,7 @@ def decode_attention(
         functools.partial(
             _decode_kernel,
             group=group,
-            splits=splits,
+            chunk_tiles=chunk // TILE,
             num_kv_heads=num_kv_heads,
             rows_apart=rows_apart,
             pool_row=_pool_row(pool, layer),
@@ -94,7 +95,7 @@ def decode_attention(
         num_threads=2,
     )(queries, _pool_rows(pool), block_tables, lengths)
     peak, total = (x[..., :group].reshape(num_rows, splits, num_q_heads) for x in (peak, total))
-    return combine_splits(acc, peak, total, jnp.exp2).astype(q.dtype)
+    return triton.combine_chunks(acc, peak, total, lengths, chunk, q.dtype, jnp.exp2)
 
 
 def prefill_attention(
@@ -162,7 +163,7 @@ def _decode_kernel(
     q_arrived: Any,
     *,
     group: int,
-    splits: int,
+    chunk_tiles: int,
     num_kv_heads: int,
     rows_apart: int,
     pool_row: Callable[[Any, Any, int], Any],
@@ -171,9 +172,8 @@ def _decode_kernel(
     kv_head, split, row = (lax.axis_index(name) for name in ("kv_head", "split", "row"))
     warpgroup = lax.axis_index("warpgroup")
     length = lengths_ref[row]
-    num_tiles = pl.cdiv(length, TILE)
-    first = split * num_tiles // splits
-    num_steps = (split + 1) * num_tiles // splits - first
+    first = split * chunk_tiles
+    num_steps = jnp.clip(pl.cdiv(length, TILE) - first, 0, chunk_tiles)
 
     @pl.when(warpgroup == 0)
     def _compute() -> None:

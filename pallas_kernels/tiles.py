@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-_TARGET_PROGRAMS = 264  # two per core of an H100
-_MAX_SPLITS = 16
+_MAX_PROGRAMS = 2048  # that decode: four at a time on each core of an H100, four times over
 
 
-def num_splits(num_programs: int, max_tokens: int, kv_tile: int) -> int:
-    """How many programs share the KV of one row: enough to fill the device, two KV tiles each at least."""
-    wanted = min(pl.cdiv(_TARGET_PROGRAMS, num_programs), pl.cdiv(max_tokens, 2 * kv_tile), _MAX_SPLITS)
-    return pl.next_power_of_2(wanted)
+def chunk_tokens(num_programs: int, max_tokens: int, kv_tile: int) -> int:
+    """How many tokens of a row a decode program reads, so that a long row does not hold up the others.
 
-
-def combine_splits(
-    acc: jax.Array, peak: jax.Array, total: jax.Array, exp: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """The attention of rows from that of their splits; zeros where no split saw a token.
-
-    Args:
-        acc: `[num_rows, num_splits, num_heads, head_dim]`, weighted sums of V.
-        peak: `[num_rows, num_splits, num_heads]`, the largest scores.
-        total: like `peak`, sums of the weights.
-        exp: what the weights were taken with, of base e or 2.
+    Two tiles where there are few rows; more where that makes more programs than fill the device: those beyond
+    the end of a row have nothing to do, but are started.
     """
-    weights = exp(peak - peak.max(axis=1, keepdims=True))
-    total = (total * weights).sum(axis=1)
-    return (acc * weights[..., None]).sum(axis=1) / jnp.where(total > 0, total, 1.0)[..., None]
+    chunk = 2 * kv_tile
+    while chunk < max_tokens and num_programs * pl.cdiv(max_tokens, chunk) > _MAX_PROGRAMS:
+        chunk *= 2
+    return chunk
 
 
 def query_tiles(

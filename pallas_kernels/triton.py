@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,10 +25,9 @@ from jax.experimental.pallas import triton as plgpu
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.pallas_kernels.tiles import (
-    combine_splits,
+    chunk_tokens,
     current_device,
     is_interpreted,
-    num_splits,
     query_tiles,
 )
 
@@ -39,6 +39,7 @@ warnings.filterwarnings(
 
 _MIN_DOT = 16
 _MASKED = -1e30
+_COMBINED_AT_ONCE = 16
 _SMALL_CORES = re.compile(r"\b(A10G?|A16|A2|A40|A[2456]000|L2|L4|L20|L40[SG]?|GB10|RTX|GeForce)\b")
 """Names of NVIDIA devices of compute capability 8.6, 8.9 and 12.0: 100 KiB of shared memory a core."""
 _TILING = re.compile(r"k(\d+),q(\d+),w(\d+),s(\d+)")
@@ -121,20 +122,62 @@ def decode_attention(
     scale: float,
     tiling: Tiling | None = None,
 ) -> jax.Array:
-    """Flash-decoding: the KV of a row is split over programs whose partial results are then combined."""
+    """Flash-decoding: each program reads a chunk of a row's KV; where rows may have several, these combine.
+
+    A row's chunks, and so its bits, do not depend on the lengths of the others.
+    """
     tiling = tiling or default_tiling("decode", current_device().device_kind, pool.dtype, q.shape[2])
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, tiling.kv_tile)
-    stats = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads), jnp.float32)
-    acc, peak, total = _call(
-        functools.partial(_decode_kernel, layer=layer, scale=scale, splits=splits, kv_tile=tiling.kv_tile),
+    max_tokens = block_tables.shape[1] * block_size
+    chunk = chunk_tokens(num_rows * num_kv_heads, max_tokens, tiling.kv_tile)
+    num_chunks = pl.cdiv(max_tokens, chunk)
+    stats = jax.ShapeDtypeStruct((num_rows, num_chunks, num_q_heads), jnp.float32)
+    partial = jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32), stats, stats
+    out = _call(
+        functools.partial(_decode_kernel, layer=layer, scale=scale, chunk=chunk, kv_tile=tiling.kv_tile),
         tiling,
-        grid=(num_rows, num_kv_heads, splits),
-        out_shape=(jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32), stats, stats),
+        grid=(num_rows, num_kv_heads, num_chunks),
+        out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype),) if num_chunks == 1 else partial,
         name="paged_decode_attention",
     )(q, pool, block_tables, lengths)
-    return combine_splits(acc, peak, total, jnp.exp).astype(q.dtype)
+    if num_chunks == 1:
+        return out[0]
+    acc, peak, total = out
+    return combine_chunks(acc, peak, total, lengths, chunk, q.dtype)
+
+
+def combine_chunks(
+    acc: jax.Array,
+    peak: jax.Array,
+    total: jax.Array,
+    lengths: jax.Array,
+    chunk: int,
+    dtype: Any,
+    exp: Callable[[jax.Array], jax.Array] = jnp.exp,
+) -> jax.Array:
+    """The attention of rows from that over their chunks, of which only those in use are read.
+
+    Args:
+        acc: float32 `[num_rows, num_chunks, num_heads, head_dim]`, weighted sums of V.
+        peak: float32 `[num_rows, num_chunks, num_heads]`, the largest scores.
+        total: like `peak`, sums of the weights.
+        lengths: int32 `[num_rows]`, tokens of each row.
+        chunk: tokens of a chunk.
+        dtype: of the result.
+        exp: what the weights were taken with, of base e or 2.
+
+    Returns:
+        `[num_rows, num_heads, head_dim]`; zeros in rows of length 0.
+    """
+    num_rows, _, num_heads, head_dim = acc.shape
+    return _call(
+        functools.partial(_combine_kernel, chunk=chunk, exp=exp),
+        Tiling(),
+        grid=(num_rows, num_heads),
+        out_shape=jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), dtype),
+        name="paged_combine_chunks",
+    )(acc, peak, total, lengths)
 
 
 def prefill_attention(
@@ -220,40 +263,77 @@ def _decode_kernel(
     pool_ref: Any,
     tables_ref: Any,
     lengths_ref: Any,
-    acc_ref: Any,
-    peak_ref: Any,
-    total_ref: Any,
-    *,
+    *out_refs: Any,
     layer: int,
     scale: float,
-    splits: int,
+    chunk: int,
     kv_tile: int,
 ) -> None:
-    row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    row, kv_head, index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head_dim = q_ref.shape[2]
     group = q_ref.shape[1] // pool_ref.shape[3]
+    length = lengths_ref[row]
+    first = index * chunk
+    last = jnp.minimum(first + chunk, length)
+    is_used = (first < length) | (len(out_refs) == 1)  # a whole row is stored even if it has no token
     heads = jnp.arange(max(_MIN_DOT, pl.next_power_of_2(group)))
     dims = jnp.arange(pl.next_power_of_2(head_dim))
-    mask = (heads < group)[:, None] & (dims < head_dim)[None, :]
+    is_head = (heads < group) & is_used
+    mask = is_head[:, None] & (dims < head_dim)[None, :]
     heads_at = kv_head * group + heads
     query = plgpu.load(q_ref.at[row, heads_at[:, None], dims[None, :]], mask=mask, other=0.0)
 
-    length = lengths_ref[row]
-    num_tiles = pl.cdiv(length, kv_tile)
-    per_split = pl.cdiv(num_tiles, splits)
-    first = split * per_split
-    last = jnp.minimum(first + per_split, num_tiles)
-
     def body(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tokens = tile * kv_tile + jnp.arange(kv_tile)
-        key, value = _load_tile(pool_ref, tables_ref, row, kv_head, tokens, length, layer, query.dtype)
-        return _accumulate(state, query, key, value, (tokens < length)[None, :], scale)
+        tokens = first + tile * kv_tile + jnp.arange(kv_tile)
+        key, value = _load_tile(pool_ref, tables_ref, row, kv_head, tokens, last, layer, query.dtype)
+        return _accumulate(state, query, key, value, (tokens < last)[None, :], scale)
 
     start = _empty_state(heads.shape[0], dims.shape[0])
-    acc, peak, total = lax.fori_loop(first, last, body, start)
-    plgpu.store(acc_ref.at[row, split, heads_at[:, None], dims[None, :]], acc, mask=mask)
-    plgpu.store(peak_ref.at[row, split, heads_at], peak, mask=heads < group)
-    plgpu.store(total_ref.at[row, split, heads_at], total, mask=heads < group)
+    num_tiles = pl.cdiv(jnp.maximum(last - first, 0), kv_tile)
+    acc, peak, total = lax.fori_loop(0, num_tiles, body, start)
+    if len(out_refs) == 1:
+        out = _quotient(acc, total).astype(out_refs[0].dtype)
+        plgpu.store(out_refs[0].at[row, heads_at[:, None], dims[None, :]], out, mask=mask)
+    else:
+        acc_ref, peak_ref, total_ref = out_refs
+        plgpu.store(acc_ref.at[row, index, heads_at[:, None], dims[None, :]], acc, mask=mask)
+        plgpu.store(peak_ref.at[row, index, heads_at], peak, mask=is_head)
+        plgpu.store(total_ref.at[row, index, heads_at], total, mask=is_head)
+
+
+def _combine_kernel(
+    acc_ref: Any,
+    peak_ref: Any,
+    total_ref: Any,
+    lengths_ref: Any,
+    out_ref: Any,
+    *,
+    chunk: int,
+    exp: Callable[[jax.Array], jax.Array],
+) -> None:
+    row, head = pl.program_id(0), pl.program_id(1)
+    _, num_chunks, _, head_dim = acc_ref.shape
+    num_used = pl.cdiv(lengths_ref[row], chunk)
+    at_once = min(_COMBINED_AT_ONCE, pl.next_power_of_2(num_chunks))
+    dims = jnp.arange(pl.next_power_of_2(head_dim))
+
+    def body(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        acc, old_peak, total = state
+        chunks = step * at_once + jnp.arange(at_once)
+        is_used = chunks < num_used
+        peaks = plgpu.load(peak_ref.at[row, chunks, head], mask=is_used, other=_MASKED)
+        totals = plgpu.load(total_ref.at[row, chunks, head], mask=is_used, other=0.0)
+        mask = is_used[:, None] & (dims < head_dim)[None, :]
+        parts = plgpu.load(acc_ref.at[row, chunks[:, None], head, dims[None, :]], mask=mask, other=0.0)
+        peak = jnp.maximum(old_peak, peaks.max())
+        decay, weights = exp(old_peak - peak), exp(peaks - peak)
+        acc = acc * decay + (parts * weights[:, None]).sum(axis=0)
+        return acc, peak, total * decay + (totals * weights).sum()
+
+    start = jnp.zeros(dims.shape, jnp.float32), jnp.float32(_MASKED), jnp.float32(0)
+    acc, _, total = lax.fori_loop(0, pl.cdiv(num_used, at_once), body, start)
+    out = _quotient(acc, total).astype(out_ref.dtype)
+    plgpu.store(out_ref.at[row, head, dims], out, mask=dims < head_dim)
 
 
 def _prefill_kernel(
@@ -287,8 +367,8 @@ def _prefill_kernel(
 
     start = _empty_state(tile_rows, dims.shape[0])
     acc, _, total = lax.fori_loop(0, pl.cdiv(kv_limit, kv_tile), body, start)
-    out = acc / jnp.where(total > 0, total, 1.0)[:, None]
-    plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out.astype(out_ref.dtype), mask=mask)
+    out = _quotient(acc, total).astype(out_ref.dtype)
+    plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out, mask=mask)
 
 
 def _rotate_kernel(*refs: Any, layer: int) -> None:
@@ -373,6 +453,11 @@ def _empty_state(rows: int, dims: int) -> tuple[jax.Array, jax.Array, jax.Array]
     """Accumulator, running maximum and running sum of an online softmax."""
     stats = jnp.zeros(rows, jnp.float32)
     return jnp.zeros((rows, dims), jnp.float32), stats + _MASKED, stats
+
+
+def _quotient(acc: jax.Array, total: jax.Array) -> jax.Array:
+    """Weighted sums over the sums of their weights; zeros where no token was seen."""
+    return acc / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _accumulate(

@@ -9,7 +9,7 @@ import pytest
 from kernel_cases import LAYER, Shape
 
 from jaxllm.pallas_kernels import mosaic, triton
-from jaxllm.pallas_kernels.tiles import num_splits, query_tiles, rows_in_tiles
+from jaxllm.pallas_kernels.tiles import chunk_tokens, query_tiles, rows_in_tiles
 
 
 def test_query_tiles():
@@ -27,10 +27,39 @@ def test_query_tiles():
 
 
 @pytest.mark.parametrize(
-    ("programs", "tokens", "splits"), [(1, 64, 1), (1, 4096, 16), (64, 4096, 8), (999, 4096, 1)]
+    ("programs", "tokens", "chunk"),
+    [
+        (1, 64, 128),
+        (8, 2048, 128),
+        (8, 131072, 512),
+        (512, 2048, 512),
+        (2048, 2048, 2048),
+        (9999, 9, 128),
+    ],
 )
-def test_splits_fill_the_device(programs, tokens, splits):
-    assert num_splits(programs, tokens, 64) == splits
+def test_chunks_fill_the_device_and_no_more(programs, tokens, chunk):
+    assert chunk_tokens(programs, tokens, 64) == chunk
+
+
+@pytest.mark.parametrize("num_chunks", [2, 40])
+def test_only_chunks_in_use_are_combined(num_chunks):
+    """Chunks of 10 tokens: a row of none, of one, of a few and of all; what others hold is NaN."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([0, 10, 11, 10 * num_chunks - 9])
+    shape = (4, num_chunks, 3, 24)
+    acc, peak, total = (rng.random(dims) + 0.5 for dims in (shape, shape[:3], shape[:3]))
+    unused = np.arange(num_chunks) >= -(-lengths // 10)[:, None]
+    weights = np.where(unused[..., None], 0, np.exp2(peak))
+    sums = (weights * total).sum(axis=1)[..., None]
+    expected = (weights[..., None] * acc).sum(axis=1) / np.where(sums > 0, sums, 1)
+    parts = [
+        jnp.asarray(np.where(np.expand_dims(unused, tuple(range(2, x.ndim))), np.nan, x), jnp.float32)
+        for x in (acc, peak, total)
+    ]
+    combine = functools.partial(triton.combine_chunks, chunk=10, dtype=jnp.float32, exp=jnp.exp2)
+    actual = jax.jit(combine)(*parts, jnp.asarray(lengths, jnp.int32))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert not np.asarray(actual[0]).any()
 
 
 @pytest.mark.parametrize("op", ["decode", "prefill"])

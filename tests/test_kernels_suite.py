@@ -97,6 +97,20 @@ def test_decode_every_length(implementation):
         assert max(errors) < TOLERANCE[shape.dtype]
 
 
+@with_each_and_newer_mosaic
+def test_decode_over_several_chunks(implementation):
+    """One long row among short ones, which get the same bits beside a row of no token."""
+    shape = small(max_blocks=20, dtype="float16" if implementation == "mosaic" else "float32")
+    case = decode_case(shape, [1, 0, 64, 320, 65, 129])
+    expected = reference.decode_attention(*case.decode_args(), layer=LAYER, scale=shape.scale)
+    decode = jitted(pallas_kernels.decode_attention, implementation, shape)
+    actual = np.asarray(decode(*case.decode_args()))
+    errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
+    assert max(errors) < TOLERANCE[shape.dtype]
+    alone = decode(*case.decode_args()[:3], case.lengths.at[3].set(0))
+    np.testing.assert_array_equal(np.delete(np.asarray(alone), 3, axis=0), np.delete(actual, 3, axis=0))
+
+
 @with_each
 def test_decode_with_no_active_row(implementation):
     shape = small()
