@@ -32,6 +32,7 @@ from jaxllm.pallas_kernels.mosaic_tiles import (
     accumulate,
     empty_state,
     iota,
+    load_rows,
     products,
     window,
     zero_rows_from,
@@ -40,7 +41,6 @@ from jaxllm.pallas_kernels.tiles import (
     chunk_tokens,
     is_interpreted,
     query_tiles,
-    rows_in_tiles,
 )
 
 _SLOTS = 3  # tiles of K and of V in flight
@@ -114,11 +114,7 @@ def prefill_attention(
     num_tokens, num_q_heads, head_dim = q.shape
     tile_rows = _QUERY_WARPGROUPS * TILE
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
-    num_tiles = tiles.shape[0]
-    # A chunk may start at any row, and windows start at multiples of 8 rows: tiles are laid apart, as they
-    # are stored, so that rows past the end of a chunk do not reach the next one's.
-    rows_of_tiles = jnp.minimum(tiles[:, 1:2] + jnp.arange(tile_rows, dtype=jnp.int32), num_tokens - 1)
-    queries = q[rows_of_tiles]
+    q = jnp.pad(q, ((0, max(0, TILE - num_tokens)), (0, 0), (0, 0)))
     out = _call(
         functools.partial(
             _prefill_kernel,
@@ -126,20 +122,20 @@ def prefill_attention(
             pool_row=_pool_row(pool, layer),
             factor=scale * _LOG2E,
         ),
-        out_type=jax.ShapeDtypeStruct((num_tiles, tile_rows, num_q_heads, head_dim), q.dtype),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=(
             _swizzled((_QUERY_WARPGROUPS, TILE, head_dim), q.dtype),
+            plgpu.SMEM((_QUERY_WARPGROUPS, TILE, head_dim), q.dtype),
             *_kv_buffers(pool, num_consumers=_QUERY_WARPGROUPS),
-            plgpu.Barrier(num_barriers=_QUERY_WARPGROUPS),
             plgpu.Barrier(),
         ),
-        grid=(num_q_heads, num_tiles),
+        grid=(num_q_heads, tiles.shape[0]),
         grid_names=("head", "tile"),
         num_threads=_QUERY_WARPGROUPS + 1,
-    )(queries, _pool_rows(pool), block_tables, tiles)
-    rows = rows_in_tiles(query_starts, num_seqs, num_tokens, tile_rows)
-    out = out.reshape(num_tiles * tile_rows, num_q_heads, head_dim)
-    return jnp.where((rows >= 0)[:, None, None], out[jnp.maximum(rows, 0)], jnp.zeros((), q.dtype))
+    )(q, _pool_rows(pool), block_tables, tiles)[:num_tokens]
+    rows = jnp.arange(num_tokens)
+    is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
+    return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
 
 
 def _decode_kernel(
@@ -234,14 +230,14 @@ def _prefill_kernel(
     tables_ref: Any,
     tiles_ref: Any,
     out_ref: Any,
-    qo_smem: Any,
+    q_smem: Any,
+    out_smem: Any,
     k_smem: Any,
     v_smem: Any,
     k_arrived: Any,
     v_arrived: Any,
     k_consumed: Any,
     v_consumed: Any,
-    q_arrived: Any,
     v_zeroed: Any,
     *,
     group: int,
@@ -250,26 +246,30 @@ def _prefill_kernel(
 ) -> None:
     head, tile = lax.axis_index("head"), lax.axis_index("tile")
     warpgroup = lax.axis_index("warpgroup")
-    seq, num_rows, position = (tiles_ref[tile, i] for i in (0, 2, 3))
+    seq, first_row, num_rows, position = (tiles_ref[tile, i] for i in range(4))
     length = jnp.where(num_rows > 0, position + num_rows, 0)
     num_steps = pl.cdiv(length, TILE)
 
     @pl.when((warpgroup < _QUERY_WARPGROUPS) & (num_steps > 0))
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        smem = qo_smem.at[warpgroup]
-        offset = pl.multiple_of(warpgroup * TILE, TILE)
-        plgpu.copy_gmem_to_smem(q_ref.at[tile, pl.ds(offset, TILE), head], smem, q_arrived.at[warpgroup])
-        plgpu.barrier_wait(q_arrived.at[warpgroup])
+        queries, results = q_smem.at[warpgroup], out_smem.at[warpgroup]
+        # A window of 64 rows that holds this warpgroup's, which may start at any row; what it computes of
+        # other rows is not stored. (TMA would take swizzled windows from multiples of 8 rows on only.)
+        offset = warpgroup * TILE
+        start = jnp.minimum(first_row + offset, q_ref.shape[0] - TILE)
+        queries[...] = load_rows(q_ref, start, head)
+        plgpu.commit_smem()
+        behind_first = position + (start - first_row)
 
         def step(i: jax.Array, state: Any) -> Any:
             slot = lax.rem(i, jnp.int32(_SLOTS))
             num_seen = length - i * TILE
             plgpu.barrier_wait(k_arrived.at[slot])
-            scores = products(smem, k_smem.at[slot]) * factor
+            scores = products(queries, k_smem.at[slot]) * factor
             plgpu.barrier_arrive(k_consumed.at[slot])
             shape = (TILE, TILE)
-            behind = iota(shape, 0) + (position + offset - i * TILE) - iota(shape, 1)
+            behind = iota(shape, 0) + (behind_first - i * TILE) - iota(shape, 1)
             scores = jnp.where((behind >= 0) & (iota(shape, 1) < num_seen), scores, MASKED)
             plgpu.barrier_wait(v_arrived.at[slot])
 
@@ -288,9 +288,18 @@ def _prefill_kernel(
 
         acc, _, total = lax.fori_loop(0, num_steps, step, empty_state(v_smem.shape[-1]))
         acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
-        smem[...] = acc.astype(smem.dtype)
+        results[...] = acc.astype(results.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem, out_ref.at[tile, pl.ds(offset, TILE), head])
+        skipped = first_row + offset - start
+        num_owned = jnp.clip(num_rows - offset, 0, TILE)
+        for bit in range(TILE.bit_length()):  # 64 rows, or what 32, 16, ... rows make together
+
+            @pl.when((num_owned >> bit) & 1 == 1)
+            def _(bit: int = bit) -> None:
+                at = (num_owned >> (bit + 1)) << (bit + 1)
+                piece = results.at[pl.ds(skipped + at, 1 << bit)]
+                plgpu.copy_smem_to_gmem(piece, out_ref.at[pl.ds(start + skipped + at, 1 << bit), head])
+
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when((warpgroup == _QUERY_WARPGROUPS) & (num_steps > 0))
@@ -346,6 +355,11 @@ def _copy_tiles(
                     buffers[index].at[slot, pl.ds(part * rows, rows)],
                     arrived[index].at[slot],
                 )
+
+    @pl.loop(0, jnp.minimum(num_steps, _SLOTS))
+    def _(slot: jax.Array) -> None:  # a barrier may only go when each of its phases has been seen
+        for one in consumed:
+            plgpu.barrier_wait(one.at[slot])
 
 
 def _call(kernel: Any, **options: Any) -> Any:

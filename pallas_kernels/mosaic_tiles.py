@@ -23,6 +23,15 @@ def window(token: jax.Array, block_size: int, rows: int) -> Any:
     return pl.ds(start, rows)
 
 
+def load_rows(ref: Any, start: jax.Array, head: jax.Array) -> jax.Array:
+    """64 rows of a head of `ref` [rows, heads, head_dim] from any row on, without shared memory."""
+    rows = ref.at[pl.ds(start, TILE), head]
+    if is_interpreted():
+        return rows[...]
+    index = () if IS_NEWER_JAX else (...,)
+    return plgpu.load(rows, *index, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
 def products(q_smem: Any, k_smem: Any) -> jax.Array:
     """Float32 `[64, 64]`: products of queries and keys."""
     if is_interpreted() and not IS_NEWER_JAX:  # JAX 0.10 interprets no transposes

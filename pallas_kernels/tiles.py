@@ -31,24 +31,15 @@ def query_tiles(
     Sequences are cut into tiles one after another; tiles beyond the last one hold 0 rows.
     """
     max_seqs = lengths.shape[0]
-    query_lens, num_tiles, ends = _tiles_of_seqs(query_starts, num_seqs, tile_rows)
+    query_lens = jnp.where(jnp.arange(max_seqs) < num_seqs, query_starts[1:] - query_starts[:-1], 0)
+    num_tiles = -(-query_lens // tile_rows)
+    ends = jnp.cumsum(num_tiles)
     tile = jnp.arange(num_tokens // tile_rows + min(max_seqs, num_tokens), dtype=jnp.int32)
     seq = jnp.minimum((tile[:, None] >= ends[None, :]).sum(axis=1), max_seqs - 1)
     offset = (tile - ends[seq] + num_tiles[seq]) * tile_rows
     rows = jnp.clip(query_lens[seq] - offset, 0, tile_rows)
     position = lengths[seq] - query_lens[seq] + offset
     return jnp.stack([seq, query_starts[seq] + offset, rows, position], axis=1).astype(jnp.int32)
-
-
-def rows_in_tiles(query_starts: jax.Array, num_seqs: jax.Array, num_tokens: int, tile_rows: int) -> jax.Array:
-    """Int32 `[num_tokens]`: where each row lies if tiles are laid end to end; -1 for rows of no sequence."""
-    max_seqs = query_starts.shape[0] - 1
-    query_lens, num_tiles, ends = _tiles_of_seqs(query_starts, num_seqs, tile_rows)
-    row = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = jnp.clip((row[:, None] >= query_starts[None, :]).sum(axis=1) - 1, 0, max_seqs - 1)
-    offset = row - query_starts[seq]
-    is_owned = (row >= query_starts[0]) & (offset < query_lens[seq])
-    return jnp.where(is_owned, (ends[seq] - num_tiles[seq]) * tile_rows + offset, -1).astype(jnp.int32)
 
 
 def is_interpreted() -> bool:
@@ -61,13 +52,3 @@ def current_device() -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     return jax.devices()[0] if device is None else device
-
-
-def _tiles_of_seqs(
-    query_starts: jax.Array, num_seqs: jax.Array, tile_rows: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each sequence: its rows, its tiles, and the tiles up to its end."""
-    max_seqs = query_starts.shape[0] - 1
-    query_lens = jnp.where(jnp.arange(max_seqs) < num_seqs, query_starts[1:] - query_starts[:-1], 0)
-    num_tiles = -(-query_lens // tile_rows)
-    return query_lens, num_tiles, jnp.cumsum(num_tiles)

@@ -55,6 +55,20 @@ def test_attention_compiles(implementation, shape):
             compile_attention(compiler, op, values, implementation)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "mosaic"])
+def test_prompts_of_any_length_take_no_more_memory(implementation):
+    """Queries are read, and results stored, where they are: not in tiles of their own."""
+    struct, (num_q, num_kv, dim, block_size, dtype) = jax.ShapeDtypeStruct, LLAMA_3_8B
+    q = struct((2048, num_q, dim), dtype)
+    pool = struct((NUM_BLOCKS, NUM_LAYERS, 2, num_kv, block_size, dim), dtype)
+    ints = (struct(shape, jnp.int32) for shape in ((256, MAX_BLOCKS), (257,), (256,), ()))
+    options = {"layer": 1, "scale": dim**-0.5, "implementation": implementation}
+    with Compiler(get_target("h200")) as compiler:
+        call = jax.jit(functools.partial(pallas_kernels.prefill_attention, **options))
+        compiled = compiler.compile(call, *compiler.struct((q, pool, *ints)))
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * q.size * q.dtype.itemsize
+
+
 @pytest.mark.parametrize("device", ["a100-80gb", "l40"])
 def test_every_tiling_compiles(device):
     """Also where a core has 100 KiB of shared memory; what is there must suffice for the default ones."""
