@@ -1,9 +1,9 @@
 """Paged attention as Pallas Mosaic GPU kernels for Hopper (compute capability 9.0), in 16 bits.
 
 One warpgroup of a program copies blocks of KV into shared memory by their ids (TMA, several tiles in flight),
-the others multiply (wgmma) and keep the online softmax, base 2, in registers. wgmma takes 64 rows at a
-time: decode gives it all query heads of a KV head together and leaves the other rows unused; the tensor cores
-have time for that while the copies set the pace.
+the others multiply (wgmma) and keep the online softmax, base 2, in registers. wgmma takes 64 rows and from 8
+columns on: the rows are queries in prefill, and keys in decode, which has few queries: the heads that share a
+KV head are the columns.
 
 K and V past a row's last token may be anything, NaN included: scores there are masked, and V is zeroed in
 shared memory before it is multiplied.
@@ -30,10 +30,12 @@ from jaxllm.pallas_kernels.mosaic_tiles import (
     MASKED,
     TILE,
     accumulate,
+    accumulate_columns,
     empty_state,
     iota,
     load_rows,
     products,
+    store_transposed,
     window,
     zero_rows_from,
 )
@@ -62,40 +64,34 @@ def decode_attention(
     group = num_q_heads // num_kv_heads
     max_tokens = block_tables.shape[1] * block_size
     chunk = chunk_tokens(num_rows * num_kv_heads, max_tokens, TILE)
-    splits = pl.cdiv(max_tokens, chunk)
-    # A window of 64 rows starts at each KV head's first query; nothing beyond its group is stored. Windows
-    # start at multiples of a tile's 8 rows.
-    rows_apart = -(-group // 8) * 8
-    queries = q.reshape(num_rows * num_kv_heads, group, head_dim)
-    queries = jnp.pad(queries, ((0, 0), (0, rows_apart - group), (0, 0))).reshape(-1, head_dim)
-    queries = jnp.pad(queries, ((0, TILE), (0, 0)))
-    stats = jax.ShapeDtypeStruct((num_rows, splits, num_kv_heads, TILE), jnp.float32)
-    partial = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads, head_dim), jnp.float32)
+    num_chunks = pl.cdiv(max_tokens, chunk)
+    columns = -(-group // 8) * 8
+    queries = q.reshape(num_rows, num_kv_heads, group, head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+    stats = jax.ShapeDtypeStruct((num_rows, num_chunks, num_kv_heads, columns), jnp.float32)
+    partial = jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32)
     acc, peak, total = _call(
         functools.partial(
             _decode_kernel,
-            group=group,
             chunk_tiles=chunk // TILE,
-            num_kv_heads=num_kv_heads,
-            rows_apart=rows_apart,
             pool_row=_pool_row(pool, layer),
             factor=scale * _LOG2E,
         ),
         out_type=(partial, stats, stats),
         scratch_types=(
-            _swizzled((TILE, head_dim), q.dtype),
+            _swizzled((columns, head_dim), q.dtype),
             *_kv_buffers(pool, num_consumers=1),
-            plgpu.SMEM((TILE, head_dim), jnp.float32),
-            plgpu.SMEM((TILE,), jnp.float32),
-            plgpu.SMEM((TILE,), jnp.float32),
+            _swizzled((columns, TILE), q.dtype),
+            plgpu.SMEM((columns, head_dim), jnp.float32),
+            plgpu.SMEM((columns,), jnp.float32),
+            plgpu.SMEM((columns,), jnp.float32),
             plgpu.Barrier(),
         ),
-        grid=(num_kv_heads, splits, num_rows),
-        grid_names=("kv_head", "split", "row"),
+        grid=(num_kv_heads, num_chunks, num_rows),
+        grid_names=("kv_head", "chunk", "row"),
         num_threads=2,
     )(queries, _pool_rows(pool), block_tables, lengths)
-    peak, total = (x[..., :group].reshape(num_rows, splits, num_q_heads) for x in (peak, total))
-    return triton.combine_chunks(acc, peak, total, lengths, chunk, q.dtype, jnp.exp2)
+    return triton.combine_chunks(acc, peak, total, lengths, q, chunk, jnp.exp2)
 
 
 def prefill_attention(
@@ -153,63 +149,59 @@ def _decode_kernel(
     v_arrived: Any,
     k_consumed: Any,
     v_consumed: Any,
+    p_smem: Any,
     acc_smem: Any,
     peak_smem: Any,
     total_smem: Any,
     q_arrived: Any,
     *,
-    group: int,
     chunk_tiles: int,
-    num_kv_heads: int,
-    rows_apart: int,
     pool_row: Callable[[Any, Any, int], Any],
     factor: float,
 ) -> None:
-    kv_head, split, row = (lax.axis_index(name) for name in ("kv_head", "split", "row"))
+    kv_head, chunk, row = (lax.axis_index(name) for name in ("kv_head", "chunk", "row"))
     warpgroup = lax.axis_index("warpgroup")
     length = lengths_ref[row]
-    first = split * chunk_tiles
+    first = chunk * chunk_tiles
     num_steps = jnp.clip(pl.cdiv(length, TILE) - first, 0, chunk_tiles)
 
-    @pl.when(warpgroup == 0)
+    # Registers stay shared out evenly: few enough are needed for two programs on a core.
+    @pl.when((warpgroup == 0) & (num_steps > 0))
     def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
-        start = pl.multiple_of((row * num_kv_heads + kv_head) * rows_apart, 8)
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, TILE)], q_smem, q_arrived)
+        plgpu.copy_gmem_to_smem(q_ref.at[row, kv_head], q_smem, q_arrived)
         plgpu.barrier_wait(q_arrived)
 
         def step(i: jax.Array, state: Any) -> Any:
             slot = lax.rem(i, jnp.int32(_SLOTS))
             num_seen = length - (first + i) * TILE
             plgpu.barrier_wait(k_arrived.at[slot])
-            scores = products(q_smem, k_smem.at[slot]) * factor
+            scores = products(k_smem.at[slot], q_smem) * factor
             plgpu.barrier_arrive(k_consumed.at[slot])
-            seen = iota((TILE, TILE), 1) < num_seen
-            scores = jnp.where(seen, scores, MASKED)
+            scores = jnp.where(iota(scores.shape, 0) < num_seen, scores, MASKED)
             plgpu.barrier_wait(v_arrived.at[slot])
 
             @pl.when(num_seen < TILE)
             def _() -> None:
                 zero_rows_from(v_smem.at[slot], num_seen)
 
-            state = accumulate(state, scores, v_smem.at[slot])
+            state = accumulate_columns(state, scores, p_smem, v_smem.at[slot])
             plgpu.barrier_arrive(v_consumed.at[slot])
             return state
 
-        acc, peak, total = lax.fori_loop(0, num_steps, step, empty_state(v_smem.shape[-1]))
-        acc_smem[...] = acc
+        start = empty_state((acc_smem.shape[1], acc_smem.shape[0]), axis=1)
+        acc, peak, total = lax.fori_loop(0, num_steps, step, start)
+        store_transposed(acc_smem, acc)
         peak_smem[...] = peak
         total_smem[...] = total
         plgpu.commit_smem()
-        heads = pl.ds(kv_head * group, group)
-        plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, group)], acc_ref.at[row, split, heads])
-        plgpu.copy_smem_to_gmem(peak_smem, peak_ref.at[row, split, kv_head])
-        plgpu.copy_smem_to_gmem(total_smem, total_ref.at[row, split, kv_head])
+        at = row, chunk, kv_head
+        plgpu.copy_smem_to_gmem(acc_smem, acc_ref.at[at])
+        plgpu.copy_smem_to_gmem(peak_smem, peak_ref.at[at])
+        plgpu.copy_smem_to_gmem(total_smem, total_ref.at[at])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == 1)
+    @pl.when((warpgroup == 1) & (num_steps > 0))
     def _copy() -> None:
-        plgpu.set_max_registers(40, action="decrease")
         _copy_tiles(
             pool_ref,
             tables_ref,
@@ -286,7 +278,7 @@ def _prefill_kernel(
             plgpu.barrier_arrive(v_consumed.at[slot])
             return state
 
-        acc, _, total = lax.fori_loop(0, num_steps, step, empty_state(v_smem.shape[-1]))
+        acc, _, total = lax.fori_loop(0, num_steps, step, empty_state(queries.shape, axis=0))
         acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
         results[...] = acc.astype(results.dtype)
         plgpu.commit_smem()
@@ -295,7 +287,7 @@ def _prefill_kernel(
         for bit in range(TILE.bit_length()):  # 64 rows, or what 32, 16, ... rows make together
 
             @pl.when((num_owned >> bit) & 1 == 1)
-            def _(bit: int = bit) -> None:
+            def _(bit: int = bit) -> None:  # TMA takes multiples of 128 bytes, which rows are, anywhere
                 at = (num_owned >> (bit + 1)) << (bit + 1)
                 piece = results.at[pl.ds(skipped + at, 1 << bit)]
                 plgpu.copy_smem_to_gmem(piece, out_ref.at[pl.ds(start + skipped + at, 1 << bit), head])
@@ -388,9 +380,9 @@ def _check(q: jax.Array, pool: jax.Array) -> None:
             f"implementation 'mosaic' computes in bfloat16 or float16, got q in {q.dtype.name} and a pool in "
             f"{pool.dtype.name}: use implementation='triton', or load the model in 16 bits"
         )
-    if head_dim % 16 or not 16 <= head_dim <= 256:
+    if head_dim not in (64, 128, 192, 256):
         raise ConfigError(
-            f"implementation 'mosaic' takes head_dim 16, 32, ..., 256, got {head_dim}: use "
+            f"implementation 'mosaic' takes head_dim 64, 128, 192 or 256, got {head_dim}: use "
             "implementation='triton'"
         )
     if block_size not in (16, 32, 64, 128):

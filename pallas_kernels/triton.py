@@ -132,7 +132,8 @@ def decode_attention(
     max_tokens = block_tables.shape[1] * block_size
     chunk = chunk_tokens(num_rows * num_kv_heads, max_tokens, tiling.kv_tile)
     num_chunks = pl.cdiv(max_tokens, chunk)
-    stats = jax.ShapeDtypeStruct((num_rows, num_chunks, num_q_heads), jnp.float32)
+    group = num_q_heads // num_kv_heads
+    stats = jax.ShapeDtypeStruct((num_rows, num_chunks, num_kv_heads, group), jnp.float32)
     partial = jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32), stats, stats
     out = _call(
         functools.partial(_decode_kernel, layer=layer, scale=scale, chunk=chunk, kv_tile=tiling.kv_tile),
@@ -144,7 +145,7 @@ def decode_attention(
     if num_chunks == 1:
         return out[0]
     acc, peak, total = out
-    return combine_chunks(acc, peak, total, lengths, chunk, q.dtype)
+    return combine_chunks(acc, peak, total, lengths, q, chunk)
 
 
 def combine_chunks(
@@ -152,30 +153,33 @@ def combine_chunks(
     peak: jax.Array,
     total: jax.Array,
     lengths: jax.Array,
+    q: jax.Array,
     chunk: int,
-    dtype: Any,
     exp: Callable[[jax.Array], jax.Array] = jnp.exp,
 ) -> jax.Array:
     """The attention of rows from that over their chunks, of which only those in use are read.
 
     Args:
-        acc: float32 `[num_rows, num_chunks, num_heads, head_dim]`, weighted sums of V.
-        peak: float32 `[num_rows, num_chunks, num_heads]`, the largest scores.
+        acc: float32 `[num_rows, num_chunks, num_kv_heads, group, head_dim]`, weighted sums of V; the
+            fourth axis may be longer.
+        peak: float32 `[num_rows, num_chunks, num_kv_heads, group]`, the largest scores; likewise.
         total: like `peak`, sums of the weights.
         lengths: int32 `[num_rows]`, tokens of each row.
+        q: the queries `[num_rows, num_q_heads, head_dim]`, which are not read.
         chunk: tokens of a chunk.
         dtype: of the result.
         exp: what the weights were taken with, of base e or 2.
 
     Returns:
-        `[num_rows, num_heads, head_dim]`; zeros in rows of length 0.
+        An array like `q`; zeros in rows of length 0.
     """
-    num_rows, _, num_heads, head_dim = acc.shape
+    num_rows, num_q_heads, _ = q.shape
+    group = num_q_heads // acc.shape[2]
     return _call(
-        functools.partial(_combine_kernel, chunk=chunk, exp=exp),
+        functools.partial(_combine_kernel, chunk=chunk, group=group, exp=exp),
         Tiling(),
-        grid=(num_rows, num_heads),
-        out_shape=jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), dtype),
+        grid=(num_rows, num_q_heads),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="paged_combine_chunks",
     )(acc, peak, total, lengths)
 
@@ -296,9 +300,9 @@ def _decode_kernel(
         plgpu.store(out_refs[0].at[row, heads_at[:, None], dims[None, :]], out, mask=mask)
     else:
         acc_ref, peak_ref, total_ref = out_refs
-        plgpu.store(acc_ref.at[row, index, heads_at[:, None], dims[None, :]], acc, mask=mask)
-        plgpu.store(peak_ref.at[row, index, heads_at], peak, mask=is_head)
-        plgpu.store(total_ref.at[row, index, heads_at], total, mask=is_head)
+        plgpu.store(acc_ref.at[row, index, kv_head, heads[:, None], dims[None, :]], acc, mask=mask)
+        plgpu.store(peak_ref.at[row, index, kv_head, heads], peak, mask=is_head)
+        plgpu.store(total_ref.at[row, index, kv_head, heads], total, mask=is_head)
 
 
 def _combine_kernel(
@@ -309,10 +313,12 @@ def _combine_kernel(
     out_ref: Any,
     *,
     chunk: int,
+    group: int,
     exp: Callable[[jax.Array], jax.Array],
 ) -> None:
     row, head = pl.program_id(0), pl.program_id(1)
-    _, num_chunks, _, head_dim = acc_ref.shape
+    kv_head, member = head // group, head % group
+    num_chunks, head_dim = acc_ref.shape[1], out_ref.shape[2]
     num_used = pl.cdiv(lengths_ref[row], chunk)
     at_once = min(_COMBINED_AT_ONCE, pl.next_power_of_2(num_chunks))
     dims = jnp.arange(pl.next_power_of_2(head_dim))
@@ -321,10 +327,11 @@ def _combine_kernel(
         acc, old_peak, total = state
         chunks = step * at_once + jnp.arange(at_once)
         is_used = chunks < num_used
-        peaks = plgpu.load(peak_ref.at[row, chunks, head], mask=is_used, other=_MASKED)
-        totals = plgpu.load(total_ref.at[row, chunks, head], mask=is_used, other=0.0)
+        peaks = plgpu.load(peak_ref.at[row, chunks, kv_head, member], mask=is_used, other=_MASKED)
+        totals = plgpu.load(total_ref.at[row, chunks, kv_head, member], mask=is_used, other=0.0)
         mask = is_used[:, None] & (dims < head_dim)[None, :]
-        parts = plgpu.load(acc_ref.at[row, chunks[:, None], head, dims[None, :]], mask=mask, other=0.0)
+        at = acc_ref.at[row, chunks[:, None], kv_head, member, dims[None, :]]
+        parts = plgpu.load(at, mask=mask, other=0.0)
         peak = jnp.maximum(old_peak, peaks.max())
         decay, weights = exp(old_peak - peak), exp(peaks - peak)
         acc = acc * decay + (parts * weights[:, None]).sum(axis=0)

@@ -27,9 +27,9 @@ SHAPES = [
 
 HALF_SHAPES = [
     Shape(num_q_heads=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16"),
-    Shape(num_q_heads=2, num_kv_heads=1, head_dim=80, block_size=16, dtype="float16"),
+    Shape(num_q_heads=2, num_kv_heads=1, head_dim=192, block_size=16, dtype="float16"),
     Shape(num_q_heads=8, num_kv_heads=1, head_dim=128, block_size=32, max_blocks=3, dtype="bfloat16"),
-    Shape(num_q_heads=3, num_kv_heads=1, head_dim=64, block_size=64, max_blocks=2, dtype="float16"),
+    Shape(num_q_heads=11, num_kv_heads=1, head_dim=64, block_size=64, max_blocks=2, dtype="float16"),
     Shape(num_q_heads=1, num_kv_heads=1, head_dim=128, block_size=128, max_blocks=2, dtype="bfloat16"),
 ]
 """For kernels of tensor cores, which take 16 bits only."""
