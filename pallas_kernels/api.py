@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
+from jaxllm.pallas_kernels.tiles import current_device
 
 IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic")
 """Names `implementation` takes; None stands for the best one on the default device.
@@ -56,7 +58,7 @@ def decode_attention(
     """
     _check_attention(q, pool, layer)
     _check_decodes(q.shape[0], block_tables, lengths)
-    backend, options = _backend(implementation, q, pool, window, soft_cap)
+    backend, options = _backend(implementation, q.shape[1], pool, window, soft_cap)
     return backend.decode_attention(q, pool, block_tables, lengths, layer=layer, scale=scale, **options)
 
 
@@ -106,7 +108,7 @@ def prefill_attention(
     _check_attention(q, pool, layer)
     num_seqs = jnp.asarray(num_seqs, jnp.int32)
     _check_prompts(block_tables, query_starts, lengths, num_seqs)
-    backend, options = _backend(implementation, q, pool, window, soft_cap)
+    backend, options = _backend(implementation, q.shape[1], pool, window, soft_cap)
     return backend.prefill_attention(
         q, pool, block_tables, query_starts, lengths, num_seqs, layer=layer, scale=scale, **options
     )
@@ -142,14 +144,13 @@ def write_kv(
       ConfigError: a shape, a dtype or the implementation is unsupported.
     """
     _check_new(pool, k, v, slot_mapping, layer)
-    backend, _ = _backend(implementation, k, pool)
+    backend, _ = _backend(implementation, k.shape[1], pool)
     return backend.write_kv(pool, k, v, slot_mapping, layer=layer)
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
+    rope: RopeTable | None,
     pool: jax.Array,
     slot_mapping: jax.Array,
     decode: tuple[jax.Array, jax.Array] | None,
@@ -161,12 +162,13 @@ def attend(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A layer's share of a step: `write_kv`, then `decode_attention` and `prefill_attention` side by side.
+    """A layer's share of a step: rotation, `write_kv`, `decode_attention` beside `prefill_attention`.
 
     Args:
-      q: `[num_rows, num_q_heads, head_dim]`; decodes first, prompts behind them.
-      k: `[num_rows, num_kv_heads, head_dim]`.
-      v: like `k`.
+      qkv: `[num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim]`, queries, keys and values of each row,
+        head by head; decodes first, prompts behind them.
+      rope: cosines and sines of each row's position, float32 `[num_rows, head_dim / 2]` each, by which
+        queries and keys are rotated, in float32; None leaves them.
       pool: as in `decode_attention`.
       slot_mapping: int32 `[num_rows]`, as in `write_kv`.
       decode: `(block_tables, lengths)` of the first rows, as in `decode_attention`; None if there are none.
@@ -179,25 +181,30 @@ def attend(
       implementation: one of `IMPLEMENTATIONS`, or None for the best on the default device.
 
     Returns:
-      The updated pool, and `[num_rows, num_q_heads, head_dim]` in the dtype of `q`.
+      The updated pool, and `[num_rows, num_q_heads, head_dim]` in the dtype of `qkv`.
 
     Raises:
       ConfigError: a shape, a dtype or the implementation is unsupported, or there is nothing to attend to.
     """
     if decode is None and prompts is None:
         raise ConfigError("attend needs decodes or prompts: give one of them, or use write_kv")
-    _check_attention(q, pool, layer)
-    _check_new(pool, k, v, slot_mapping, layer)
+    _check_pool(pool, layer)
+    num_q_heads = _check_projection(qkv, rope, pool)
+    _check_ints("slot_mapping", slot_mapping, qkv.shape[:1])
     if decode is not None:
-        _check_decodes(min(decode[0].shape[0], q.shape[0]), *decode)
+        _check_decodes(min(decode[0].shape[0], qkv.shape[0]), *decode)
     if prompts is not None:
         prompts = (*prompts[:3], jnp.asarray(prompts[3], jnp.int32))
         _check_prompts(*prompts)
-    backend, options = _backend(implementation, q, pool, window, soft_cap)
+    backend, options = _backend(implementation, num_q_heads, pool, window, soft_cap)
     options |= {"layer": layer, "scale": scale}
-    if hasattr(backend, "attend"):
-        return backend.attend(q, k, v, pool, slot_mapping, decode, prompts, **options)
-    pool = backend.write_kv(pool, k, v, slot_mapping, layer=layer)
+    if hasattr(backend, "rotate_and_write"):
+        pool, q = backend.rotate_and_write(qkv, rope, pool, slot_mapping, layer=layer)
+    else:
+        q, k, v = rotated_heads(qkv, rope, pool.shape[3], pool.shape[5])
+        if hasattr(backend, "attend"):
+            return backend.attend(q, k, v, pool, slot_mapping, decode, prompts, **options)
+        pool = backend.write_kv(pool, k, v, slot_mapping, layer=layer)
     decoded = prefilled = None
     if decode is not None:
         decoded = backend.decode_attention(q[: decode[0].shape[0]], pool, *decode, **options)
@@ -209,14 +216,15 @@ def attend(
 
 
 def default_implementation() -> str:
-    """The implementation that None stands for on the default device, where it covers the model's shape.
+    """The implementation that None stands for on the device of programs, where it covers the model's shape.
 
     Native kernels on CPUs; Triton's on NVIDIA GPUs of compute capability 8.0 and newer; else XLA's. Mosaic's,
     for 9.0 and 16 bits only, is to be asked for by name: it has been compiled for such a GPU, and not been
     measured on one yet.
     """
-    device = jax.devices()[0]
-    return _best_for(device.platform, str(getattr(device, "compute_capability", "0")))
+    device = current_device()
+    # One that is only compiled for tells no compute capability: those known have 8.0 at least.
+    return _best_for(device.platform, str(getattr(device, "compute_capability", "8.0")))
 
 
 def settle_implementation(
@@ -239,14 +247,14 @@ def _best_for(platform: str, compute_capability: str) -> str:
 
 def _backend(
     implementation: str | None,
-    q: jax.Array,
+    num_q_heads: int,
     pool: jax.Array,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> tuple[ModuleType, dict[str, Any]]:
     """The back-end of a name, and the options for it: those that the name holds, and what is not None."""
     if implementation is None:
-        implementation, _ = settle_implementation(q.shape[1], pool.shape[3], *pool.shape[5:3:-1])
+        implementation, _ = settle_implementation(num_q_heads, pool.shape[3], *pool.shape[5:3:-1])
     name, colon, tiling = implementation.partition(":")
     if name not in IMPLEMENTATIONS or (colon and name != "triton"):
         raise ConfigError(
@@ -294,6 +302,32 @@ def _check_new(pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Ar
             raise ConfigError(f"{name} has shape {array.shape}, but this pool takes {expected}: reshape it")
         _check_dtype(name, array)
     _check_ints("slot_mapping", slot_mapping, (num_tokens,))
+
+
+def _check_projection(qkv: jax.Array, rope: RopeTable | None, pool: jax.Array) -> int:
+    """How many query heads there are."""
+    _check_dtype("qkv", qkv)
+    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    num_q_heads = qkv.shape[-1] // head_dim - 2 * num_kv_heads
+    columns = (num_q_heads + 2 * num_kv_heads) * head_dim
+    if (
+        qkv.ndim != 2
+        or 0 in qkv.shape
+        or qkv.shape[1] != columns
+        or num_q_heads <= 0
+        or num_q_heads % num_kv_heads
+    ):
+        raise ConfigError(
+            f"qkv has shape {qkv.shape}: expected [at least 1, (num_q_heads + {2 * num_kv_heads}) * "
+            f"{head_dim}], num_q_heads a multiple of the pool's {num_kv_heads} KV heads"
+        )
+    for part in rope or ():
+        if part.shape != (qkv.shape[0], head_dim // 2) or head_dim % 2 or part.dtype != jnp.float32:
+            raise ConfigError(
+                f"rope holds {part.dtype.name} {part.shape}: expected two of float32 "
+                f"{(qkv.shape[0], head_dim // 2)}, head_dim / 2 numbers a row"
+            )
+    return num_q_heads
 
 
 def _check_decodes(num_rows: int, block_tables: jax.Array, lengths: jax.Array) -> None:

@@ -1,9 +1,9 @@
 """Paged attention as Pallas Mosaic GPU kernels for Hopper (compute capability 9.0), in 16 bits.
 
 One warpgroup of a program copies blocks of KV into shared memory by their ids (TMA, several tiles in flight),
-the others multiply (wgmma) and keep the online softmax, base 2, in registers. wgmma takes 64 rows at a
-time: decode gives it all query heads of a KV head together and leaves the other rows unused; the tensor cores
-have time for that while the copies set the pace.
+the others multiply (wgmma) and keep the online softmax, base 2, in registers. wgmma takes 64 rows and from 8
+columns on: the rows are queries in prefill, and keys in decode, which has few queries: the heads that share a
+KV head are the columns.
 
 K and V past a row's last token may be anything, NaN included: scores there are masked, and V is zeroed in
 shared memory before it is multiplied.
@@ -30,18 +30,19 @@ from jaxllm.pallas_kernels.mosaic_tiles import (
     MASKED,
     TILE,
     accumulate,
+    accumulate_columns,
     empty_state,
     iota,
+    load_rows,
     products,
+    store_transposed,
     window,
     zero_rows_from,
 )
 from jaxllm.pallas_kernels.tiles import (
-    combine_splits,
+    chunk_tokens,
     is_interpreted,
-    num_splits,
     query_tiles,
-    rows_in_tiles,
 )
 
 _SLOTS = 3  # tiles of K and of V in flight
@@ -49,8 +50,8 @@ _QUERY_WARPGROUPS = 2
 _LOG2E = math.log2(math.e)
 _DTYPES = ("bfloat16", "float16")
 
-write_kv = triton.write_kv
-"""The Triton kernel: a copy needs nothing of Hopper."""
+rotate_and_write, write_kv = triton.rotate_and_write, triton.write_kv
+"""Triton's kernels: copies need nothing of Hopper."""
 
 
 def decode_attention(
@@ -61,40 +62,36 @@ def decode_attention(
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     group = num_q_heads // num_kv_heads
-    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, TILE)
-    # A window of 64 rows starts at each KV head's first query; nothing beyond its group is stored. Windows
-    # start at multiples of a tile's 8 rows.
-    rows_apart = -(-group // 8) * 8
-    queries = q.reshape(num_rows * num_kv_heads, group, head_dim)
-    queries = jnp.pad(queries, ((0, 0), (0, rows_apart - group), (0, 0))).reshape(-1, head_dim)
-    queries = jnp.pad(queries, ((0, TILE), (0, 0)))
-    stats = jax.ShapeDtypeStruct((num_rows, splits, num_kv_heads, TILE), jnp.float32)
-    partial = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads, head_dim), jnp.float32)
+    max_tokens = block_tables.shape[1] * block_size
+    chunk = chunk_tokens(num_rows * num_kv_heads, max_tokens, TILE)
+    num_chunks = pl.cdiv(max_tokens, chunk)
+    columns = -(-group // 8) * 8
+    queries = q.reshape(num_rows, num_kv_heads, group, head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+    stats = jax.ShapeDtypeStruct((num_rows, num_chunks, num_kv_heads, columns), jnp.float32)
+    partial = jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32)
     acc, peak, total = _call(
         functools.partial(
             _decode_kernel,
-            group=group,
-            splits=splits,
-            num_kv_heads=num_kv_heads,
-            rows_apart=rows_apart,
+            chunk_tiles=chunk // TILE,
             pool_row=_pool_row(pool, layer),
             factor=scale * _LOG2E,
         ),
         out_type=(partial, stats, stats),
         scratch_types=(
-            _swizzled((TILE, head_dim), q.dtype),
+            _swizzled((columns, head_dim), q.dtype),
             *_kv_buffers(pool, num_consumers=1),
-            plgpu.SMEM((TILE, head_dim), jnp.float32),
-            plgpu.SMEM((TILE,), jnp.float32),
-            plgpu.SMEM((TILE,), jnp.float32),
+            _swizzled((columns, TILE), q.dtype),
+            plgpu.SMEM((columns, head_dim), jnp.float32),
+            plgpu.SMEM((columns,), jnp.float32),
+            plgpu.SMEM((columns,), jnp.float32),
             plgpu.Barrier(),
         ),
-        grid=(num_kv_heads, splits, num_rows),
-        grid_names=("kv_head", "split", "row"),
+        grid=(num_kv_heads, num_chunks, num_rows),
+        grid_names=("kv_head", "chunk", "row"),
         num_threads=2,
     )(queries, _pool_rows(pool), block_tables, lengths)
-    peak, total = (x[..., :group].reshape(num_rows, splits, num_q_heads) for x in (peak, total))
-    return combine_splits(acc, peak, total, jnp.exp2).astype(q.dtype)
+    return triton.combine_chunks(acc, peak, total, lengths, q, chunk, jnp.exp2)
 
 
 def prefill_attention(
@@ -113,11 +110,7 @@ def prefill_attention(
     num_tokens, num_q_heads, head_dim = q.shape
     tile_rows = _QUERY_WARPGROUPS * TILE
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
-    num_tiles = tiles.shape[0]
-    # A chunk may start at any row, and windows start at multiples of 8 rows: tiles are laid apart, as they
-    # are stored, so that rows past the end of a chunk do not reach the next one's.
-    rows_of_tiles = jnp.minimum(tiles[:, 1:2] + jnp.arange(tile_rows, dtype=jnp.int32), num_tokens - 1)
-    queries = q[rows_of_tiles]
+    q = jnp.pad(q, ((0, max(0, TILE - num_tokens)), (0, 0), (0, 0)))
     out = _call(
         functools.partial(
             _prefill_kernel,
@@ -125,20 +118,20 @@ def prefill_attention(
             pool_row=_pool_row(pool, layer),
             factor=scale * _LOG2E,
         ),
-        out_type=jax.ShapeDtypeStruct((num_tiles, tile_rows, num_q_heads, head_dim), q.dtype),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=(
             _swizzled((_QUERY_WARPGROUPS, TILE, head_dim), q.dtype),
+            plgpu.SMEM((_QUERY_WARPGROUPS, TILE, head_dim), q.dtype),
             *_kv_buffers(pool, num_consumers=_QUERY_WARPGROUPS),
-            plgpu.Barrier(num_barriers=_QUERY_WARPGROUPS),
             plgpu.Barrier(),
         ),
-        grid=(num_q_heads, num_tiles),
+        grid=(num_q_heads, tiles.shape[0]),
         grid_names=("head", "tile"),
         num_threads=_QUERY_WARPGROUPS + 1,
-    )(queries, _pool_rows(pool), block_tables, tiles)
-    rows = rows_in_tiles(query_starts, num_seqs, num_tokens, tile_rows)
-    out = out.reshape(num_tiles * tile_rows, num_q_heads, head_dim)
-    return jnp.where((rows >= 0)[:, None, None], out[jnp.maximum(rows, 0)], jnp.zeros((), q.dtype))
+    )(q, _pool_rows(pool), block_tables, tiles)[:num_tokens]
+    rows = jnp.arange(num_tokens)
+    is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
+    return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
 
 
 def _decode_kernel(
@@ -156,64 +149,59 @@ def _decode_kernel(
     v_arrived: Any,
     k_consumed: Any,
     v_consumed: Any,
+    p_smem: Any,
     acc_smem: Any,
     peak_smem: Any,
     total_smem: Any,
     q_arrived: Any,
     *,
-    group: int,
-    splits: int,
-    num_kv_heads: int,
-    rows_apart: int,
+    chunk_tiles: int,
     pool_row: Callable[[Any, Any, int], Any],
     factor: float,
 ) -> None:
-    kv_head, split, row = (lax.axis_index(name) for name in ("kv_head", "split", "row"))
+    kv_head, chunk, row = (lax.axis_index(name) for name in ("kv_head", "chunk", "row"))
     warpgroup = lax.axis_index("warpgroup")
     length = lengths_ref[row]
-    num_tiles = pl.cdiv(length, TILE)
-    first = split * num_tiles // splits
-    num_steps = (split + 1) * num_tiles // splits - first
+    first = chunk * chunk_tiles
+    num_steps = jnp.clip(pl.cdiv(length, TILE) - first, 0, chunk_tiles)
 
-    @pl.when(warpgroup == 0)
+    # Registers stay shared out evenly: few enough are needed for two programs on a core.
+    @pl.when((warpgroup == 0) & (num_steps > 0))
     def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
-        start = pl.multiple_of((row * num_kv_heads + kv_head) * rows_apart, 8)
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start, TILE)], q_smem, q_arrived)
+        plgpu.copy_gmem_to_smem(q_ref.at[row, kv_head], q_smem, q_arrived)
         plgpu.barrier_wait(q_arrived)
 
         def step(i: jax.Array, state: Any) -> Any:
             slot = lax.rem(i, jnp.int32(_SLOTS))
             num_seen = length - (first + i) * TILE
             plgpu.barrier_wait(k_arrived.at[slot])
-            scores = products(q_smem, k_smem.at[slot]) * factor
+            scores = products(k_smem.at[slot], q_smem) * factor
             plgpu.barrier_arrive(k_consumed.at[slot])
-            seen = iota((TILE, TILE), 1) < num_seen
-            scores = jnp.where(seen, scores, MASKED)
+            scores = jnp.where(iota(scores.shape, 0) < num_seen, scores, MASKED)
             plgpu.barrier_wait(v_arrived.at[slot])
 
             @pl.when(num_seen < TILE)
             def _() -> None:
                 zero_rows_from(v_smem.at[slot], num_seen)
 
-            state = accumulate(state, scores, v_smem.at[slot])
+            state = accumulate_columns(state, scores, p_smem, v_smem.at[slot])
             plgpu.barrier_arrive(v_consumed.at[slot])
             return state
 
-        acc, peak, total = lax.fori_loop(0, num_steps, step, empty_state(v_smem.shape[-1]))
-        acc_smem[...] = acc
+        start = empty_state((acc_smem.shape[1], acc_smem.shape[0]), axis=1)
+        acc, peak, total = lax.fori_loop(0, num_steps, step, start)
+        store_transposed(acc_smem, acc)
         peak_smem[...] = peak
         total_smem[...] = total
         plgpu.commit_smem()
-        heads = pl.ds(kv_head * group, group)
-        plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, group)], acc_ref.at[row, split, heads])
-        plgpu.copy_smem_to_gmem(peak_smem, peak_ref.at[row, split, kv_head])
-        plgpu.copy_smem_to_gmem(total_smem, total_ref.at[row, split, kv_head])
+        at = row, chunk, kv_head
+        plgpu.copy_smem_to_gmem(acc_smem, acc_ref.at[at])
+        plgpu.copy_smem_to_gmem(peak_smem, peak_ref.at[at])
+        plgpu.copy_smem_to_gmem(total_smem, total_ref.at[at])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == 1)
+    @pl.when((warpgroup == 1) & (num_steps > 0))
     def _copy() -> None:
-        plgpu.set_max_registers(40, action="decrease")
         _copy_tiles(
             pool_ref,
             tables_ref,
@@ -234,14 +222,14 @@ def _prefill_kernel(
     tables_ref: Any,
     tiles_ref: Any,
     out_ref: Any,
-    qo_smem: Any,
+    q_smem: Any,
+    out_smem: Any,
     k_smem: Any,
     v_smem: Any,
     k_arrived: Any,
     v_arrived: Any,
     k_consumed: Any,
     v_consumed: Any,
-    q_arrived: Any,
     v_zeroed: Any,
     *,
     group: int,
@@ -250,26 +238,30 @@ def _prefill_kernel(
 ) -> None:
     head, tile = lax.axis_index("head"), lax.axis_index("tile")
     warpgroup = lax.axis_index("warpgroup")
-    seq, num_rows, position = (tiles_ref[tile, i] for i in (0, 2, 3))
+    seq, first_row, num_rows, position = (tiles_ref[tile, i] for i in range(4))
     length = jnp.where(num_rows > 0, position + num_rows, 0)
     num_steps = pl.cdiv(length, TILE)
 
     @pl.when((warpgroup < _QUERY_WARPGROUPS) & (num_steps > 0))
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        smem = qo_smem.at[warpgroup]
-        offset = pl.multiple_of(warpgroup * TILE, TILE)
-        plgpu.copy_gmem_to_smem(q_ref.at[tile, pl.ds(offset, TILE), head], smem, q_arrived.at[warpgroup])
-        plgpu.barrier_wait(q_arrived.at[warpgroup])
+        queries, results = q_smem.at[warpgroup], out_smem.at[warpgroup]
+        # A window of 64 rows that holds this warpgroup's, which may start at any row; what it computes of
+        # other rows is not stored. (TMA would take swizzled windows from multiples of 8 rows on only.)
+        offset = warpgroup * TILE
+        start = jnp.minimum(first_row + offset, q_ref.shape[0] - TILE)
+        queries[...] = load_rows(q_ref, start, head)
+        plgpu.commit_smem()
+        behind_first = position + (start - first_row)
 
         def step(i: jax.Array, state: Any) -> Any:
             slot = lax.rem(i, jnp.int32(_SLOTS))
             num_seen = length - i * TILE
             plgpu.barrier_wait(k_arrived.at[slot])
-            scores = products(smem, k_smem.at[slot]) * factor
+            scores = products(queries, k_smem.at[slot]) * factor
             plgpu.barrier_arrive(k_consumed.at[slot])
             shape = (TILE, TILE)
-            behind = iota(shape, 0) + (position + offset - i * TILE) - iota(shape, 1)
+            behind = iota(shape, 0) + (behind_first - i * TILE) - iota(shape, 1)
             scores = jnp.where((behind >= 0) & (iota(shape, 1) < num_seen), scores, MASKED)
             plgpu.barrier_wait(v_arrived.at[slot])
 
@@ -286,11 +278,20 @@ def _prefill_kernel(
             plgpu.barrier_arrive(v_consumed.at[slot])
             return state
 
-        acc, _, total = lax.fori_loop(0, num_steps, step, empty_state(v_smem.shape[-1]))
+        acc, _, total = lax.fori_loop(0, num_steps, step, empty_state(queries.shape, axis=0))
         acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
-        smem[...] = acc.astype(smem.dtype)
+        results[...] = acc.astype(results.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem, out_ref.at[tile, pl.ds(offset, TILE), head])
+        skipped = first_row + offset - start
+        num_owned = jnp.clip(num_rows - offset, 0, TILE)
+        for bit in range(TILE.bit_length()):  # 64 rows, or what 32, 16, ... rows make together
+
+            @pl.when((num_owned >> bit) & 1 == 1)
+            def _(bit: int = bit) -> None:  # TMA takes multiples of 128 bytes, which rows are, anywhere
+                at = (num_owned >> (bit + 1)) << (bit + 1)
+                piece = results.at[pl.ds(skipped + at, 1 << bit)]
+                plgpu.copy_smem_to_gmem(piece, out_ref.at[pl.ds(start + skipped + at, 1 << bit), head])
+
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when((warpgroup == _QUERY_WARPGROUPS) & (num_steps > 0))
@@ -347,6 +348,11 @@ def _copy_tiles(
                     arrived[index].at[slot],
                 )
 
+    @pl.loop(0, jnp.minimum(num_steps, _SLOTS))
+    def _(slot: jax.Array) -> None:  # a barrier may only go when each of its phases has been seen
+        for one in consumed:
+            plgpu.barrier_wait(one.at[slot])
+
 
 def _call(kernel: Any, **options: Any) -> Any:
     return plgpu.kernel(
@@ -374,9 +380,9 @@ def _check(q: jax.Array, pool: jax.Array) -> None:
             f"implementation 'mosaic' computes in bfloat16 or float16, got q in {q.dtype.name} and a pool in "
             f"{pool.dtype.name}: use implementation='triton', or load the model in 16 bits"
         )
-    if head_dim % 16 or not 16 <= head_dim <= 256:
+    if head_dim not in (64, 128, 192, 256):
         raise ConfigError(
-            f"implementation 'mosaic' takes head_dim 16, 32, ..., 256, got {head_dim}: use "
+            f"implementation 'mosaic' takes head_dim 64, 128, 192 or 256, got {head_dim}: use "
             "implementation='triton'"
         )
     if block_size not in (16, 32, 64, 128):

@@ -23,18 +23,27 @@ def window(token: jax.Array, block_size: int, rows: int) -> Any:
     return pl.ds(start, rows)
 
 
-def products(q_smem: Any, k_smem: Any) -> jax.Array:
-    """Float32 `[64, 64]`: products of queries and keys."""
+def load_rows(ref: Any, start: jax.Array, head: jax.Array) -> jax.Array:
+    """64 rows of a head of `ref` [rows, heads, head_dim] from any row on, without shared memory."""
+    rows = ref.at[pl.ds(start, TILE), head]
+    if is_interpreted():
+        return rows[...]
+    index = () if IS_NEWER_JAX else (...,)
+    return plgpu.load(rows, *index, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def products(left_smem: Any, right_smem: Any) -> jax.Array:
+    """Float32 `[left rows, right rows]`: products of queries and keys, either of which may be left."""
     if is_interpreted() and not IS_NEWER_JAX:  # JAX 0.10 interprets no transposes
-        scores = jnp.dot(q_smem[...], k_smem[...].T, preferred_element_type=jnp.float32)
+        scores = jnp.dot(left_smem[...], right_smem[...].T, preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # unlike wgmma's, these reads are not ordered before the next copy into the slot
         return scores
 
     def multiply(acc_ref: Any) -> jax.Array:
-        plgpu.wgmma(acc_ref, q_smem, _transposed(k_smem))
+        plgpu.wgmma(acc_ref, left_smem, _transposed(right_smem))
         return acc_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((TILE, TILE), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((left_smem.shape[0], right_smem.shape[0]), jnp.float32))
 
 
 def _transposed(smem: Any) -> Any:
@@ -64,12 +73,47 @@ def accumulate(state: tuple[jax.Array, ...], scores: jax.Array, v_smem: Any) -> 
     return acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + product, peak, total
 
 
-def empty_state(head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Accumulator, running maximum and running sum of an online softmax, in registers."""
-    row = plgpu.Layout.WGMMA.reduce(1)
-    acc = _in_layout(jnp.zeros((TILE, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-    peak = _in_layout(jnp.full((TILE,), MASKED, jnp.float32), row)
-    return acc, peak, _in_layout(jnp.zeros((TILE,), jnp.float32), row)
+def accumulate_columns(
+    state: tuple[jax.Array, ...], scores: jax.Array, p_smem: Any, v_smem: Any
+) -> tuple[jax.Array, ...]:
+    """`accumulate` for scores `[64 keys, queries]`, and an accumulator `[head_dim, queries]`.
+
+    The weights go through `p_smem` [queries, 64]: wgmma takes its right side from shared memory only.
+    """
+    acc, old_peak, total = state
+    peak = jnp.maximum(old_peak, scores.max(axis=0))
+    decay = jnp.exp2(old_peak - peak)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [1]))
+    total = total * decay + weights.sum(axis=0)
+    store_transposed(p_smem, weights.astype(p_smem.dtype))
+    plgpu.commit_smem()
+
+    def multiply(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, _transposed(v_smem), _transposed(p_smem))
+        return acc_ref[...]
+
+    if is_interpreted():
+        product = jnp.dot(v_smem[...].T, p_smem[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # as in `products`
+    else:
+        product = pl.run_scoped(multiply, plgpu.ACC((v_smem.shape[1], p_smem.shape[0]), jnp.float32))
+    return acc * lax.broadcast_in_dim(decay, acc.shape, [1]) + product, peak, total
+
+
+def store_transposed(smem: Any, x: jax.Array) -> None:
+    """Store `x` [64 or more rows, columns] as [columns, rows]."""
+    if is_interpreted():
+        smem[...] = x.T
+    else:
+        _transposed(smem)[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def empty_state(shape: tuple[int, int], axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Accumulator with queries along `axis`, running maximum and running sum of a softmax, in registers."""
+    layout, queries = plgpu.Layout.WGMMA.reduce(1 - axis), shape[axis : axis + 1]
+    acc = _in_layout(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    peak = _in_layout(jnp.full(queries, MASKED, jnp.float32), layout)
+    return acc, peak, _in_layout(jnp.zeros(queries, jnp.float32), layout)
 
 
 def zero_rows_from(smem: Any, first: jax.Array) -> None:

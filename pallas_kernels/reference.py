@@ -78,6 +78,13 @@ def write_kv(
     return result
 
 
+def rotate(x: ArrayLike, cos: ArrayLike, sin: ArrayLike) -> np.ndarray:
+    """Rotary embedding of `x` [T, heads, head_dim] by `[T, head_dim / 2]` each, in the dtype of `x`."""
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    turned = (first + 1j * second) * (np.asarray(cos) + 1j * np.asarray(sin))[:, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1).astype(np.asarray(x).dtype)
+
+
 def _gather(
     pool: ArrayLike, block_table: np.ndarray, length: int, layer: int
 ) -> tuple[np.ndarray, np.ndarray]:

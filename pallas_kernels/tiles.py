@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-_TARGET_PROGRAMS = 264  # two per core of an H100
-_MAX_SPLITS = 16
+_MAX_PROGRAMS = 2048  # that decode: four at a time on each core of an H100, four times over
 
 
-def num_splits(num_programs: int, max_tokens: int, kv_tile: int) -> int:
-    """How many programs share the KV of one row: enough to fill the device, two KV tiles each at least."""
-    wanted = min(pl.cdiv(_TARGET_PROGRAMS, num_programs), pl.cdiv(max_tokens, 2 * kv_tile), _MAX_SPLITS)
-    return pl.next_power_of_2(wanted)
+def chunk_tokens(num_programs: int, max_tokens: int, kv_tile: int) -> int:
+    """How many tokens of a row a decode program reads, so that a long row does not hold up the others.
 
-
-def combine_splits(
-    acc: jax.Array, peak: jax.Array, total: jax.Array, exp: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """The attention of rows from that of their splits; zeros where no split saw a token.
-
-    Args:
-        acc: `[num_rows, num_splits, num_heads, head_dim]`, weighted sums of V.
-        peak: `[num_rows, num_splits, num_heads]`, the largest scores.
-        total: like `peak`, sums of the weights.
-        exp: what the weights were taken with, of base e or 2.
+    Two tiles where there are few rows; more where that makes more programs than fill the device: those beyond
+    the end of a row have nothing to do, but are started.
     """
-    weights = exp(peak - peak.max(axis=1, keepdims=True))
-    total = (total * weights).sum(axis=1)
-    return (acc * weights[..., None]).sum(axis=1) / jnp.where(total > 0, total, 1.0)[..., None]
+    chunk = 2 * kv_tile
+    while chunk < max_tokens and num_programs * pl.cdiv(max_tokens, chunk) > _MAX_PROGRAMS:
+        chunk *= 2
+    return chunk
 
 
 def query_tiles(
@@ -42,7 +31,9 @@ def query_tiles(
     Sequences are cut into tiles one after another; tiles beyond the last one hold 0 rows.
     """
     max_seqs = lengths.shape[0]
-    query_lens, num_tiles, ends = _tiles_of_seqs(query_starts, num_seqs, tile_rows)
+    query_lens = jnp.where(jnp.arange(max_seqs) < num_seqs, query_starts[1:] - query_starts[:-1], 0)
+    num_tiles = -(-query_lens // tile_rows)
+    ends = jnp.cumsum(num_tiles)
     tile = jnp.arange(num_tokens // tile_rows + min(max_seqs, num_tokens), dtype=jnp.int32)
     seq = jnp.minimum((tile[:, None] >= ends[None, :]).sum(axis=1), max_seqs - 1)
     offset = (tile - ends[seq] + num_tiles[seq]) * tile_rows
@@ -51,36 +42,13 @@ def query_tiles(
     return jnp.stack([seq, query_starts[seq] + offset, rows, position], axis=1).astype(jnp.int32)
 
 
-def rows_in_tiles(query_starts: jax.Array, num_seqs: jax.Array, num_tokens: int, tile_rows: int) -> jax.Array:
-    """Int32 `[num_tokens]`: where each row lies if tiles are laid end to end; -1 for rows of no sequence."""
-    max_seqs = query_starts.shape[0] - 1
-    query_lens, num_tiles, ends = _tiles_of_seqs(query_starts, num_seqs, tile_rows)
-    row = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = jnp.clip((row[:, None] >= query_starts[None, :]).sum(axis=1) - 1, 0, max_seqs - 1)
-    offset = row - query_starts[seq]
-    is_owned = (row >= query_starts[0]) & (offset < query_lens[seq])
-    return jnp.where(is_owned, (ends[seq] - num_tiles[seq]) * tile_rows + offset, -1).astype(jnp.int32)
-
-
 def is_interpreted() -> bool:
     """Whether there is no GPU to run on, nor one that is being compiled for."""
+    return current_device().platform == "cpu"
+
+
+def current_device() -> Any:
+    """The device that programs run on or are compiled for: its `platform` and `device_kind`."""
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
-    return (jax.default_backend() if device is None else device.platform) == "cpu"
-
-
-def device_kind() -> str:
-    """The name of the device that programs run on or are compiled for."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    return str((jax.devices()[0] if device is None else device).device_kind)
-
-
-def _tiles_of_seqs(
-    query_starts: jax.Array, num_seqs: jax.Array, tile_rows: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each sequence: its rows, its tiles, and the tiles up to its end."""
-    max_seqs = query_starts.shape[0] - 1
-    query_lens = jnp.where(jnp.arange(max_seqs) < num_seqs, query_starts[1:] - query_starts[:-1], 0)
-    num_tiles = -(-query_lens // tile_rows)
-    return query_lens, num_tiles, jnp.cumsum(num_tiles)
+    return jax.devices()[0] if device is None else device

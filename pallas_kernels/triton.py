@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels.tiles import combine_splits, device_kind, is_interpreted, num_splits, query_tiles
+from jaxllm.pallas_kernels.heads import RopeTable
+from jaxllm.pallas_kernels.tiles import (
+    chunk_tokens,
+    current_device,
+    is_interpreted,
+    query_tiles,
+)
 
 # JAX 0.11 deprecates this lowering and says so each time a program that holds a kernel is lowered, which
 # happens in the caller's jit. Triton is still the choice for Ampere, where Mosaic GPU does not run.
@@ -32,6 +39,7 @@ warnings.filterwarnings(
 
 _MIN_DOT = 16
 _MASKED = -1e30
+_COMBINED_AT_ONCE = 16
 _SMALL_CORES = re.compile(r"\b(A10G?|A16|A2|A40|A[2456]000|L2|L4|L20|L40[SG]?|GB10|RTX|GeForce)\b")
 """Names of NVIDIA devices of compute capability 8.6, 8.9 and 12.0: 100 KiB of shared memory a core."""
 _TILING = re.compile(r"k(\d+),q(\d+),w(\d+),s(\d+)")
@@ -114,20 +122,66 @@ def decode_attention(
     scale: float,
     tiling: Tiling | None = None,
 ) -> jax.Array:
-    """Flash-decoding: the KV of a row is split over programs whose partial results are then combined."""
-    tiling = tiling or default_tiling("decode", device_kind(), pool.dtype, q.shape[2])
+    """Flash-decoding: each program reads a chunk of a row's KV; where rows may have several, these combine.
+
+    A row's chunks, and so its bits, do not depend on the lengths of the others.
+    """
+    tiling = tiling or default_tiling("decode", current_device().device_kind, pool.dtype, q.shape[2])
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    splits = num_splits(num_rows * num_kv_heads, block_tables.shape[1] * block_size, tiling.kv_tile)
-    stats = jax.ShapeDtypeStruct((num_rows, splits, num_q_heads), jnp.float32)
-    acc, peak, total = _call(
-        functools.partial(_decode_kernel, layer=layer, scale=scale, splits=splits, kv_tile=tiling.kv_tile),
+    max_tokens = block_tables.shape[1] * block_size
+    chunk = chunk_tokens(num_rows * num_kv_heads, max_tokens, tiling.kv_tile)
+    num_chunks = pl.cdiv(max_tokens, chunk)
+    group = num_q_heads // num_kv_heads
+    stats = jax.ShapeDtypeStruct((num_rows, num_chunks, num_kv_heads, group), jnp.float32)
+    partial = jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32), stats, stats
+    out = _call(
+        functools.partial(_decode_kernel, layer=layer, scale=scale, chunk=chunk, kv_tile=tiling.kv_tile),
         tiling,
-        grid=(num_rows, num_kv_heads, splits),
-        out_shape=(jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32), stats, stats),
+        grid=(num_rows, num_kv_heads, num_chunks),
+        out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype),) if num_chunks == 1 else partial,
         name="paged_decode_attention",
     )(q, pool, block_tables, lengths)
-    return combine_splits(acc, peak, total, jnp.exp).astype(q.dtype)
+    if num_chunks == 1:
+        return out[0]
+    acc, peak, total = out
+    return combine_chunks(acc, peak, total, lengths, q, chunk)
+
+
+def combine_chunks(
+    acc: jax.Array,
+    peak: jax.Array,
+    total: jax.Array,
+    lengths: jax.Array,
+    q: jax.Array,
+    chunk: int,
+    exp: Callable[[jax.Array], jax.Array] = jnp.exp,
+) -> jax.Array:
+    """The attention of rows from that over their chunks, of which only those in use are read.
+
+    Args:
+        acc: float32 `[num_rows, num_chunks, num_kv_heads, group, head_dim]`, weighted sums of V; the
+            fourth axis may be longer.
+        peak: float32 `[num_rows, num_chunks, num_kv_heads, group]`, the largest scores; likewise.
+        total: like `peak`, sums of the weights.
+        lengths: int32 `[num_rows]`, tokens of each row.
+        q: the queries `[num_rows, num_q_heads, head_dim]`, which are not read.
+        chunk: tokens of a chunk.
+        dtype: of the result.
+        exp: what the weights were taken with, of base e or 2.
+
+    Returns:
+        An array like `q`; zeros in rows of length 0.
+    """
+    num_rows, num_q_heads, _ = q.shape
+    group = num_q_heads // acc.shape[2]
+    return _call(
+        functools.partial(_combine_kernel, chunk=chunk, group=group, exp=exp),
+        Tiling(),
+        grid=(num_rows, num_q_heads),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        name="paged_combine_chunks",
+    )(acc, peak, total, lengths)
 
 
 def prefill_attention(
@@ -143,7 +197,7 @@ def prefill_attention(
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash attention over tiles of query rows; a tile holds rows of one sequence only."""
-    tiling = tiling or default_tiling("prefill", device_kind(), pool.dtype, q.shape[2])
+    tiling = tiling or default_tiling("prefill", current_device().device_kind, pool.dtype, q.shape[2])
     num_tokens, num_q_heads, _ = q.shape
     tile_rows = min(tiling.query_tile, max(_MIN_DOT, pl.next_power_of_2(num_tokens)))
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
@@ -159,6 +213,30 @@ def prefill_attention(
     rows = jnp.arange(num_tokens)
     is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
     return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
+
+
+def rotate_and_write(
+    qkv: jax.Array, rope: RopeTable | None, pool: jax.Array, slot_mapping: jax.Array, *, layer: int
+) -> tuple[jax.Array, jax.Array]:
+    """Rotate a row's queries and keys, and store its keys and values in the aliased pool, all in one kernel.
+
+    Arguments are those of `pallas_kernels.attend`.
+
+    Returns:
+        The updated pool, and the queries `[num_rows, num_q_heads, head_dim]`.
+    """
+    num_rows, columns = qkv.shape
+    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    q = jax.ShapeDtypeStruct((num_rows, columns // head_dim - 2 * num_kv_heads, head_dim), qkv.dtype)
+    arguments = (*(rope or ()), qkv, slot_mapping, pool)
+    return _call(
+        functools.partial(_rotate_kernel, layer=layer),
+        Tiling(),
+        grid=(num_rows,),
+        out_shape=(jax.ShapeDtypeStruct(pool.shape, pool.dtype), q),
+        input_output_aliases={len(arguments) - 1: 0},
+        name="paged_rotate_and_write",
+    )(*arguments)
 
 
 def write_kv(
@@ -189,40 +267,80 @@ def _decode_kernel(
     pool_ref: Any,
     tables_ref: Any,
     lengths_ref: Any,
-    acc_ref: Any,
-    peak_ref: Any,
-    total_ref: Any,
-    *,
+    *out_refs: Any,
     layer: int,
     scale: float,
-    splits: int,
+    chunk: int,
     kv_tile: int,
 ) -> None:
-    row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    row, kv_head, index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head_dim = q_ref.shape[2]
     group = q_ref.shape[1] // pool_ref.shape[3]
+    length = lengths_ref[row]
+    first = index * chunk
+    last = jnp.minimum(first + chunk, length)
+    is_used = (first < length) | (len(out_refs) == 1)  # a whole row is stored even if it has no token
     heads = jnp.arange(max(_MIN_DOT, pl.next_power_of_2(group)))
     dims = jnp.arange(pl.next_power_of_2(head_dim))
-    mask = (heads < group)[:, None] & (dims < head_dim)[None, :]
+    is_head = (heads < group) & is_used
+    mask = is_head[:, None] & (dims < head_dim)[None, :]
     heads_at = kv_head * group + heads
     query = plgpu.load(q_ref.at[row, heads_at[:, None], dims[None, :]], mask=mask, other=0.0)
 
-    length = lengths_ref[row]
-    num_tiles = pl.cdiv(length, kv_tile)
-    per_split = pl.cdiv(num_tiles, splits)
-    first = split * per_split
-    last = jnp.minimum(first + per_split, num_tiles)
-
     def body(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tokens = tile * kv_tile + jnp.arange(kv_tile)
-        key, value = _load_tile(pool_ref, tables_ref, row, kv_head, tokens, length, layer, query.dtype)
-        return _accumulate(state, query, key, value, (tokens < length)[None, :], scale)
+        tokens = first + tile * kv_tile + jnp.arange(kv_tile)
+        key, value = _load_tile(pool_ref, tables_ref, row, kv_head, tokens, last, layer, query.dtype)
+        return _accumulate(state, query, key, value, (tokens < last)[None, :], scale)
 
     start = _empty_state(heads.shape[0], dims.shape[0])
-    acc, peak, total = lax.fori_loop(first, last, body, start)
-    plgpu.store(acc_ref.at[row, split, heads_at[:, None], dims[None, :]], acc, mask=mask)
-    plgpu.store(peak_ref.at[row, split, heads_at], peak, mask=heads < group)
-    plgpu.store(total_ref.at[row, split, heads_at], total, mask=heads < group)
+    num_tiles = pl.cdiv(jnp.maximum(last - first, 0), kv_tile)
+    acc, peak, total = lax.fori_loop(0, num_tiles, body, start)
+    if len(out_refs) == 1:
+        out = _quotient(acc, total).astype(out_refs[0].dtype)
+        plgpu.store(out_refs[0].at[row, heads_at[:, None], dims[None, :]], out, mask=mask)
+    else:
+        acc_ref, peak_ref, total_ref = out_refs
+        plgpu.store(acc_ref.at[row, index, kv_head, heads[:, None], dims[None, :]], acc, mask=mask)
+        plgpu.store(peak_ref.at[row, index, kv_head, heads], peak, mask=is_head)
+        plgpu.store(total_ref.at[row, index, kv_head, heads], total, mask=is_head)
+
+
+def _combine_kernel(
+    acc_ref: Any,
+    peak_ref: Any,
+    total_ref: Any,
+    lengths_ref: Any,
+    out_ref: Any,
+    *,
+    chunk: int,
+    group: int,
+    exp: Callable[[jax.Array], jax.Array],
+) -> None:
+    row, head = pl.program_id(0), pl.program_id(1)
+    kv_head, member = head // group, head % group
+    num_chunks, head_dim = acc_ref.shape[1], out_ref.shape[2]
+    num_used = pl.cdiv(lengths_ref[row], chunk)
+    at_once = min(_COMBINED_AT_ONCE, pl.next_power_of_2(num_chunks))
+    dims = jnp.arange(pl.next_power_of_2(head_dim))
+
+    def body(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        acc, old_peak, total = state
+        chunks = step * at_once + jnp.arange(at_once)
+        is_used = chunks < num_used
+        peaks = plgpu.load(peak_ref.at[row, chunks, kv_head, member], mask=is_used, other=_MASKED)
+        totals = plgpu.load(total_ref.at[row, chunks, kv_head, member], mask=is_used, other=0.0)
+        mask = is_used[:, None] & (dims < head_dim)[None, :]
+        at = acc_ref.at[row, chunks[:, None], kv_head, member, dims[None, :]]
+        parts = plgpu.load(at, mask=mask, other=0.0)
+        peak = jnp.maximum(old_peak, peaks.max())
+        decay, weights = exp(old_peak - peak), exp(peaks - peak)
+        acc = acc * decay + (parts * weights[:, None]).sum(axis=0)
+        return acc, peak, total * decay + (totals * weights).sum()
+
+    start = jnp.zeros(dims.shape, jnp.float32), jnp.float32(_MASKED), jnp.float32(0)
+    acc, _, total = lax.fori_loop(0, pl.cdiv(num_used, at_once), body, start)
+    out = _quotient(acc, total).astype(out_ref.dtype)
+    plgpu.store(out_ref.at[row, head, dims], out, mask=dims < head_dim)
 
 
 def _prefill_kernel(
@@ -256,23 +374,58 @@ def _prefill_kernel(
 
     start = _empty_state(tile_rows, dims.shape[0])
     acc, _, total = lax.fori_loop(0, pl.cdiv(kv_limit, kv_tile), body, start)
-    out = acc / jnp.where(total > 0, total, 1.0)[:, None]
-    plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out.astype(out_ref.dtype), mask=mask)
+    out = _quotient(acc, total).astype(out_ref.dtype)
+    plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out, mask=mask)
+
+
+def _rotate_kernel(*refs: Any, layer: int) -> None:
+    *table_refs, qkv_ref, slots_ref, _, pool_ref, q_ref = refs
+    row = pl.program_id(0)
+    num_kv_heads, head_dim = pool_ref.shape[3], pool_ref.shape[5]
+    num_q_heads = q_ref.shape[1]
+    is_valid, block, offset = _place(slots_ref[row], pool_ref)
+    size = head_dim // max(1, len(table_refs))  # heads are read in two halves, to be rotated, or whole
+    dims = jnp.arange(pl.next_power_of_2(size))[None, :]
+    table = [plgpu.load(ref.at[row, dims], mask=dims < size, other=0.0) for ref in table_refs]
+    first_head = 0
+    for index, num_heads in enumerate((num_q_heads, num_kv_heads, num_kv_heads)):
+        heads = jnp.arange(pl.next_power_of_2(num_heads))[:, None]
+        mask = (heads < num_heads) & (dims < size)
+        starts = range(0, head_dim, size)
+        at = [(first_head + heads) * head_dim + start + dims for start in starts]
+        parts = [plgpu.load(qkv_ref.at[row, columns], mask=mask, other=0.0) for columns in at]
+        if table and index < 2:
+            (cos, sin), (first, second) = table, (part.astype(jnp.float32) for part in parts)
+            parts = [first * cos - second * sin, second * cos + first * sin]
+        for start, part in zip(starts, parts, strict=True):
+            part = part.astype(qkv_ref.dtype)
+            if index == 0:
+                plgpu.store(q_ref.at[row, heads, start + dims], part, mask=mask)
+            else:
+                target = pool_ref.at[block, layer, index - 1, heads, offset, start + dims]
+                plgpu.store(target, part.astype(pool_ref.dtype), mask=mask & is_valid)
+        first_head += num_heads
 
 
 def _write_kernel(k_ref: Any, v_ref: Any, slots_ref: Any, _: Any, pool_ref: Any, *, layer: int) -> None:
     token = pl.program_id(0)
-    num_blocks, _layers, _two, num_kv_heads, block_size, head_dim = pool_ref.shape
-    slot = slots_ref[token]
-    is_valid = (slot >= 0) & (slot < num_blocks * block_size)
-    slot = jnp.where(is_valid, slot, 0)
+    num_kv_heads, head_dim = pool_ref.shape[3], pool_ref.shape[5]
+    is_valid, block, offset = _place(slots_ref[token], pool_ref)
     heads = jnp.arange(pl.next_power_of_2(num_kv_heads))[:, None]
     dims = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
     in_bounds = (heads < num_kv_heads) & (dims < head_dim)
     for index, ref in enumerate((k_ref, v_ref)):
         new = plgpu.load(ref.at[token, heads, dims], mask=in_bounds, other=0.0).astype(pool_ref.dtype)
-        target = pool_ref.at[slot // block_size, layer, index, heads, slot % block_size, dims]
+        target = pool_ref.at[block, layer, index, heads, offset, dims]
         plgpu.store(target, new, mask=in_bounds & is_valid)
+
+
+def _place(slot: jax.Array, pool_ref: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether a slot is one of the pool's, and its block and offset."""
+    num_blocks, block_size = pool_ref.shape[0], pool_ref.shape[4]
+    is_valid = (slot >= 0) & (slot < num_blocks * block_size)
+    slot = jnp.where(is_valid, slot, 0)
+    return is_valid, slot // block_size, slot % block_size
 
 
 def _load_tile(
@@ -307,6 +460,11 @@ def _empty_state(rows: int, dims: int) -> tuple[jax.Array, jax.Array, jax.Array]
     """Accumulator, running maximum and running sum of an online softmax."""
     stats = jnp.zeros(rows, jnp.float32)
     return jnp.zeros((rows, dims), jnp.float32), stats + _MASKED, stats
+
+
+def _quotient(acc: jax.Array, total: jax.Array) -> jax.Array:
+    """Weighted sums over the sums of their weights; zeros where no token was seen."""
+    return acc / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _accumulate(

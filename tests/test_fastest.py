@@ -38,7 +38,7 @@ def test_a_gpu_has_several_tilings_and_a_hopper_mosaic(op):
     assert len(set(tilings)) == len(tilings)
     assert all(name.startswith("triton:k") for name in tilings)
     assert f"triton:{triton.default_tiling(op, Device.device_kind, 'bfloat16', 128)}" not in tilings
-    assert candidates("triton", op, Device(), "bfloat16", 72, 16) == (default, *tilings)
+    assert candidates("triton", op, Device(), "bfloat16", 80, 16) == (default, *tilings)
     assert candidates("triton", op, Device(), "bfloat16", 128, 8) == (default, *tilings)
     assert candidates("triton", op, Device(), "float32", 128, 16) == (default,)
 

@@ -1,5 +1,7 @@
 """The models, run densely over one sequence, against logits recorded from transformers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,27 +11,33 @@ from variants import NUM_GREEDY_TOKENS, PROMPT_LENGTHS, VARIANTS, golden_checkpo
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.registry import bind
+from jaxllm.pallas_kernels.heads import rotated_heads
 
 
-def causal_attend(layer, q, k, v, scale):
+@dataclasses.dataclass
+class CausalAttend:
     """Dense attention over one whole sequence, in float32."""
-    del layer
-    group = q.shape[1] // k.shape[1]
-    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
-    scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * scale
-    length = q.shape[0]
-    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
-    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v, precision="highest")
 
+    num_kv_heads: int
+    head_dim: int
+    num_rows: None = None
 
-causal_attend.num_rows = None
+    def __call__(self, layer, qkv, rope, scale):
+        q, k, v = rotated_heads(qkv, rope, self.num_kv_heads, self.head_dim)
+        group = q.shape[1] // k.shape[1]
+        k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+        scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * scale
+        length = q.shape[0]
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v, precision="highest")
 
 
 def dense_logits(config, params, token_ids):
     """`token_ids` [N, T] -> [N, T, vocab_size]. Not jitted: compiling every variant takes longer."""
     model = bind(config, params)
+    attend = CausalAttend(config.num_kv_heads, config.head_dim)
     positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
-    return jax.vmap(lambda ids: model.logits(model(ids, positions, causal_attend)))(token_ids)
+    return jax.vmap(lambda ids: model.logits(model(ids, positions, attend)))(token_ids)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -27,6 +27,18 @@ WRITE = {
 }
 
 
+ATTEND = {
+    "qkv": jnp.zeros((5, 8 * 8)),
+    "rope": (jnp.zeros((5, 4)), jnp.zeros((5, 4))),
+    "pool": POOL,
+    "slot_mapping": jnp.zeros(5, jnp.int32),
+    "decode": (jnp.zeros((5, 2), jnp.int32), jnp.zeros(5, jnp.int32)),
+    "prompts": None,
+    "layer": 0,
+    "scale": 1.0,
+}
+
+
 def shapes_only(op, arguments):
     """Trace the op without compiling it."""
     static = {key: value for key, value in arguments.items() if not isinstance(value, jax.Array)}
@@ -104,6 +116,25 @@ def test_prefill_refuses(change, message):
 def test_write_refuses(change, message):
     with pytest.raises(ConfigError, match=message):
         shapes_only(pallas_kernels.write_kv, {**WRITE, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": jnp.zeros((5, 7 * 8))}, r"qkv has shape \(5, 56\): expected .*\(num_q_heads \+ 4\) \* 8"),
+        ({"qkv": jnp.zeros((5, 4 * 8))}, r"qkv has shape \(5, 32\)"),
+        ({"qkv": jnp.zeros((5, 8, 8))}, r"qkv has shape \(5, 8, 8\)"),
+        ({"qkv": jnp.zeros((5, 64), jnp.int8)}, "qkv is int8: cast"),
+        ({"rope": (jnp.zeros((5, 8)),) * 2}, r"rope holds float32 \(5, 8\): expected two of .*\(5, 4\)"),
+        ({"rope": (jnp.zeros((5, 4), jnp.bfloat16),) * 2}, r"rope holds bfloat16 \(5, 4\)"),
+        ({"slot_mapping": jnp.zeros(4, jnp.int32)}, "slot_mapping has shape"),
+        ({"layer": 9}, "layer is 9"),
+    ],
+)
+def test_attend_refuses(change, message):
+    arguments = {**ATTEND, **change}
+    with pytest.raises(ConfigError, match=message):
+        jax.eval_shape(lambda: pallas_kernels.attend(**arguments, implementation="xla"))
 
 
 @pytest.mark.parametrize(

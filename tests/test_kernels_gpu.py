@@ -9,7 +9,7 @@ import pytest
 from kernel_cases import LAYER, Shape
 
 from jaxllm.pallas_kernels import mosaic, triton
-from jaxllm.pallas_kernels.tiles import num_splits, query_tiles, rows_in_tiles
+from jaxllm.pallas_kernels.tiles import chunk_tokens, query_tiles
 
 
 def test_query_tiles():
@@ -19,18 +19,48 @@ def test_query_tiles():
     tiles = np.asarray(query_tiles(starts, lengths, jnp.int32(4), 16, 4))
     assert tiles[:4].tolist() == [[0, 0, 4, 0], [0, 4, 1, 4], [2, 5, 4, 7], [3, 9, 1, 0]]
     assert not tiles[4:, 2].any()
-    rows = np.asarray(rows_in_tiles(starts, jnp.int32(4), 16, 4))
-    assert rows.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11, 12, -1, -1, -1, -1, -1, -1]
-    for seq, first, count, _ in tiles[:4].tolist():  # each row is where its tile has it
-        tile = tiles[:4, :2].tolist().index([seq, first])
-        assert rows[first : first + count].tolist() == list(range(4 * tile, 4 * tile + count))
 
 
 @pytest.mark.parametrize(
-    ("programs", "tokens", "splits"), [(1, 64, 1), (1, 4096, 16), (64, 4096, 8), (999, 4096, 1)]
+    ("programs", "tokens", "chunk"),
+    [
+        (1, 64, 128),
+        (8, 2048, 128),
+        (8, 131072, 512),
+        (512, 2048, 512),
+        (2048, 2048, 2048),
+        (9999, 9, 128),
+    ],
 )
-def test_splits_fill_the_device(programs, tokens, splits):
-    assert num_splits(programs, tokens, 64) == splits
+def test_chunks_fill_the_device_and_no_more(programs, tokens, chunk):
+    assert chunk_tokens(programs, tokens, 64) == chunk
+
+
+@pytest.mark.parametrize("num_chunks", [2, 40])
+def test_only_chunks_in_use_are_combined(num_chunks):
+    """Chunks of 10 tokens: a row of none, of one, of a few and of all; what others hold is NaN.
+
+    So do places beside the 3 query heads of each of 2 KV heads.
+    """
+    rng = np.random.default_rng(0)
+    lengths = np.array([0, 10, 11, 10 * num_chunks - 9])
+    shape = (4, num_chunks, 2, 4, 24)
+    acc, peak, total = (rng.random(dims) + 0.5 for dims in (shape, shape[:4], shape[:4]))
+    unused = np.arange(num_chunks) >= -(-lengths // 10)[:, None]
+    weights = np.where(unused[..., None, None], 0, np.exp2(peak))
+    sums = (weights * total).sum(axis=1)[..., None]
+    expected = (weights[..., None] * acc).sum(axis=1) / np.where(sums > 0, sums, 1)
+    parts = [
+        jnp.asarray(np.where(np.expand_dims(unused, tuple(range(2, x.ndim))), np.nan, x), jnp.float32)
+        for x in (acc, peak, total)
+    ]
+    parts = [x.at[:, :, :, 3].set(jnp.nan) for x in parts]
+    expected = expected[:, :, :3].reshape(4, 6, 24)
+    q = jnp.zeros(expected.shape, jnp.float32)
+    combine = jax.jit(functools.partial(triton.combine_chunks, chunk=10, exp=jnp.exp2))
+    actual = combine(*parts, jnp.asarray(lengths, jnp.int32), q)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert not np.asarray(actual[0]).any()
 
 
 @pytest.mark.parametrize("op", ["decode", "prefill"])
@@ -60,7 +90,7 @@ def test_tilings_are_written_as_they_are_read():
         (triton, Shape(32, 8, 128, dtype="bfloat16")),
         (triton, Shape(4, 4, 80, block_size=64)),
         (mosaic, Shape(32, 8, 128, dtype="bfloat16")),
-        (mosaic, Shape(4, 4, 80, block_size=64, dtype="float16")),
+        (mosaic, Shape(4, 4, 64, block_size=64, dtype="float16")),
         (mosaic, Shape(40, 40, 128, block_size=128, dtype="float16")),
     ],
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else str(value),
@@ -80,12 +110,16 @@ def test_lowers_for_cuda(implementation, shape):
     decode = functools.partial(implementation.decode_attention, **options)
     prefill = functools.partial(implementation.prefill_attention, **options)
     write = functools.partial(implementation.write_kv, layer=LAYER)
+    store = functools.partial(implementation.rotate_and_write, layer=LAYER)
+    qkv = jax.ShapeDtypeStruct((100, (shape.num_q_heads + 2 * heads) * dim), shape.dtype)
+    angles = jax.ShapeDtypeStruct((100, dim // 2), jnp.float32)
     for op, arguments in (
         (decode, (q, pool, tables, hundred)),
         (prefill, (q, pool, tables, starts, hundred, scalar)),
         (write, (pool, kv, kv, hundred)),
+        (store, (qkv, (angles, angles), pool, hundred)),
     ):
         with jax.sharding.use_abstract_mesh(mesh):
             lowered = jax.jit(op).trace(*arguments).lower(lowering_platforms=("cuda",))
-        kernel = "mosaic_gpu" if implementation is mosaic and op is not write else "triton"
+        kernel = "mosaic_gpu" if implementation is mosaic and op in (decode, prefill) else "triton"
         assert kernel in lowered.as_text()

@@ -27,9 +27,9 @@ SHAPES = [
 
 HALF_SHAPES = [
     Shape(num_q_heads=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16"),
-    Shape(num_q_heads=2, num_kv_heads=1, head_dim=80, block_size=16, dtype="float16"),
+    Shape(num_q_heads=2, num_kv_heads=1, head_dim=192, block_size=16, dtype="float16"),
     Shape(num_q_heads=8, num_kv_heads=1, head_dim=128, block_size=32, max_blocks=3, dtype="bfloat16"),
-    Shape(num_q_heads=3, num_kv_heads=1, head_dim=64, block_size=64, max_blocks=2, dtype="float16"),
+    Shape(num_q_heads=11, num_kv_heads=1, head_dim=64, block_size=64, max_blocks=2, dtype="float16"),
     Shape(num_q_heads=1, num_kv_heads=1, head_dim=128, block_size=128, max_blocks=2, dtype="bfloat16"),
 ]
 """For kernels of tensor cores, which take 16 bits only."""
@@ -95,6 +95,20 @@ def test_decode_every_length(implementation):
         actual = decode(*case.decode_args())
         errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
         assert max(errors) < TOLERANCE[shape.dtype]
+
+
+@with_each_and_newer_mosaic
+def test_decode_over_several_chunks(implementation):
+    """One long row among short ones, which get the same bits beside a row of no token."""
+    shape = small(max_blocks=20, dtype="float16" if implementation == "mosaic" else "float32")
+    case = decode_case(shape, [1, 0, 64, 320, 65, 129])
+    expected = reference.decode_attention(*case.decode_args(), layer=LAYER, scale=shape.scale)
+    decode = jitted(pallas_kernels.decode_attention, implementation, shape)
+    actual = np.asarray(decode(*case.decode_args()))
+    errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
+    assert max(errors) < TOLERANCE[shape.dtype]
+    alone = decode(*case.decode_args()[:3], case.lengths.at[3].set(0))
+    np.testing.assert_array_equal(np.delete(np.asarray(alone), 3, axis=0), np.delete(actual, 3, axis=0))
 
 
 @with_each
@@ -230,10 +244,18 @@ def test_windows_are_refused_where_there_are_none(implementation):
 
 
 @with_each
-@pytest.mark.parametrize("num_decodes", [0, 3, 5])
-def test_attend_is_a_write_and_both_attentions(implementation, num_decodes):
+@pytest.mark.parametrize(
+    ("num_decodes", "is_rotated", "changes"),
+    [
+        (0, False, {}),
+        (3, True, {}),
+        (5, False, {"dtype": "bfloat16"}),
+        (5, True, {"dtype": "bfloat16", "num_q_heads": 6, "head_dim": 80}),
+    ],
+)
+def test_attend_is_rotation_a_write_and_both_attentions(implementation, num_decodes, is_rotated, changes):
     """A step's decodes, which may be fewer than rows for them, before prompts; all are new in the pool."""
-    shape, first_row = small(num_q_heads=4, num_kv_heads=2), num_decodes
+    shape, first_row = small(**{"num_q_heads": 4, "num_kv_heads": 2, **changes}), num_decodes
     rng = np.random.default_rng(3)
     decodes = decode_case(shape, [9, 17, 64, 33, 1][:num_decodes] + [0] * (5 - num_decodes))
     chunks = [(3, 20), (0, 1)]
@@ -242,7 +264,13 @@ def test_attend_is_a_write_and_both_attentions(implementation, num_decodes):
     pool = jnp.concatenate([decodes.pool, prompts.pool])
     tables = prompts.block_tables + num_blocks
     q = prompts.q.at[:num_decodes].set(decodes.q[:num_decodes])
-    k, v = (jnp.asarray(rng.standard_normal((32, 2, 64)), shape.dtype) for _ in range(2))
+    k, v = (jnp.asarray(rng.standard_normal((32, 2, shape.head_dim)), shape.dtype) for _ in range(2))
+    qkv = jnp.concatenate([part.reshape(32, -1) for part in (q, k, v)], axis=1)
+    rope = None
+    if is_rotated:
+        angles = rng.uniform(-np.pi, np.pi, (32, shape.head_dim // 2))
+        rope = tuple(jnp.asarray(part, jnp.float32) for part in (np.cos(angles), np.sin(angles)))
+        q, k = (jnp.asarray(reference.rotate(part, *rope)) for part in (q, k))
     slots = np.full(32, -1)
     for row, length in enumerate(np.asarray(decodes.lengths)[:num_decodes].tolist()):
         slots[row] = decodes.block_tables[row, (length - 1) // 16] * 16 + (length - 1) % 16
@@ -257,8 +285,15 @@ def test_attend_is_a_write_and_both_attentions(implementation, num_decodes):
     expected[:5] += reference.decode_attention(q[:5], written, *decode, layer=LAYER, scale=shape.scale)
     call = jitted(pallas_kernels.attend, implementation, shape)
     for _ in range(2):
-        stored, actual = call(q, k, v, pool, slots, decode, rest)
-        np.testing.assert_array_equal(np.asarray(stored), written)
+        stored, actual = call(qkv, rope, pool, slots, decode, rest)
+        rounding = {"rtol": 0, "atol": 0} if rope is None else {"rtol": 2e-2, "atol": 1e-5}
+        stored, exact = (np.asarray(x, np.float32) for x in (stored, written))
+        np.testing.assert_allclose(stored[:, :, 0], exact[:, :, 0], **rounding)  # where NaN is, NaN stays
+        np.testing.assert_array_equal(stored[:, :, 1], exact[:, :, 1])
+        is_key = ~np.isnan(exact[:, :, 0])
+        error = relative_error(stored[:, :, 0][is_key], exact[:, :, 0][is_key])
+        assert error < (0.1 if is_rotated else 1) * TOLERANCE[shape.dtype]
+        assert actual.dtype == qkv.dtype
         assert relative_error(actual, expected) < TOLERANCE[shape.dtype]
     with pytest.raises(ConfigError, match="attend needs decodes or prompts"):
-        pallas_kernels.attend(q, k, v, pool, slots, None, None, layer=LAYER, scale=1.0)
+        pallas_kernels.attend(qkv, rope, pool, slots, None, None, layer=LAYER, scale=1.0)

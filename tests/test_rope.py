@@ -9,7 +9,8 @@ import pytest
 
 from jaxllm.errors import ConfigError, UnsupportedModelError
 from jaxllm.models.config import config_from_dict
-from jaxllm.models.rope import RopeConfig, apply_rope, rope_table
+from jaxllm.models.rope import RopeConfig, rope_table
+from jaxllm.pallas_kernels.heads import apply_rope
 
 PLAIN = RopeConfig(head_dim=8, max_position_embeddings=128, theta=10000.0)
 LLAMA = {

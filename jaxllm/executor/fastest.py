@@ -67,7 +67,7 @@ def candidates(
         usual = triton.default_tiling(op, device.device_kind, dtype, head_dim)
         names += [f"triton:{one}" for one in triton.alternative_tilings(op, dtype) if one != usual]
     is_hopper = str(getattr(device, "compute_capability", "")).startswith("9.")
-    fits_mosaic = dtype != "float32" and head_dim % 16 == 0 and block_size in (16, 32, 64, 128)
+    fits_mosaic = dtype != "float32" and head_dim in (64, 128, 192, 256) and block_size in (16, 32, 64, 128)
     if is_hopper and fits_mosaic:
         names.append("mosaic")
     return tuple(names)

@@ -22,6 +22,7 @@ from jax import lax
 from jaxllm import pallas_kernels
 from jaxllm.executor.sampler import Logprobs, SampledRows, Sampling, SlotParams, sample, token_logprobs
 from jaxllm.models.registry import AnyConfig, AnyModel, bind
+from jaxllm.pallas_kernels.heads import RopeTable
 
 _PROMPT_LOGPROB_ROWS = 64
 
@@ -163,15 +164,14 @@ class _PagedAttention:
         self._implementation = implementation
         self.num_rows = _num_rows(decode, prefill)
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+    def __call__(self, layer: int, qkv: jax.Array, rope: RopeTable | None, scale: float) -> jax.Array:
         decode, prefill = self._decode, self._prefill
         prompts = None
         if prefill is not None:
             prompts = prefill.block_tables, prefill.query_starts, prefill.lengths, prefill.num_seqs[0]
         self.pool, out = pallas_kernels.attend(
-            q,
-            k,
-            v,
+            qkv,
+            rope,
             self.pool,
             self._slot_mapping,
             None if decode is None else (decode.block_tables, decode.lengths),

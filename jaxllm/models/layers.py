@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import jax
@@ -9,11 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels import default_implementation, native
+from jaxllm.pallas_kernels.heads import RopeTable
+from jaxllm.pallas_kernels.norms import add_rms_norm
 
 # Up to this many rows `weight @ x.T` was mostly faster than `x @ weight.T` on a CPU (docs/architecture.md);
 # on GPUs the two are the same call.
 _MAX_ROWS_WEIGHT_FIRST = 128
+_SPLIT_PRODUCT_SIZE = 2**21  # numbers in the parts of a product on a GPU: two tiles of 64 x 128 a core
 
 
 class Attend(Protocol):
@@ -28,8 +32,11 @@ class Attend(Protocol):
         """See above."""
         ...
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-        """`q` [T, num_heads, head_dim]; `k`, `v` [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
+    def __call__(self, layer: int, qkv: jax.Array, rope: RopeTable | None, scale: float) -> jax.Array:
+        """`qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim].
+
+        Of the fused projection, queries and keys are rotated by `rope`, if it is given.
+        """
         ...
 
 
@@ -75,6 +82,24 @@ class Linear(nnx.Module):
         y = linear(x, self.weight[...], self.out_features, num_rows, out_dtype=out_dtype)
         return y if self.bias is None else y + self.bias[...]
 
+    def parts(self, x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+        """`x` [T, in] -> [T, out]; or, for a kernel that adds them up, parts of it, [parts, T, out].
+
+        Few rows are too few tiles of a product for all cores of a GPU: there its sum is split as well.
+        """
+        rows, in_features = x.shape
+        wanted = _SPLIT_PRODUCT_SIZE // (rows * self.out_features)
+        num_parts = math.gcd(in_features, min(8, 1 << (wanted.bit_length() - 1))) if wanted > 1 else 1
+        if self.bias is not None or default_implementation() != "triton":
+            return self(x, num_rows)
+        if num_parts == 1:
+            return self(x, num_rows)[None]
+        split = x.reshape(rows, num_parts, -1), self.weight[...].reshape(self.out_features, num_parts, -1)
+        dimensions = (((2,), (2,)), ((1,), (1,)))
+        return lax.dot_general(
+            *split, dimensions, precision=_precision(x.dtype), preferred_element_type=jnp.float32
+        )
+
 
 class Embedding(nnx.Module):
     """A table `[num_embeddings, features]`; also the output head where embeddings are tied."""
@@ -102,11 +127,14 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((features,), dtype))
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`x` [T, features] -> same shape and dtype."""
+    def __call__(self, x: jax.Array, delta: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """`x` [T, features], plus `delta` of `Linear.parts` if it is given: the sum, and what it becomes."""
+        if delta is not None and delta.ndim == 3:
+            return add_rms_norm(x, delta, self.weight[...], eps=self.eps)
+        x = x if delta is None else x + delta
         x32 = x.astype(jnp.float32)
         x32 = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return self.weight[...] * x32.astype(x.dtype)
+        return x, self.weight[...] * x32.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -124,18 +152,3 @@ class LayerNorm(nnx.Module):
         if self.weight is not None and self.bias is not None:
             y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
-
-
-def split_heads(
-    qkv: jax.Array, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split a fused projection [T, (num_heads + 2 * num_kv_heads) * head_dim] into q, k and v by head."""
-    q_end = num_heads * head_dim
-    k_end = q_end + num_kv_heads * head_dim
-    q, k, v = jnp.split(qkv, (q_end, k_end), axis=-1)
-    rows = qkv.shape[0]
-    return (
-        q.reshape(rows, num_heads, head_dim),
-        k.reshape(rows, num_kv_heads, head_dim),
-        v.reshape(rows, num_kv_heads, head_dim),
-    )

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import LlamaConfig
-from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm, split_heads
-from jaxllm.models.rope import apply_rope, rope_table
-
-RopeTable = tuple[jax.Array, jax.Array]
+from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm
+from jaxllm.models.rope import rope_table
+from jaxllm.pallas_kernels.heads import RopeTable
 
 
 class LlamaAttention(nnx.Module):
@@ -18,18 +17,16 @@ class LlamaAttention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype) -> None:
         self.layer = layer
-        self.heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.scale = config.head_dim**-0.5
         heads = config.num_heads + 2 * config.num_kv_heads
         bias = config.attention_bias
         self.qkv_proj = Linear(config.hidden_size, heads * config.head_dim, bias=bias, dtype=dtype)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias, dtype=dtype)
 
     def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
-        """`x` [T, hidden_size] -> same."""
-        q, k, v = split_heads(self.qkv_proj(x, attend.num_rows), *self.heads)
-        scale = self.heads[2] ** -0.5
-        out = attend(self.layer, apply_rope(q, rope), apply_rope(k, rope), v, scale)
-        return self.o_proj(out.reshape(x.shape[0], -1), attend.num_rows)
+        """`x` [T, hidden_size] -> `Linear.parts` of [T, hidden_size]."""
+        out = attend(self.layer, self.qkv_proj(x, attend.num_rows), rope, self.scale)
+        return self.o_proj.parts(out.reshape(x.shape[0], -1), attend.num_rows)
 
 
 class LlamaMLP(nnx.Module):
@@ -41,9 +38,9 @@ class LlamaMLP(nnx.Module):
         self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
 
     def __call__(self, x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
-        """`x` [T, hidden_size] -> same."""
+        """`x` [T, hidden_size] -> `Linear.parts` of [T, hidden_size]."""
         gate, up = jnp.split(self.gate_up_proj(x, num_rows), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up, num_rows)
+        return self.down_proj.parts(jax.nn.silu(gate) * up, num_rows)
 
 
 class LlamaLayer(nnx.Module):
@@ -56,10 +53,13 @@ class LlamaLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
         self.mlp = LlamaMLP(config, dtype)
 
-    def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
-        """`x` [T, hidden_size] -> same."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
-        return x + self.mlp(self.post_attention_layernorm(x), attend.num_rows)
+    def __call__(
+        self, x: jax.Array, delta: jax.Array | None, rope: RopeTable, attend: Attend
+    ) -> tuple[jax.Array, jax.Array]:
+        """`x` [T, hidden_size], and `Linear.parts` yet to be added to it -> same."""
+        x, normed = self.input_layernorm(x, delta)
+        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, rope, attend))
+        return x, self.mlp(normed, attend.num_rows)
 
 
 class LlamaForCausalLM(nnx.Module):
@@ -80,9 +80,10 @@ class LlamaForCausalLM(nnx.Module):
         """`token_ids`, `positions` [T] int32 -> final hidden states [T, hidden_size]."""
         rope = rope_table(positions, self.config.rope.inverse_frequencies())
         x = self.embed_tokens(token_ids)
+        delta = None
         for layer in self.layers:
-            x = layer(x, rope, attend)
-        return self.norm(x)
+            x, delta = layer(x, delta, rope, attend)
+        return self.norm(x, delta)[1]
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """`hidden` [N, hidden_size], of which `num_rows` are in use -> [N, vocab_size] float32."""

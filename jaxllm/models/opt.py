@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import OPTConfig
-from jaxllm.models.layers import Attend, Embedding, LayerNorm, Linear, split_heads
+from jaxllm.models.layers import Attend, Embedding, LayerNorm, Linear
 
 _POSITION_OFFSET = 2
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -24,15 +24,14 @@ class OPTAttention(nnx.Module):
 
     def __init__(self, config: OPTConfig, layer: int, dtype: jnp.dtype) -> None:
         self.layer = layer
-        self.heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.scale = config.head_dim**-0.5
         size, bias = config.hidden_size, config.enable_bias
         self.qkv_proj = Linear(size, 3 * size, bias=bias, dtype=dtype)
         self.out_proj = Linear(size, size, bias=bias, dtype=dtype)
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> same."""
-        q, k, v = split_heads(self.qkv_proj(x, attend.num_rows), *self.heads)
-        out = attend(self.layer, q, k, v, self.heads[2] ** -0.5)
+        out = attend(self.layer, self.qkv_proj(x, attend.num_rows), None, self.scale)
         return self.out_proj(out.reshape(x.shape[0], -1), attend.num_rows)
 
 

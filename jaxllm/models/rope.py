@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies per rope type, and their application."""
+"""Rotary position embeddings: frequencies per rope type, and how far they turn each position."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError, UnsupportedModelError
+from jaxllm.pallas_kernels.heads import RopeTable
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -127,15 +128,7 @@ def _positive(values: dict[str, Any], name: str, rope_type: str) -> Any:
     return value
 
 
-def rope_table(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of `positions` [T] int32: two arrays [T, 1, head_dim / 2] float32."""
-    angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)
+def rope_table(positions: jax.Array, frequencies: np.ndarray) -> RopeTable:
+    """Cosines and sines of `positions` [T] int32."""
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate `x` [T, heads, head_dim]: dimension i is paired with i + head_dim / 2, as in transformers."""
-    cos, sin = table
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)

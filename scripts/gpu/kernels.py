@@ -136,9 +136,9 @@ def check(implementation: str, sizes: Sizes, seed: int) -> Iterator[Row]:
     rng = np.random.default_rng(seed)
     checks = []
     for dtype in LIMITS:
-        if implementation == "mosaic" and dtype == "float32":
-            continue  # tensor cores take 16 bits
         for heads in sizes.heads:
+            if implementation == "mosaic" and (dtype == "float32" or heads[2] % 64):
+                continue  # it takes 16 bits, and 64 dimensions at a time
             lengths = rng.integers(1, 300, 9)
             one = Problem.make(rng, lengths, heads, dtype)
             checks.append(Check("decode", dtype, heads, (one.q, one.pool, one.tables, one.lengths)))

@@ -21,10 +21,11 @@ ONE_COMMAND_BUFFER = {"kCommandBuffer": 1}
 class Found:
     """`thunks` counts what the host starts, by kind; `after_logits` names the kernels after the output head.
 
-    `loops`, `conditionals` and `sorts` are instructions of the program.
+    `kernels` is what the device runs; `loops`, `conditionals` and `sorts` are instructions of the program.
     """
 
     thunks: dict[str, int]
+    kernels: int
     after_logits: list[str]
     loops: int
     conditionals: int
@@ -46,10 +47,11 @@ def compiled(tmp_path):
             max_num_seqs=64 if key.max_chunks else max(64, key.rows),
             implementation="triton",
         )
+        folder = tmp_path / str(num_layers)
         with Compiler(get_target("h200")) as compiler:
-            options = {"xla_dump_to": str(tmp_path)}
+            options = {"xla_dump_to": str(folder)}
             program = compiler.compile(jitted, *map(compiler.struct, arguments), options=options)
-        (path,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+        (path,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
         return found_in(path.read_text(), program)
 
     return compile_step
@@ -63,6 +65,7 @@ def found_in(thunks, program):
     products = [place for place, name in enumerate(kernels) if "gemm" in name]
     return Found(
         thunks=dict(collections.Counter(kinds)),
+        kernels=len(kernels),
         after_logits=kernels[products[-1] + 1 :],
         loops=text.count(" while("),
         conditionals=text.count(" conditional("),
@@ -80,6 +83,25 @@ def test_a_decode_is_one_command_buffer(compiled, rows, sampling):
     assert (found.loops, found.conditionals, found.sorts) == (0, 0, 0)
     assert len(found.after_logits) <= 3
     assert found.temporary_bytes < rows * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
+
+
+@pytest.mark.parametrize(("rows", "most"), [(64, 11), (256, 10)])
+def test_a_layer_of_a_decode_is_few_kernels(compiled, rows, most):
+    """With 64 rows:
+
+    1  product of q, k and v            7  sum and norm, which adds up the parts of 6
+    2  its parts added up               8  product of gate and up
+    3  rotation, KV write               9  silu and multiplication
+    4  attention of chunks of rows     10  product of down
+    5  the chunks combined             11  as 7
+    6  product of o
+
+    With 256 a row is one chunk.
+    """
+    two, four = (compiled(ProgramKey(rows, sampling=GREEDY), num_layers) for num_layers in (2, 4))
+    assert (four.kernels - two.kernels) / 2 <= most
+    assert four.thunks == ONE_COMMAND_BUFFER
+    assert four.conditionals == 0
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
