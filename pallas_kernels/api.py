@@ -198,12 +198,12 @@ def attend(
         _check_prompts(*prompts)
     backend, options = _backend(implementation, num_q_heads, pool, window, soft_cap)
     options |= {"layer": layer, "scale": scale}
+    if hasattr(backend, "attend"):
+        return backend.attend(qkv, rope, pool, slot_mapping, decode, prompts, **options)
     if hasattr(backend, "rotate_and_write"):
         pool, q = backend.rotate_and_write(qkv, rope, pool, slot_mapping, layer=layer)
     else:
         q, k, v = rotated_heads(qkv, rope, pool.shape[3], pool.shape[5])
-        if hasattr(backend, "attend"):
-            return backend.attend(q, k, v, pool, slot_mapping, decode, prompts, **options)
         pool = backend.write_kv(pool, k, v, slot_mapping, layer=layer)
     decoded = prefilled = None
     if decode is not None:

@@ -167,7 +167,6 @@ def combine_chunks(
         lengths: int32 `[num_rows]`, tokens of each row.
         q: the queries `[num_rows, num_q_heads, head_dim]`, which are not read.
         chunk: tokens of a chunk.
-        dtype: of the result.
         exp: what the weights were taken with, of base e or 2.
 
     Returns:

@@ -182,6 +182,44 @@ def test_sixteen_bits_are_not_packed():
     assert not native.packs(jnp.zeros(64))
 
 
+@settings(max_examples=20)
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 20), st.integers(0, 9))
+def test_gated_activations_match_float64(num_rows, vectors, num_used, seed):
+    x = np.random.default_rng(seed).normal(size=(num_rows, 2 * 16 * vectors)) * 30
+    x[0, : x.shape[1] // 2 : 7] = 200.0 - 400.0 * (seed % 2)
+    num_used = min(num_used, num_rows)
+    gated = native.gated(jnp.asarray(x, jnp.float32), jnp.int32(num_used))
+    gate, up = np.split(x.astype(np.float32).astype(np.float64), 2, axis=1)
+    expected = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(np.asarray(gated)[:num_used], expected[:num_used], rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [32, 48])
+def test_heads_are_rotated_and_stored_as_by_xla(dtype, head_dim):
+    """Keys and values to the bit, but where a sum of two products is rounded once more or less."""
+    rng = np.random.default_rng(0)
+    num_rows, num_q_heads, num_kv_heads = 11, 4, 2
+    qkv = jnp.asarray(rng.normal(size=(num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim)), jnp.float32)
+    qkv = qkv.at[3, -1].set(jnp.nan).at[4, -2].set(jnp.inf)
+    angles = rng.normal(size=(num_rows, head_dim // 2)) * 9
+    rope = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+    pool = jnp.zeros((3, 2, 2, num_kv_heads, 16, head_dim), dtype)
+    slots = jnp.asarray([17, 3, -1, 40, 41, 0, 16, 31, 2, 8, -1], jnp.int32)
+    lengths = jnp.zeros(num_rows, jnp.int32).at[1].set(4)
+    decode = jnp.zeros((num_rows, 1), jnp.int32), lengths
+    results = [
+        pallas_kernels.attend(qkv, rope, pool, slots, decode, None, layer=1, scale=0.2, implementation=name)
+        for name in ("native", "xla")
+    ]
+    stored, expected = (np.asarray(result[0].astype(jnp.float32)) for result in results)
+    precision = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}[dtype]
+    np.testing.assert_allclose(stored, expected, rtol=precision, atol=precision)
+    assert np.array_equal(stored[:, :, 1], expected[:, :, 1], equal_nan=True)
+    attended, expected = (np.asarray(result[1]) for result in results)
+    np.testing.assert_allclose(attended, expected, rtol=1e-5, atol=1e-5)
+
+
 # Threads
 
 

@@ -67,6 +67,14 @@ def linear(
     return lax.dot_general(x, weight, dimensions, precision=precision, preferred_element_type=out_dtype)
 
 
+def swiglu(gate_up: jax.Array, num_rows: jax.Array | None, *, is_native: bool) -> jax.Array:
+    """`silu(gate) * up` of `gate_up` [T, 2 * features], of which `num_rows` are in use -> [T, features]."""
+    if is_native and gate_up.shape[1] % (2 * native.LANES) == 0:
+        return native.gated(gate_up, num_rows)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
 class Linear(nnx.Module):
     """A linear layer whose weight is stored `[out, in]`, with an optional bias."""
 
@@ -74,6 +82,11 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
         self.out_features = out_features
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its products are native."""
+        return self.weight[...].ndim == 3
 
     def __call__(
         self, x: jax.Array, num_rows: jax.Array | None = None, *, out_dtype: jnp.dtype | None = None

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import LlamaConfig
-from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm
+from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm, swiglu
 from jaxllm.models.rope import rope_table
 from jaxllm.pallas_kernels.heads import RopeTable
 
@@ -39,8 +39,10 @@ class LlamaMLP(nnx.Module):
 
     def __call__(self, x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
         """`x` [T, hidden_size] -> `Linear.parts` of [T, hidden_size]."""
-        gate, up = jnp.split(self.gate_up_proj(x, num_rows), 2, axis=-1)
-        return self.down_proj.parts(jax.nn.silu(gate) * up, num_rows)
+        gate_up = self.gate_up_proj(x, num_rows)
+        return self.down_proj.parts(
+            swiglu(gate_up, num_rows, is_native=self.gate_up_proj.is_packed), num_rows
+        )
 
 
 class LlamaLayer(nnx.Module):

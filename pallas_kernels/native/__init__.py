@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, Shape
+from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
+from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, GateShape, LinearShape, Shape
 from jaxllm.pallas_kernels.native.targets import register, why_not_callable
 
 LANES = 16
@@ -40,9 +43,8 @@ def why_not(num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int)
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
+    rope: RopeTable | None,
     pool: jax.Array,
     slot_mapping: jax.Array,
     decode: tuple[jax.Array, jax.Array] | None,
@@ -53,10 +55,18 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A layer's writes and attention; see `pallas_kernels.attend`."""
-    k, v = k.astype(pool.dtype), v.astype(pool.dtype)
-    pool, out = _call(q, k, v, pool, slot_mapping, decode, prompts, layer, scale, window, soft_cap)
-    return pool, out
+    """A layer's rotation, writes and attention; see `pallas_kernels.attend`."""
+    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    if rope is not None and (qkv.dtype != jnp.float32 or head_dim % (2 * LANES)):
+        heads = rotated_heads(qkv, rope, num_kv_heads, head_dim)
+        qkv, rope = jnp.concatenate(heads, axis=1).reshape(qkv.shape), None
+    num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    out = jax.ShapeDtypeStruct((qkv.shape[0], num_q_heads, head_dim), jnp.float32)
+    stored = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+    call, rest = _call((stored, out), pool, decode, prompts, layer, scale, window, soft_cap, {3: 0})
+    none = jnp.zeros((1, 1), jnp.float32)
+    pool, attended = call(qkv.astype(jnp.float32), *(rope or (none, none)), pool, slot_mapping, *rest)
+    return pool, attended.astype(qkv.dtype)
 
 
 def decode_attention(
@@ -72,7 +82,7 @@ def decode_attention(
 ) -> jax.Array:
     """One query row per sequence; see `pallas_kernels.decode_attention`."""
     decode = block_tables, lengths
-    return _call(q, None, None, pool, None, decode, None, layer, scale, window, soft_cap)[1]
+    return _attention(q, pool, decode, None, layer, scale, window, soft_cap)
 
 
 def prefill_attention(
@@ -90,16 +100,15 @@ def prefill_attention(
 ) -> jax.Array:
     """Ragged causal attention of prompt chunks; see `pallas_kernels.prefill_attention`."""
     prompts = block_tables, query_starts, lengths, num_seqs
-    return _call(q, None, None, pool, None, None, prompts, layer, scale, window, soft_cap)[1]
+    return _attention(q, pool, None, prompts, layer, scale, window, soft_cap)
 
 
 def write_kv(
     pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int
 ) -> jax.Array:
     """Store each token's K and V at its slot; see `pallas_kernels.write_kv`."""
-    k, v = k.astype(pool.dtype), v.astype(pool.dtype)
-    q = jnp.zeros((k.shape[0], pool.shape[3], pool.shape[5]), jnp.float32)
-    return _call(q, k, v, pool, slot_mapping, None, None, layer, 1.0, None, None)[0]
+    qkv = jnp.concatenate((k, k, v), axis=1).reshape(len(k), -1).astype(jnp.float32)
+    return attend(qkv, None, pool, slot_mapping, None, None, layer=layer, scale=1.0)[0]
 
 
 def packs(weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
@@ -140,6 +149,17 @@ def linear(
     )
 
 
+def gated(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+    """`silu(x[:, :features]) * x[:, features:]` of `x` [rows, 2 * features] float32 -> [rows, features].
+
+    Only the first `num_rows` rows are computed if it is given; the others may hold anything. The features
+    are a multiple of `LANES`.
+    """
+    out = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.float32)
+    count = jnp.asarray(x.shape[0] if num_rows is None else num_rows, jnp.int32).reshape(1)
+    return jax.ffi.ffi_call(_target(GateShape()), out)(x, count)
+
+
 def _target(shape: Shape) -> str:
     """Name of the handler of a shape, known to XLA from now on."""
     from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
@@ -155,39 +175,44 @@ _loading = threading.Lock()  # compiling a shape twice would take seconds
 _known: set[Shape] = set()
 
 
-def _call(
+def _attention(
     q: jax.Array,
-    k: jax.Array | None,
-    v: jax.Array | None,
     pool: jax.Array,
-    slot_mapping: jax.Array | None,
     decode: tuple[jax.Array, jax.Array] | None,
     prompts: Prompts | None,
     layer: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
-) -> tuple[jax.Array, jax.Array]:
-    num_q_heads, head_dim = q.shape[1:]
-    num_kv_heads, block_size = pool.shape[3:5]
+) -> jax.Array:
+    """Attention alone; the pool is only read."""
+    out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    call, rest = _call(out, pool, decode, prompts, layer, scale, window, soft_cap, {})
+    none = jnp.zeros((1, 1), jnp.float32)
+    return call(q.astype(jnp.float32), none, none, pool, jnp.zeros(1, jnp.int32), *rest).astype(q.dtype)
+
+
+def _call(
+    results: Any,
+    pool: jax.Array,
+    decode: tuple[jax.Array, jax.Array] | None,
+    prompts: Prompts | None,
+    layer: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    aliases: dict[int, int],
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The call of a handler, and its arguments from the tables of decodes on."""
+    num_kv_heads, block_size, head_dim = pool.shape[3:]
+    num_q_heads = jax.tree.leaves(results)[-1].shape[1]
     reason = why_not(num_q_heads, num_kv_heads, head_dim, block_size)
     if reason is not None:
         raise ConfigError(f"attention implementation 'native': {reason}; use 'xla'")
     table, none = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
     tables, starts, lengths, num_seqs = prompts or (table, jnp.zeros(2, jnp.int32), none, none)
-    parts = decode or (table, none)
     numbers = np.array([layer, window or 0], np.int32)
     factors = np.array([scale, soft_cap or 0.0], np.float32)
-    rest = (*parts, tables, starts, lengths, num_seqs.reshape(1), numbers, factors)
-    out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     name = _target(AttentionShape(num_q_heads // num_kv_heads, head_dim, pool.dtype.name))
-    rows = q.astype(jnp.float32)
-    if k is None or v is None or slot_mapping is None:
-        empty = jnp.zeros(1, pool.dtype)
-        call = jax.ffi.ffi_call(name, out)
-        return pool, call(rows, empty, empty, pool, none, *rest).astype(q.dtype)
-    stored = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
-    pool, attended = jax.ffi.ffi_call(name, (stored, out), input_output_aliases={3: 0})(
-        rows, k, v, pool, slot_mapping, *rest
-    )
-    return pool, attended.astype(q.dtype)
+    rest = (*(decode or (table, none)), tables, starts, lengths, num_seqs.reshape(1), numbers, factors)
+    return jax.ffi.ffi_call(name, results, input_output_aliases=aliases), rest

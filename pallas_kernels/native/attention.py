@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from jaxllm.pallas_kernels.native.memory import floats, int32s, int64s, memcpy, memset
+from jaxllm.pallas_kernels.native.memory import floats, int32s, int64s, memset
 from jaxllm.pallas_kernels.native.shape import AttentionShape
-from jaxllm.pallas_kernels.native.threads import ARGUMENTS
+from jaxllm.pallas_kernels.native.threads import ARGUMENTS, LAST_ARGUMENT
 from jaxllm.pallas_kernels.native.vectors import LANES, LEAST, Builder, vector_code
 
-WRITTEN_AT_ONCE = 64
+WRITTEN_AT_ONCE = 8
 KEYS = 64
 """Keys that a prompt item looks at in one go."""
 _PRODUCT_ROWS, _PRODUCT_VECTORS, _ROW_VECTORS = 6, 4, 24
@@ -43,8 +43,9 @@ _TILE_ROWS = 96
     KIND, Q, POOL, OUT, LAYER, NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE,
     DECODE_TABLES, DECODE_LENGTHS, DECODE_WIDTH, NUM_DECODE_ITEMS, HEADS_PER_ITEM,
     PROMPT_TABLES, PROMPT_LENGTHS, PROMPT_WIDTH, QUERY_STARTS, WINDOW, SCALE_AND_CAP,
-    K, V, SLOTS, NUM_ROWS,
-) = range(ARGUMENTS, ARGUMENTS + 24)  # fmt: skip
+    QKV, COS, SIN, SLOTS, NUM_ROWS,
+) = range(ARGUMENTS, ARGUMENTS + 25)  # fmt: skip
+assert NUM_ROWS <= LAST_ARGUMENT
 
 
 def scratch_sizes(shape: AttentionShape) -> tuple[int, int]:
@@ -354,24 +355,80 @@ def _product(depth: int, columns: int, a_stride: int, vectors: int, *, accumulat
 
 
 def write_item(shape: AttentionShape) -> Callable[[int, int], None]:
-    """An item of `WRITTEN_AT_ONCE` tokens' keys and values, stored in the pool, for numba."""
-    row_bytes = shape.head_dim * shape.itemsize
+    """An item of `WRITTEN_AT_ONCE` rows of a projection, for numba.
+
+    Queries and keys are rotated, if there are cosines and sines; queries go to the output, where attention
+    reads them, and keys and values to the pool.
+
+        qkv [rows, query heads | key heads | value heads, each head_dim]    cos, sin [rows, head_dim / 2]
+    """
+    group, head_dim, dtype = shape
+    head_bytes, half, stored_bytes = 4 * head_dim, head_dim // 2, head_dim * shape.itemsize
+    copy_query, copy_kv = _copy(head_dim, "float32"), _copy(head_dim, dtype)
+    rotate_query, rotate_key = _rotate(head_dim, "float32"), _rotate(head_dim, dtype)
 
     @njit(error_model="numpy")
     def item(job, index):  # type: ignore[no-untyped-def]
         words = int64s(job)
         num_kv_heads, size = words[NUM_KV_HEADS], words[BLOCK_SIZE]
+        num_q_heads = num_kv_heads * group
         slots = int32s(words[SLOTS])
+        is_rotated = words[COS] != 0
         first = index * WRITTEN_AT_ONCE
-        for token in range(first, min(first + WRITTEN_AT_ONCE, words[NUM_ROWS])):
-            slot = np.int64(slots[token])
+        for row in range(first, min(first + WRITTEN_AT_ONCE, words[NUM_ROWS])):
+            source = words[QKV] + row * (num_q_heads + 2 * num_kv_heads) * head_bytes
+            cos, sin = words[COS] + 4 * row * half, words[SIN] + 4 * row * half
+            target = words[OUT] + row * num_q_heads * head_bytes
+            for _ in range(num_q_heads):
+                if is_rotated:
+                    rotate_query(source, cos, sin, target)
+                else:
+                    copy_query(source, target)
+                source += head_bytes
+                target += head_bytes
+            slot = np.int64(slots[row])
             if 0 <= slot < words[NUM_BLOCKS] * size:
                 of_layer = (slot // size * words[NUM_LAYERS] + words[LAYER]) * 2 * num_kv_heads
-                target = words[POOL] + (of_layer * size + slot % size) * row_bytes
-                for head in range(num_kv_heads):
-                    source = (token * num_kv_heads + head) * row_bytes
-                    memcpy(target, words[K] + source, row_bytes)
-                    memcpy(target + num_kv_heads * size * row_bytes, words[V] + source, row_bytes)
-                    target += size * row_bytes
+                target = words[POOL] + (of_layer * size + slot % size) * stored_bytes
+                to_values = num_kv_heads * size * stored_bytes
+                for _ in range(num_kv_heads):
+                    if is_rotated:
+                        rotate_key(source, cos, sin, target)
+                    else:
+                        copy_kv(source, target)
+                    copy_kv(source + num_kv_heads * head_bytes, target + to_values)
+                    source += head_bytes
+                    target += size * stored_bytes
 
     return item
+
+
+def rotates(head_dim: int) -> bool:
+    """Whether halves of a head are whole vectors, so that keys and queries can be rotated here."""
+    return head_dim % (2 * LANES) == 0
+
+
+def _copy(head_dim: int, dtype: str) -> Any:
+    """A head of float32 to one of `dtype`."""
+
+    @vector_code
+    def copy(b: Builder, source: Any, target: Any) -> None:
+        for i in range(0, head_dim, LANES):
+            b.array(target, dtype).store(b.floats(source).load(i), i)
+
+    return copy
+
+
+def _rotate(head_dim: int, dtype: str) -> Any:
+    """The same, rotated: dimension i is paired with i + head_dim / 2, whose halves are whole vectors."""
+    half = head_dim // 2 if rotates(head_dim) else 0
+
+    @vector_code
+    def rotate(b: Builder, source: Any, cos: Any, sin: Any, target: Any) -> None:
+        for i in range(0, half, LANES):
+            first, second = b.floats(source).load(i), b.floats(source).load(half + i)
+            c, s = b.floats(cos).load(i), b.floats(sin).load(i)
+            b.array(target, dtype).store(b.subtract(b.multiply(first, c), b.multiply(second, s)), i)
+            b.array(target, dtype).store(b.add(b.multiply(second, c), b.multiply(first, s)), half + i)
+
+    return rotate

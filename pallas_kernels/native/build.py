@@ -8,7 +8,7 @@ import llvmlite.binding as llvm
 
 from jaxllm.pallas_kernels.native import handlers
 from jaxllm.pallas_kernels.native.machine_code import Code
-from jaxllm.pallas_kernels.native.shape import LinearShape, Shape, items_symbol
+from jaxllm.pallas_kernels.native.shape import GateShape, LinearShape, Shape, items_symbol
 
 
 def build(shape: Shape) -> Code:
@@ -16,6 +16,9 @@ def build(shape: Shape) -> Code:
     if isinstance(shape, LinearShape):
         items = _link(shape, handlers.linear_worker(shape))
         return (*items, *_object_of(handlers.linear_handler(shape)))
+    if isinstance(shape, GateShape):
+        items = _link(shape, handlers.gate_worker(shape))
+        return (*items, *_object_of(handlers.gate_handler(shape)))
     items = _link(shape, handlers.attention_worker(shape))
     return (*items, *_object_of(handlers.attention_handler(shape)))
 

@@ -8,13 +8,13 @@ import numpy as np
 from numba import cfunc, njit
 
 from jaxllm.pallas_kernels.native import attention as items
-from jaxllm.pallas_kernels.native import ffi, products, threads
+from jaxllm.pallas_kernels.native import ffi, gates, products, threads
 from jaxllm.pallas_kernels.native.memory import int32s, int64s, memset
-from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, items_symbol
+from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, GateShape, LinearShape, items_symbol
 
 # Arguments of a call.
 (
-    _Q, _K, _V, _POOL, _SLOTS, _DECODE_TABLES, _DECODE_LENGTHS, _PROMPT_TABLES, _QUERY_STARTS,
+    _Q, _COS, _SIN, _POOL, _SLOTS, _DECODE_TABLES, _DECODE_LENGTHS, _PROMPT_TABLES, _QUERY_STARTS,
     _PROMPT_LENGTHS, _NUM_SEQS, _NUMBERS, _FACTORS,
 ) = range(13)  # fmt: skip
 _ATTEND, _WRITE = 0, 1
@@ -40,8 +40,9 @@ def attention_worker(shape: AttentionShape) -> Any:
 def attention_handler(shape: AttentionShape) -> Any:
     """A handler whose items the C function called `items_symbol(shape)` computes.
 
-    With two results it stores `k` and `v` first, in the pool that is its first result and its argument at
-    once; with one the pool is only read.
+    With two results its first argument is a projection, whose queries it rotates and puts in the second
+    result, and whose keys and values it stores in the pool, the first result and an argument at once. With
+    one its first argument are the queries, and the pool is only read.
     """
     group, head_dim, _ = shape
     per_tile, scratch_of_head, least_scratch = items.tile_rows(group), *items.scratch_sizes(shape)
@@ -49,14 +50,15 @@ def attention_handler(shape: AttentionShape) -> Any:
 
     @njit(error_model="numpy")
     def new_job(frame, num_items, num_threads):  # type: ignore[no-untyped-def]
-        num_heads = ffi.dimension(frame, _Q, 1)
+        last = ffi.num_results(frame) - 1
+        num_heads = ffi.result_dimension(frame, last, 1)
         job = threads.new_job(num_items, num_threads, max(num_heads * scratch_of_head, least_scratch))
         if job == 0:
             return job
         words = int64s(job)
-        words[items.Q] = ffi.argument(frame, _Q)
         words[items.POOL] = ffi.argument(frame, _POOL)
-        words[items.OUT] = ffi.result(frame, ffi.num_results(frame) - 1)
+        words[items.OUT] = ffi.result(frame, last)
+        words[items.Q] = words[items.OUT] if last == 1 else ffi.argument(frame, _Q)
         words[items.LAYER] = int32s(ffi.argument(frame, _NUMBERS))[0]
         words[items.WINDOW] = int32s(ffi.argument(frame, _NUMBERS))[1]
         words[items.NUM_BLOCKS] = ffi.dimension(frame, _POOL, 0)
@@ -81,7 +83,9 @@ def attention_handler(shape: AttentionShape) -> Any:
             return False
         words = int64s(job)
         words[items.KIND] = _WRITE
-        words[items.K], words[items.V] = ffi.argument(frame, _K), ffi.argument(frame, _V)
+        words[items.QKV] = ffi.argument(frame, _Q)
+        if 2 * ffi.dimension(frame, _COS, 1) == head_dim:
+            words[items.COS], words[items.SIN] = ffi.argument(frame, _COS), ffi.argument(frame, _SIN)
         words[items.SLOTS], words[items.NUM_ROWS] = ffi.argument(frame, _SLOTS), num_rows
         threads.run(frame, job, task(), num_threads)
         return True
@@ -106,8 +110,9 @@ def attention_handler(shape: AttentionShape) -> Any:
         num_kv_heads = ffi.dimension(frame, _POOL, 3)
         heads = num_kv_heads if num_decodes >= 4 * num_threads else np.int64(1)
         num_items = num_decodes * (num_kv_heads // heads)
-        row_bytes = 4 * ffi.dimension(frame, _Q, 1) * head_dim
-        out = ffi.result(frame, ffi.num_results(frame) - 1)
+        last = ffi.num_results(frame) - 1
+        row_bytes = 4 * ffi.result_dimension(frame, last, 1) * head_dim
+        out = ffi.result(frame, last)
         covered = max(num_decodes, end)
         first = np.int64(starts[0]) if num_seqs > 0 else covered
         if first > num_decodes:
@@ -123,6 +128,41 @@ def attention_handler(shape: AttentionShape) -> Any:
         return 0
 
     return attend
+
+
+def gate_worker(shape: GateShape) -> Any:
+    """The C function that computes items of gated activations."""
+    item = gates.gate_item()
+
+    def run_item(job, scratch, index):  # type: ignore[no-untyped-def]
+        item(job, index)
+
+    return threads.worker(run_item)
+
+
+def gate_handler(shape: GateShape) -> Any:
+    """A handler of `x [rows, 2 * features]` and how many rows count, to `[rows, features]`."""
+    task = ffi.c_address(items_symbol(shape))
+
+    @cfunc(ffi.HANDLER)
+    def gate(frame):  # type: ignore[no-untyped-def]
+        if ffi.asks_for_metadata(frame):
+            return 0
+        num_threads = threads.num_threads(frame)
+        num_rows = min(ffi.dimension(frame, 0, 0), np.int64(int32s(ffi.argument(frame, 1))[0]))
+        if num_rows <= 0:
+            return 0
+        num_items = (num_rows + gates.ROWS_AT_ONCE - 1) // gates.ROWS_AT_ONCE
+        job = threads.new_job(num_items, num_threads, 0)
+        if job == 0:
+            return ffi.out_of_memory(frame)
+        words = int64s(job)
+        words[gates.X], words[gates.OUT] = ffi.argument(frame, 0), ffi.result(frame, 0)
+        words[gates.NUM_ROWS], words[gates.FEATURES] = num_rows, ffi.result_dimension(frame, 0, 1)
+        threads.run(frame, job, task(), num_threads)
+        return 0
+
+    return gate
 
 
 def linear_worker(shape: LinearShape) -> Any:

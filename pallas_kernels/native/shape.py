@@ -43,7 +43,16 @@ class LinearShape(NamedTuple):
         return cls(13, 2) if are_wide else cls(6, 1)
 
 
-Shape = AttentionShape | LinearShape
+class GateShape(NamedTuple):
+    """Gated activations are compiled once for all sizes."""
+
+    @property
+    def name(self) -> str:
+        """Of the handler, to XLA."""
+        return "jaxllm_gate"
+
+
+Shape = AttentionShape | LinearShape | GateShape
 
 
 def items_symbol(shape: Shape) -> str:

@@ -6,7 +6,7 @@ that are still queued behind other work, so that handlers can call this from any
 helper that comes late finds nothing to do; the last to leave frees the job.
 
     words   0 next item   1 items done   2 items   3 users   4 workers   5 scratch bytes of each   6 ...
-            8..31 arguments of the items          32..39 for calls of XLA        then the scratch memory
+            8..39 arguments of the items          40..47 for calls of XLA        then the scratch memory
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from jaxllm.pallas_kernels.native.memory import (
 ARGUMENTS = 8
 """Word of a job where the arguments of its items begin."""
 _NEXT, _DONE, COUNT, _USERS, _WORKERS, _SCRATCH = 0, 1, 2, 3, 4, 5
-_FOR_CALLS, _HEADER = 32, 40
+LAST_ARGUMENT = 39
+"""The last word that may be one."""
+_FOR_CALLS, _HEADER = LAST_ARGUMENT + 1, 48
 _API, _CONTEXT = 2, 3  # words of XLA's call frame (`XLA_FFI_CallFrame`)
 _SCHEDULE, _NUM_THREADS = 17, 18  # words of its functions (`XLA_FFI_Api`)
 _SPINS = 2000

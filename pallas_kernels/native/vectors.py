@@ -84,14 +84,23 @@ class Array:
         source = b.bitcast(self.at(index)._pointer, ir.VectorType(element, LANES).as_pointer())
         loaded = b.load(source, align=_SIZES[self._dtype])
         if self._dtype == "bfloat16":
-            high = b.shl(b.zext(loaded, _INTS), ir.Constant(_INTS, [16] * LANES))
+            high = b.shl(b.zext(loaded, _INTS), _all_lanes(16))
             return b.bitcast(high, _FLOATS)
         return b.fpext(loaded, _FLOATS) if self._dtype == "float16" else loaded
 
     def store(self, vector: Any, index: Any = 0) -> None:
-        """Store `LANES` float32 numbers."""
-        target = self._builder.bitcast(self.at(index)._pointer, _FLOATS.as_pointer())
-        self._builder.store(vector, target, align=4)
+        """Store `LANES` float32 numbers, rounded to the nearest, or even, where the array's are shorter."""
+        b = self._builder
+        if self._dtype == "float16":
+            vector = b.fptrunc(vector, ir.VectorType(_HALF, LANES))
+        elif self._dtype == "bfloat16":
+            bits = b.bitcast(vector, _INTS)
+            odd = b.and_(b.lshr(bits, _all_lanes(16)), _all_lanes(1))
+            rounded = b.add(bits, b.add(odd, _all_lanes(0x7FFF)))
+            bits = b.select(b.fcmp_unordered("uno", vector, vector), _all_lanes(0x7FC00000), rounded)
+            vector = b.trunc(b.lshr(bits, _all_lanes(16)), ir.VectorType(_INT16, LANES))
+        target = b.bitcast(self.at(index)._pointer, vector.type.as_pointer())
+        b.store(vector, target, align=_SIZES[self._dtype])
 
     def splat(self, index: Any = 0) -> Any:
         """One number in all lanes."""
@@ -104,6 +113,10 @@ class Array:
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, _INT32, _INT32, _INT32])
         function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
         b.call(function, [pointer, _INT32(0), _INT32(3), _INT32(1)])
+
+
+def _all_lanes(number: int) -> Any:
+    return ir.Constant(_INTS, [number] * LANES)
 
 
 class Registers:
@@ -258,6 +271,13 @@ class Builder:
         p = self.fma(b.fmul(p, f), f, b.fadd(f, self.constant(1.0)))
         exponent = b.add(b.fptosi(n, _INTS), ir.Constant(_INTS, [127] * LANES))
         return b.fmul(p, b.bitcast(b.shl(exponent, ir.Constant(_INTS, [23] * LANES)), _FLOATS))
+
+    def sigmoid(self, x: Any) -> Any:
+        """1 / (1 + e to the power of minus each lane)."""
+        one = self.constant(1.0)
+        e = self.exp(self.multiply(self._call("llvm.fabs.v16f32", _FLOATS, (x,)), self.constant(-1.0)))
+        is_negative = self._b.fcmp_ordered("<", x, self.constant(0.0))
+        return self.divide(self._b.select(is_negative, e, one), self.add(one, e))
 
     def tanh(self, x: Any) -> Any:
         """Of each lane."""

@@ -1,0 +1,42 @@
+"""Gated activations, `silu(x[:, :features]) * x[:, features:]`, as items of a job: a few rows each.
+
+The oracle is `jax.nn.silu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+from jaxllm.pallas_kernels.native.memory import int64s
+from jaxllm.pallas_kernels.native.threads import ARGUMENTS
+from jaxllm.pallas_kernels.native.vectors import LANES, Builder, vector_code
+
+ROWS_AT_ONCE = 4
+X, OUT, NUM_ROWS, FEATURES = range(ARGUMENTS, ARGUMENTS + 4)
+"""Arguments of the items, in words of the job."""
+
+
+@vector_code
+def _gate(b: Builder, gates: Any, values: Any, count: Any, target: Any) -> None:
+    """`count` numbers, a multiple of the lanes."""
+    with b.loop(count, step=LANES) as index:
+        gate = b.floats(gates).load(index)
+        product = b.multiply(b.multiply(gate, b.sigmoid(gate)), b.floats(values).load(index))
+        b.floats(target).store(product, index)
+
+
+def gate_item() -> Callable[[int, int], None]:
+    """An item of `ROWS_AT_ONCE` rows, for numba."""
+
+    @njit(error_model="numpy")
+    def item(job, index):  # type: ignore[no-untyped-def]
+        words = int64s(job)
+        features = words[FEATURES]
+        for row in range(index * ROWS_AT_ONCE, min((index + 1) * ROWS_AT_ONCE, words[NUM_ROWS])):
+            gates = words[X] + 8 * row * features
+            _gate(gates, gates + 4 * features, features, words[OUT] + 4 * row * features)
+
+    return item
