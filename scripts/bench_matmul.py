@@ -1,4 +1,4 @@
-"""The matrix products that bound a step on this device: XLA in three layouts, and torch where installed.
+"""The matrix products that bound a step on a CPU: native, XLA's in three layouts, OpenBLAS's, and torch's.
 
     python scripts/bench_matmul.py --rows 1,8,16,32,64,128,512 --out matmul.json
 
@@ -6,6 +6,8 @@ A step multiplies activations `[rows, hidden]` by one weight after another, each
 every timed call runs a chain of `--num-weights` different weights; the candidates alternate within a
 repetition. Layouts: `rows_first` is `x @ weight.T` and `weight_first` is `(weight @ x.T).T`, both on the
 `[out, in]` weights of checkpoints; `transposed_weight` is `x @ weight` on a weight stored `[in, out]`.
+`native` are the packed products that engines take on CPUs, `openblas` is numpy's; torch's is there if it is
+installed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jax import lax
 
 from jaxllm import hardware
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.pallas_kernels import native
 
 _CONTRACTIONS = {"rows_first": (1, 1), "weight_first": (1, 1), "transposed_weight": (1, 0)}
 Chain = Callable[[], object]
@@ -48,6 +51,32 @@ def xla_chain(layout: str, x: np.ndarray, weights: list[np.ndarray]) -> Chain:
     stored = [jnp.asarray(w.T.copy() if layout == "transposed_weight" else w) for w in weights]
     rows = jnp.asarray(x)
     return lambda: run(rows, stored).block_until_ready()
+
+
+def native_chain(x: np.ndarray, weights: list[np.ndarray]) -> Chain:
+    """The same chain by `native.linear`."""
+    hidden, out_features = x.shape[1], len(weights[0])
+
+    @jax.jit
+    def run(x: jax.Array, packed: list[jax.Array]) -> jax.Array:
+        for weight in packed:
+            x = x + 1e-3 * native.linear(x, weight, out_features)[:, :hidden]
+        return x
+
+    rows, packed = jnp.asarray(x), [native.pack(jnp.asarray(weight)) for weight in weights]
+    return lambda: run(rows, packed).block_until_ready()
+
+
+def numpy_chain(x: np.ndarray, weights: list[np.ndarray]) -> Chain:
+    """The same chain by numpy, which calls OpenBLAS on its own number of threads."""
+
+    def run() -> object:
+        value = x
+        for weight in weights:
+            value = value + 1e-3 * (value @ weight.T)[:, : x.shape[1]]
+        return value
+
+    return run
 
 
 def torch_chain(x: np.ndarray, weights: list[np.ndarray], threads: int) -> Chain:
@@ -74,6 +103,9 @@ def measure(rows: int, args: argparse.Namespace) -> dict[str, Any]:
     weights = [rng.standard_normal(shape, np.float32) for _ in range(args.num_weights)]
     x = rng.standard_normal((rows, args.in_features), np.float32)
     chains = {f"xla_{layout}": xla_chain(layout, x, weights) for layout in _CONTRACTIONS}
+    if native.packs(jnp.asarray(weights[0])):
+        chains["native"] = native_chain(x, weights)
+    chains["openblas"] = numpy_chain(x, weights)
     if importlib.util.find_spec("torch") is not None:
         chains["torch"] = torch_chain(x, weights, args.threads)
     seconds: dict[str, list[float]] = {name: [] for name in chains}

@@ -220,6 +220,16 @@ def test_heads_are_rotated_and_stored_as_by_xla(dtype, head_dim):
     np.testing.assert_allclose(attended, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_zero", [False, True])
+@pytest.mark.parametrize("size", [1, 2**18, 3 * 2**20 + 7])
+def test_what_lies_in_huge_pages_is_the_same(is_zero, size):
+    array = jnp.zeros(size, jnp.int32) if is_zero else jnp.arange(size, dtype=jnp.int32)
+    jax.block_until_ready(array)
+    native.use_huge_pages(array, is_zero=is_zero)
+    expected = np.zeros(size) if is_zero else np.arange(size)
+    np.testing.assert_array_equal(np.asarray(array), expected)
+
+
 # Threads
 
 

@@ -28,6 +28,7 @@ from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
+from jaxllm.pallas_kernels import native
 from jaxllm.types import (
     NO_COPIES,
     CopyProgress,
@@ -72,6 +73,8 @@ class ModelExecutor:
                 f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
                 f"beside the weights; lower num_gpu_blocks_override or kv_cache_memory: {error}"
             ) from error
+        if device.platform == "cpu":
+            native.use_huge_pages(self._state.pool, is_zero=True)
         self._packed_params = PackedSlotParams.host_zeros(config.max_num_seqs)
         self._host_params = self._packed_params.unpack()
         self._slot_params = PackedSlotParams(*map(self._upload, self._packed_params))

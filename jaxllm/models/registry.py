@@ -82,6 +82,7 @@ def pack_linear_weights(config: AnyConfig, params: Params) -> None:
     for name in _linear_weights(config):
         if native.packs(params[name]):
             params[name] = jax.block_until_ready(native.pack(params[name]))
+            native.use_huge_pages(params[name])
 
 
 @functools.lru_cache(maxsize=16)

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
+from jaxllm.pallas_kernels.native.pages import use_huge_pages as use_huge_pages
 from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, GateShape, LinearShape, Shape
 from jaxllm.pallas_kernels.native.targets import register, why_not_callable
 
