@@ -11,6 +11,7 @@ import optax
 
 from jaxllm.models.config import LlamaConfig
 from jaxllm.models.registry import bind
+from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 
 Weights = dict[str, jax.Array]
 
@@ -77,15 +78,16 @@ class DenseAttention:
 
     num_rows = None
 
-    def __init__(self, batch: int, length: int) -> None:
+    def __init__(self, config: LlamaConfig, batch: int, length: int) -> None:
         """Of all sequences at once."""
-        self._shape = batch, length
+        self._config, self._shape = config, (batch, length)
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+    def __call__(self, layer: int, qkv: jax.Array, rope: RopeTable | None, scale: float) -> jax.Array:
         """See `jaxllm.models.layers.Attend`."""
         del layer
         batch, length = self._shape
-        kv_heads, size = k.shape[1:]
+        kv_heads, size = self._config.num_kv_heads, self._config.head_dim
+        q, k, v = rotated_heads(qkv, rope, kv_heads, size)
         q = q.reshape(batch, length, kv_heads, -1, size)
         k = k.reshape(batch, length, kv_heads, size)
         v = v.reshape(batch, length, kv_heads, size)
@@ -99,7 +101,7 @@ def forward(config: LlamaConfig, weights: Weights, tokens: jax.Array) -> jax.Arr
     batch, length = tokens.shape
     model = bind(config, fuse(config, weights))
     positions = jnp.tile(jnp.arange(length), batch)
-    return model.logits(model(tokens.reshape(-1), positions, DenseAttention(batch, length)))
+    return model.logits(model(tokens.reshape(-1), positions, DenseAttention(config, batch, length)))
 
 
 def losses(config: LlamaConfig, weights: Weights, inputs: jax.Array, targets: jax.Array) -> jax.Array:

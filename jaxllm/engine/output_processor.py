@@ -41,6 +41,8 @@ class RequestState:
         self.sink = sink
         self._primary_eos = primary_eos_token_id
         self._stop_ids = request.end_token_ids
+        self._outputs = request.output_token_ids
+        self._most_outputs = request.max_total_tokens - request.num_prompt_tokens
         self._num_sent = 0
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -55,22 +57,24 @@ class RequestState:
         As in vLLM, `stop_reason` is the stop string or token id that matched, and None for the tokenizer's
         end-of-sequence token.
         """
-        request = self.request
-        params, outputs = request.sampling_params, request.output_token_ids
+        outputs = self._outputs
         outputs.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        if token_id in self._stop_ids and len(outputs) >= params.min_tokens:
-            is_eos = token_id == self._primary_eos and not params.ignore_eos
-            return "stop", None if is_eos else token_id
+        if token_id in self._stop_ids:
+            params = self.request.sampling_params
+            if len(outputs) >= params.min_tokens:
+                is_eos = token_id == self._primary_eos and not params.ignore_eos
+                return "stop", None if is_eos else token_id
         if self._detokenizer is not None:
+            params = self.request.sampling_params
             # As in vLLM, a stop string that is complete within the first min_tokens tokens does not count.
             self._detokenizer.append((token_id,))
             self._detokenizer.flush(may_stop=len(outputs) > params.min_tokens)
             matched = self._detokenizer.check_stop()
             if matched is not None:
                 return "stop", matched
-        if request.num_prompt_tokens + len(outputs) >= request.max_total_tokens:
+        if len(outputs) >= self._most_outputs:
             return "length", None
         return None
 

@@ -87,7 +87,7 @@ class ModelExecutor:
             self._swapper = BlockSwapper(
                 self._device, self._max_blocks, bandwidth_limit=config.host_bandwidth_limit
             )
-        self._set_slot = jax.jit(_set_slot, donate_argnums=(0, 1))
+        self._set_row = jax.jit(lambda rows, place, row: rows.at[place].set(row), donate_argnums=0)
         self._programs = programs or StepPrograms(model_config, config, device)
         if config.implementation == FASTEST:
             self._choose_fastest()
@@ -361,8 +361,9 @@ class ModelExecutor:
         tokens[: len(token_ids)] = token_ids
         table = np.zeros(self._max_blocks, np.int32)
         table[: len(block_ids)] = block_ids
-        pool, *rest = self._state
-        self._state = EngineState(pool, *self._set_slot(*rest, slot, tokens, table))
+        pool, history, tables = self._state
+        history, tables = self._set_row(history, slot, tokens), self._set_row(tables, slot, table)
+        self._state = EngineState(pool, history, tables)
         if slot < self.config.max_num_seqs:
             self._table_sizes[slot] = len(block_ids)
 
@@ -373,13 +374,11 @@ class ModelExecutor:
         count = len(decodes)
         lengths = [request.num_tokens - num_steps for request in decodes]
         packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
-        # A table grows by at most one block from one iteration to the next.
         needed = (packed.decode_lengths[:count] + (num_steps + self.block_size - 2)) // self.block_size
-        grown = np.flatnonzero(needed > self._table_sizes[slots])
-        last = list(zip(grown.tolist(), (needed[grown] - 1).tolist(), strict=True))
-        places = [slots[row] * self._max_blocks + column for row, column in last]
-        blocks = [decodes[row].block_ids[column] for row, column in last]
-        self._table_sizes[slots] = needed
+        places: list[int] = []
+        blocks: list[int] = []
+        for row in np.flatnonzero(needed > self._table_sizes[slots]).tolist():
+            self._grow_table(slots[row], decodes[row].block_ids[: needed[row]], 1, places, blocks)
         if key.max_chunks:
             packed.sampled[:, :count] = range(count), slots, lengths
             self._pack_prompts(packed, scheduled, places, blocks)
@@ -387,6 +386,21 @@ class ModelExecutor:
             packed.num_steps[0] = num_steps
         packed.new_blocks[:, : len(places)] = places, blocks
         return packed.array
+
+    def _grow_table(
+        self, slot: int, table: Sequence[int], room: int, places: list[int], blocks: list[int]
+    ) -> None:
+        """Add a table's new blocks to `places` and `blocks`, if they are at most `room`; else write it."""
+        num_known = int(self._table_sizes[slot])
+        self._table_sizes[slot] = len(table)
+        if len(table) - num_known > room:
+            row = np.zeros(self._max_blocks, np.int32)
+            row[: len(table)] = table
+            self._state = self._state._replace(tables=self._set_row(self._state.tables, slot, row))
+            return
+        first = slot * self._max_blocks
+        places += range(first + num_known, first + len(table))
+        blocks += table[num_known:]
 
     def _pack_prompts(
         self, packed: PackedStep, scheduled: SchedulerOutput, places: list[int], blocks: list[int]
@@ -398,19 +412,12 @@ class ModelExecutor:
         first_row, count = len(scheduled.decode), len(scheduled.prefill)
         for chunk in scheduled.prefill:
             request, slot = chunk.request, _slot(chunk.request)
-            stop, num_known, table = (
-                chunk.start + chunk.length,
-                int(self._table_sizes[slot]),
-                request.block_ids,
-            )
+            stop, table = chunk.start + chunk.length, request.block_ids
             ids = request.token_ids(chunk.start, stop + 1)
             tokens += ids[: chunk.length]
             targets += ids[1:]
             targets += [0] * (len(tokens) - len(targets))
-            first_place = slot * self._max_blocks
-            places += range(first_place + num_known, first_place + len(table))
-            blocks += table[num_known:]
-            self._table_sizes[slot] = len(table)
+            self._grow_table(slot, table, chunk.length // self.block_size + 1, places, blocks)
             if chunk.is_last:
                 sampled.append((first_row + len(tokens) - 1, slot, stop))
         end = first_row + len(tokens)
@@ -429,9 +436,3 @@ class ModelExecutor:
 def _slot(request: Request) -> int:
     assert request.slot is not None  # whatever is scheduled holds one
     return request.slot
-
-
-def _set_slot(
-    history: jax.Array, tables: jax.Array, slot: jax.Array, tokens: jax.Array, table: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return history.at[slot].set(tokens), tables.at[slot].set(table)

@@ -121,7 +121,7 @@ def step_program(
         max_num_seqs=max_num_seqs,
     )
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PackedSlotParams.host_zeros(max_num_seqs)))
-    num_inputs = sum(map(math.prod, key.inputs(max_num_seqs, block_size).values()))
+    _, num_inputs = _layout(key, max_num_seqs, block_size)
     packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
     step = functools.partial(_packed_step, model_config, key, max_num_seqs, implementation)
     params = abstract_params(model_config, dtype, is_packed=packs_weights)
@@ -170,12 +170,19 @@ class PackedStep:
     new_blocks: np.ndarray
 
     def __init__(self, key: ProgramKey, max_num_seqs: int, block_size: int) -> None:
-        shapes = key.inputs(max_num_seqs, block_size)
-        self.array = np.zeros(sum(map(math.prod, shapes.values())), np.int32)
+        shapes, size = _layout(key, max_num_seqs, block_size)
+        self.array = np.zeros(size, np.int32)
         vars(self).update(_split(self.array, shapes))
         self.new_blocks[0] = _NOWHERE
         if key.max_chunks:
             self.sampled[1] = -1
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(key: ProgramKey, max_num_seqs: int, block_size: int) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Shapes of a program's inputs, and how many numbers they are."""
+    shapes = key.inputs(max_num_seqs, block_size)
+    return shapes, sum(map(math.prod, shapes.values()))
 
 
 def _split(packed: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -197,7 +204,7 @@ def _packed_step(
     slot_params: PackedSlotParams,
     packed: jax.Array,
 ) -> tuple[EngineState, StepOutputs]:
-    parts = _split(packed, key.inputs(max_num_seqs, state.pool.shape[4]))
+    parts = _split(packed, _layout(key, max_num_seqs, state.pool.shape[4])[0])
     places, blocks = parts["new_blocks"]
     tables = state.tables.reshape(-1).at[places].set(blocks, mode="drop").reshape(state.tables.shape)
     slots = parts["decode_slots"]

@@ -112,6 +112,9 @@ class StepPrograms:
         Raises:
             Exception: what XLA raised, if it cannot be compiled.
         """
+        program = self._compiled.get(key)
+        if program is not None:
+            return program
         with self._changed:
             while True:
                 program = self._compiled.get(key)
