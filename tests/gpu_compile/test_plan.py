@@ -82,7 +82,7 @@ def test_the_command_reports_and_refuses(tmp_path, capsys):
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
-    with pytest.raises(CapacityError, match=r"weights of 24\.2 GiB .* do not fit 5\.9 GiB"):
+    with pytest.raises(CapacityError, match=r"weights of 24\.2 GiB .* do not fit 7\.5 GiB"):
         plan(LLAMA_13B, "h100", utilization=0.1)
 
 
