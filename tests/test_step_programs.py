@@ -157,6 +157,19 @@ def test_tokens_do_not_depend_on_when_programs_compile():
     assert llm.compile_progress()[:2] == (6, 6)
 
 
+def test_steps_that_waited_for_their_program_are_not_timed():
+    llm = make_llm(golden_checkpoint(NAME))
+    params = SamplingParams(temperature=0, logprobs=1, max_tokens=6, ignore_eos=True)
+    flags = []
+    for _ in range(2):
+        llm.engine.add_request("0", [3, 5, 7], params)
+        while llm.engine.has_unfinished_requests:
+            llm.engine.step()
+            flags.append(llm.executor.is_undisturbed)
+    assert flags[:2] == [False, False]  # the prompt's, and the first decode
+    assert all(flags[2:])
+
+
 def test_a_dropped_engine_compiles_nothing_more():
     llm = make_llm(golden_checkpoint(NAME), warm_up="background", decode_buckets=[1, 2, 3, 4])
     programs = llm.executor._programs

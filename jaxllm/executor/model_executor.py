@@ -122,7 +122,7 @@ class ModelExecutor:
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether no program was being compiled when the last step was sent."""
+        """Whether no program was being compiled when the last step was sent, nor had to be for it."""
         return self._is_undisturbed
 
     def program(self, key: ProgramKey, then: Sequence[ProgramKey] = ()) -> Callable[..., Any]:
@@ -275,7 +275,7 @@ class ModelExecutor:
         return tuple(ProgramKey(rows, 0, count, Sampling(found)) for count in steps)
 
     def _run(self, key: ProgramKey, packed: np.ndarray, then: Sequence[ProgramKey] = ()) -> StepOutputs:
-        self._is_undisturbed = self._programs.is_settled
+        self._is_undisturbed = self._programs.is_settled and self._programs.has(key)
         program = self.program(key, then)
         self._state, outputs = program(self._params, self._state, self._slot_params, packed)
         return outputs

@@ -74,6 +74,10 @@ class StepPrograms:
         """Whether nothing is being compiled, nor waits for it."""
         return not (self._waiting or self._under_way)
 
+    def has(self, key: ProgramKey) -> bool:
+        """Whether a program is compiled."""
+        return key in self._compiled
+
     def progress(self) -> CompileProgress:
         """How far it is."""
         with self._changed:
