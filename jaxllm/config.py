@@ -46,10 +46,10 @@ class EngineConfig:
             By default 10 s on devices nothing is known of, else the roofline of their data sheet is used.
         gpu_memory_utilization: fraction for weights, temporaries and pool of what JAX takes of a GPU's memory
             (default 0.95; JAX takes 0.95 unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
-        attention_implementation: "native" (CPUs), "xla", "triton", "mosaic" (Hopper, 16 bits), or None for the
-            device's (`pallas_kernels.default_implementation`); "fastest" measures at start which is the fastest
-            for each program, and the compile report names it, such as "triton:k32,q64,w4,s2": those names are
-            taken, too.
+        attention_implementation: "native" (CPUs), "xla", "triton", "mosaic" (Hopper, 16 bits), or None for
+            what the device takes (`pallas_kernels.default_implementation`); "fastest" measures at start which
+            is the fastest for each program, and the compile report names it, such as
+            "triton:k32,q64,w4,s2": those names are taken, too.
         async_scheduling: let the host run one step ahead of the device.
         num_scheduler_steps: most decode iterations to compute in one device program while at most 16 requests
             run and none of them needs a decision; the host then has less to do, and streams advance by
