@@ -120,7 +120,7 @@ class PolicyPlanner:
         """Add victims until the others have the blocks they need (True), or one holder is left."""
         state = self._state
         order = self._victim_order(now)
-        pools = state.pools(state.pool.num_free, state.copies.num_free, mixes=self._mixes)
+        pools = state.pools(state.pool.num_free, state.copies.num_free)
         growing = state.running.growing
         num_spared = 0  # blocks that victims among the running ones do not need
         num_needed = self._num_needed(plan)
@@ -176,12 +176,7 @@ class PolicyPlanner:
         plan.victims.append((victim, decision))
         plan.scores.append((victim.request_id, score))
         num_free = pools.num_free + len(victim.block_ids)
-        if not num_copied:
-            return pools._replace(num_free=num_free)
-        num_leaving = pools.num_leaving + num_copied
-        return pools._replace(
-            num_free=num_free, num_host_free=num_host_free - num_copied, num_leaving=num_leaving
-        )
+        return pools._replace(num_free=num_free, num_host_free=num_host_free - num_copied)
 
     # Those who want some
 
@@ -271,7 +266,7 @@ class PolicyPlanner:
             # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
             if room.num_blocks < pool.num_blocks or state.swapped:
                 if pools is None:
-                    pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
+                    pools = state.pools(room.num_blocks, state.copies.num_free)
                 if not admission.admits(request, num_needed, pools):
                     return self._too_large
             length = min(num_tokens, room.num_tokens)
@@ -298,7 +293,7 @@ class PolicyPlanner:
         if not state.swapped or min(room.num_slots, room.num_blocks, room.num_tokens) < 1:
             return []
         resuming: list[tuple[Request, ResumeDecision, int]] = []
-        pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
+        pools = state.pools(room.num_blocks, state.copies.num_free)
 
         def judge(request: Request) -> Verdict:
             nonlocal pools
@@ -355,7 +350,7 @@ class PolicyPlanner:
             return
         num_needed = state.pool.blocks_for(queued.num_tokens)
         order = self._victim_order(now)
-        pools = state.pools(room.num_blocks, state.copies.num_free, mixes=self._mixes)
+        pools = state.pools(room.num_blocks, state.copies.num_free)
         found = Plan()
         while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
             score, _, victim = heapq.heappop(order)

@@ -21,7 +21,6 @@ from jaxllm.sched.policies import (
     MoreUrgentFirst,
     MultiLevelFeedback,
     OutrankedVictim,
-    OverlapAwareAction,
     OverlapAwareResume,
     PacedIterations,
     PriorityClasses,
@@ -89,8 +88,8 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     """Ours: the paper's fairness and choice of action, in mixed iterations.
 
     Against `paper` prompts ride beside decodes, at a pace that does not slow these down more than needed; it
-    weighs what actions add to iterations instead of durations; it copies back beside the steps; and nobody is
-    passed over for ever. docs/results.md says what each is worth, and how it was chosen.
+    copies back beside the steps; and nobody is passed over for ever. docs/results.md says what each is worth,
+    and how it was chosen.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -100,10 +99,10 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
         priority=FairPriority(),
         iterations=PacedIterations(costs),
         victim=LeastUrgentVictim(FairPriority()),
-        action=OverlapAwareAction(costs),
+        action=AdaptiveAction(costs),
         resume=OverlapAwareResume(costs),
         restore=MoreUrgentFirst(FairPriority()),
-        patience=64,
+        patience=128,
     )
 
 

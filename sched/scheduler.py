@@ -247,9 +247,6 @@ class Scheduler:
         for request, _ in plan.starting:
             self._start(request, step_id, now)
         prefill = [self._prefill(request, length) for request, length in (*chunks, *plan.starting)]
-        if swap_in:
-            state.recent.swapped_in(len(swap_in))
-        state.recent.prefilled(sum([chunk.length for chunk in prefill]), len(prefill))
         if not (batch or prefill):
             return SchedulerOutput(step_id)  # whatever executors are to be told waits
         joined, discarded = state.copies.emit(step_id)
@@ -315,9 +312,8 @@ class Scheduler:
             num_copied = state.pool.blocks_for(victim.num_computed_tokens)
             swap = state.copies.make(victim, block_ids[:num_copied])
             if decision.copy_seconds is not None:
-                ends_at = state.recent.copying_out(now, decision.copy_seconds)
-                state.copied_out_at[victim.request_id] = ends_at
-            state.num_leaving += num_copied
+                state.copy_out_until = max(now, state.copy_out_until) + decision.copy_seconds
+                state.copied_out_at[victim.request_id] = state.copy_out_until
             victim.metrics.num_swaps += 1
         state.queue(victim)
         return swap
@@ -331,8 +327,7 @@ class Scheduler:
         state.copied_out_at.pop(request.request_id, None)
         state.hold(request, request.num_computed_tokens)
         if decision.copy_seconds:
-            until = max(now, state.recent.copy_in_until)
-            state.recent.copy_in_until = until + decision.copy_seconds
+            state.copy_in_until = max(now, state.copy_in_until) + decision.copy_seconds
         if self.ledger is not None:
             self.ledger.returns(request.request_id, decision)
             self.ledger.resumed(request, step_id, now)

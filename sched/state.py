@@ -8,7 +8,7 @@ from jaxllm.sched.block_manager import BlockPool
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.copies import HostCopies
 from jaxllm.sched.policies import PriorityPolicy
-from jaxllm.sched.pressure import PoolState, RecentPressure
+from jaxllm.sched.pool_state import PoolState
 from jaxllm.sched.queues import RequestQueue
 from jaxllm.sched.running import RunningRequests
 from jaxllm.types import CopyProgress, Request, RequestStatus, Swap
@@ -29,8 +29,7 @@ class SchedulerState:
         prompts: those whose prompt, or what was lost of it, is computed in part; in order of their start.
         ending: those whose last token has been scheduled, and which still hold what they held.
         copied_out_at: when copies to the host end by prediction, by id, on the engine's clock.
-        recent: what happened of late.
-        num_leaving: blocks of device memory beside the pool that copies out take.
+        copy_out_until, copy_in_until: when the copies under way end by prediction, on the engine's clock.
     """
 
     def __init__(self, config: SchedulerConfig, priority: PriorityPolicy) -> None:
@@ -46,8 +45,7 @@ class SchedulerState:
         self.prompts: list[Request] = []
         self.ending: list[Request] = []
         self.copied_out_at: dict[str, float] = {}
-        self.recent = RecentPressure()
-        self.num_leaving = 0
+        self.copy_out_until = self.copy_in_until = float("-inf")
         self._queued: list[tuple[int, int, Request]] = []  # a heap; with some that are queued no longer
         self._num_queued = 0
 
@@ -77,18 +75,12 @@ class SchedulerState:
             heapq.heappop(queued)
         return None
 
-    def pools(self, num_free: int, num_host_free: int, *, mixes: bool) -> PoolState:
+    def pools(self, num_free: int, num_host_free: int) -> PoolState:
         """The pools when so many blocks are left."""
         pool, running = self.pool, self.running
         sizes = num_free, pool.num_blocks, pool.block_size, num_host_free, self.copies.num_blocks
-        load = (
-            len(running),
-            running.num_tokens,
-            len(self.waiting),
-            self.num_leaving,
-            self.recent.copy_in_until,
-        )
-        return PoolState(*sizes, self.recent, *load, self.config.max_num_batched_tokens, mixes)
+        load = len(running), running.num_tokens, len(self.waiting), self.copy_in_until
+        return PoolState(*sizes, *load)
 
     # Moves
 
@@ -99,12 +91,10 @@ class SchedulerState:
         self.ending = []
         for swap in self.copies.arrived(copies.arrived):
             self.join(swap)
-        self.num_leaving = copies.num_leaving
-        recent = self.recent
         if not copies.num_leaving:  # whatever was predicted, the link is idle
-            recent.copy_out_until = min(recent.copy_out_until, now)
+            self.copy_out_until = min(self.copy_out_until, now)
         if not self.copies.num_loading:
-            recent.copy_in_until = min(recent.copy_in_until, now)
+            self.copy_in_until = min(self.copy_in_until, now)
 
     def hold(self, request: Request, num_tokens: int) -> None:
         """Give a queued request a slot, and blocks for so many tokens."""

@@ -52,7 +52,7 @@ class _ScriptedPlanner(PolicyPlanner):
             victim = holders[draw // 3 % len(holders)]
             if any(one not in (victim, *gone) for one in computing):
                 plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
-                pools = state.pools(state.pool.num_free, state.copies.num_free, mixes=self._mixes)
+                pools = state.pools(state.pool.num_free, state.copies.num_free)
                 for other, decision in plan.victims:
                     if decision.action is PreemptionAction.SWAP:
                         num_copied = state.pool.blocks_for(other.num_computed_tokens)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import PoolState, RecentPressure, SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.policies import PoolState, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import CopyProgress, PrefillChunk, Request, SchedulerOutput
 
@@ -43,8 +43,7 @@ def make_scheduler(policy: SchedulingPolicy = V1, ledger: Ledger | None = None, 
 
 def pools(num_free: int = 0, num_blocks: int = 10, **changes: Any) -> PoolState:
     """Pools with blocks of 4 tokens, and no host memory but for `changes`."""
-    state = PoolState(num_free, num_blocks, 4, 0, 0, RecentPressure(), num_batched_tokens=128)
-    return state._replace(**changes)
+    return PoolState(num_free, num_blocks, 4, 0, 0)._replace(**changes)
 
 
 def holder(index: int, num_tokens: int, num_blocks: int) -> Request:

@@ -32,7 +32,6 @@ from jaxllm.sched.policies import (
     MoreUrgentFirst,
     MultiLevelFeedback,
     OutrankedVictim,
-    OverlapAwareAction,
     PacedIterations,
     PreemptionAction,
     PriorityClasses,
@@ -44,8 +43,6 @@ from jaxllm.sched.policies import (
     SwapIfItFits,
     WatermarkAdmission,
 )
-from jaxllm.sched.policies.actions import added_seconds
-from jaxllm.sched.pressure import RecentPressure
 
 RECOMPUTE, SWAP = PreemptionAction.RECOMPUTE, PreemptionAction.SWAP
 
@@ -284,41 +281,11 @@ def test_adaptive_takes_the_cheaper_action_that_fits(swap, num_host_free, action
     assert decision == Decision(action, 4 * swap, 8.0, 2 * swap)
 
 
-def mixing(decodes=8, prompt_tokens=0.0, budget=128, **changes):
-    """Pools of an engine whose iterations decode so many requests beside so many prompt tokens."""
-    recent = RecentPressure(prompt_tokens=prompt_tokens, prompt_seqs=1.0, prompt_share=1.0)
-    state = {"num_running": decodes, "num_context_tokens": 10 * decodes, "num_batched_tokens": budget}
-    return pools(recent=recent, **{"num_host_free": 9, **state, **changes})
-
-
-class RowCosts(LinearCosts):
-    """A step takes 100 s, and 1 s more for each of its rows above 20."""
-
-    def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
-        rows = batch + prompt_tokens
-        return 100.0 + max(0, rows - 20) if rows else 0.0
-
-
-def test_recomputing_costs_what_its_tokens_add_to_the_iterations_it_rides_in():
-    costs = RowCosts()
-    assert added_seconds(costs, 12, mixing(), 100.0) == 0.0  # 20 rows
-    assert added_seconds(costs, 20, mixing(), 100.0) == 8.0
-    assert added_seconds(costs, 12, mixing(prompt_tokens=10.0), 100.0) == 10.0
-    assert added_seconds(costs, 40, mixing(budget=28), 100.0) == 2 * 8.0  # two iterations of 20 tokens
-    assert added_seconds(costs, 12, mixing(mixes=False), 100.0) == 100.0  # a prefill of its own
-
-
-@pytest.mark.parametrize(("tokens", "action"), [(13, RECOMPUTE), (40, SWAP)])
-def test_the_action_that_adds_less_is_taken(tokens, action):
-    """A copy of 3 s is half hidden at best; 12 tokens ride for nothing, 39 add 27 s."""
-    num_blocks = -(-(tokens - 1) // 4)
-    policy = OverlapAwareAction(RowCosts(swap=20.0))
-    decision = policy.choose(holder(0, tokens, num_blocks), mixing(num_blocks=100, num_host_free=99), 0.0)
-    assert decision.action is action
-    assert decision.recompute_seconds == max(0.0, tokens - 1 + 8 - 20)
-    assert decision.copy_seconds == 20.0 * num_blocks
-    small = policy.choose(holder(0, tokens, num_blocks), mixing(num_blocks=100, num_host_free=1), 0.0)
-    assert small.action is RECOMPUTE
+def test_adaptive_drops_what_holds_no_kv():
+    victim = holder(0, 8, 2)
+    victim.num_computed_tokens = 0
+    found = AdaptiveAction(LinearCosts(swap=0.1)).choose(victim, pools(num_host_free=9), 0.0)
+    assert found == Decision(RECOMPUTE, 0.0, 0.0)
 
 
 # Order of returns and starts

@@ -70,12 +70,11 @@ def _mix(value: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RealisedCosts:
-    """What the work for one victim of `num_blocks` will take: a `CostModel` that knows its residuals."""
+    """What the work for one victim will take: a `CostModel` that knows its residuals."""
 
     costs: CostModel
     residuals: Residuals
     key: int
-    num_blocks: int
 
     def step_seconds(
         self,
@@ -96,10 +95,8 @@ class RealisedCosts:
         return self.costs.swap_out_seconds(num_blocks) * self.residuals.ratio("swap_out", self.key)
 
     def swap_in_seconds(self, num_blocks: int) -> float:
-        """Of this victim's blocks, and of others, which are not known better."""
-        own = self.costs.swap_in_seconds(min(num_blocks, self.num_blocks))
-        all_of_them = self.costs.swap_in_seconds(num_blocks)
-        return all_of_them + own * (self.residuals.ratio("swap_in", self.key) - 1.0)
+        """Of this victim's blocks."""
+        return self.costs.swap_in_seconds(num_blocks) * self.residuals.ratio("swap_in", self.key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +107,7 @@ class HindsightAction:
     leads the step it takes part in, hindsight errs too.
 
     Args:
-        rule: makes the action policy for a cost model, such as `OverlapAwareAction`.
+        rule: makes the action policy for a cost model, such as `AdaptiveAction`.
         costs: the simulation's costs.
         residuals: the simulation's.
     """
@@ -121,7 +118,7 @@ class HindsightAction:
 
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """The action that will cost less."""
-        realised = RealisedCosts(self.costs, self.residuals, key_of(victim, 1), num_copied(victim, state))
+        realised = RealisedCosts(self.costs, self.residuals, key_of(victim, 1))
         return self.rule(realised).choose(victim, state, now)
 
 
@@ -158,8 +155,7 @@ class ExpectedAction:
         """The action that costs less on average."""
         num_blocks = num_copied(victim, state)
         decisions = [
-            self.rule(RealisedCosts(self.costs, drawn, 0, num_blocks)).choose(victim, state, now)
-            for drawn in self._draws
+            self.rule(RealisedCosts(self.costs, drawn, 0)).choose(victim, state, now) for drawn in self._draws
         ]
         swap, recompute, copy = (
             statistics.fmean(value or 0.0 for value in values)

@@ -120,7 +120,7 @@ class VLLM025Planner:
         """What becomes of a victim, while so many blocks are free."""
         rules = self._rules
         if rules.action is not None:
-            return rules.action.choose(victim, self._state.pools(num_free, num_host_free, mixes=False), now)
+            return rules.action.choose(victim, self._state.pools(num_free, num_host_free), now)
         return _SWAP if rules.may_swap and len(victim.block_ids) <= num_host_free else _DROP
 
     def _prefill(self, plan: Plan, now: float) -> None:

@@ -10,7 +10,7 @@ How many prompt tokens ride in an iteration?
 Whom to preempt when blocks run out?
     `VictimPolicy` (`.victims`): `LatestArrivalVictim`, `LeastUrgentVictim`, `OutrankedVictim`.
 What becomes of the victim's KV?
-    `ActionPolicy` (`.actions`): `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`, `OverlapAwareAction`.
+    `ActionPolicy` (`.actions`): `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`.
 How does a swapped request come back?
     `ResumePolicy` (`.resume`): `ResumeAtOnce`, `OverlapAwareResume`.
 In which order do requests start, resume and go on?
@@ -35,7 +35,6 @@ from jaxllm.sched.policies.actions import (
     AdaptiveAction,
     AlwaysRecompute,
     Decision,
-    OverlapAwareAction,
     PreemptionAction,
     SwapIfItFits,
 )
@@ -69,7 +68,7 @@ from jaxllm.sched.policies.victims import (
     OutrankedVictim,
     VictimPolicy,
 )
-from jaxllm.sched.pressure import PoolState, RecentPressure
+from jaxllm.sched.pool_state import PoolState
 
 if TYPE_CHECKING:
     from jaxllm.sched.plan import Planner
@@ -95,14 +94,12 @@ __all__ = [
     "MoreUrgentFirst",
     "MultiLevelFeedback",
     "OutrankedVictim",
-    "OverlapAwareAction",
     "OverlapAwareResume",
     "PacedIterations",
     "PoolState",
     "PreemptionAction",
     "PriorityClasses",
     "PriorityPolicy",
-    "RecentPressure",
     "RestorePolicy",
     "ResumeAction",
     "ResumeAtOnce",

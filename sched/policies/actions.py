@@ -7,8 +7,8 @@ import enum
 from typing import NamedTuple, Protocol
 
 from jaxllm.predictors.base import CostModel
-from jaxllm.sched.pressure import PoolState
-from jaxllm.types import MAX_STAGED_BLOCKS, Request
+from jaxllm.sched.pool_state import PoolState
+from jaxllm.types import Request
 
 
 class PreemptionAction(enum.Enum):
@@ -86,43 +86,10 @@ class AdaptiveAction:
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """`SWAP` if it is predicted to be faster and fits the host pool."""
         num_blocks = num_copied(victim, state)
-        num_tokens = victim.num_computed_tokens + 1  # the newest one is prefilled, too
-        copy_out, swap, recompute = serial_costs(self.costs, num_tokens, num_blocks)
-        return cheaper(num_blocks, state, swap, recompute, copy_out)
-
-
-@dataclasses.dataclass(frozen=True)
-class OverlapAwareAction:
-    """Takes the action that adds less to the iterations it rides in.
-
-    - Copying out runs beside steps. It costs the time until the device's staging memory has room for it.
-    - Copying in waits for the link, which brings back what is in host memory first. It costs the cheaper of
-      what `OverlapAwareResume` chooses from: what is left of it after its share of the iteration it runs
-      beside, which requests that resume together divide; or the share of the pool that the request holds
-      without using it.
-    - Recomputing costs what the victim's tokens add to iterations like the recent ones (`added_seconds`).
-
-    Args:
-        costs: predicts seconds.
-    """
-
-    costs: CostModel
-
-    def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
-        """The cheaper one that the host pool has room for."""
-        costs, recent = self.costs, state.recent
-        num_blocks = num_copied(victim, state)
         if not num_blocks:
             return Decision(PreemptionAction.RECOMPUTE, 0.0, 0.0)
-        copy_out = costs.swap_out_seconds(num_blocks)
-        copy_in = costs.swap_in_seconds(num_blocks + state.num_host_blocks - state.num_host_free)
-        alone = costs.step_seconds(state.num_running, state.num_context_tokens)
-        swap = copy_in - alone / max(1.0, recent.swap_in_seqs)
-        swap = max(0.0, min(swap, copy_in * num_blocks / state.num_blocks))
-        num_over = state.num_leaving + num_blocks - MAX_STAGED_BLOCKS
-        if num_over > 0:
-            swap += costs.swap_out_seconds(num_over)
-        recompute = added_seconds(costs, victim.num_computed_tokens, state, alone)
+        num_tokens = victim.num_computed_tokens + 1  # the newest one is prefilled, too
+        copy_out, swap, recompute = serial_costs(self.costs, num_tokens, num_blocks)
         return cheaper(num_blocks, state, swap, recompute, copy_out)
 
 
@@ -136,30 +103,6 @@ def serial_costs(costs: CostModel, num_tokens: int, num_blocks: int) -> tuple[fl
     copy_out = costs.swap_out_seconds(num_blocks)
     swap = copy_out + costs.swap_in_seconds(num_blocks)
     return copy_out, swap, costs.step_seconds(0, 0, num_tokens, 1)
-
-
-def added_seconds(costs: CostModel, num_tokens: int, state: PoolState, alone: float) -> float:
-    """What computing `num_tokens` of a request adds to iterations like the recent ones.
-
-    Without prompts these take `alone` seconds.
-
-    Where iterations are mixed these decode as many requests as now and compute the mean of the prompt
-    tokens; else they are prefills of it. Tokens that do not fit one iteration ride in several.
-    """
-    recent = state.recent
-    batch, context, share = 0, 0, 1.0
-    if state.mixes:
-        batch, context, share = state.num_running, state.num_context_tokens, recent.prompt_share
-    others, num_others = int(recent.prompt_tokens * share), int(recent.prompt_seqs * share + 0.5)
-    room = max(1, state.num_batched_tokens - batch - others)
-    num_steps = -(-num_tokens // room)
-    each = num_tokens // num_steps
-    before = each * (num_steps - 1) // 2  # tokens of the request itself, in the middle one
-    more = costs.step_seconds(batch, context, others + each, num_others + 1, before)
-    base = alone if state.mixes else 0.0
-    if others:
-        base = costs.step_seconds(batch, context, others, num_others)
-    return num_steps * max(0.0, more - base)
 
 
 def cheaper(

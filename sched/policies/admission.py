@@ -6,7 +6,7 @@ import dataclasses
 from typing import Protocol
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.pressure import PoolState
+from jaxllm.sched.pool_state import PoolState
 from jaxllm.types import Request
 
 

@@ -87,7 +87,7 @@ class PacedIterations:
     """
 
     costs: CostModel
-    slowdown: float = 1.2
+    slowdown: float = 1.1
     horizon: int = 12
     mixes = True
 

@@ -11,7 +11,7 @@ import enum
 from typing import NamedTuple, Protocol
 
 from jaxllm.predictors.base import CostModel
-from jaxllm.sched.pressure import PoolState
+from jaxllm.sched.pool_state import PoolState
 from jaxllm.types import Request
 
 _SURELY_HIDDEN = 0.5  # of a step; copies and steps are only predicted

@@ -12,7 +12,6 @@ from sweep.simulated import NUM_HOST_BLOCKS, Device
 
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.policies import (
-    AdaptiveAction,
     AlwaysRecompute,
     FairPriority,
     FCFSPriority,
@@ -97,7 +96,7 @@ COMBINED: Mapping[str, Change] = {
 All else as in `adaptive`, without patience.
 """
 CHANGED: Mapping[str, Change] = {
-    **{f"patience {n}": _with(patience=n) for n in (16, 32, 128, 1024)},
+    **{f"patience {n}": _with(patience=n) for n in (16, 32, 64, 256, 1024)},
     "reserve 1 %": _with(admission=WatermarkAdmission(0.01)),
     "reserve 3 %": _with(admission=WatermarkAdmission(0.03)),
     "swapped requests resume at once": _with(resume=ResumeAtOnce()),
@@ -105,12 +104,9 @@ CHANGED: Mapping[str, Change] = {
     "always swap while it fits": lambda policy, costs: dataclasses.replace(
         policy, action=SwapIfItFits(costs)
     ),
-    "the paper's serial costs": lambda policy, costs: dataclasses.replace(
-        policy, action=AdaptiveAction(costs)
-    ),
     "separate iterations": _with(iterations=SeparateIterations()),
     "as many prompt tokens as fit": _with(iterations=MixedIterations()),
-    "decodes slowed down 1.1 times": lambda policy, costs: _paced(policy, slowdown=1.1),
+    "decodes slowed down 1.2 times": lambda policy, costs: _paced(policy, slowdown=1.2),
     "decodes slowed down 1.5 times": lambda policy, costs: _paced(policy, slowdown=1.5),
 }
 """`adaptive` with one answer changed."""
@@ -118,6 +114,7 @@ ELSEWHERE = (
     "fair; fewest blocks; urgent set",
     "first come; fewest blocks; resume first",
     "first come; latest; in order; 1 % reserve",
+    "patience 64",
     "patience 1024",
     "always recompute",
     "always swap while it fits",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxllm.predictors.base import CostModel
-from jaxllm.sched.policies import AlwaysRecompute, OverlapAwareAction, SchedulerPolicy, SwapIfItFits
+from jaxllm.sched.policies import AdaptiveAction, AlwaysRecompute, SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import adaptive
 from jaxllm.simulator.truth import ExpectedAction, HindsightAction, RegretMeter
 from jaxllm.workloads import make_trace, parse_arrivals
@@ -47,7 +47,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     """Simulate one cell."""
     device = Device(cell.model, link_speed=cell.link_speed, samples=cell.samples, seed=cell.seed)
     truth = device.costs(), noise_of(device)
-    hindsight = HindsightAction(OverlapAwareAction, *truth)
+    hindsight = HindsightAction(AdaptiveAction, *truth)
     meter: RegretMeter | None = None
 
     def policy_of(costs: CostModel) -> SchedulerPolicy:
@@ -56,7 +56,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         if cell.variant == "adaptive":
             action = meter = RegretMeter(policy.action, hindsight)
         elif cell.variant == "expected":
-            action = meter = RegretMeter(ExpectedAction(OverlapAwareAction, *truth), hindsight)
+            action = meter = RegretMeter(ExpectedAction(AdaptiveAction, *truth), hindsight)
         else:
             others = {"recompute": AlwaysRecompute(), "swap": SwapIfItFits(costs), "hindsight": hindsight}
             return dataclasses.replace(policy, action=others[cell.variant])

@@ -1,0 +1,29 @@
+"""What policies are told of the pools."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PoolState(NamedTuple):
+    """How full the pools are when a policy is asked.
+
+    Attributes:
+        num_free, num_blocks: device blocks.
+        block_size: tokens per block.
+        num_host_free, num_host_blocks: host blocks.
+        num_running: requests that decode.
+        num_context_tokens: their tokens together.
+        num_waiting: requests that wait for their first prefill, or for one more.
+        copy_in_until: when the copies to the device under way end by prediction, on the engine's clock.
+    """
+
+    num_free: int
+    num_blocks: int
+    block_size: int
+    num_host_free: int
+    num_host_blocks: int
+    num_running: int = 0
+    num_context_tokens: int = 0
+    num_waiting: int = 0
+    copy_in_until: float = float("-inf")
