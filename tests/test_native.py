@@ -299,3 +299,66 @@ for output in llm.stream([{"prompt_token_ids": [1, 2, 3]}], params):
 def test_the_interpreter_may_exit_in_mid_step():
     done = run_python(EXIT)
     assert (done.returncode, done.stdout) == (3, "running\n"), done.stderr
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(1, 20), st.integers(1, 6), st.integers(0, 20), st.booleans(), st.booleans(), st.integers(0, 9)
+)
+def test_norms_match_float64(num_rows, vectors, num_used, is_layer, has_delta, seed):
+    rng = np.random.default_rng(seed)
+    x, delta = (rng.normal(size=(num_rows, 16 * vectors)) * 5 + 2 for _ in range(2))
+    weight, bias = rng.normal(size=(2, 16 * vectors))
+    num_used = min(num_used, num_rows)
+    as_float32 = [jnp.asarray(array, jnp.float32) for array in (x, delta, weight, bias)]
+    total, normed = native.norm(
+        as_float32[0],
+        as_float32[1] if has_delta else None,
+        as_float32[2],
+        as_float32[3] if is_layer else None,
+        eps=1e-3,
+        num_rows=jnp.int32(num_used),
+    )
+    x, delta, weight, bias = (np.asarray(array).astype(np.float64) for array in as_float32)
+    expected = x + delta * has_delta
+    np.testing.assert_allclose(np.asarray(total)[:num_used], expected[:num_used], rtol=1e-6, atol=1e-6)
+    if is_layer:
+        expected = expected - expected.mean(axis=1, keepdims=True)
+    expected /= np.sqrt((expected**2).mean(axis=1, keepdims=True) + 1e-3)
+    expected = expected * weight + bias * is_layer
+    np.testing.assert_allclose(np.asarray(normed)[:num_used], expected[:num_used], rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 9), st.integers(1, 3000), st.integers(0, 9))
+def test_the_first_of_the_largest_is_found(num_rows, features, seed):
+    rng = np.random.default_rng(seed)
+    for x in (
+        rng.normal(size=(num_rows, features)),
+        rng.integers(-3, 3, size=(num_rows, features)),  # ties
+        np.full((num_rows, features), -np.inf),
+        np.where(rng.random((num_rows, features)) < 0.5, -np.inf, -1e30),
+    ):
+        found = native.argmax(jnp.asarray(x, jnp.float32))
+        assert found.dtype == jnp.int32
+        np.testing.assert_array_equal(found, np.argmax(x.astype(np.float32), axis=1))
+
+
+def test_a_row_of_nan_has_some_place():
+    x = jnp.full((3, 70), jnp.nan).at[1, 5].set(0.0)
+    assert all(0 <= place < 70 for place in native.argmax(x).tolist())
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 100), st.booleans(), st.integers(0, 9))
+def test_products_begin_with_the_bias_and_end_at_zero(num_rows, in_features, out_features, relu, seed):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((num_rows, in_features)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((out_features, in_features)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal(out_features) * 10, jnp.float32)
+    actual = native.linear(x, native.pack(weight), out_features, bias=bias, relu=relu)
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T + np.asarray(bias, np.float64)
+    expected = np.maximum(expected, 0) if relu else expected
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * in_features**0.5)
+    not_finite = native.linear(x.at[0].set(jnp.nan), native.pack(weight), out_features, bias=bias, relu=True)
+    assert np.isnan(np.asarray(not_finite)[0]).all()

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxllm.pallas_kernels import native
 from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 _NEGATIVE = -1e30
@@ -213,6 +214,8 @@ def sample(
     history: jax.Array,
     lengths: jax.Array,
     sampling: Sampling,
+    *,
+    is_native: bool = False,
 ) -> SampledRows:
     """Sample one token per row.
 
@@ -223,6 +226,7 @@ def sample(
         history: [num_slots + 1, max_model_len + 1] int32, the tokens of each slot so far.
         lengths: [R] int32, tokens in the history of the row, which is the position of the sampled token.
         sampling: what the rows ask for (static); whatever else their parameters say has no effect.
+        is_native: whether a native kernel finds the largest score (static).
     """
     rows = SlotParams(*(array[slots] for array in params))
     scores = logits
@@ -230,7 +234,7 @@ def sample(
         scores = _adjust(logits, rows, history[slots], lengths)
     if Sampling.RANDOM in sampling:
         scores = _perturb(scores, rows, lengths, is_filtered=Sampling.FILTERED in sampling)
-    tokens = _argmax(scores)
+    tokens = native.argmax(scores) if is_native else _argmax(scores)
     return SampledRows(tokens, token_logprobs(logits, tokens) if Sampling.LOGPROBS in sampling else None)
 
 

@@ -254,7 +254,7 @@ def run_step(
         hidden = hidden[rows]
     # Whatever is sampled how, the logits are computed in the same way.
     logits = lax.optimization_barrier(model.logits(hidden, num_sampled))
-    sampled = sample(logits, slot_params, slots, history, lengths, sampling)
+    sampled = sample(logits, slot_params, slots, history, lengths, sampling, is_native=model.is_packed)
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
     return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs)

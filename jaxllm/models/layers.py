@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxllm.pallas_kernels.norms import add_rms_norm
 # Up to this many rows `weight @ x.T` was mostly faster than `x @ weight.T` on a CPU (docs/architecture.md);
 # on GPUs the two are the same call.
 _MAX_ROWS_WEIGHT_FIRST = 128
+_LAYER_NORM_EPS = 1e-5
 _SPLIT_PRODUCT_SIZE = 2**21  # numbers in the parts of a product on a GPU: two tiles of 64 x 128 a core
 
 
@@ -50,21 +51,25 @@ def linear(
     out_features: int,
     num_rows: jax.Array | None = None,
     *,
+    bias: jax.Array | None = None,
+    relu: bool = False,
     out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """`x` [T, in] times `weight` -> [T, out_features].
+    """`x` [T, in] times `weight`, plus `bias` [out_features] -> [T, out_features]; with `relu` at least 0.
 
     The weight is [out_features, in], the layout of checkpoints, or packed for a CPU (`native.pack`); then
     only the first `num_rows` rows are computed.
     """
     if weight.ndim == 3:
-        return native.linear(x, weight, out_features, num_rows)
-    precision = _precision(x.dtype)
+        return native.linear(x, weight, out_features, num_rows, bias=bias, relu=relu)
+    options: Any = {"precision": _precision(x.dtype), "preferred_element_type": out_dtype}
     dimensions = (((1,), (1,)), ((), ()))
     if x.shape[0] <= _MAX_ROWS_WEIGHT_FIRST:
-        y = lax.dot_general(weight, x, dimensions, precision=precision, preferred_element_type=out_dtype)
-        return y.T
-    return lax.dot_general(x, weight, dimensions, precision=precision, preferred_element_type=out_dtype)
+        y = lax.dot_general(weight, x, dimensions, **options).T
+    else:
+        y = lax.dot_general(x, weight, dimensions, **options)
+    y = y if bias is None else y + bias
+    return jax.nn.relu(y) if relu else y
 
 
 def swiglu(gate_up: jax.Array, num_rows: jax.Array | None, *, is_native: bool) -> jax.Array:
@@ -89,11 +94,17 @@ class Linear(nnx.Module):
         return self.weight[...].ndim == 3
 
     def __call__(
-        self, x: jax.Array, num_rows: jax.Array | None = None, *, out_dtype: jnp.dtype | None = None
+        self,
+        x: jax.Array,
+        num_rows: jax.Array | None = None,
+        *,
+        relu: bool = False,
+        out_dtype: jnp.dtype | None = None,
     ) -> jax.Array:
-        """`x` [T, in], of which `num_rows` are in use -> [T, out]."""
-        y = linear(x, self.weight[...], self.out_features, num_rows, out_dtype=out_dtype)
-        return y if self.bias is None else y + self.bias[...]
+        """`x` [T, in], of which `num_rows` are in use -> [T, out]; with `relu` at least 0."""
+        bias = None if self.bias is None else self.bias[...]
+        weight = self.weight[...]
+        return linear(x, weight, self.out_features, num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
 
     def parts(self, x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """`x` [T, in] -> [T, out]; or, for a kernel that adds them up, parts of it, [parts, T, out].
@@ -140,8 +151,20 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((features,), dtype))
         self.eps = eps
 
-    def __call__(self, x: jax.Array, delta: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """`x` [T, features], plus `delta` of `Linear.parts` if it is given: the sum, and what it becomes."""
+    def __call__(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None = None,
+        num_rows: jax.Array | None = None,
+        *,
+        is_native: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`x` [T, features], plus `delta` of `Linear.parts` if it is given: the sum, and what it becomes.
+
+        Only the first `num_rows` need be right.
+        """
+        if is_native and native.normalizes(x):
+            return native.norm(x, delta, self.weight[...], None, eps=self.eps, num_rows=num_rows)
         if delta is not None and delta.ndim == 3:
             return add_rms_norm(x, delta, self.weight[...], eps=self.eps)
         x = x if delta is None else x + delta
@@ -157,11 +180,26 @@ class LayerNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((features,), dtype)) if affine else None
         self.bias = nnx.Param(jnp.zeros((features,), dtype)) if affine else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`x` [T, features] -> same shape and dtype."""
+    def __call__(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None = None,
+        num_rows: jax.Array | None = None,
+        *,
+        is_native: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`x` [T, features], plus `delta` like it if it is given: the sum, and what it becomes.
+
+        Only the first `num_rows` need be right.
+        """
+        weight = None if self.weight is None else self.weight[...]
+        bias = None if self.bias is None else self.bias[...]
+        if is_native and weight is not None and native.normalizes(x):
+            return native.norm(x, delta, weight, bias, eps=_LAYER_NORM_EPS, num_rows=num_rows)
+        x = x if delta is None else x + delta
         x32 = x.astype(jnp.float32)
         centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        y = centred * lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + 1e-5)
-        if self.weight is not None and self.bias is not None:
-            y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype)
+        y = centred * lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + _LAYER_NORM_EPS)
+        if weight is not None and bias is not None:
+            y = y * weight.astype(jnp.float32) + bias.astype(jnp.float32)
+        return x, y.astype(x.dtype)

@@ -59,9 +59,11 @@ class LlamaLayer(nnx.Module):
         self, x: jax.Array, delta: jax.Array | None, rope: RopeTable, attend: Attend
     ) -> tuple[jax.Array, jax.Array]:
         """`x` [T, hidden_size], and `Linear.parts` yet to be added to it -> same."""
-        x, normed = self.input_layernorm(x, delta)
-        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, rope, attend))
-        return x, self.mlp(normed, attend.num_rows)
+        num_rows, is_native = attend.num_rows, self.self_attn.qkv_proj.is_packed
+        x, normed = self.input_layernorm(x, delta, num_rows, is_native=is_native)
+        delta = self.self_attn(normed, rope, attend)
+        x, normed = self.post_attention_layernorm(x, delta, num_rows, is_native=is_native)
+        return x, self.mlp(normed, num_rows)
 
 
 class LlamaForCausalLM(nnx.Module):
@@ -78,6 +80,11 @@ class LlamaForCausalLM(nnx.Module):
             else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         )
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether its products are native."""
+        return self.layers[0].mlp.down_proj.is_packed
+
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """`token_ids`, `positions` [T] int32 -> final hidden states [T, hidden_size]."""
         rope = rope_table(positions, self.config.rope.inverse_frequencies())
@@ -85,7 +92,7 @@ class LlamaForCausalLM(nnx.Module):
         delta = None
         for layer in self.layers:
             x, delta = layer(x, delta, rope, attend)
-        return self.norm(x, delta)[1]
+        return self.norm(x, delta, attend.num_rows, is_native=self.is_packed)[1]
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """`hidden` [N, hidden_size], of which `num_rows` are in use -> [N, vocab_size] float32."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,6 @@ from jaxllm.models.config import OPTConfig
 from jaxllm.models.layers import Attend, Embedding, LayerNorm, Linear
 
 _POSITION_OFFSET = 2
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-}
 
 
 class OPTAttention(nnx.Module):
@@ -49,15 +44,23 @@ class OPTLayer(nnx.Module):
         self.final_layer_norm = LayerNorm(size, affine=affine, dtype=dtype)
 
     def _mlp(self, x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
-        return self.fc2(_ACTIVATIONS[self.activation](self.fc1(x, num_rows)), num_rows)
+        hidden = self.fc1(x, num_rows, relu=self.activation == "relu")
+        if self.activation == "gelu":
+            hidden = jax.nn.gelu(hidden, approximate=False)
+        return self.fc2(hidden, num_rows)
 
-    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
-        """`x` [T, hidden_size] -> same."""
+    def __call__(
+        self, x: jax.Array, delta: jax.Array | None, attend: Attend
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """`x` [T, hidden_size], and what is yet to be added to it -> same."""
+        num_rows = attend.num_rows
+        options: Any = {"num_rows": num_rows, "is_native": self.fc1.is_packed}
         if self.pre_norm:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), attend)
-            return x + self._mlp(self.final_layer_norm(x), attend.num_rows)
-        x = self.self_attn_layer_norm(x + self.self_attn(x, attend))
-        return self.final_layer_norm(x + self._mlp(x, attend.num_rows))
+            x, normed = self.self_attn_layer_norm(x, delta, **options)
+            x, normed = self.final_layer_norm(x, self.self_attn(normed, attend), **options)
+            return x, self._mlp(normed, num_rows)
+        _, x = self.self_attn_layer_norm(x, self.self_attn(x, attend), **options)
+        return self.final_layer_norm(x, self._mlp(x, num_rows), **options)[1], None
 
 
 class OPTForCausalLM(nnx.Module):
@@ -81,16 +84,24 @@ class OPTForCausalLM(nnx.Module):
             else Linear(embed_dim, config.vocab_size, bias=False, dtype=dtype)
         )
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether its products are native."""
+        return self.layers[0].fc1.is_packed
+
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """`token_ids`, `positions` [T] int32 -> final hidden states [T, word_embed_proj_dim]."""
         x = self.embed_tokens(token_ids)
         if self.project_in is not None:
             x = self.project_in(x, attend.num_rows)
         x = x + self.embed_positions(positions + _POSITION_OFFSET)
+        delta = None
         for layer in self.layers:
-            x = layer(x, attend)
+            x, delta = layer(x, delta, attend)
         if self.final_layer_norm is not None:
-            x = self.final_layer_norm(x)
+            x = self.final_layer_norm(x, delta, attend.num_rows, is_native=self.is_packed)[1]
+        elif delta is not None:
+            x = x + delta
         return x if self.project_out is None else self.project_out(x, attend.num_rows)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:

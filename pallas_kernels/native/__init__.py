@@ -18,7 +18,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 from jaxllm.pallas_kernels.native.pages import use_huge_pages as use_huge_pages
-from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, GateShape, LinearShape, Shape
+from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, RowsShape, Shape
 from jaxllm.pallas_kernels.native.targets import register, why_not_callable
 
 LANES = 16
@@ -135,19 +135,26 @@ def unpacked_rows(panels: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def linear(
-    x: jax.Array, panels: jax.Array, out_features: int, num_rows: jax.Array | None = None
+    x: jax.Array,
+    panels: jax.Array,
+    out_features: int,
+    num_rows: jax.Array | None = None,
+    *,
+    bias: jax.Array | None = None,
+    relu: bool = False,
 ) -> jax.Array:
-    """`x` [rows, in] float32 times a packed weight -> [rows, out_features] float32.
+    """`x` [rows, in] float32 times a packed weight, plus `bias` -> [rows, out_features] float32.
 
     Only the first `num_rows`, an int32 scalar, are computed if it is given; the others may hold anything.
+    With `relu` what is below 0 becomes 0.
     """
     from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
 
     shape = LinearShape.for_registers(machine_code.has_wide_registers())
     out = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
-    return jax.ffi.ffi_call(_target(shape), out)(
-        x, panels, jnp.asarray(x.shape[0] if num_rows is None else num_rows, jnp.int32).reshape(1)
-    )
+    bias = jnp.zeros(0, jnp.float32) if bias is None else bias
+    flags = np.array([relu], np.int32)
+    return jax.ffi.ffi_call(_target(shape), out)(x, panels, _count(x, num_rows), bias, flags)
 
 
 def gated(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
@@ -157,8 +164,50 @@ def gated(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
     are a multiple of `LANES`.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.float32)
-    count = jnp.asarray(x.shape[0] if num_rows is None else num_rows, jnp.int32).reshape(1)
-    return jax.ffi.ffi_call(_target(GateShape()), out)(x, count)
+    return jax.ffi.ffi_call(_target(RowsShape("gate")), out)(_count(x, num_rows), x)
+
+
+def normalizes(x: jax.Array) -> bool:
+    """Whether `norm` takes rows like these of `x` [rows, features]."""
+    return x.dtype == jnp.float32 and x.shape[1] % LANES == 0
+
+
+def norm(
+    x: jax.Array,
+    delta: jax.Array | None,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    *,
+    eps: float,
+    num_rows: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`x + delta` of `x` and `delta` [rows, features] float32, and its norm.
+
+    Layer normalisation if there is a `bias`, RMS normalisation if there is none. `num_rows` and the features
+    are as for `gated`.
+    """
+    shape = RowsShape("rms_norm" if bias is None else "layer_norm")
+    factors = np.array([1 / x.shape[1], eps], np.float32)
+    bias = jnp.zeros(0, jnp.float32) if bias is None else bias
+    like, arguments = jax.ShapeDtypeStruct(x.shape, x.dtype), (_count(x, num_rows), x, weight, bias, factors)
+    if delta is None:
+        return x, jax.ffi.ffi_call(_target(shape), like)(*arguments)
+    total, normed = jax.ffi.ffi_call(_target(shape), (like, like))(*arguments, delta)
+    return total, normed
+
+
+def argmax(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+    """Where the largest of each row of `x` [rows, features] float32 is, the first of equals -> [rows] int32.
+
+    `num_rows` as for `gated`.
+    """
+    out = jax.ShapeDtypeStruct((x.shape[0],), jnp.int32)
+    return jax.ffi.ffi_call(_target(RowsShape("argmax")), out)(_count(x, num_rows), x)
+
+
+def _count(x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
+    """Rows in use, [1]."""
+    return jnp.asarray(x.shape[0] if num_rows is None else num_rows, jnp.int32).reshape(1)
 
 
 def _target(shape: Shape) -> str:

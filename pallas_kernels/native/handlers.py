@@ -8,9 +8,9 @@ import numpy as np
 from numba import cfunc, njit
 
 from jaxllm.pallas_kernels.native import attention as items
-from jaxllm.pallas_kernels.native import ffi, gates, products, threads
+from jaxllm.pallas_kernels.native import ffi, gates, largest, norms, products, threads
 from jaxllm.pallas_kernels.native.memory import int32s, int64s, memset
-from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, GateShape, LinearShape, items_symbol
+from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, RowsShape, items_symbol
 
 # Arguments of a call.
 (
@@ -130,39 +130,43 @@ def attention_handler(shape: AttentionShape) -> Any:
     return attend
 
 
-def gate_worker(shape: GateShape) -> Any:
-    """The C function that computes items of gated activations."""
-    item = gates.gate_item()
+def rows_worker(shape: RowsShape) -> Any:
+    """The C function that computes items of an operation on rows."""
+    item = _ROWS[shape.operation].item(shape)
 
     def run_item(job, scratch, index):  # type: ignore[no-untyped-def]
-        item(job, index)
+        item(job, scratch, index)
 
     return threads.worker(run_item)
 
 
-def gate_handler(shape: GateShape) -> Any:
-    """A handler of `x [rows, 2 * features]` and how many rows count, to `[rows, features]`."""
-    task = ffi.c_address(items_symbol(shape))
+def rows_handler(shape: RowsShape) -> Any:
+    """A handler of how many rows count, and what the operation takes, of which the first is `[rows, ...]`."""
+    task, operation = ffi.c_address(items_symbol(shape)), _ROWS[shape.operation]
+    rows_at_once, describe = operation.ROWS_AT_ONCE, operation.describe
 
     @cfunc(ffi.HANDLER)
-    def gate(frame):  # type: ignore[no-untyped-def]
+    def handle(frame):  # type: ignore[no-untyped-def]
         if ffi.asks_for_metadata(frame):
             return 0
         num_threads = threads.num_threads(frame)
-        num_rows = min(ffi.dimension(frame, 0, 0), np.int64(int32s(ffi.argument(frame, 1))[0]))
+        num_rows = min(ffi.dimension(frame, 1, 0), np.int64(int32s(ffi.argument(frame, 0))[0]))
         if num_rows <= 0:
             return 0
-        num_items = (num_rows + gates.ROWS_AT_ONCE - 1) // gates.ROWS_AT_ONCE
-        job = threads.new_job(num_items, num_threads, 0)
+        num_items = (num_rows + rows_at_once - 1) // rows_at_once
+        job = threads.new_job(num_items, num_threads, 64)
         if job == 0:
             return ffi.out_of_memory(frame)
         words = int64s(job)
-        words[gates.X], words[gates.OUT] = ffi.argument(frame, 0), ffi.result(frame, 0)
-        words[gates.NUM_ROWS], words[gates.FEATURES] = num_rows, ffi.result_dimension(frame, 0, 1)
+        words[threads.NUM_ROWS] = num_rows
+        describe(frame, words)
         threads.run(frame, job, task(), num_threads)
         return 0
 
-    return gate
+    return handle
+
+
+_ROWS: dict[str, Any] = {"gate": gates, "rms_norm": norms, "layer_norm": norms, "argmax": largest}
 
 
 def linear_worker(shape: LinearShape) -> Any:
@@ -176,7 +180,10 @@ def linear_worker(shape: LinearShape) -> Any:
 
 
 def linear_handler(shape: LinearShape) -> Any:
-    """A handler of `x [rows, in]`, `panels [out / 32, in, 32]` and how many rows count, to `[rows, out]`."""
+    """A handler of `x [rows, in]`, `panels [out / 32, in, 32]`, how many rows count, and `bias [out]`.
+
+    It makes `[rows, out]`. The bias may be empty; one more argument says whether the results are raised to 0.
+    """
     task, rows_of_tile = ffi.c_address(items_symbol(shape)), shape.rows
 
     @cfunc(ffi.HANDLER)
@@ -195,7 +202,7 @@ def linear_handler(shape: LinearShape) -> Any:
         num_parts = min(num_parts, (num_rows + rows_of_tile - 1) // rows_of_tile)
         rows_per_item = (num_rows + num_parts - 1) // num_parts
         num_parts = (num_rows + rows_per_item - 1) // rows_per_item
-        job = threads.new_job(num_groups * num_parts, num_threads, rows_per_item * 4 * PANEL)
+        job = threads.new_job(num_groups * num_parts, num_threads, (rows_per_item + 1) * 4 * PANEL)
         if job == 0:
             return ffi.out_of_memory(frame)
         words = int64s(job)
@@ -205,6 +212,9 @@ def linear_handler(shape: LinearShape) -> Any:
         words[products.OUT_FEATURES] = ffi.result_dimension(frame, 0, 1)
         words[products.NUM_PANELS], words[products.PANELS_PER_ITEM] = num_panels, panels_per_item
         words[products.NUM_PARTS], words[products.ROWS_PER_ITEM] = num_parts, rows_per_item
+        if ffi.dimension(frame, 3, 0) > 0:
+            words[products.BIAS] = ffi.argument(frame, 3)
+        words[products.IS_RELU] = np.int64(int32s(ffi.argument(frame, 4))[0])
         threads.run(frame, job, task(), num_threads)
         return 0
 

@@ -8,8 +8,8 @@ numbers that are multiplied with one activation lie side by side:
 An item is a few panels and some rows. It goes through a panel in parts of 128 input features, and in each
 through the rows in tiles, whose sums are kept in registers. A part is read from memory once, while the part
 before it is computed, and then from the nearest cache for one tile after the other. A row's results do not
-depend on what other rows there are: it is summed from the first input feature to the last. The oracle is
-`x @ weight.T`.
+depend on what other rows there are: it is summed from the bias and the first input feature to the last, and
+then raised to 0 if asked. The oracle is `x @ weight.T + bias`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from jaxllm.pallas_kernels.native.memory import int64s, memcpy
+from jaxllm.pallas_kernels.native.memory import int64s, memcpy, memset
 from jaxllm.pallas_kernels.native.shape import PANEL, LinearShape
 from jaxllm.pallas_kernels.native.threads import ARGUMENTS
 from jaxllm.pallas_kernels.native.vectors import LANES, Builder, vector_code
@@ -34,8 +34,8 @@ MOST_TILES = 8
 # Arguments of the items, in words of the job.
 (
     X, PANELS, OUT, NUM_ROWS, IN_FEATURES, OUT_FEATURES,
-    NUM_PANELS, PANELS_PER_ITEM, NUM_PARTS, ROWS_PER_ITEM,
-) = range(ARGUMENTS, ARGUMENTS + 10)  # fmt: skip
+    NUM_PANELS, PANELS_PER_ITEM, NUM_PARTS, ROWS_PER_ITEM, BIAS, IS_RELU,
+) = range(ARGUMENTS, ARGUMENTS + 12)  # fmt: skip
 
 
 def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
@@ -53,11 +53,20 @@ def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
         num_tiles = (last_row - first_row + most - 1) // most
         step = panel_bytes // num_tiles
         at_once = DEPTH_AT_ONCE if num_tiles <= MOST_TILES else depth
+        zeros = scratch + words[ROWS_PER_ITEM] * panel_bytes
+        memset(zeros, 0, panel_bytes)
         for panel in range(first, min(first + words[PANELS_PER_ITEM], num_panels)):
             weights = words[PANELS] + panel * depth * panel_bytes
             width = min(features - panel * PANEL, PANEL)
+            bias = zeros
+            if words[BIAS] != 0:
+                bias = words[BIAS] + panel * panel_bytes
+            if words[BIAS] != 0 and width < PANEL:
+                bias = zeros
+                memcpy(zeros, words[BIAS] + panel * panel_bytes, width * 4)
             for start in range(0, depth, at_once):
                 part = min(at_once, depth - start)
+                is_relu = words[IS_RELU] if start + part == depth else 0
                 ahead = weights + at_once * panel_bytes
                 row = first_row
                 for tile in range(num_tiles):
@@ -67,7 +76,9 @@ def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
                     stride = features
                     if width < PANEL:
                         out, stride = scratch + (row - first_row) * panel_bytes, np.int64(PANEL)
-                    compute(end - row, x, depth, weights, start, part, out, stride, ahead, step)
+                    compute(
+                        end - row, x, depth, weights, bias, start, part, is_relu, out, stride, ahead, step
+                    )
                     ahead += part * step
                     row = end
                 weights += part * panel_bytes
@@ -80,7 +91,7 @@ def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
 
 
 def _tiles(most: int, vectors: int) -> Any:
-    """`out = x[num_rows, part] @ panel[part, PANEL]`, added to what is there unless `start` is 0.
+    """`out = x[num_rows, part] @ panel[part, PANEL]`, added to what is there, or to `bias` if `start` is 0.
 
     `num_rows` is 1 to `most`; `depth` and `stride` are numbers from row to row of `x` and `out`. Meanwhile it
     asks for what lies ahead, every `step` bytes.
@@ -94,14 +105,17 @@ def _tiles(most: int, vectors: int) -> Any:
         x: Any,
         depth: Any,
         panel: Any,
+        bias: Any,
         start: Any,
         part: Any,
+        is_relu: Any,
         out: Any,
         stride: Any,
         ahead: Any,
         step: Any,
     ) -> None:
         is_first = b.is_zero(start)
+        least = b.either(b.is_zero(is_relu), b.constant(float("-inf")), b.constant(0.0))
 
         def tile(num_rows: int) -> None:
             rows = [b.floats(x).at(b.times(depth, row)) for row in range(num_rows)]
@@ -110,7 +124,7 @@ def _tiles(most: int, vectors: int) -> Any:
                 sums = b.registers(num_rows * vectors)
                 places = [(target, LANES * i) for target in targets for i in columns]
                 for n, (target, place) in enumerate(places):
-                    sums[n] = b.zero_if(is_first, target.load(place))
+                    sums[n] = b.either(is_first, b.floats(bias).load(place), target.load(place))
                 with b.loop(part) as k:
                     offset = b.multiplied(k, step)
                     for line in range(0, 4 * PANEL, 64):
@@ -123,7 +137,7 @@ def _tiles(most: int, vectors: int) -> Any:
                             n = row * vectors + i
                             sums[n] = b.fma(factor, loaded[i], sums[n])
                 for n, (target, place) in enumerate(places):
-                    target.store(sums[n], place)
+                    target.store(b.at_least(sums[n], least), place)
 
         b.choose(num_rows, [functools.partial(tile, count) for count in range(1, most + 1)])
 

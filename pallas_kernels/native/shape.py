@@ -43,16 +43,18 @@ class LinearShape(NamedTuple):
         return cls(13, 2) if are_wide else cls(6, 1)
 
 
-class GateShape(NamedTuple):
-    """Gated activations are compiled once for all sizes."""
+class RowsShape(NamedTuple):
+    """An operation on rows of any length: "gate", "rms_norm", "layer_norm" or "argmax"."""
+
+    operation: str
 
     @property
     def name(self) -> str:
         """Of the handler, to XLA."""
-        return "jaxllm_gate"
+        return f"jaxllm_{self.operation}"
 
 
-Shape = AttentionShape | LinearShape | GateShape
+Shape = AttentionShape | LinearShape | RowsShape
 
 
 def items_symbol(shape: Shape) -> str:

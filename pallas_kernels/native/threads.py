@@ -5,8 +5,9 @@ calling thread, and helpers that it asks XLA's pool for. It waits for items that
 that are still queued behind other work, so that handlers can call this from any thread of that same pool. A
 helper that comes late finds nothing to do; the last to leave frees the job.
 
-    words   0 next item   1 items done   2 items   3 users   4 workers   5 scratch bytes of each   6 ...
-            8..39 arguments of the items          40..47 for calls of XLA        then the scratch memory
+    words   0 next item   1 items done   2 items   3 users   4 workers   5 scratch bytes of each
+            6 the block of memory   7 rows   8..39 arguments of the items   40..47 for calls of XLA
+            then the scratch memory
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from jaxllm.pallas_kernels.native.memory import (
 
 ARGUMENTS = 8
 """Word of a job where the arguments of its items begin."""
+NUM_ROWS = 7
+"""Word of a job whose items are rows, or a few of them: how many there are."""
 _NEXT, _DONE, COUNT, _USERS, _WORKERS, _SCRATCH = 0, 1, 2, 3, 4, 5
 LAST_ARGUMENT = 39
 """The last word that may be one."""

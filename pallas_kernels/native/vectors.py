@@ -192,9 +192,13 @@ class Builder:
         """Whether an int64 is 0."""
         return self._b.icmp_signed("==", number, _INT64(0))
 
-    def zero_if(self, condition: Any, vector: Any) -> Any:
-        """A vector, or zeros."""
-        return self._b.select(condition, self.constant(0.0), vector)
+    def either(self, condition: Any, x: Any, y: Any) -> Any:
+        """`x` if a condition holds, else `y`."""
+        return self._b.select(condition, x, y)
+
+    def at_least(self, x: Any, least: Any) -> Any:
+        """Lanes of `x`, those below `least` raised to it; NaN stays NaN."""
+        return self._b.select(self._b.fcmp_ordered("<", x, least), least, x)
 
     def times(self, index: Any, factor: int) -> Any:
         """An int64 times a number."""
@@ -236,6 +240,10 @@ class Builder:
     def fma(self, x: Any, y: Any, z: Any) -> Any:
         """`x * y + z`."""
         return self._call("llvm.fma.v16f32", _FLOATS, (x, y, z))
+
+    def sqrt(self, x: Any) -> Any:
+        """Square root of each lane."""
+        return self._call("llvm.sqrt.v16f32", _FLOATS, (x,))
 
     def maximum(self, x: Any, y: Any) -> Any:
         """The larger of each lane; undefined where one is NaN."""
