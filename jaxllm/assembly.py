@@ -110,11 +110,6 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     max_num_seqs = config.max_num_seqs or defaults[0]
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
 
-    tokenizer = None
-    if not config.skip_tokenizer_init:
-        tokenizer = tokenization.load_tokenizer(config.tokenizer or folder)
-    eos_token_ids = tokenization.eos_token_ids(folder, tokenizer, config.hf_overrides)
-
     max_model_len = config.max_model_len or model_config.default_max_model_len
     model_config.with_max_model_len(max_model_len)
     shape = shape_of(model_config, folder.resolve().name, dtype)
@@ -183,6 +178,10 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     if config.attention_implementation != FASTEST:  # which is to be measured first
         programs.begin()
     try:
+        tokenizer = None
+        if not config.skip_tokenizer_init:  # transformers is imported beside the compiling
+            tokenizer = tokenization.load_tokenizer(config.tokenizer or folder)
+        eos_token_ids = tokenization.eos_token_ids(folder, tokenizer, config.hf_overrides)
         params = load_params(
             folder, model_config, dtype, load_format=config.load_format, seed=config.seed, device=device
         )
