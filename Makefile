@@ -44,6 +44,7 @@ $(CUDA_COMPILER)/.installed: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --input scripts/demo_prompts.txt --text --max-tokens 48 --temperature 0.5 --seed 0
+	$(BIN)/python scripts/demo_conversation.py
 	$(BIN)/python scripts/demo_pressure.py
 
 test: $(VENV)/.installed-dev

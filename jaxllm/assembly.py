@@ -157,6 +157,11 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_seqs=buckets.max_prefill_seqs,
         num_host_blocks=num_host_blocks,
+        enable_prefix_caching=(
+            getattr(scheduling.policy, "shares_prefixes", False)
+            if config.enable_prefix_caching is None
+            else config.enable_prefix_caching
+        ),
         program_sizes=() if has_native_products else buckets.sizes,
     )
     model_config = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]

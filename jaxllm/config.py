@@ -40,6 +40,8 @@ class EngineConfig:
         num_host_blocks: blocks of pinned host memory for requests that the scheduling policy swaps out; 0
             turns swapping off. By default what 4 GiB hold, at most as many as the pool has, and none if the
             policy never swaps or the pool cannot run out.
+        enable_prefix_caching: let requests find the KV of earlier ones whose tokens begin alike, instead of
+            computing it. By default they do, unless the scheduling policy is a system that did not.
         host_bandwidth_limit: for experiments only: bytes per second that the link to the host is slowed down
             to, in each direction.
         profile_seconds: measure costs for so long at start if no profile of this model and device is stored.
@@ -81,6 +83,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_memory: int | None = None
     num_host_blocks: int | None = None
+    enable_prefix_caching: bool | None = None
     host_bandwidth_limit: float | None = None
     profile_seconds: float | None = None
     gpu_memory_utilization: float | None = None
@@ -123,9 +126,10 @@ class EngineConfig:
         _integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
         _number("host_bandwidth_limit", self.host_bandwidth_limit, 1.0, 1e15)
         _number("profile_seconds", self.profile_seconds, 0.0, 3600.0)
-        for name in ("skip_tokenizer_init", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        for name in ("skip_tokenizer_init", "async_scheduling", "enable_prefix_caching"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name != "enable_prefix_caching"):
+                raise ConfigError(f"{name}={value!r} must be True or False")
 
 
 def _choice(name: str, value: str, choices: Sequence[str]) -> None:

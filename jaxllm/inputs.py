@@ -80,7 +80,7 @@ class InputProcessor:
             is_number = isinstance(deadline, numbers.Real) and not isinstance(deadline, bool)
             if not is_number or not 0.0 < deadline < math.inf:
                 raise RequestError(f"deadline={deadline!r} must be seconds from now, above 0 and finite")
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids, cache_salt = self._tokenize(prompt)
         params.validate_for_vocab(self._vocab_size)
         num_banned = len({*(params.stop_token_ids or ()), *self._eos_token_ids})
         if params.min_tokens and num_banned > MAX_BANNED_TOKEN_IDS:
@@ -103,6 +103,7 @@ class InputProcessor:
             eos_token_ids=self._eos_token_ids,
             priority=priority or 0,
             deadline=None if deadline is None else arrival_time + deadline,
+            cache_salt=cache_salt,
         )
         self._config.check_fits(request)
         return request, text
@@ -127,15 +128,23 @@ class InputProcessor:
                 f"scheduler_policy={name!r}, or one of your own that does"
             )
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """Its text if it is one, its tokens, and its cache's salt if it has one."""
+        cache_salt = None
         if isinstance(prompt, Mapping):
-            keys = set(prompt)
+            rest = dict(prompt)
+            cache_salt = rest.pop("cache_salt", None)
+            keys = set(rest)
             if keys not in ({"prompt"}, {"prompt_token_ids"}):
                 raise RequestError(
-                    "a prompt dictionary must have the one key 'prompt' or 'prompt_token_ids', "
-                    f"not {sorted(map(str, keys))}"
+                    "a prompt dictionary must have the one key 'prompt' or 'prompt_token_ids' (and may have "
+                    f"'cache_salt'), not {sorted(map(str, prompt))}"
                 )
-            (key,), (prompt,) = keys, prompt.values()
+            if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+                raise RequestError(
+                    f"the prompt's 'cache_salt' must be text that is not empty, not {cache_salt!r}"
+                )
+            (key,), (prompt,) = keys, rest.values()
             if isinstance(prompt, str) != (key == "prompt"):
                 expected = "text" if key == "prompt" else "a list of token ids"
                 raise RequestError(f"the prompt's {key!r} must be {expected}, not {type(prompt).__name__}")
@@ -146,8 +155,8 @@ class InputProcessor:
                 token_ids = tokenization.encode(self._tokenizer, prompt) if prompt else []
             if not token_ids:
                 raise RequestError("the prompt is empty; send text, or the token ids to start from")
-            return prompt, self._check_token_ids(token_ids)
-        return None, self._check_token_ids(prompt)
+            return prompt, self._check_token_ids(token_ids), cache_salt
+        return None, self._check_token_ids(prompt), cache_salt
 
     def _check_token_ids(self, prompt: Any) -> list[int]:
         is_array = hasattr(prompt, "tolist") and getattr(prompt, "ndim", None) == 1

@@ -183,6 +183,16 @@ class LLM:
         """
         return self._submit(prompts, sampling_params, priority, deadline, stream=True)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of earlier requests, so that later ones compute all of their prompts.
+
+        Returns:
+            True, as vLLM does where it could; requests under way keep what they have found, and what they
+            compute is found again.
+        """
+        self._thread.reset_prefix_cache()
+        return True
+
     def _submit(
         self, prompts: Prompts, params: Params, priority: Priorities, deadline: Deadlines, *, stream: bool
     ) -> OutputStream:

@@ -90,6 +90,7 @@ class OutputBuilder:
             outputs=[_Completion(self, len(self._token_ids), self._cumulative_logprob, delta)],
             finished=delta.finish_reason is not None,
             metrics=self._request.metrics,
+            num_cached_tokens=self._request.num_cached_tokens or 0,
         )
 
     def token_ids(self, count: int) -> list[int]:

@@ -50,7 +50,9 @@ class RequestOutput:
 
     `prompt` is None for a prompt given as token ids. `prompt_logprobs` has one entry per prompt token,
     the first of them None since nothing precedes it; it is None unless asked for. Of several outputs
-    for one request, each holds everything so far.
+    for one request, each holds everything so far. `num_cached_tokens` is how many of the prompt's tokens were
+    not computed, since their KV was found when the request first started, and `cached_tokens_by_tier` where:
+    on the "device".
 
     `text`, `token_ids` and the like are those of the first completion: `output.text` is
     `output.outputs[0].text`.
@@ -63,6 +65,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def cached_tokens_by_tier(self) -> dict[str, int]:
+        """See the class."""
+        return {"device": self.num_cached_tokens}
 
     @property
     def text(self) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.sched.cache.names import BlockName
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -91,6 +94,10 @@ class Request:
     `is_protected` says that it is not preempted while others can be (`SchedulerPolicy.patience`), which
     `num_passed` leads to: how many others took room while it was the first to have arrived of those without,
     and how often it was preempted, since its newest token.
+
+    `block_names` are those of its full blocks as far as its tokens are known and anybody has asked; the first
+    `num_named_blocks` of its blocks are called so in the pool. `num_cached_tokens` is how many tokens' KV it
+    found when it first started, None until then. Blocks of requests of another `cache_salt` are never found.
     """
 
     __slots__ = (
@@ -100,6 +107,8 @@ class Request:
         "arrival_index",
         "arrival_time",
         "block_ids",
+        "block_names",
+        "cache_salt",
         "deadline",
         "eos_token_ids",
         "finish_reason",
@@ -108,7 +117,9 @@ class Request:
         "is_slot_new",
         "max_total_tokens",
         "metrics",
+        "num_cached_tokens",
         "num_lost_tokens",
+        "num_named_blocks",
         "num_passed",
         "output_token_ids",
         "predicted_tokens",
@@ -133,6 +144,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         priority: int = 0,
         deadline: float | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         """`max_total_tokens` is the length (prompt + output) at which the request ends."""
         self.request_id = request_id
@@ -144,6 +156,7 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.priority = priority
         self.deadline = deadline
+        self.cache_salt = cache_salt
         self.output_token_ids: list[int] = []
         self._clock: DecodeClock | None = None
         self._num_tokens = len(self.prompt_token_ids)
@@ -151,6 +164,9 @@ class Request:
         self.num_lost_tokens = 0
         self.num_passed = 0
         self.block_ids: list[int] = []
+        self.block_names: list[BlockName] = []
+        self.num_named_blocks = 0
+        self.num_cached_tokens: int | None = None
         self.slot: int | None = None
         self.is_slot_new = False
         self.is_protected = False
@@ -207,9 +223,14 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose value the host knows."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
     def num_in_flight(self) -> int:
         """Tokens scheduled on the device whose value the host has not read yet."""
-        return self.num_tokens - len(self.prompt_token_ids) - len(self.output_token_ids)
+        return self.num_tokens - self.num_known_tokens
 
     @property
     def end_token_ids(self) -> frozenset[int]:

@@ -29,6 +29,7 @@ class SchedulerConfig:
             running requests can decode in it.
         max_prefill_seqs: prompt chunks in one iteration; `None` leaves `max_num_seqs` as the only limit.
         num_host_blocks: blocks of host memory for swapped requests; 0 turns swapping off.
+        enable_prefix_caching: whether requests find blocks of others whose tokens begin alike.
         program_sizes: numbers of tokens, ascending, that the executor's programs with prompts compute; the
             scheduler cuts prompts so that few rows are computed in vain. None of them: any number.
 
@@ -43,11 +44,14 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_prefill_seqs: int | None = None
     num_host_blocks: int = 0
+    enable_prefix_caching: bool = False
     program_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, upper in _UPPER_BOUNDS.items():
             _check_integer(name, getattr(self, name), 2 if name == "max_model_len" else 1, upper)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be a bool")
         _check_integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

@@ -105,14 +105,15 @@ class HostCopies:
         self._num_read += self._sizes.pop(swap.handle)
         swap.request.host_handle = None
 
-    def leave(self, request: Request) -> None:
-        """Forget that a request joined, if executors were not told yet."""
-        for swap in self._joined:
-            if swap.request is request:
-                self._num_read -= len(swap.block_ids)
-                self.num_free += len(swap.block_ids)
-                self._discarded.append(swap.handle)
-        self._joined = [swap for swap in self._joined if swap.request is not request]
+    def leave(self, request: Request) -> bool:
+        """Forget that a request joined, if executors were not told yet; whether they were not."""
+        pending = [swap for swap in self._joined if swap.request is request]
+        for swap in pending:
+            self._num_read -= len(swap.block_ids)
+            self.num_free += len(swap.block_ids)
+            self._discarded.append(swap.handle)
+            self._joined.remove(swap)
+        return bool(pending)
 
     def emit(self, step_id: int) -> tuple[tuple[Swap, ...], tuple[int, ...]]:
         """What to tell executors with a step: loads that end, and discarded handles."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 from jaxllm.errors import KVCacheError
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import RequestStatus
@@ -58,9 +60,10 @@ def check_invariants(state: SchedulerState) -> None:
         num_blocks = pool.blocks_for(request.num_computed_tokens)
         _require(len(request.block_ids) == num_blocks, f"{request} table size")
     held = [block_id for request in holders for block_id in request.block_ids]
+    counts = collections.Counter(held)
     _require(
-        len(held) == len(set(held)) == pool.num_used,
-        f"{pool.num_used} blocks are used; tables hold {len(held)}, {len(set(held))} distinct",
+        len(counts) == pool.num_used and all(pool.num_references(one) == counts[one] for one in counts),
+        f"{pool.num_used} blocks are used; tables hold {len(held)}, {len(counts)} distinct",
     )
     slots = [*state.free_slots, *(r.slot for r in holders if r.slot is not None)]
     _require(sorted(slots) == list(range(state.config.max_num_seqs)), f"slots free or held: {sorted(slots)}")

@@ -6,8 +6,10 @@ import dataclasses
 import heapq
 import math
 import numbers
+from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
+from jaxllm.sched.cache.preview import NO_HIT, Hit, PoolPreview
 from jaxllm.sched.plan import Plan
 from jaxllm.sched.policies import (
     Decision,
@@ -37,6 +39,7 @@ class _Room:
     num_chunks: int
 
 
+_Resuming = Sequence[tuple[Request, ResumeDecision, int]]
 _Rank = tuple[float, int, Request]  # score, infinite of protected ones, and the later arrival first
 
 
@@ -120,14 +123,14 @@ class PolicyPlanner:
         """Add victims until the others have the blocks they need (True), or one holder is left."""
         state = self._state
         order = self._victim_order(now)
-        pools = state.pools(state.pool.num_free, state.copies.num_free)
+        pools, preview = state.pools(state.pool.num_free, state.copies.num_free), PoolPreview(state.pool)
         growing = state.running.growing
         num_spared = 0  # blocks that victims among the running ones do not need
         num_needed = self._num_needed(plan)
         while num_needed - num_spared * plan.decodes > pools.num_free and len(order) > 1:
             score, _, victim = heapq.heappop(order)
             num_spared += victim in growing
-            pools = self._give_up(plan, victim, score, pools, now)
+            pools = self._give_up(plan, victim, score, pools, preview, now)
             if not victim.is_decoding:
                 self._go_on(plan, num_tokens)
                 num_needed = self._num_needed(plan)
@@ -152,14 +155,23 @@ class PolicyPlanner:
         heapq.heapify(order)
         return order
 
-    def _give_up(self, plan: Plan, victim: Request, score: float, pools: PoolState, now: float) -> PoolState:
+    def _give_up(
+        self,
+        plan: Plan,
+        victim: Request,
+        score: float,
+        pools: PoolState,
+        preview: PoolPreview,
+        now: float,
+    ) -> PoolState:
         """Add a victim to `plan`; returns the pools without it."""
         is_running = victim.is_decoding
         num_running = pools.num_running - is_running
         num_tokens = pools.num_context_tokens - is_running * victim.num_tokens
         pools = pools._replace(num_running=num_running, num_context_tokens=num_tokens)
         policy = self._policy.action
-        decision = policy.choose(victim, pools, now)
+        num_shared = self._state.pool.num_shared(victim.block_ids)
+        decision = policy.choose(victim, pools._replace(num_shared=num_shared), now)
         if not isinstance(decision, Decision) or not isinstance(decision.action, PreemptionAction):
             raise ConfigError(f"{policy} answered {decision!r}, which is not a Decision")
         check_seconds(policy, decision.swap_seconds, decision.recompute_seconds, decision.copy_seconds)
@@ -175,7 +187,7 @@ class PolicyPlanner:
                 )
         plan.victims.append((victim, decision))
         plan.scores.append((victim.request_id, score))
-        num_free = pools.num_free + len(victim.block_ids)
+        num_free = pools.num_free + preview.release(victim.block_ids)
         return pools._replace(num_free=num_free, num_host_free=num_host_free - num_copied)
 
     # Those who want some
@@ -203,11 +215,11 @@ class PolicyPlanner:
         # Where a copy is all there is to wait for, no other is put before it.
         is_free = state.num_holders > 0 or not state.copies.num_loading
         resuming = self._resumable(room, now) if is_free and (self._mixes or not plan.chunks) else []
-        starting = self._startable(alone, bool(plan.chunks), now)
+        starting = self._startable(plan, alone, now)
         if resuming and starting:
             waiting, swapped = [one[0] for one in starting], [one[0] for one in resuming]
             if restore.swaps_in(waiting, swapped, now):
-                starting = self._startable(room, bool(plan.chunks), now) if self._mixes else []
+                starting = self._startable(plan, room, now, resuming) if self._mixes else []
             else:
                 resuming = self._resumable(alone, now) if self._mixes else []
         elif not (resuming or starting or state.num_holders or state.copies.num_loading):
@@ -229,38 +241,71 @@ class PolicyPlanner:
 
     def _take_only(self, plan: Plan, request: Request, room: _Room) -> None:
         """Let this one take blocks, if there are enough, and nobody else."""
-        has_room = self._state.pool.blocks_for(request.num_tokens) <= room.num_blocks
+        state = self._state
+        hit = NO_HIT
+        if request.status is RequestStatus.WAITING and state.pool.may_find:
+            hit = self._find(self._preview(plan), request)
+        num_needed = state.pool.blocks_for(request.num_tokens) - hit.num_blocks + len(hit.free)
+        has_room = num_needed <= room.num_blocks
         is_free = min(room.num_slots, room.num_tokens, room.num_chunks) > 0
         if not (has_room and is_free) or request.num_in_flight:
             return
-        length = min(request.num_tokens - request.num_computed_tokens, room.num_tokens)
+        num_known = request.num_computed_tokens + hit.num_blocks * state.pool.block_size
+        length = min(request.num_tokens - num_known, room.num_tokens)
         if request.status is RequestStatus.SWAPPED and (self._mixes or not plan.chunks):
             plan.resuming = [(request, ResumeDecision(ResumeAction.AT_ONCE), length)]
         elif request.status is RequestStatus.WAITING:
             plan.starting = [(request, length)]
             plan.decodes = self._mixes
 
-    def _startable(self, room: _Room, has_chunks: bool, now: float) -> list[tuple[Request, int]]:
+    def _preview(self, plan: Plan, resuming: _Resuming = ()) -> PoolPreview:
+        """The pool when those who go on, and those who resume, have taken what they need."""
+        state = self._state
+        preview = PoolPreview(state.pool)
+        preview.take(sum([state.pool.blocks_for(request.num_tokens) for request, _, _ in resuming]))
+        size = state.pool.block_size
+        if plan.decodes and self._mixes:  # else those who start stop them
+            preview.take(len(state.running.growing))
+            for request in state.running.filling:
+                stop = (request.num_computed_tokens + 1) // size
+                preview.compute(state.learn_names(request, stop * size)[stop - 1 : stop])
+        for request, length in plan.chunks:
+            preview.take(self._num_missing(request, length))
+            stop = request.num_computed_tokens + length
+            preview.compute(state.learn_names(request, stop)[request.num_named_blocks : stop // size])
+        return preview
+
+    def _startable(
+        self, plan: Plan, room: _Room, now: float, resuming: _Resuming = ()
+    ) -> list[tuple[Request, int]]:
         """Waiting requests that fit into `room`, and how many tokens they compute; takes that off."""
         state, admission = self._state, self._policy.admission
-        pool, waiting = state.pool, state.waiting
+        pool, waiting, size = state.pool, state.waiting, state.pool.block_size
         if not waiting or min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
             return []
-        if pool.blocks_for(waiting.min_num_tokens) > room.num_blocks:
+        preview = self._preview(plan, resuming) if state.pool.may_find else None
+        if preview is None and pool.blocks_for(waiting.min_num_tokens) > room.num_blocks:
             return []
         starting: list[tuple[Request, int]] = []
         pools: PoolState | None = None
+        # Who finds blocks may be short, however long it is.
+        too_large = self._too_large if preview is None else self._unsuited
 
         def judge(request: Request) -> Verdict:
             nonlocal pools
             if min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
                 return Verdict.STOP
-            num_tokens = request.num_tokens
-            num_needed = pool.blocks_for(num_tokens)
+            num_in_pool, num_needed = 0, pool.blocks_for(request.num_tokens)
+            hit = NO_HIT
+            if preview is not None:
+                hit = self._find(preview, request)
+                num_in_pool = hit.num_blocks
+                num_needed += len(hit.free) - num_in_pool
             if num_needed > room.num_blocks:
-                return self._too_large
-            if num_tokens > room.num_tokens and not self._mixes and (starting or has_chunks):
-                return self._too_large  # only the first prompt of a prefill is split
+                return too_large
+            num_tokens = request.num_tokens - num_in_pool * size
+            if num_tokens > room.num_tokens and not self._mixes and (starting or plan.chunks):
+                return too_large  # only the first prompt of a prefill is split
             if request.num_in_flight:
                 return self._unsuited  # just preempted: its newest token is not known yet
             # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
@@ -268,7 +313,7 @@ class PolicyPlanner:
                 if pools is None:
                     pools = state.pools(room.num_blocks, state.copies.num_free)
                 if not admission.admits(request, num_needed, pools):
-                    return self._too_large
+                    return too_large
             length = min(num_tokens, room.num_tokens)
             room.num_blocks -= num_needed
             room.num_tokens -= length
@@ -276,11 +321,30 @@ class PolicyPlanner:
             room.num_chunks -= 1
             if pools is not None:
                 pools = pools._replace(num_free=room.num_blocks)
+            if preview is not None:
+                self._plan_to_find(preview, request, hit, length)
             starting.append((request, length))
             return Verdict.TAKE
 
-        waiting.visit(now, judge, self._least_too_long(room))
+        waiting.visit(now, judge, self._least_too_long(room) if preview is None else math.inf)
         return starting
+
+    def _find(self, preview: PoolPreview, request: Request) -> Hit:
+        """What a waiting request finds; names of all its blocks are made only if the first is there."""
+        state = self._state
+        first = state.learn_names(request, state.config.block_size)[:1]
+        if not (first and state.may_look_up(request) and preview.find(first).num_blocks):
+            return NO_HIT
+        return preview.find(state.findable(request))
+
+    def _plan_to_find(self, preview: PoolPreview, request: Request, hit: Hit, length: int) -> None:
+        """Let a request hold what it finds, and compute so many tokens more."""
+        pool = self._state.pool
+        preview.hold(hit)
+        stop = hit.num_blocks * pool.block_size + length
+        preview.take(pool.blocks_for(stop) - hit.num_blocks)
+        names = self._state.learn_names(request, stop)
+        preview.compute(names[hit.num_blocks : stop // pool.block_size])
 
     def _resumable(
         self, room: _Room, now: float, *, put_off: bool = True
@@ -348,15 +412,19 @@ class PolicyPlanner:
         is_waiting = queued.status is RequestStatus.WAITING
         if not plan.decodes or queued.num_in_flight or min(room.num_tokens, room.num_chunks) < 1:
             return
-        num_needed = state.pool.blocks_for(queued.num_tokens)
+        hit, num_total = NO_HIT, state.pool.blocks_for(queued.num_tokens)
+        if is_waiting and state.pool.may_find:
+            hit = self._find(self._preview(plan), queued)
+        num_needed = num_total - hit.num_blocks + len(hit.free)
         order = self._victim_order(now)
-        pools = state.pools(room.num_blocks, state.copies.num_free)
+        pools, preview = state.pools(room.num_blocks, state.copies.num_free), PoolPreview(state.pool)
         found = Plan()
         while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
             score, _, victim = heapq.heappop(order)
             if victim.is_protected or not outranks(queued, victim, now):
                 return
-            pools = self._give_up(found, victim, score, pools, now)
+            pools = self._give_up(found, victim, score, pools, preview, now)
+            num_needed = num_total - hit.num_blocks + len(hit.free) + preview.num_released(hit)
         if pools.num_free < num_needed or not found.victims:
             return
         if is_waiting and not policy.admission.admits(queued, num_needed, pools):
@@ -366,7 +434,8 @@ class PolicyPlanner:
         plan.victims, plan.scores = found.victims, found.scores
         if order:
             plan.scores.append(_next_score(order))
-        length = min(queued.num_tokens - queued.num_computed_tokens, room.num_tokens)
+        num_known = queued.num_computed_tokens + hit.num_blocks * state.pool.block_size
+        length = min(queued.num_tokens - num_known, room.num_tokens)
         if is_waiting:
             plan.starting, plan.decodes = [(queued, length)], self._mixes
         else:

@@ -16,6 +16,8 @@ class PoolState(NamedTuple):
         num_context_tokens: their tokens together.
         num_waiting: requests that wait for their first prefill, or for one more.
         copy_in_until: when the copies to the device under way end by prediction, on the engine's clock.
+        num_shared: of a victim's blocks, those from the first on that others hold, too: they stay, and it
+            finds them again if it is dropped.
     """
 
     num_free: int
@@ -27,3 +29,4 @@ class PoolState(NamedTuple):
     num_context_tokens: int = 0
     num_waiting: int = 0
     copy_in_until: float = float("-inf")
+    num_shared: int = 0

@@ -52,6 +52,11 @@ class RunningRequests:
         """Those whose next token needs another block."""
         return self._growing[self.clock.ticks % self._block_size]
 
+    @property
+    def filling(self) -> Collection[Request]:
+        """Those whose next iteration computes the last token that their blocks hold."""
+        return self._growing[(self.clock.ticks + 1) % self._block_size]
+
     def growing_within(self, num_steps: int) -> list[Request]:
         """Those that need another block for their next `num_steps` tokens, at most `block_size`."""
         phases = range(self.clock.ticks, self.clock.ticks + num_steps)

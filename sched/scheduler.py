@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxllm.errors import RequestError
+from jaxllm.errors import ConfigError, RequestError
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger, StepRecord
@@ -67,7 +67,16 @@ class Scheduler:
         *,
         ledger: Ledger | None = None,
     ) -> None:
-        """An empty scheduler within the limits of `config`; `ledger` records its decisions."""
+        """An empty scheduler within the limits of `config`; `ledger` records its decisions.
+
+        Raises:
+            ConfigError: prefixes are to be shared, and the policy does not.
+        """
+        if config.enable_prefix_caching and not getattr(policy, "shares_prefixes", False):
+            raise ConfigError(
+                f"enable_prefix_caching=True: {policy} plans without a prefix cache; leave it out, or take "
+                "vllm_v1, adaptive or another preset"
+            )
         self.config = config
         self.policy = policy
         self.ledger = ledger
@@ -183,20 +192,19 @@ class Scheduler:
             raise RequestError(f"cannot finish request {request.request_id!r}: it {why}")
         state.copied_out_at.pop(request.request_id, None)
         if request.status is RequestStatus.WAITING:
-            state.waiting.remove(request)
+            state.unqueue(request)
         elif request.host_handle is not None:
             if request.slot is None:
                 state.swapped.remove(request)
             else:
-                state.release(request)
+                state.release(request, is_filled=False)
             state.copies.give_up(request)
         elif request.slot is not None:
             if request in state.ending:
                 state.ending.remove(request)
             else:
                 state.leave(request)
-            state.copies.leave(request)
-            state.release(request)
+            state.release(request, is_filled=not state.copies.leave(request))
         del state.live[request.request_id]
         if reason in ("stop", "length") and self.policy.length is not None:
             self.policy.length.observe(request, len(request.output_token_ids))
@@ -214,6 +222,10 @@ class Scheduler:
             request.priority = priority
             queue[request.status].add(request)
         request.priority = priority
+
+    def reset_prefix_cache(self) -> None:
+        """Find none of the present blocks again; those who hold some keep them."""
+        self._state.pool.forget_names()
 
     # Applying a plan
 
@@ -242,11 +254,13 @@ class Scheduler:
             for request, block_id in zip(growing, state.pool.allocate(len(growing)), strict=True):
                 request.block_ids.append(block_id)
             num_context_tokens = state.running.num_tokens + len(state.running) * (num_steps - 1) // 2
+            filling = list(state.running.filling) if self.config.enable_prefix_caching else []
             batch, ending = state.running.advance(num_steps)
             state.ending += ending
-        for request, _ in plan.starting:
-            self._start(request, step_id, now)
-        prefill = [self._prefill(request, length) for request, length in (*chunks, *plan.starting)]
+            for request in filling:
+                state.name_blocks(request)
+        prefill = [self._prefill(request, length) for request, length in chunks]
+        prefill += [self._prefill(*one) for one in plan.starting if self._start(one[0], step_id, now)]
         if not (batch or prefill):
             return SchedulerOutput(step_id)  # whatever executors are to be told waits
         joined, discarded = state.copies.emit(step_id)
@@ -333,24 +347,28 @@ class Scheduler:
             self.ledger.resumed(request, step_id, now)
         return Swap(request, handle, tuple(request.block_ids))
 
-    def _start(self, request: Request, step_id: int, now: float) -> None:
-        """Let a waiting request begin, or begin again."""
-        state = self._state
-        state.waiting.remove(request)
-        state.hold(request, 0)
-        state.activate(request)
+    def _start(self, request: Request, step_id: int, now: float) -> bool:
+        """Let a waiting request begin, or begin again.
+
+        Not, if it was to find what others were to compute before it, and now compute less of.
+        """
+        if not self._state.start(request):
+            return False
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = now
         elif self.ledger is not None:
             self.ledger.resumed(request, step_id, now)
+        return True
 
     def _prefill(self, request: Request, length: int) -> PrefillChunk:
         """Schedule `length` tokens of a prompt under way, and a sample if none remain."""
         state = self._state
         start = request.num_computed_tokens
+        length = min(length, request.num_tokens - start)
         stop = start + length
         state.grow(request, stop)
         request.num_computed_tokens = stop
+        state.name_blocks(request)
         is_first, request.is_slot_new = request.is_slot_new, False
         num_recomputed = max(0, min(stop, request.num_lost_tokens) - start)
         if stop >= request.num_lost_tokens:

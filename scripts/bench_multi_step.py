@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
         args.model,
         skip_tokenizer_init=True,
         warm_up="all",
+        enable_prefix_caching=False,
         max_num_seqs=max(batches),
         max_model_len=_PROMPT_LEN + args.output_len,
     )

@@ -61,6 +61,7 @@ def main() -> None:
     llm = LLM(
         skip_tokenizer_init=True,
         warm_up="all",
+        enable_prefix_caching=False,
         max_model_len=128,
         max_num_seqs=16,
         max_num_batched_tokens=128,

@@ -33,7 +33,7 @@ def make_engine(llm: LLM, async_scheduling: bool) -> Engine:
     """An engine on the executor of `llm`."""
     return Engine(
         llm.executor,
-        Scheduler(llm.engine.scheduler.config),
+        Scheduler(dataclasses.replace(llm.engine.scheduler.config, enable_prefix_caching=False)),
         vocab_size=llm.model_config.vocab_size,
         async_scheduling=async_scheduling,
     )

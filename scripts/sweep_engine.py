@@ -95,6 +95,7 @@ def load(args: argparse.Namespace) -> LLM:
     return LLM(
         args.model,
         skip_tokenizer_init=True,
+        enable_prefix_caching=False,
         warm_up="all",
         max_model_len=max(128, args.prompt_len + max(args.output_lengths)),
         max_num_seqs=args.max_num_seqs,

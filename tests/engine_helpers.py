@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from jaxllm.engine.engine import Engine
 from jaxllm.llm import LLM
+from jaxllm.sched.cache.preview import PoolPreview
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import PreemptionAction, SchedulerPolicy
@@ -22,6 +23,7 @@ SMALL = {
     "num_gpu_blocks_override": 128,
     "num_scheduler_steps": 1,
     "warm_up": "all",
+    "enable_prefix_caching": False,  # several engines use one pool
 }
 
 
@@ -57,7 +59,7 @@ class _ScriptedPlanner(PolicyPlanner):
                     if decision.action is PreemptionAction.SWAP:
                         num_copied = state.pool.blocks_for(other.num_computed_tokens)
                         pools = pools._replace(num_host_free=pools.num_host_free - num_copied)
-                self._give_up(plan, victim, 0.0, pools, now)
+                self._give_up(plan, victim, 0.0, pools, PoolPreview(state.pool), now)
         return plan
 
 
@@ -76,6 +78,7 @@ def make_engine(
     async_scheduling=True,
     num_scheduler_steps=1,
     max_num_seqs=None,
+    enable_prefix_caching=False,
 ):
     """A fresh engine on `llm`'s executor; fewer blocks than the pool has force preemptions."""
     config = llm.engine.scheduler.config
@@ -89,6 +92,7 @@ def make_engine(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_seqs=min(config.max_prefill_seqs or max_num_seqs, max_num_seqs),
             num_host_blocks=num_host_blocks,
+            enable_prefix_caching=enable_prefix_caching,
         ),
         policy or SchedulerPolicy(),
     )

@@ -1,4 +1,8 @@
-"""A device that computes nothing, and checks every read of the KV pool."""
+"""A device that computes nothing, and checks every read of the KV pool.
+
+What is written to a cell depends on all tokens before it, as keys and values do, so that whoever reads the
+blocks of others reads what it would have written, or is found out.
+"""
 
 VOCAB_SIZE = 31
 
@@ -14,12 +18,14 @@ def next_token(token_ids):
 class FakeDevice:
     """A KV pool whose cells know what was written to them, copies on the host, a newest token per slot.
 
-    Blocks are wiped as they are copied out, so that only the copy can bring them back. A row that has sampled
+    Unless requests share blocks these are wiped as they are copied out, so that only the copy can bring them
+    back. A row that has sampled
     one of its end tokens computes nothing any more.
     """
 
-    def __init__(self, block_size):
+    def __init__(self, block_size, is_shared=False):
         self.block_size = block_size
+        self.is_shared = is_shared
         self.cells = {}
         self.slots = {}  # slot -> request, newest token, number of tokens
         self.host = {}
@@ -86,21 +92,27 @@ class FakeDevice:
             self.slots[request.slot] = request, known[-1], len(known)
 
     def _take_block(self, block_id):
-        return [self.cells.pop((block_id, row), None) for row in range(self.block_size)]
+        take = self.cells.get if self.is_shared else self.cells.pop
+        return [take((block_id, row), None) for row in range(self.block_size)]
 
     def _cell(self, request, position):
         return request.block_ids[position // self.block_size], position % self.block_size
 
     def _write(self, request, start, token_ids):
+        state = self.cells[self._cell(request, start - 1)][1] if start else None
         for position, token_id in enumerate(token_ids, start):
-            self.cells[self._cell(request, position)] = (request.request_id, position, token_id)
+            state = hash((state, position, token_id))
+            self.cells[self._cell(request, position)] = token_id, state
 
     def _sample(self, request, num_tokens):
-        context = []
+        context, expected = [], None
         for position in range(num_tokens - 1):
-            owner, written_position, token_id = self.cells[self._cell(request, position)]
-            assert (owner, written_position) == (request.request_id, position), "attends to another's KV"
+            token_id, state = self.cells[self._cell(request, position)]
+            expected = hash((expected, position, token_id))
+            assert state == expected, "attends to KV of other tokens"
             context.append(token_id)
+        known = request.token_ids(0, num_tokens - 1)
+        assert context[: len(known)] == known, "attends to another's KV"
         token_id = next_token(context)
         self.slots[request.slot] = request, token_id, num_tokens
         return token_id

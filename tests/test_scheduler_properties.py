@@ -176,6 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         data=st.data(),
         run_ahead=st.integers(0, 2),  # the engine's is 0 or 1; 2 exercises the guard on tokens in flight
         most_steps=st.sampled_from([1, 3, 8]),
+        is_shared=st.booleans(),
     )
     def start(
         self,
@@ -189,6 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         data,
         run_ahead,
         most_steps,
+        is_shared,
     ):
         # Those of presets may learn, so every run has its own.
         self.policy = make_preset(policy, COSTS) if policy in PRESETS else POLICIES[policy]
@@ -199,6 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.must_swap = policy in ALWAYS_SWAP and run_ahead == 0
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
         self.kv_tokens = num_blocks * block_size
+        self.is_shared = is_shared and self.policy.shares_prefixes
         self.run_ahead = run_ahead
         self.most_steps = most_steps
         budget += max_num_seqs
@@ -211,9 +214,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_prefill_seqs=data.draw(st.none() | st.integers(1, max_num_seqs)),
+            enable_prefix_caching=self.is_shared,
             program_sizes=tuple(sorted({*(size for size in sizes if size < budget), budget})),
         )
-        self.device = FakeDevice(block_size)
+        self.device = FakeDevice(block_size, self.is_shared)
         self.live = {}
         self.num_added = 0
         self.now = 0.0
@@ -228,10 +232,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             total = data.draw(st.integers(2, min(self.kv_tokens + 1, MAX_MODEL_LEN)))
             prompt = data.draw(st.integers(1, total - 1))
+            first = data.draw(st.integers(0, 1)) if self.is_shared else self.num_added
             request = make_request(
                 self.num_added,
                 prompt,
-                prompt_token_ids=[(self.num_added + i) % VOCAB_SIZE for i in range(prompt)],
+                prompt_token_ids=[(first + i) % VOCAB_SIZE for i in range(prompt)],
                 max_total_tokens=total,
                 eos_token_ids=data.draw(st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=3)),
                 priority=data.draw(st.integers(0, 2)),
@@ -246,6 +251,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         request = self.live[data.draw(st.sampled_from(sorted(self.live)))]
         self._finish(request, "abort")
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.scheduler.reset_prefix_cache()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), priority=st.integers(0, 2))
@@ -350,7 +359,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert chunk.length > 0
             assert chunk.is_last == (chunk.start + chunk.length == num_tokens)
             assert request.num_computed_tokens == chunk.start + chunk.length
-            assert chunk.start == num_computed
+            if self.is_shared and status is RequestStatus.WAITING:
+                assert chunk.start % config.block_size == 0
+            else:
+                assert chunk.start == num_computed
             assert chunk.is_first or status is RequestStatus.RUNNING
             assert request.num_tokens == num_tokens + chunk.is_last
             assert request.metrics.first_scheduled_time is not None
@@ -406,8 +418,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         told = {swap.handle for swap in state.copies._joined}
         assert set(self.device.host) == copies | set(state.copies._discarded) | told, "a copy is lost or kept"
         assert state.copies.num_used == sum(len(self.device.host[handle]) for handle in copies)
-        tables = [r.block_ids for r in self.live.values()]
-        assert self.scheduler.num_free_blocks + sum(map(len, tables)) == self.num_blocks
+        held = [block_id for r in self.live.values() for block_id in r.block_ids]
+        assert self.scheduler.num_free_blocks + len(set(held)) == self.num_blocks
+        assert self.is_shared or len(set(held)) == len(held)
         waiting = [r for r in self.live.values() if r.status is RequestStatus.WAITING]
         assert self.scheduler.num_waiting == len(waiting)
         assert self.scheduler.num_running == sum(r.slot is not None for r in self.live.values())

@@ -328,7 +328,7 @@ def test_expected_costs_are_between_predictions_and_hindsight():
 
 
 class Pools:
-    block_size, num_host_free = 4, 8
+    block_size, num_host_free, num_shared = 4, 8, 0
 
 
 def test_expected_costs_are_the_means_of_all_ratios():

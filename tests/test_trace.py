@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.workloads import (
-    Trace,
-)
+from jaxllm.workloads import ClosedLoop, Feed, Poisson, Trace, make_conversations
 
 ROOT = Path(__file__).parents[1]
 SEEDS = st.integers(0, 2**63 - 1)
@@ -226,9 +224,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         (lambda text: "[1]", ConfigError, "is no trace"),
         (lambda text: text.replace("jaxllm-trace", "other"), ConfigError, "is no trace"),
         (
-            lambda text: text.replace('"version": 2', '"version": 3'),
+            lambda text: text.replace('"version": 3', '"version": 4'),
             ConfigError,
-            "version 3; .* reads 1 and 2",
+            "version 4; .* reads 1 to 3",
         ),
         (lambda text: text.replace('"notes"', '"extra"'), ConfigError, "has the keys .*extra.*; a trace has"),
         (lambda text: text.replace("2.25", "NaN"), ConfigError, "NaN is no JSON value"),
@@ -266,3 +264,84 @@ def test_workloads_import_no_accelerator_library():
         "assert not {'jax', 'flax', 'transformers', 'pyarrow'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# Conversations
+
+
+def test_conversations_follow_one_another_and_grow():
+    trace = make_conversations(30, common_len=8, max_len=1000, arrivals=Poisson(2.0), seed=3)
+    assert trace == make_conversations(30, common_len=8, max_len=1000, arrivals=Poisson(2.0), seed=3)
+    lengths = trace.prompt_lens + trace.output_lens
+    assert lengths.max() <= 1000
+    num_later = 0
+    for index, before in enumerate(trace.follows.tolist()):
+        if before < 0:
+            assert trace.common_lens[index] == 8
+            assert trace.think_times[index] == 0
+            continue
+        num_later += 1
+        assert before == index - 1
+        assert trace.prompt_lens[index] > lengths[before]
+        assert trace.arrival_times[index] == trace.arrival_times[before]
+    assert num_later > 30
+
+
+def test_a_turn_begins_with_what_was_said():
+    trace = make_conversations(9, common_len=8, seed=1)
+    firsts = [index for index in range(len(trace)) if trace.followed(index) < 0]
+    prompts = [trace.token_ids(index, 100) for index in firsts]
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+    later = next(index for index in range(len(trace)) if trace.followed(index) >= 0)
+    said = list(range(int(trace.prompt_lens[later - 1] + trace.output_lens[later - 1])))
+    prompt = trace.token_ids(later, 100_000, said)
+    assert prompt[: len(said)] == said
+    assert len(prompt) == trace.prompt_lens[later]
+    with pytest.raises(ConfigError, match="goes on after"):
+        trace.token_ids(later, 100)
+
+
+def test_conversations_are_kept_on_disk(tmp_path):
+    trace = make_conversations(5, common_len=4, seed=2)
+    trace.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json") == trace
+    assert trace.head(2) == Trace.load(tmp_path / "trace.json").head(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"follows": [-1, 1]}, r"follows\[1\]=1 must be -1 or a request before it"),
+        ({"follows": [-2, 0]}, r"follows\[0\]=-2"),
+        ({"follows": [-1, 0], "prompt_lens": [5, 8]}, r"prompt_lens\[1\]=8 must be above the 8 tokens"),
+        ({"common_lens": [5, 0]}, r"prompt_lens\[0\]=5 must be above the 5 tokens"),
+        ({"follows": [-1, 0.5]}, "must hold integers"),
+    ],
+)
+def test_what_follows_nothing_is_refused(changes, message):
+    values = {"prompt_lens": [5, 20], "output_lens": [3, 3], "arrival_times": [0.0, 0.0]} | changes
+    with pytest.raises(RequestError, match=message):
+        Trace(name="x", seed=0, **values)
+
+
+def test_conversations_are_no_closed_loop():
+    values = {"prompt_lens": [5, 20], "output_lens": [3, 3], "arrival_times": [0.0, 0.0], "follows": [-1, 0]}
+    with pytest.raises(ConfigError, match="clients or conversations"):
+        Trace(name="x", seed=0, num_clients=2, **values)
+    with pytest.raises(ConfigError, match="makes up"):
+        Trace(name="x", seed=0, prompt_texts=["a", "b"], **values)
+    with pytest.raises(ConfigError, match="must say when conversations begin"):
+        make_conversations(2, arrivals=ClosedLoop(3))
+
+
+def test_a_feed_waits_for_answers_and_thinks():
+    values = {"prompt_lens": [5, 20, 7], "output_lens": [3, 3, 3], "arrival_times": [0.0, 0.0, 4.0]}
+    trace = Trace(name="x", seed=0, follows=[-1, 0, -1], think_times=[0.0, 2.5, 0.0], **values)
+    feed = Feed(trace, 10.0)
+    assert feed.send(10.0) == (0, 10.0)
+    assert feed.send(13.0) is None
+    feed.answered(13.0, 0)
+    assert feed.next_due == 14.0
+    assert [feed.send(20.0), feed.send(20.0)] == [(2, 14.0), (1, 15.5)]
+    assert feed.is_over

@@ -1,8 +1,8 @@
 """Replays decisions recorded from vLLM's own schedulers through the presets that re-implement them.
 
 Two formats: of vLLM 0.2.5 (`kinds`, one letter per iteration) for preset `vllm`, and of vLLM V1, 0.32
-(`decode`, `prefill`, `free_blocks` per iteration) for preset `vllm_v1`, without prefix caching. In both a
-token is known when its iteration ends.
+(`decode`, `prefill`, `free_blocks` per iteration) for preset `vllm_v1`, with and without prefix caching. In
+both a token is known when its iteration ends.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ def first_difference(record: Mapping[str, Any]) -> str | None:
     """Where the preset first decides differently than the record says; None if nowhere.
 
     Raises:
-        ConfigError: the record is of neither format, or of a run with prefix caching.
+        ConfigError: the record is of neither format.
     """
     if "kinds" in record:
         decided = _replay_vllm025(record)
     elif "free_blocks" in record and "arrival_iteration" in record:
-        if record["args"].get("prefix_caching"):
-            raise ConfigError("the record is of a run with prefix caching, which there is not")
         decided = _replay_v1(record)
     else:
         raise ConfigError("this is neither a record of vLLM 0.2.5 (kinds) nor of V1 (free_blocks)")
@@ -60,26 +58,47 @@ def _difference(theirs: Any, ours: Any) -> str | None:
 
 
 def _requests(record: Mapping[str, Any], arrival_times: Sequence[float]) -> list[Request]:
+    """In order of arrival; each is called by its place in the record."""
+    places = sorted(range(len(arrival_times)), key=lambda place: (arrival_times[place], place))
     return [
         Request(
-            str(index),
-            range(prompt),
+            str(place),
+            _prompt(record, place),
             _PARAMS,
-            arrival_time=arrival,
+            arrival_time=arrival_times[place],
             arrival_index=index,
-            max_total_tokens=prompt + output,
+            max_total_tokens=record["input_lens"][place] + record["output_lens"][place],
         )
-        for index, (prompt, output, arrival) in enumerate(
-            zip(record["input_lens"], record["output_lens"], arrival_times, strict=True)
-        )
+        for index, place in enumerate(places)
     ]
 
 
-def _take(scheduler: Scheduler, output: SchedulerOutput, iteration: int, finished: list[int]) -> None:
+def _prompt(record: Mapping[str, Any], place: int) -> Sequence[int]:
+    """Token ids, which only matter where blocks are shared."""
+    if "prompt_segments" not in record:
+        return range(record["input_lens"][place])
+    segments = record["prompt_segments"][place]
+    return [_token(segment, k) for segment, length in segments for k in range(length)]
+
+
+def _token(segment: int, k: int) -> int:
+    """A token of one of the stretches that prompts and outputs are put together from."""
+    return (1009 * segment + 9176 * k + 13 * segment * k) % 32000
+
+
+def _take(
+    record: Mapping[str, Any],
+    scheduler: Scheduler,
+    output: SchedulerOutput,
+    iteration: int,
+    finished: list[int],
+) -> None:
+    segments = record.get("output_segment")
     for request in output.sampled:
-        request.output_token_ids.append(0)
+        tokens = request.output_token_ids
+        tokens.append(0 if segments is None else _token(segments[int(request.request_id)], len(tokens)))
     for request in output.ending:
-        finished[request.arrival_index] = iteration
+        finished[int(request.request_id)] = iteration
         scheduler.finish(request, "length")
 
 
@@ -103,7 +122,7 @@ def _replay_vllm025(record: Mapping[str, Any]) -> dict[str, Any]:
         num_prompt_tokens += output.num_prefill_tokens
         if output.decode:
             batches.append(len(output.decode))
-        _take(scheduler, output, len(kinds) - 1, finished)
+        _take(record, scheduler, output, len(kinds) - 1, finished)
     return {
         "kinds": kinds,
         "finish_iteration": finished,
@@ -124,13 +143,14 @@ def _replay_v1(record: Mapping[str, Any]) -> dict[str, Any]:
         max_model_len=_MAX_MODEL_LEN,
         max_num_seqs=args["max_num_seqs"],
         max_num_batched_tokens=args["max_num_batched_tokens"],
+        enable_prefix_caching=args["prefix_caching"],
     )
     policy = make_preset("vllm_v1")
     assert isinstance(policy, SchedulerPolicy)
     watermark = WatermarkAdmission(args["watermark"], num_reserved=1)
     scheduler = Scheduler(config, dataclasses.replace(policy, admission=watermark))
     arrivals = record["arrival_iteration"]
-    coming = sorted(_requests(record, arrivals), key=lambda request: arrivals[request.arrival_index])
+    coming = _requests(record, arrivals)
     decided: dict[str, Any] = {
         "decode": [],
         "prefill": [],
@@ -139,6 +159,8 @@ def _replay_v1(record: Mapping[str, Any]) -> dict[str, Any]:
         "admitted": {},
     }
     finished = [-1] * len(arrivals)
+    cached, resumed = [0] * len(arrivals), [0] * len(arrivals)
+    started: set[int] = set()
     num_coming = len(coming)
     iteration = num_preemptions = 0
     while num_coming or scheduler.has_unfinished:
@@ -149,13 +171,23 @@ def _replay_v1(record: Mapping[str, Any]) -> dict[str, Any]:
         decided["decode"].append(len(output.decode))
         decided["prefill"].append(output.num_prefill_tokens)
         decided["free_blocks"].append(scheduler.num_free_blocks)
-        preempted = [request.arrival_index for request in output.preempted]
-        admitted = [chunk.request.arrival_index for chunk in output.prefill if chunk.is_first]
+        preempted = [int(request.request_id) for request in output.preempted]
+        admitted = []
+        for chunk in output.prefill:
+            if chunk.is_first:
+                index = int(chunk.request.request_id)
+                admitted.append(index)
+                (resumed if index in started else cached)[index] += chunk.start
+                started.add(index)
         for name, indices in (("preempted", preempted), ("admitted", admitted)):
             if indices:
                 decided[name][str(iteration)] = indices
         num_preemptions += len(preempted)
-        _take(scheduler, output, iteration, finished)
+        _take(record, scheduler, output, iteration, finished)
         iteration += 1
     totals = {"iterations": iteration, "preemptions": num_preemptions}
-    return {**decided, "finish_iteration": finished, **totals, "prefill_tokens": sum(decided["prefill"])}
+    decided |= {"finish_iteration": finished, **totals, "prefill_tokens": sum(decided["prefill"])}
+    if args["prefix_caching"]:
+        hits = {"cached_tokens": cached, "cached_tokens_resumed": resumed}
+        decided |= {**hits, "hit_tokens": sum(cached) + sum(resumed)}
+    return decided

@@ -35,7 +35,7 @@ class Replay:
         llm: whose executor computes; it must have nothing to do.
         trace: arrivals or clients, prompts and output lengths.
         config: limits of the scheduler, within those of `llm`: fewer blocks make preemptions.
-        policy: the scheduler's decisions.
+        policy: the scheduler's decisions; prefixes are not shared if it does not.
         costs: predictions to compare with what happens; None compares nothing.
         ledger: collects the decisions.
         async_scheduling: whether a step is dispatched before the one before it is read; None as `llm` does.
@@ -63,6 +63,9 @@ class Replay:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         _check(llm, config)
+        if not getattr(policy, "shares_prefixes", False):
+            config = dataclasses.replace(config, enable_prefix_caching=False)
+        llm.reset_prefix_cache()  # the pool will hold something else
         self.clock, self.executor = clock, llm.executor
         self.runs_ahead = llm.config.async_scheduling if async_scheduling is None else async_scheduling
         self._keeper = _TimeKeeper(costs, ledger)
@@ -81,9 +84,14 @@ class Replay:
             observer=self._keeper,
         )
         self._trace = trace
-        self._prompts = [trace.token_ids(index, llm.model_config.vocab_size) for index in range(len(trace))]
+        self._vocab_size = llm.model_config.vocab_size
+        self._prompts = {
+            index: trace.token_ids(index, self._vocab_size)
+            for index in range(len(trace))
+            if trace.followed(index) < 0
+        }
         self._feed: Feed | None = None
-        self._arrivals: list[float] = []
+        self._arrivals: dict[int, float] = {}
         self._outputs: dict[str, RequestOutput] = {}
 
     @property
@@ -104,25 +112,31 @@ class Replay:
         while (sent := feed.send(self.clock())) is not None:
             index, arrival = sent
             params = SamplingParams(temperature=0, max_tokens=int(trace.output_lens[index]), ignore_eos=True)
-            engine.add_request(str(index), self._prompts[index], params, arrival_time=arrival)
-            self._arrivals.append(arrival)
+            prompt = self._prompts.get(index)
+            if prompt is None:
+                before = self._outputs[str(trace.followed(index))]
+                said = [*before.prompt_token_ids, *before.token_ids]
+                prompt = trace.token_ids(index, self._vocab_size, said)
+            engine.add_request(str(index), prompt, params, arrival_time=arrival)
+            self._arrivals[index] = arrival
         if engine.has_unfinished_requests:
             for output in engine.step():
                 if output.finished:
                     self._outputs[output.request_id] = output
-                    feed.answered(self.clock())
+                    feed.answered(self.clock(), int(output.request_id))
         elif feed.next_due is not None:
             time.sleep(max(0.0, feed.next_due - self.clock()))
 
     def result(self) -> RunResult:
         """Figures of the whole run, which must be over."""
         assert self.is_over
-        trace, keeper, arrivals = self._trace, self._keeper, self._arrivals
+        trace, keeper = self._trace, self._keeper
+        arrivals = [self._arrivals[index] for index in range(len(trace))]
         metrics = [self._outputs[str(index)].metrics for index in range(len(trace))]
         first = np.array([one.first_scheduled_time for one in metrics])  # type: ignore[union-attr]
         tokens = np.array([one.first_token_time for one in metrics])  # type: ignore[union-attr]
         finished = np.array([one.finished_time for one in metrics])  # type: ignore[union-attr]
-        seconds = float(finished.max()) - arrivals[0]
+        seconds = float(finished.max()) - min(arrivals)
         spent = keeper.spent
         spent.idle = max(0.0, seconds - spent.prefill - spent.recompute - spent.decode - spent.swap_stall)
         return RunResult(
@@ -141,6 +155,7 @@ class Replay:
             finish_times=finished,
             scheduling_seconds=self._scheduler.seconds,
             prediction_seconds=sum([timed.seconds for timed in self._timed]) + keeper.seconds,
+            num_cached_tokens=sum([output.num_cached_tokens for output in self._outputs.values()]),
         )
 
 

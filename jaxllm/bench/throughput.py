@@ -160,6 +160,7 @@ def measure_throughput(
 
 
 def _repetition(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> Repetition:
+    llm.reset_prefix_cache()  # of the passes before it
     with StepTimer(llm.engine, llm.executor) as timer:
         return run_once(llm.engine, timer, requests)
 

@@ -86,7 +86,11 @@ _CHOICES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "load_format": (LOAD_FORMATS, "dummy makes random weights (default: auto)"),
     "warm_up": (WARM_UPS, "compile programs beside the engine, or all of them first"),
 }
-_NAMES = ("model", "async_scheduling", *_OPTIONS, *_CHOICES)
+_SWITCHES = {
+    "async_scheduling": "let the host run one step ahead of the device (default: on)",
+    "enable_prefix_caching": "compute prompts that begin alike once (default: on, if the policy can)",
+}
+_NAMES = ("model", *_SWITCHES, *_OPTIONS, *_CHOICES)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -102,12 +106,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list each program's shape, seconds and memory on stderr",
     )
-    group.add_argument(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="let the host run one step ahead of the device (default: on)",
-    )
+    for name, text in _SWITCHES.items():
+        group.add_argument(
+            _flag(name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+        )
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -27,6 +27,7 @@ _REFUSED = {
     "scheduler_policy": "steps and copies are measured one by one",
     "ledger": "nobody is preempted",
     "async_scheduling": "a step is always dispatched while the one before it runs",
+    "enable_prefix_caching": "prompts are made up, and computed whole",
     "num_scheduler_steps": "steps are measured one by one",
     "host_bandwidth_limit": "the profile would be of a link that other engines do not have",
 }

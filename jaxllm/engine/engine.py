@@ -160,7 +160,8 @@ class Engine:
 
         Args:
             request_id: unique among live requests.
-            prompt: text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`.
+            prompt: text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`, which may have a
+                "cache_salt": only requests of the same one find each other's KV.
             sampling_params: vLLM's defaults if None.
             arrival_time: seconds of the engine's clock; now if None.
             stream: report the request after every step it advanced in, not only when it has finished.
@@ -291,6 +292,15 @@ class Engine:
             state = self._live(request_id)
             with self._changing():
                 self.scheduler.reprioritize(state.request, priority)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what blocks hold, so that later requests compute all of their prompts.
+
+        Raises:
+            EngineError: the engine has failed, or another thread uses it.
+        """
+        with self._used():
+            self.scheduler.reset_prefix_cache()
 
     # Failure
 

@@ -91,6 +91,16 @@ class EngineThread:
         self._engine.check_priority(priority)
         self._commands.put(functools.partial(self._set_priority, request_id, priority))
 
+    def reset_prefix_cache(self) -> None:
+        """Let later requests compute all of their prompts; those under way keep what they have found."""
+        done = threading.Event()
+        with self._lock:
+            if self._thread is None:
+                self._engine.reset_prefix_cache()
+                return
+            self._commands.put(functools.partial(self._reset_prefix_cache, done))
+        done.wait()
+
     def has_ended(self, request_ids: Iterable[str]) -> bool:
         """Whether none of the requests is live, or about to be."""
         thread = self._thread
@@ -174,6 +184,10 @@ class EngineThread:
                 self._engine.abort(request_id)
         if done is not None:
             self._waiting.append(done)
+
+    def _reset_prefix_cache(self, done: threading.Event) -> None:
+        self._waiting.append(done)
+        self._engine.reset_prefix_cache()
 
     def _set_priority(self, request_id: str, priority: int) -> None:
         if self._engine.is_live(request_id):

@@ -22,6 +22,7 @@ from jaxllm.types import Request
 from jaxllm.workloads import Feed, Trace
 from jaxllm.workloads.result import RunResult
 
+_VOCAB_SIZE = 2**31 - 1
 _SAMPLING_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
 
 
@@ -78,12 +79,24 @@ def simulate(
     arrivals = np.zeros(count)
     first_scheduled, first_tokens, finished = np.zeros(count), np.zeros(count), np.zeros(count)
     scheduling = 0.0
+    said: dict[int, Sequence[int]] = {}  # before a request that follows another, once that has its answer
+    followers: dict[int, list[int]] = {}
+    for index in range(count if config.enable_prefix_caching else 0):
+        if trace.followed(index) >= 0:
+            followers.setdefault(trace.followed(index), []).append(index)
+    num_cached = 0
     num_steps = num_prefill_steps = num_prefill_tokens = 0
     num_decode_steps = num_decoded = num_preemptions = num_swaps = 0
     while scheduler.has_unfinished or not feed.is_over:
         while (sent := feed.send(executor.now)) is not None:
             index, arrivals[index] = sent
-            request = _request(trace, *sent)
+            if config.enable_prefix_caching:
+                prompt: Sequence[int] = trace.token_ids(index, _VOCAB_SIZE, said.pop(index, ()))
+            elif trace.prompt_token_ids is not None:
+                prompt = trace.prompt_token_ids[index]
+            else:
+                prompt = range(int(trace.prompt_lens[index]))
+            request = _request(trace, *sent, prompt, feed.num_sent - 1)
             request.priority = 0 if priorities is None else priorities[index]
             request.deadline = None if deadlines is None else sent[1] + deadlines[index]
             scheduler.add(request)
@@ -111,9 +124,8 @@ def simulate(
             for chunk in scheduled.prefill:
                 if chunk.is_last:
                     chunk.request.output_token_ids.append(0)
-                    first_tokens[chunk.request.arrival_index] = (
-                        first_tokens[chunk.request.arrival_index] or executor.now
-                    )
+                    index = int(chunk.request.request_id)
+                    first_tokens[index] = first_tokens[index] or executor.now
         if scheduled.decode:
             num_decode_steps += 1
             num_decoded += len(scheduled.decode)
@@ -125,9 +137,12 @@ def simulate(
             scheduler.finish(request, "length")
             first = request.metrics.first_scheduled_time
             assert first is not None  # it ran
-            first_scheduled[request.arrival_index] = first
-            finished[request.arrival_index] = executor.now
-            feed.answered(executor.now)
+            index = int(request.request_id)
+            first_scheduled[index], finished[index] = first, executor.now
+            num_cached += request.num_cached_tokens or 0
+            for follower in followers.get(index, ()):
+                said[follower] = request.token_ids(0, request.num_known_tokens)
+            feed.answered(executor.now, index)
     return RunResult(
         seconds=executor.now - began_at,
         num_output_tokens=int(trace.output_lens.sum()),
@@ -143,16 +158,18 @@ def simulate(
         first_token_times=first_tokens,
         finish_times=finished,
         scheduling_seconds=scheduling,
+        num_cached_tokens=num_cached,
     )
 
 
-def _request(trace: Trace, index: int, arrival_time: float) -> Request:
-    prompt_len = int(trace.prompt_lens[index])
+def _request(
+    trace: Trace, index: int, arrival_time: float, prompt: Sequence[int], arrival_index: int
+) -> Request:
     return Request(
         str(index),
-        range(prompt_len) if trace.prompt_token_ids is None else trace.prompt_token_ids[index],
+        prompt,
         _SAMPLING_PARAMS,
         arrival_time=arrival_time,
-        arrival_index=index,
-        max_total_tokens=prompt_len + int(trace.output_lens[index]),
+        arrival_index=arrival_index,
+        max_total_tokens=len(prompt) + int(trace.output_lens[index]),
     )

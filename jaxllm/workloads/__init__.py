@@ -9,6 +9,7 @@ from jaxllm.workloads.arrivals import (
     RecordedArrivals,
     parse_arrivals,
 )
+from jaxllm.workloads.conversations import make_conversations
 from jaxllm.workloads.datasets import PromptDataset, load_dataset_file
 from jaxllm.workloads.feed import Feed
 from jaxllm.workloads.lengths import ALPACA, CHATBOT, DATASETS, SUMMARY, LognormalLengths, UniformLengths
@@ -37,6 +38,7 @@ __all__ = [
     "UniformLengths",
     "load_dataset_file",
     "load_trace_csv",
+    "make_conversations",
     "make_trace",
     "parse_arrivals",
 ]

@@ -33,6 +33,7 @@ class RunResult:
 
     `scheduling_seconds` is the host's own time in `Scheduler.schedule`, `prediction_seconds` that of
     decisions and of comparing predictions with measurements, None if nobody measured it.
+    `num_cached_tokens` are tokens of prompts that were found in the prefix cache instead of computed.
     """
 
     seconds: float
@@ -50,6 +51,7 @@ class RunResult:
     finish_times: npt.NDArray[np.float64]
     scheduling_seconds: float
     prediction_seconds: float | None = None
+    num_cached_tokens: int = 0
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -75,6 +77,8 @@ class RunResult:
             "num_steps": self.num_steps,
             "num_prefill_steps": self.num_prefill_steps,
             "num_prefill_tokens": self.num_prefill_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "mean_first_token_seconds": float((self.first_token_times - self.arrival_times).mean()),
             "num_preemptions": self.num_preemptions,
             "num_swaps": self.num_swaps,
             "mean_decode_batch": self.mean_decode_batch,

@@ -19,6 +19,7 @@ class Stream(enum.IntEnum):
     PROMPTS = 1
     OUTPUTS = 2
     TOKENS = 3
+    TURNS = 4
 
 
 def generator(seed: int, stream: Stream) -> np.random.Generator:

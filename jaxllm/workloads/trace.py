@@ -3,13 +3,15 @@
 On disk a trace is one JSON object, a key a line, so that two traces can be compared with diff:
 
     {"format": "jaxllm-trace",
-    "version": 2,
+    "version": 3,
     "name": "chatbot",
     "seed": 0,
     "notes": [...],
     "arrival_times": [0.0, ...],       seconds
     "num_clients": 0,                  of a closed loop; 0 for an open one
-    "think_times": null,               or seconds, in a closed loop
+    "think_times": null,               or seconds, in a closed loop or conversations
+    "follows": null,                   or the request whose conversation each goes on with; -1 for none
+    "common_lens": null,               or tokens that all prompts begin with
     "prompt_lens": [17, ...],          tokens
     "output_lens": [64, ...],          tokens
     "prompt_token_ids": null,          or one list of token ids a request
@@ -34,7 +36,13 @@ from jaxllm.workloads.checks import MAX_LEN, MAX_REQUESTS, MAX_SECONDS, MAX_SEED
 from jaxllm.workloads.seeding import random_token_ids
 
 _FORMAT = "jaxllm-trace"
-_VERSION = 2  # 1 had no closed loops
+_VERSION = 3  # 1 had no closed loops, 2 no conversations
+_NEW_FIELDS: dict[int, dict[str, Any]] = {
+    1: {"num_clients": 0, "think_times": None, "follows": None, "common_lens": None},
+    2: {"follows": None, "common_lens": None},
+}
+_COMMON_STREAM = 2**32
+"""Where the tokens are drawn from that prompts have in common; of no request."""
 _MAX_TOKEN_ID = 2**31 - 1
 _PERCENTILES = (50, 90, 99)
 
@@ -55,7 +63,13 @@ class Trace:
         num_clients: who send the requests in a closed loop, in turn of their answers (`Feed`); 0 if requests
             come at `arrival_times`, which else are all 0.
         think_times: float64 `[num_requests]`, seconds between an answer and the sending of the next request,
-            in the order of these; only in a closed loop, none if None.
+            in the order of these; of a request that follows another, since that one's answer. Only in a
+            closed loop or conversations, none if None.
+        follows: int64 `[num_requests]`: the request, before it in the trace, that it goes on with, or -1. Its
+            prompt is that one's prompt and answer and then tokens of its own; it is sent after that answer,
+            whatever its arrival time is. None if none does. Only where the trace makes token ids up.
+        common_lens: int64 `[num_requests]`: with how many tokens, the same in all, each prompt begins; of a
+            request that follows another that is as its first one's. None is none.
         notes: where the trace is from and what was done to it (rows left out, ...), for people.
 
     Raises:
@@ -72,6 +86,8 @@ class Trace:
     prompt_texts: tuple[str, ...] | None = None
     num_clients: int = 0
     think_times: npt.NDArray[np.float64] | None = None
+    follows: npt.NDArray[np.int64] | None = None
+    common_lens: npt.NDArray[np.int64] | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -97,10 +113,19 @@ class Trace:
         if self.num_clients and values["arrival_times"].any():
             raise ConfigError("in a closed loop requests come after answers; set all arrival_times to 0")
         if self.think_times is not None:
-            if not self.num_clients:
-                raise ConfigError("think_times are of a closed loop; set num_clients, or drop them")
+            if not self.num_clients and self.follows is None:
+                raise ConfigError(
+                    "think_times are of a closed loop or conversations; set num_clients or follows, or drop "
+                    "them"
+                )
             values["think_times"] = _as_seconds("think_times", self.think_times)
             _check_count("think_times", values["think_times"], len(prompt_lens))
+        if self.follows is not None or self.common_lens is not None:
+            if self.prompt_token_ids is not None or self.prompt_texts is not None:
+                raise ConfigError("follows and common_lens are of prompts that the trace makes up; drop them")
+            if self.follows is not None and self.num_clients:
+                raise ConfigError("a trace has clients or conversations, not both; drop follows")
+            values |= _as_continued(self.follows, self.common_lens, prompt_lens, values["output_lens"])
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -128,18 +153,17 @@ class Trace:
             ConfigError: there are not as many, or fewer than one is asked for.
         """
         count = check_integer("num_requests", num_requests, 1, len(self))
-        ids, texts, think = self.prompt_token_ids, self.prompt_texts, self.think_times
-        return dataclasses.replace(
-            self,
-            arrival_times=self.arrival_times[:count],
-            prompt_lens=self.prompt_lens[:count],
-            output_lens=self.output_lens[:count],
-            think_times=None if think is None else think[:count],
-            prompt_token_ids=None if ids is None else ids[:count],
-            prompt_texts=None if texts is None else texts[:count],
-        )
+        ids, texts = self.prompt_token_ids, self.prompt_texts
+        values: dict[str, Any] = {
+            "prompt_token_ids": None if ids is None else ids[:count],
+            "prompt_texts": None if texts is None else texts[:count],
+        }
+        for name in ("arrival_times", "prompt_lens", "output_lens", "think_times", "follows", "common_lens"):
+            array = getattr(self, name)
+            values[name] = None if array is None else array[:count]
+        return dataclasses.replace(self, **values)
 
-    def token_ids(self, index: int, vocab_size: int) -> list[int]:
+    def token_ids(self, index: int, vocab_size: int, before: Sequence[int] = ()) -> list[int]:
         """The prompt of request `index`: its own token ids, or random ones of its length.
 
         Random ids depend on seed, index, length and `vocab_size` alone. Texts are not looked at: encode
@@ -148,15 +172,26 @@ class Trace:
         Args:
             index: of the request, from 0.
             vocab_size: token ids lie in `[0, vocab_size)`.
+            before: prompt and answer of the request that it `follows`.
 
         Raises:
-            ConfigError: an argument is out of range.
+            ConfigError: an argument is out of range, or `before` is not as long as the trace says.
             RequestError: the trace's own token ids do not fit the vocabulary.
         """
         index = check_integer("index", index, 0, len(self) - 1)
         vocab_size = check_integer("vocab_size", vocab_size, 1, _MAX_TOKEN_ID + 1)
         if self.prompt_token_ids is None:
-            return random_token_ids(self.seed, index, int(self.prompt_lens[index]), vocab_size)
+            length, follows = int(self.prompt_lens[index]), self.followed(index)
+            expected = 0 if follows < 0 else int(self.prompt_lens[follows] + self.output_lens[follows])
+            if len(before) != expected:
+                raise ConfigError(
+                    f"request {index} goes on after {expected} tokens, and before has {len(before)}"
+                )
+            given = list(before)
+            if self.common_lens is not None and follows < 0:
+                common = int(self.common_lens[index])
+                given = random_token_ids(self.seed, _COMMON_STREAM, common, vocab_size)
+            return given + random_token_ids(self.seed, index, length - len(given), vocab_size)
         token_ids = list(self.prompt_token_ids[index])
         if max(token_ids) >= vocab_size:
             raise RequestError(
@@ -164,6 +199,10 @@ class Trace:
                 f"{vocab_size}: use the model whose tokenizer made the trace"
             )
         return token_ids
+
+    def followed(self, index: int) -> int:
+        """The request that a request goes on with; -1 if there is none."""
+        return -1 if self.follows is None else int(self.follows[index])
 
     def summary(self) -> dict[str, Any]:
         """Statistics as a JSON object: lengths in tokens, times in seconds, rates in requests a second.
@@ -231,10 +270,10 @@ class Trace:
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             raise ConfigError(f'{name}: is no trace; a trace is a JSON object with "format": "{_FORMAT}".')
         version = content.pop("version", None)
-        if version == 1:
-            content = {"num_clients": 0, "think_times": None, **content}
+        if version in _NEW_FIELDS:
+            content = _NEW_FIELDS[version] | content
         elif version != _VERSION:
-            raise ConfigError(f"{name}: has trace version {version!r}; this jaxllm reads 1 and {_VERSION}.")
+            raise ConfigError(f"{name}: has trace version {version!r}; this jaxllm reads 1 to {_VERSION}.")
         keys = [field.name for field in dataclasses.fields(cls)]
         if content.keys() != set(keys):
             raise ConfigError(f"{name}: has the keys {', '.join(content)}; a trace has {', '.join(keys)}.")
@@ -305,6 +344,49 @@ def as_texts(texts: Sequence[str] | None, prompt_lens: npt.NDArray[np.int64]) ->
                 "character; decode the source with the right encoding"
             ) from error
     return tuple(texts)
+
+
+def _as_continued(
+    follows: npt.ArrayLike | None,
+    common_lens: npt.ArrayLike | None,
+    prompt_lens: npt.NDArray[np.int64],
+    output_lens: npt.NDArray[np.int64],
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Read-only copies of what is given of both.
+
+    Raises:
+        RequestError: a request does not follow one before it, or has no token of its own.
+    """
+    values = {}
+    least = np.zeros(len(prompt_lens), np.int64)
+    for name, given in (("common_lens", common_lens), ("follows", follows)):
+        if given is None:
+            continue
+        array = _as_vector(name, given)
+        _check_count(name, array, len(prompt_lens))
+        if array.dtype.kind not in "iu":
+            raise RequestError(f"{name} must hold integers, got {array.dtype}")
+        values[name] = array = _frozen(array.astype(np.int64))
+        if name == "common_lens":
+            _check_bounds(name, array, 0, MAX_LEN)
+            least = np.maximum(least, array)
+            continue
+        wrong = np.flatnonzero((array < -1) | (array >= np.arange(len(array))))
+        if wrong.size:
+            index = int(wrong[0])
+            raise RequestError(
+                f"follows[{index}]={array[index]} must be -1 or a request before it, below {index}"
+            )
+        ends = np.append(prompt_lens + output_lens, 0)
+        least = np.where(array < 0, least, ends[array])
+    short = np.flatnonzero(prompt_lens <= least)
+    if short.size:
+        index = int(short[0])
+        raise RequestError(
+            f"prompt_lens[{index}]={prompt_lens[index]} must be above the {least[index]} tokens that its "
+            "prompt begins with"
+        )
+    return values
 
 
 def _as_times(values: npt.ArrayLike) -> npt.NDArray[np.float64]:

@@ -75,6 +75,11 @@ class VLLM025:
         """Neither priorities nor deadlines."""
         return ()
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """It had no prefix cache."""
+        return False
+
     def planner(self, state: SchedulerState) -> VLLM025Planner:
         """What decides."""
         return VLLM025Planner(state, self)

@@ -162,6 +162,11 @@ class SchedulingPolicy(Protocol):
         """What of a request's `priority` and `deadline` it looks at."""
         ...
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether it plans with what requests find in the prefix cache."""
+        ...
+
     def planner(self, state: SchedulerState) -> Planner:
         """What decides the iterations."""
         ...
@@ -223,6 +228,11 @@ class SchedulerPolicy:
     def reads(self) -> tuple[str, ...]:
         """What of `priority` and `deadline` it looks at; all of it if its priority does not say."""
         return tuple(getattr(self.priority, "reads", ("priority", "deadline")))
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """It does."""
+        return True
 
     def planner(self, state: SchedulerState) -> Planner:
         """What decides the iterations of a scheduler."""

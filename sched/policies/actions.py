@@ -75,7 +75,7 @@ class AdaptiveAction:
     """AdaptiveLLM: predicts both costs and takes the cheaper action (Algorithm 1, lines on swap and drop).
 
     As in the paper, recomputing costs one prefill of the victim's tokens, swapping a copy of its blocks out
-    and back.
+    and back. Tokens in blocks that others hold as well are not computed again.
 
     Args:
         costs: predicts seconds.
@@ -89,6 +89,7 @@ class AdaptiveAction:
         if not num_blocks:
             return Decision(PreemptionAction.RECOMPUTE, 0.0, 0.0)
         num_tokens = victim.num_computed_tokens + 1  # the newest one is prefilled, too
+        num_tokens = max(1, num_tokens - state.num_shared * state.block_size)
         copy_out, swap, recompute = serial_costs(self.costs, num_tokens, num_blocks)
         return cheaper(num_blocks, state, swap, recompute, copy_out)
 

@@ -80,6 +80,7 @@ def loaded(
         write_config(name, folder),
         skip_tokenizer_init=True,
         warm_up="all",
+        enable_prefix_caching=False,
         load_format="dummy",
         dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
         profile_seconds=0.0,

@@ -381,6 +381,7 @@ def load_engine(model: str, *, max_num_seqs: int, load_format: str, dtype: str) 
     return LLM(
         model,
         skip_tokenizer_init=True,
+        enable_prefix_caching=False,
         warm_up="all",
         load_format=load_format,
         dtype=dtype,

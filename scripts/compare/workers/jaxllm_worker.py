@@ -28,8 +28,9 @@ class JaxllmEngine(protocol.Engine):
             # Compile times of a first start, not of a second one.
             "compilation_cache_dir": None,
         }
-        if any(field.name == "warm_up" for field in dataclasses.fields(EngineConfig)):
-            settings["warm_up"] = "all"  # earlier versions know nothing else
+        for name, value in {"warm_up": "all", "enable_prefix_caching": False}.items():
+            if any(field.name == name for field in dataclasses.fields(EngineConfig)):
+                settings[name] = value  # earlier versions know nothing else
         self._llm = LLM(self.job["model"], **(settings | self.job["settings"]))
         return {
             "load_seconds": self._llm.load_times.load_seconds,

@@ -1,5 +1,7 @@
 """BlockPool and HostCopies: single cases, and a state machine against a naive model."""
 
+import collections
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -7,7 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scheduler_helpers import make_request
 
 from jaxllm.errors import ConfigError, KVCacheError
-from jaxllm.sched.block_manager import BlockPool
+from jaxllm.sched.cache.blocks import BlockPool
+from jaxllm.sched.cache.names import BlockName
+from jaxllm.sched.cache.preview import PoolPreview
 from jaxllm.sched.copies import HostCopies
 
 
@@ -55,14 +59,12 @@ def test_sizes_are_checked(num_blocks, block_size):
 def test_check_finds_corruption():
     pool = BlockPool(3, 16)
     pool.allocate(2)
-    pool._free.append(2)
-    with pytest.raises(KVCacheError, match="free list of 2 blocks holds 1"):
+    del pool._free[2]
+    with pytest.raises(KVCacheError, match="block 2 has 0 references, free: False"):
         pool.check()
-    pool._free[:] = [2, 0]
-    with pytest.raises(KVCacheError, match="block 0 is used and free"):
-        pool.check()
-    pool._free.clear()
-    with pytest.raises(KVCacheError, match="block 2 is neither used nor free"):
+    pool._free[2] = None
+    pool._by_name[name(0)] = [0]
+    with pytest.raises(KVCacheError, match="do not agree"):
         pool.check()
 
 
@@ -129,40 +131,118 @@ def test_check_finds_corrupt_copies():
         copies.check()
 
 
+def name(content):
+    return BlockName(b"%d" % content, b"")
+
+
 class BlockPoolMachine(RuleBasedStateMachine):
-    """The model is the set of used blocks."""
+    """The model: references by block, the queue of free ones, and names in the order they were given."""
 
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks):
         self.pool = BlockPool(num_blocks, 16)
-        self.model = set()
+        self.counts = [0] * num_blocks
+        self.free = list(range(num_blocks))
+        self.names = []
+        self.watching = []
 
     @rule(count=st.integers(0, 9))
     def allocate(self, count):
-        if count > self.pool.num_blocks - len(self.model):
+        if count > len(self.free):
             with pytest.raises(KVCacheError):
                 self.pool.allocate(count)
             return
-        block_ids = self.pool.allocate(count)
-        assert len(set(block_ids)) == count
-        assert all(0 <= b < self.pool.num_blocks and b not in self.model for b in block_ids)
-        self.model.update(block_ids)
+        expected, self.free = self.free[:count], self.free[count:]
+        assert self.pool.allocate(count) == expected
+        self.names = [(block_id, content) for block_id, content in self.names if block_id not in expected]
+        for block_id in expected:
+            self.counts[block_id] = 1
 
     @rule(data=st.data())
     def release(self, data):
         block_ids = data.draw(st.lists(st.integers(-1, self.pool.num_blocks), max_size=5))
-        if len(set(block_ids)) < len(block_ids) or not self.model.issuperset(block_ids):
+        held = collections.Counter(dict(enumerate(self.counts)))
+        if collections.Counter(block_ids) - held:
             with pytest.raises(KVCacheError):
                 self.pool.release(block_ids)
             return
+        if len(set(block_ids)) < len(block_ids):
+            return  # no sequence has a block twice
         self.pool.release(block_ids)
-        self.model.difference_update(block_ids)
+        for block_id in block_ids:
+            self.counts[block_id] -= 1
+        named = {block_id for block_id, _ in self.names}
+        for block_id in reversed(block_ids):
+            if not self.counts[block_id]:
+                self.free.insert(len(self.free) if block_id in named else 0, block_id)
+
+    @rule(data=st.data(), content=st.integers(0, 3))
+    def give_a_name(self, data, content):
+        held = [block_id for block_id, count in enumerate(self.counts) if count]
+        if held:
+            block_id = data.draw(st.sampled_from(held))
+            self.pool.name(block_id, name(content))
+            if block_id not in {named for named, _ in self.names}:
+                self.names.append((block_id, content))
+
+    @rule(contents=st.lists(st.integers(0, 3), unique=True))
+    def find_and_acquire(self, contents):
+        expected = []
+        for content in contents:
+            blocks = [block_id for block_id, named in self.names if named == content]
+            if not blocks:
+                break
+            expected.append(blocks[0])
+        found = self.pool.find([name(content) for content in contents])
+        assert found == expected
+        self.pool.acquire(found)
+        for block_id in found:
+            self.counts[block_id] += 1
+        self.free = [block_id for block_id in self.free if block_id not in found]
+
+    @rule(content=st.integers(0, 3))
+    def watch(self, content):
+        self.pool.watch(name(content))
+        self.watching.append(content)
+
+    @rule(data=st.data())
+    def unwatch(self, data):
+        if self.watching:
+            content = data.draw(st.sampled_from(self.watching))
+            self.pool.unwatch(name(content))
+            self.watching.remove(content)
+
+    @rule()
+    def forget(self):
+        self.pool.forget_names()
+        self.names = []
+
+    @rule(data=st.data())
+    def preview(self, data):
+        """What a preview says is what happens then."""
+        preview = PoolPreview(self.pool)
+        count = data.draw(st.integers(0, len(self.free)))
+        preview.take(count)
+        gone = set(self.free[:count])
+        for content in range(4):
+            blocks = [block_id for block_id, named in self.names if named == content and block_id not in gone]
+            hit = preview.find([name(content)])
+            assert hit.num_blocks == bool(blocks)
+            is_held = bool(blocks) and self.counts[blocks[0]] > 0
+            assert (hit.held if is_held else hit.free) == tuple(blocks[:1])
+            assert len(hit.held) + len(hit.free) == hit.num_blocks
+        held = data.draw(st.permutations([b for b, references in enumerate(self.counts) if references]))
+        freed = [preview.release([block_id]) for block_id in held]
+        assert sum(freed) == sum(self.counts[block_id] == 1 for block_id in held)
 
     @invariant()
     def agrees_with_the_model(self):
         self.pool.check()
-        assert self.pool.num_used == len(self.model)
+        assert list(self.pool.free_blocks()) == self.free
         assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks
+        assert self.pool.has_shared == any(count > 1 for count in self.counts)
+        found = {content for _, content in self.names}.intersection(self.watching)
+        assert self.pool.may_find == (bool(found) or len(set(self.watching)) < len(self.watching))
 
 
 TestBlockPoolMachine = BlockPoolMachine.TestCase

@@ -1,0 +1,1 @@
+"""The KV cache: blocks by number, and by what they hold."""
