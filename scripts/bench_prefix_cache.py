@@ -4,9 +4,9 @@
 
 `shared`: requests with a common prompt and a few tokens of their own, all at once. `turns`: conversations
 whose turns follow one another, each with all that was said before. `apart`: requests that have nothing in
-common. With and without take turns within a repetition. Time to the first token is from a request's arrival,
-the mean over requests, in `turns` over those after a conversation's first. Names of a long prompt's blocks
-are timed apart.
+common. With and without take turns, each the first in every other repetition. Time to the first token is from
+a request's arrival, the mean over requests, in `turns` over those after a conversation's first. Names of a
+long prompt's blocks are timed apart.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for kind in kinds:
         runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
-        for _ in range(args.repetitions):
-            for caches, results in runs.items():
-                results.append(play(llm, kind, args, caches=caches))
+        for number in range(args.repetitions):
+            for caches in (False, True) if number % 2 else (True, False):
+                runs[caches].append(play(llm, kind, args, caches=caches))
         row: dict[str, Any] = {"kind": kind}
         for caches, results in runs.items():
             medians = {name: statistics.median(one[name] for one in results) for name in results[0]}

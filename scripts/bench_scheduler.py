@@ -2,7 +2,8 @@
 
     python scripts/bench_scheduler.py --out scheduler.json
 
-Steady: every running request decodes, one in `block_size` needs a block, nobody is admitted or preempted.
+Steady: every running request decodes, one in `block_size` needs a block, nobody is admitted or preempted;
+with the prefix cache and without, and nothing in common.
 Preempting: no free block is left, and one request in 16 needs one, for which as many others go, under the
 policies of `vllm_v1` and of `adaptive`. Admitting: one request joins the others. Trace: every iteration of
 2,000 Chatbot requests of 64 output tokens under a preset, while about half of `--running` run in a pool that
@@ -67,7 +68,7 @@ def make_request(index: int, num_prompt_tokens: int) -> Request:
     """A request that does not end within the benchmark."""
     return Request(
         f"request-{index}",
-        [1] * num_prompt_tokens,
+        [1 + index] * num_prompt_tokens,
         SamplingParams(),
         arrival_time=0.0,
         arrival_index=index,
@@ -83,7 +84,12 @@ def spread_lengths(num_running: int, seed: int) -> list[int]:
 
 
 def running_scheduler(
-    lengths: list[int], spare_blocks: int, spare_slots: int, policy: SchedulerPolicy | None = None
+    lengths: list[int],
+    spare_blocks: int,
+    spare_slots: int,
+    policy: SchedulerPolicy | None = None,
+    *,
+    caches: bool = False,
 ) -> Scheduler:
     """Requests of these lengths, just prefilled."""
     num_running = len(lengths)
@@ -96,6 +102,7 @@ def running_scheduler(
             max_num_seqs=num_running + spare_slots,
             max_num_batched_tokens=MAX_MODEL_LEN,
             num_host_blocks=num_running,
+            enable_prefix_caching=caches,
         ),
         policy or SchedulerPolicy(),
     )
@@ -126,19 +133,22 @@ def summarise(iteration: str, num_running: int, samples: list[tuple[float, int]]
     )
 
 
-def bench_steady(num_running: int, repetitions: int, seed: int) -> Timing:
+def bench_steady(num_running: int, repetitions: int, seed: int, *, caches: bool = False) -> Timing:
     """Decode iterations with enough free blocks."""
     spare = num_running * (repetitions // BLOCK_SIZE + 10)
-    scheduler = running_scheduler(spread_lengths(num_running, seed), spare, 0)
+    scheduler = running_scheduler(spread_lengths(num_running, seed), spare, 0, caches=caches)
     for _ in range(2 * BLOCK_SIZE):  # warm-up
-        scheduler.schedule(0.0)
+        for request in scheduler.schedule(0.0).decode:
+            request.output_token_ids.append(0)
     samples = []
     for _ in range(repetitions):
         microseconds, output = timed(scheduler.schedule)
         if len(output.decode) != num_running or output.preempted:
             raise RuntimeError("the iteration was not steady; lower --repetitions")
+        for request in output.decode:
+            request.output_token_ids.append(0)
         samples.append((microseconds, 0))
-    return summarise("steady decode", num_running, samples)
+    return summarise("steady decode, prefix cache" if caches else "steady decode", num_running, samples)
 
 
 def bench_preempting(preset: str, num_running: int, repetitions: int) -> Timing:
@@ -267,7 +277,8 @@ def main() -> None:
     gc.disable()  # its pauses are the process's, not the scheduler's
     timings = []
     for running in args.running:
-        timings.append(bench_steady(running, args.repetitions, args.seed))
+        for caches in (False, True):
+            timings.append(bench_steady(running, args.repetitions, args.seed, caches=caches))
         for preset in ("vllm_v1", "adaptive"):
             timings.append(bench_preempting(preset, running, max(args.repetitions // 10, 10)))
         timings.append(bench_admitting(running, args.repetitions, args.seed))

@@ -120,10 +120,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--conversations", type=int, default=300)
-    parser.add_argument(
-        "--rates", type=list_of(float), default="0.25,0.5,1,1.5,2", help="default: %(default)s"
-    )
+    parser.add_argument("--conversations", type=int, default=1000)
+    parser.add_argument("--rates", type=list_of(float), default="0.5,1,1.5,2,3", help="default: %(default)s")
     parser.add_argument("--blocks", type=list_of(int), default="1500,3000,6000", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")

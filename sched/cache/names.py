@@ -6,11 +6,10 @@ on. Names are chained: each holds a digest of the name before it.
 
 from __future__ import annotations
 
+import array
 import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 _DIGEST_BYTES = 16
 _ITEMSIZE = 4
@@ -32,7 +31,7 @@ def names_of(token_ids: Sequence[int], block_size: int, before: bytes) -> list[B
     """Names of the full blocks of `token_ids`, which follow what the digest `before` is of."""
     size = block_size * _ITEMSIZE
     num_blocks = len(token_ids) // block_size
-    content = np.array(token_ids[: num_blocks * block_size], np.int32).tobytes()
+    content = array.array("i", token_ids[: num_blocks * block_size]).tobytes()
     names = []
     for start in range(0, num_blocks * size, size):
         tokens = content[start : start + size]
