@@ -127,6 +127,7 @@ class RequestOutput:
             ],
             "finished": self.finished,
             "metrics": None if self.metrics is None else dataclasses.asdict(self.metrics),
+            "num_cached_tokens": self.num_cached_tokens,
         }
 
 
