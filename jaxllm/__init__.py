@@ -6,24 +6,45 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxllm.beam_search import BeamSearchParams
     from jaxllm.config import EngineConfig
     from jaxllm.engine.engine import Engine
+    from jaxllm.inputs import TextPrompt, TokensPrompt
     from jaxllm.llm import LLM
     from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
-    from jaxllm.sampling_params import SamplingParams
+    from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+    from jaxllm.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "Engine", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
 
 # Loaded on first use (PEP 562), so that the scheduler can be imported without JAX.
 _HOMES = {
     "LLM": "jaxllm.llm",
+    "BeamSearchParams": "jaxllm.beam_search",
     "CompletionOutput": "jaxllm.outputs",
     "Engine": "jaxllm.engine.engine",
     "EngineConfig": "jaxllm.config",
     "Logprob": "jaxllm.outputs",
     "RequestOutput": "jaxllm.outputs",
+    "RequestOutputKind": "jaxllm.sampling_params",
     "SamplingParams": "jaxllm.sampling_params",
+    "StructuredOutputsParams": "jaxllm.structured_outputs",
+    "TextPrompt": "jaxllm.inputs",
+    "TokensPrompt": "jaxllm.inputs",
 }
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
 import logging
 import os
 import time
@@ -23,13 +26,15 @@ from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.disk import BlockFiles, weights_fingerprint
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.ledgers import open_ledger
 from jaxllm.loading import load_params
+from jaxllm.logits_processors import load_processors
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
-from jaxllm.models.registry import pack_linear_weights, weight_bytes
+from jaxllm.models.registry import AnyConfig, pack_linear_weights, weight_bytes
 from jaxllm.predictors.base import ITEMSIZES, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _logger = logging.getLogger(__name__)
+_FILE_BYTES = 16 * 2**30
 _BRIEF_PROFILE_SECONDS = 10.0
 
 
@@ -111,11 +117,12 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
 
     max_model_len = config.max_model_len or model_config.default_max_model_len
-    model_config.with_max_model_len(max_model_len)
+    has_bounds = model_config.with_max_model_len(max_model_len).has_bounds
     shape = shape_of(model_config, folder.resolve().name, dtype)
     scheduling = make_scheduling(scheduler_policy, shape, device.device_kind, config.block_size)
     heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
-    default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
+    settle = functools.partial(pallas_kernels.settle_implementation, *heads, config.block_size)
+    default, _ = settle(has_bounds=has_bounds)
     has_native_products = (config.attention_implementation or default) == "native" and dtype == "float32"
     buckets = Buckets.make(
         max_num_seqs=max_num_seqs,
@@ -141,8 +148,9 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
     max_model_len = _fit_length(max_model_len, num_blocks * config.block_size, config.max_model_len)
+    has_files = config.prefix_cache_dir is not None
     num_host_blocks = scheduling.num_host_blocks(
-        config.num_host_blocks, num_blocks, needed_blocks, bytes_per_block
+        config.num_host_blocks, num_blocks, needed_blocks, bytes_per_block, is_needed=has_files
     )
     if config.host_bandwidth_limit is not None and not num_host_blocks:
         raise ConfigError(
@@ -164,6 +172,8 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         ),
         program_sizes=() if has_native_products else buckets.sizes,
     )
+    if config.prefix_cache_dir is not None:
+        _check_files(config, scheduler_config)
     model_config = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]
     executor_config = ExecutorConfig(
         num_gpu_blocks=num_blocks,
@@ -178,6 +188,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         num_host_blocks=num_host_blocks,
         host_bandwidth_limit=config.host_bandwidth_limit,
         max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
+        logits_processors=load_processors(config.logits_processors, model_config.vocab_size, max_model_len),
     )
     programs = StepPrograms(model_config, executor_config, device)
     if config.attention_implementation != FASTEST:  # which is to be measured first
@@ -201,23 +212,73 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         raise
     load_times = LoadTimes(loaded - started, time.perf_counter() - loaded)
     costs_source = _settle_costs(config, executor, shape, scheduling)
+    files = None
+    if config.prefix_cache_dir is not None:
+        kernels = config.attention_implementation or settle(has_bounds=model_config.has_bounds)[0]
+        files = _keep_files(config, folder, executor, model_config, kernels)
     ledger = close_ledger = None
     if config.ledger is not None:
         ledger, close_ledger = open_ledger(config.ledger, None if costs_source is None else scheduling.costs)
     engine = Engine(
         executor,
-        Scheduler(scheduler_config, scheduling.policy, ledger=ledger),
+        Scheduler(scheduler_config, scheduling.policy, ledger=ledger, files=files),
         observer=StepObserver(scheduling.costs, ledger),
         vocab_size=model_config.vocab_size,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         async_scheduling=config.async_scheduling,
         num_scheduler_steps=config.num_scheduler_steps,
+        has_rotary_positions=isinstance(model_config, LlamaConfig),
     )
     if close_ledger is not None:
         weakref.finalize(engine, close_ledger)
     return Assembly(
         engine, executor, tokenizer, model_config, dtype, scheduling.costs, costs_source, load_times
+    )
+
+
+def _check_files(config: EngineConfig, limits: SchedulerConfig) -> None:
+    """Verify that there can be files of the prefix cache.
+
+    Raises:
+        ConfigError: there is no prefix cache, no host memory to read into, or weights that are in no file.
+    """
+    folder = str(config.prefix_cache_dir)
+    if not (limits.enable_prefix_caching and limits.num_host_blocks):
+        raise ConfigError(
+            f"prefix_cache_dir={folder!r} needs the prefix cache and host memory, and there are "
+            f"enable_prefix_caching={limits.enable_prefix_caching} and num_host_blocks="
+            f"{limits.num_host_blocks}: set these, or leave the folder out"
+        )
+    if config.load_format == "dummy":
+        raise ConfigError(
+            f'prefix_cache_dir={folder!r} cannot keep blocks of load_format="dummy": weights that are in no '
+            "file are not known again; leave one of them out"
+        )
+
+
+def _keep_files(
+    config: EngineConfig, folder: Path, executor: ModelExecutor, model_config: AnyConfig, kernels: str
+) -> BlockFiles:
+    """The files of the prefix cache, those of engines that compute the same keys and values."""
+    assert config.prefix_cache_dir is not None
+    rope = getattr(model_config, "rope", None)
+    frequencies = (
+        b"" if rope is None else rope.inverse_frequencies().tobytes()
+    )  # some depend on max_model_len
+    about = {
+        "weights": weights_fingerprint(folder),
+        "load_format": config.load_format,
+        "overrides": sorted((config.hf_overrides or {}).items()),
+        "rope": hashlib.blake2b(frequencies, digest_size=16).hexdigest(),
+        "dtype": executor.config.dtype,
+        "block": list(executor.block_shape),
+        "kernels": f"{kernels} on {executor.device_kind}",
+    }
+    return executor.keep_files(
+        Path(config.prefix_cache_dir).expanduser(),
+        json.dumps(about, default=str),
+        config.prefix_cache_dir_bytes or _FILE_BYTES,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError
@@ -37,11 +37,17 @@ class EngineConfig:
         block_size: tokens per KV block.
         num_gpu_blocks_override: size of the KV pool in blocks.
         kv_cache_memory: size of the KV pool in bytes.
-        num_host_blocks: blocks of pinned host memory for requests that the scheduling policy swaps out; 0
-            turns swapping off. By default what 4 GiB hold, at most as many as the pool has, and none if the
-            policy never swaps or the pool cannot run out.
+        num_host_blocks: blocks of pinned host memory for requests that the scheduling policy swaps out, and
+            for what of the prefix cache the device has no room for; 0 turns both off. By default what 4 GiB
+            hold, at most as many as the pool has, and none if the policy copies nothing or the pool cannot
+            run out.
         enable_prefix_caching: let requests find the KV of earlier ones whose tokens begin alike, instead of
             computing it. By default they do, unless the scheduling policy is a system that did not.
+        prefix_cache_dir: folder in which the prefix cache outlives the engine, in files that other engines of
+            the same model and weights may read and write at the same time. Every full block is copied to the
+            host, and from there to a file. `LLM.reset_prefix_cache` leaves the files alone.
+        prefix_cache_dir_bytes: most bytes of these files, 16 GiB by default; the least recently used ones go
+            first.
         host_bandwidth_limit: for experiments only: bytes per second that the link to the host is slowed down
             to, in each direction.
         profile_seconds: measure costs for so long at start if no profile of this model and device is stored.
@@ -57,6 +63,9 @@ class EngineConfig:
             run and none of them needs a decision; the host then has less to do, and streams advance by
             several tokens. At most `block_size`; by default as many as take 50 ms, up to 8; 1 turns it off,
             with fewer programs.
+        logits_processors: pure JAX functions that change the logits of every request before all else, by
+            import path "module:function" or themselves (`jaxllm.logits_processors`); they are compiled into
+            the programs.
         ledger: file to write the scheduler's decisions to, as JSON lines (`jaxllm.sched.ledger`).
         decode_buckets: batch sizes to compile decode programs for; a ladder up to max_num_seqs by default.
         prefill_buckets: token counts to compile programs of steps with prompts for, likewise.
@@ -84,12 +93,15 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     num_host_blocks: int | None = None
     enable_prefix_caching: bool | None = None
+    prefix_cache_dir: str | os.PathLike[str] | None = None
+    prefix_cache_dir_bytes: int | None = None
     host_bandwidth_limit: float | None = None
     profile_seconds: float | None = None
     gpu_memory_utilization: float | None = None
     attention_implementation: str | None = None
     async_scheduling: bool = True
     num_scheduler_steps: int | None = None
+    logits_processors: Sequence[str | Callable[..., Any]] | None = None
     ledger: str | None = None
     decode_buckets: Sequence[int] | None = None
     prefill_buckets: Sequence[int] | None = None
@@ -97,7 +109,14 @@ class EngineConfig:
     compilation_cache_dir: str | os.PathLike[str] | None = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "compilation_cache_dir", "attention_implementation", "ledger"):
+        strings = (
+            "tokenizer",
+            "compilation_cache_dir",
+            "attention_implementation",
+            "ledger",
+            "prefix_cache_dir",
+        )
+        for name in ("model", *strings, "prefix_cache_dir"):
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike) and (value is not None or name == "model"):
                 raise ConfigError(f"{name}={value!r} must be a string")
@@ -109,6 +128,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Sequence) or isinstance(value, str)):
                 raise ConfigError(f"{name}={value!r} must be a list of sizes")
+        processors = self.logits_processors
+        if processors is not None and (not isinstance(processors, Sequence) or isinstance(processors, str)):
+            raise ConfigError(
+                f"logits_processors={processors!r} must be a list of functions, or of paths 'module:function'"
+            )
         _choice("dtype", self.dtype, ("auto", *DTYPES))
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("warm_up", self.warm_up, WARM_UPS)
@@ -124,6 +148,15 @@ class EngineConfig:
         _integer("kv_cache_memory", self.kv_cache_memory, 1, 2**50)
         _integer("num_scheduler_steps", self.num_scheduler_steps, 1, self.block_size)
         _integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
+        _integer("prefix_cache_dir_bytes", self.prefix_cache_dir_bytes, 1, 2**60)
+        folder = self.prefix_cache_dir
+        if folder is not None and (not os.fspath(folder) or "\0" in os.fspath(folder)):
+            raise ConfigError(f"prefix_cache_dir={folder!r} must be the path of a folder")
+        if folder is None and self.prefix_cache_dir_bytes is not None:
+            raise ConfigError(
+                f"prefix_cache_dir_bytes={self.prefix_cache_dir_bytes} limits files, and prefix_cache_dir "
+                "names no folder for any: set it, or leave both out"
+            )
         _number("host_bandwidth_limit", self.host_bandwidth_limit, 1.0, 1e15)
         _number("profile_seconds", self.profile_seconds, 0.0, 3600.0)
         for name in ("skip_tokenizer_init", "async_scheduling", "enable_prefix_caching"):

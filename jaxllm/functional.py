@@ -176,9 +176,9 @@ def generate(
             f"{config.max_model_len} positions; lower max_new_tokens or shorten the prompts"
         )
     rope = getattr(config, "rope", None)
-    if rope is not None and rope.rope_type == "dynamic" and rope.max_model_len is None:
+    if rope is not None and rope.depends_on_length and rope.max_model_len is None:
         raise ValueError(
-            "rope type 'dynamic' needs the longest sequence its frequencies are to be made for; "
+            f"rope type {rope.rope_type!r} needs the longest sequence its frequencies are to be made for; "
             f"pass config.with_max_model_len({max_len}), or the engine's max_model_len for its tokens"
         )
     dtype = next(iter(params.values())).dtype
@@ -301,6 +301,7 @@ def _slot_params(
         seeds=seeds,
         prompt_length=per_row(lengths, jnp.int32, 0),
         min_length=per_row(0, jnp.int32, 0),
+        first_position=per_row(0, jnp.int32, 0),
         bias_ids=jnp.full((batch_size + 1, MAX_LOGIT_BIAS), -1, jnp.int32),
         bias_values=jnp.zeros((batch_size + 1, MAX_LOGIT_BIAS), jnp.float32),
         banned_ids=jnp.full((batch_size + 1, 1), -1, jnp.int32),

@@ -87,7 +87,7 @@ def _is_scores(value: object) -> bool:
 
 
 _ACTIONS = [action.value for action in PreemptionAction]
-_RESUME_ACTIONS = [None, *(action.value for action in ResumeAction)]
+_RESUME_ACTIONS = [None, *(action.value for action in ResumeAction if action is not ResumeAction.RECOMPUTE)]
 _IS_OF_TYPE: dict[str, Callable[[object], bool]] = {
     "int": lambda value: type(value) is int,
     "float": _is_number,

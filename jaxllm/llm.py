@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm import tokenizer as tokenization
 from jaxllm.assembly import assemble
+from jaxllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from jaxllm.chat import render
 from jaxllm.config import EngineConfig
 from jaxllm.engine.thread import EngineThread, OutputStream
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, SamplingParamsError
 from jaxllm.executor.step_programs import CompileProgress
+from jaxllm.generation_config import default_sampling_params
 from jaxllm.inputs import Prompt
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.vllm_names import check_chat_arguments, translate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _ID_PREFIX = "llm-"  # of requests made here, so that ids queued on the engine itself stay the user's
 
@@ -41,11 +50,13 @@ class LLM:
 
     Args:
         model: folder of a checkpoint; the embedded demo model if None.
+        tokenizer: folder of the tokenizer; the model's if None.
         scheduler_policy: which request is next, whom to preempt and how, when to admit: a preset's name
             ("adaptive", the default, "paper", "vllm", "vllm_v1" and others, see `jaxllm.sched.presets`; its
             predicted costs are those of `jaxllm profile`, or a roofline), the import path "module:attribute"
             of your own, or a `SchedulerPolicy`.
-        **settings: the fields of `EngineConfig`.
+        **settings: the fields of `EngineConfig`; vLLM's others are taken with the values that change nothing
+            (`jaxllm.vllm_names`).
 
     Attributes:
         engine: runs the requests; a loop of your own may use it while no call is under way.
@@ -59,16 +70,16 @@ class LLM:
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         *,
         scheduler_policy: SchedulingPolicy | str | None = None,
         **settings: Any,
     ) -> None:
-        known = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
-        unknown = sorted(settings.keys() - known)
-        if unknown:
-            raise ConfigError(f"unknown settings {unknown}; known settings: {', '.join(sorted(known))}")
+        known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+        translated = translate({"tokenizer": tokenizer, **settings}, known)
         folder = demo_model_path() if model is None else Path(model)
-        self.config = EngineConfig(model=str(folder), **settings)
+        self.config = EngineConfig(model=str(folder), **translated)
+        self._default_params = default_sampling_params(folder)
         made = assemble(self.config, scheduler_policy)
         self.engine, self.executor, self.tokenizer = made.engine, made.executor, made.tokenizer
         self.model_config, self.dtype = made.model_config, made.dtype
@@ -76,6 +87,53 @@ class LLM:
         self.load_times = made.load_times
         self._thread = EngineThread(self.engine)
         self._ids = itertools.count()
+
+    def __repr__(self) -> str:
+        """The model, and what it runs on."""
+        config, limits = self.model_config, self.engine.scheduler.config
+        parts = [
+            repr(self.config.model),
+            f"{type(config).__name__.removesuffix('Config')} of {config.num_layers} layers in {self.dtype}",
+            f"max_model_len={limits.max_model_len}",
+            f"max_num_seqs={limits.max_num_seqs}",
+            f"{limits.num_gpu_blocks} blocks of {limits.block_size} tokens",
+            "closed" if self.engine.is_closed else f"{self.engine.num_live} requests",
+        ]
+        return f"LLM({', '.join(parts)})"
+
+    def __enter__(self) -> LLM:
+        """Itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """As `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """End the requests under way (as "abort"), complete the cache's files, and let go of the device.
+
+        Later calls raise `EngineError`; closing again does nothing.
+
+        Raises:
+            EngineError: a thread runs requests of its own on `engine`.
+        """
+        self._thread.close()
+        self.executor.flush_files()
+        self.executor.release()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("this LLM was made with skip_tokenizer_init=True and has no tokenizer")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate`, `chat` and `stream` take without parameters: the checkpoint's, as in vLLM."""
+        return self._default_params
 
     @property
     def max_model_len(self) -> int:
@@ -99,8 +157,8 @@ class LLM:
 
         Args:
             prompts: one prompt or a list of them; each is text, a list of token ids, or
-                `{"prompt_token_ids": ids}`.
-            sampling_params: for all prompts, or one for each.
+                `{"prompt_token_ids": ids}`, with options as in `Engine.add_request`.
+            sampling_params: for all prompts, or one for each; `get_default_sampling_params` if None.
             use_tqdm: show a progress bar.
             priority: lower is more urgent, as in vLLM; for all prompts, or one for each. Only for policies
                 that look at it, such as preset "priority".
@@ -113,20 +171,13 @@ class LLM:
         """
         stream = self._submit(prompts, sampling_params, priority, deadline, stream=False)
         outputs: dict[int, RequestOutput] = {}
-        progress = None
-        if use_tqdm:
-            from tqdm import tqdm
-
-            progress = tqdm(total=stream.num_unfinished, desc="Processed prompts", unit="prompt")
-        try:
+        with (
+            contextlib.closing(stream),
+            _progress(stream.num_unfinished, "Processed prompts", "prompt", is_shown=use_tqdm) as advance,
+        ):
             for output in stream:
                 outputs[int(output.request_id)] = output
-                if progress is not None:
-                    progress.update()
-        finally:
-            stream.close()
-            if progress is not None:
-                progress.close()
+                advance()
         return [outputs[place] for place in range(len(outputs))]
 
     def chat(
@@ -137,19 +188,42 @@ class LLM:
         *,
         priority: Priorities = None,
         deadline: Deadlines = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
-        **template_variables: Any,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, rendered by the checkpoint's chat template.
+        """Answer one conversation, or a list of them, rendered by a chat template.
+
+        `prompt` of an output is the rendered text.
 
         Args:
-            messages: `[{"role": "user", "content": "..."}]`, or a list of such lists.
+            messages: `[{"role": "user", "content": "..."}]`, or a list of such lists. Content is text, or
+                parts of it: `[{"type": "text", "text": "..."}]`.
             sampling_params: as in `generate`.
             use_tqdm: show a progress bar.
             priority, deadline: as in `generate`.
+            chat_template: a template's text, instead of the checkpoint's; or the name of one of several.
+            chat_template_content_format: whether a template gets content as a "string" (parts are joined by
+                line breaks) or as a list of parts ("openai"); "auto" finds out what it reads.
             add_generation_prompt: open the assistant's turn.
-            **template_variables: passed to the template.
+            continue_final_message: let the model go on with the last message; needs
+                `add_generation_prompt=False`.
+            tools: JSON schemas of functions, which the template shows to the model. Calls are in the text.
+            tool_choice: None or "auto" leave it to the model, "none" shows it no tools.
+            chat_template_kwargs: other variables of the template, such as `{"enable_thinking": False}`.
+            **others: vLLM's other arguments are taken with the values that change nothing.
+
+        Raises:
+            RequestError: a conversation or an argument is invalid, or the template does not read it.
+            ConfigError: there is no tokenizer or no template, or the template is broken.
+            EngineError, SamplingParamsError: as `generate`.
         """
+        check_chat_arguments({"tool_choice": tool_choice, **others}, _CHAT_NAMES)
         if self.tokenizer is None:
             raise ConfigError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init=True")
         if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -157,14 +231,73 @@ class LLM:
                 "messages must be a list like [{'role': 'user', 'content': '...'}], or a list of such lists, "
                 f"not {type(messages).__name__}"
             )
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [
-            tokenization.apply_chat_template(
-                self.tokenizer, conversation, add_generation_prompt, **template_variables
+        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+            raise RequestError(
+                f"chat_template_kwargs={chat_template_kwargs!r} must be a dictionary of template variables"
             )
-            for conversation in conversations
-        ]
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = []
+        for conversation in conversations:
+            text = render(
+                self.tokenizer,
+                conversation,
+                chat_template=chat_template,
+                content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=None if tool_choice == "none" else tools,
+                template_variables=chat_template_kwargs,
+            )
+            token_ids = tokenization.encode(self.tokenizer, text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority, deadline=deadline)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The most likely completions of each prompt, as `transformers` finds them.
+
+        Args:
+            prompts: as in `generate`.
+            params: how to search; outputs end at the model's length, too.
+            use_tqdm: show a progress bar, over tokens.
+
+        Raises:
+            RequestError, SamplingParamsError: an input is invalid; nothing was run.
+            EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise SamplingParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        items, ends = _as_prompts(prompts), self.engine.eos_token_ids
+        step = BeamSearch(params, ends).step
+        block_size = self.engine.scheduler.config.block_size
+        searches: list[tuple[BeamSearch, dict[str, Any]]] = []
+        with _progress(params.max_tokens, "Beam search", "token", is_shown=use_tqdm) as advance:
+            for item, first in zip(items, self.generate(items, step, use_tqdm=False), strict=True):
+                num_kept = len(first.prompt_token_ids) - first.num_dropped_tokens
+                most = min(params.max_tokens, self.max_model_len - num_kept)
+                limited = dataclasses.replace(params, max_tokens=most)
+                search = BeamSearch(limited, ends, first.prompt_token_ids, first.num_dropped_tokens)
+                search.advance([first])
+                searches.append((search, dict(item) if isinstance(item, Mapping) else {}))
+            advance()
+            while following := [
+                {
+                    **{key: value for key, value in given.items() if key != "prompt"},
+                    "prompt_token_ids": tokens,
+                }
+                for search, given in searches
+                for tokens in search.prompts(block_size)
+            ]:
+                outputs = iter(self.generate(following, step, use_tqdm=False))
+                for search, _ in searches:
+                    if search.running:
+                        search.advance([next(outputs) for _ in search.running])
+                advance()
+        return [search.output(self.tokenizer) for search, _ in searches]
 
     def stream(
         self,
@@ -188,7 +321,7 @@ class LLM:
 
         Returns:
             True, as vLLM does where it could; requests under way keep what they have found, and what they
-            compute is found again.
+            compute is found again. Files (`prefix_cache_dir`) stay, and are found.
         """
         self._thread.reset_prefix_cache()
         return True
@@ -198,6 +331,7 @@ class LLM:
     ) -> OutputStream:
         """Queue all prompts, or none if one of them is refused."""
         items = _as_prompts(prompts)
+        params = self._default_params if params is None else params
         columns = {
             "prompt": items,
             "sampling_params": _one_each("sampling_params", params, len(items)),
@@ -211,9 +345,24 @@ class LLM:
         return self._thread.submit(requests, stream=stream)
 
 
+_CHAT_NAMES = [name for name in inspect.signature(LLM.chat).parameters if name not in ("self", "others")]
+
+
 def demo_model_path() -> Path:
     """Folder of the small Llama that comes with the package."""
     return Path(__file__).parent / "demo_model"
+
+
+@contextlib.contextmanager
+def _progress(total: int, title: str, unit: str, *, is_shown: bool) -> Iterator[Callable[[], object]]:
+    """Something to call at each step, which advances a bar if one is shown."""
+    if not is_shown:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=title, unit=unit) as bar:
+        yield bar.update
 
 
 def _as_prompts(prompts: Prompts) -> list[Any]:
@@ -224,9 +373,9 @@ def _as_prompts(prompts: Prompts) -> list[Any]:
     if isinstance(prompts, bytes | bytearray | Set):
         raise RequestError(f"prompts must be a list, not {type(prompts).__name__}: their order matters")
     items = list(prompts)
-    if not items:
-        raise RequestError("no prompts; pass at least one")
-    is_one = all(hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0 for item in items)
+    is_one = bool(items) and all(
+        hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0 for item in items
+    )
     return [items] if is_one else items
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.detokenizer import IncrementalDetokenizer
-from jaxllm.errors import EngineError
+from jaxllm.errors import EngineError, SamplingParamsError
 from jaxllm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from jaxllm.types import FinishReason, Request, TokenLogprobs
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.types import FinishReason, Request, RequestMetrics, TokenLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +37,8 @@ class OutputBuilder:
         request_id: the outputs'.
         prompt: its text, if it was given as text.
         tokenizer: turns tokens into text; None leaves it empty.
+        samples: puts it together with other samples of its prompt, of which it is the `index`-th.
+        is_delta: each output holds only what is new (`RequestOutputKind.DELTA`).
     """
 
     def __init__(
@@ -44,12 +47,18 @@ class OutputBuilder:
         request_id: str,
         prompt: str | None,
         tokenizer: PreTrainedTokenizerBase | None,
+        samples: Samples | None = None,
+        index: int = 0,
+        *,
+        is_delta: bool = False,
     ) -> None:
         params = request.sampling_params
+        self._is_delta, self._num_characters = is_delta, 0
         self.request_id, self._prompt = request_id, prompt
+        self._samples, self.index = samples, index
         self._request, self._params = request, params
         self._tokenizer = tokenizer
-        self._prompt_token_ids = list(request.prompt_token_ids)
+        self._prompt_token_ids = [*request.dropped_token_ids, *request.prompt_token_ids]
         self._token_ids: list[int] = []
         self._cumulative_logprob = 0.0
         self._scored: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -65,8 +74,8 @@ class OutputBuilder:
         """Whether log-probabilities were asked for."""
         return self._scored is not None
 
-    def add(self, delta: Delta) -> RequestOutput:
-        """The output after one more delta.
+    def add(self, delta: Delta) -> RequestOutput | None:
+        """The output after one more delta; None as long as other samples are waited for.
 
         Raises:
             EngineError: one before it is missing: the caller was interrupted when it had it in its hands.
@@ -82,15 +91,36 @@ class OutputBuilder:
             self._cumulative_logprob += sum([one.logprob for one in delta.logprobs])
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += map(self._name, delta.prompt_logprobs)
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs,
-            outputs=[_Completion(self, len(self._token_ids), self._cumulative_logprob, delta)],
+            outputs=[self._completion(delta)],
             finished=delta.finish_reason is not None,
             metrics=self._request.metrics,
             num_cached_tokens=self._request.num_cached_tokens or 0,
+            num_host_cached_tokens=self._request.num_host_cached_tokens,
+            num_disk_cached_tokens=self._request.num_disk_cached_tokens,
+            num_dropped_tokens=len(self._request.dropped_token_ids),
+        )
+        return output if self._samples is None else self._samples.add(self.index, output)
+
+    def _completion(self, delta: Delta) -> CompletionOutput:
+        """What there is to tell of the output after a delta."""
+        all_of_it = _Completion(self, len(self._token_ids), self._cumulative_logprob, delta)
+        if not self._is_delta:
+            return all_of_it
+        text, start = all_of_it.text, self._num_characters
+        self._num_characters = len(text)
+        return CompletionOutput(
+            index=self.index,
+            text=text[start:],
+            token_ids=delta.token_ids,
+            cumulative_logprob=all_of_it.cumulative_logprob,
+            logprobs=None if self._scored is None else list(map(self._name, delta.logprobs)),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
         )
 
     def token_ids(self, count: int) -> list[int]:
@@ -146,6 +176,61 @@ class OutputBuilder:
         return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
 
+class Samples:
+    """Puts outputs of several samples of a prompt together.
+
+    Args:
+        params: those of the request.
+        stream: whether there are outputs before all samples have ended.
+
+    Raises:
+        SamplingParamsError: there are to be, of samples that are to be chosen from.
+    """
+
+    def __init__(self, params: SamplingParams, *, stream: bool) -> None:
+        if stream and params.num_samples > params.n:
+            raise SamplingParamsError(
+                f"best_of={params.best_of} above n={params.n} cannot be streamed: which samples are the best "
+                "is known at the end; use generate, or leave best_of out"
+            )
+        self._params, self._stream = params, stream
+        self._outputs: dict[int, RequestOutput] = {}
+
+    def add(self, index: int, output: RequestOutput) -> RequestOutput | None:
+        """The output of all samples after one more of the `index`-th one; None before all have ended."""
+        self._outputs[index] = output
+        outputs = [self._outputs[place] for place in sorted(self._outputs)]
+        is_finished = len(outputs) == self._params.num_samples and all(one.finished for one in outputs)
+        if not (is_finished or self._stream):
+            return None
+        first, metrics = outputs[0], outputs[0].metrics
+        if is_finished and metrics is not None:
+            for one in outputs:
+                if one.metrics is not None:
+                    metrics = _later(metrics, one.metrics)
+        completions = [one.outputs[0] for one in outputs]
+        if self._stream and self._params.output_kind is RequestOutputKind.DELTA:
+            completions = output.outputs
+        if len(completions) > self._params.n:
+            completions = self._best(completions)
+        return dataclasses.replace(first, outputs=completions, finished=is_finished, metrics=metrics)
+
+    def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
+        best = sorted(completions, key=lambda one: one.cumulative_logprob or 0.0, reverse=True)
+        return [
+            CompletionOutput(
+                index=index,
+                text=one.text,
+                token_ids=one.token_ids,
+                cumulative_logprob=one.cumulative_logprob,
+                logprobs=None if self._params.logprobs is None else one.logprobs,
+                finish_reason=one.finish_reason,
+                stop_reason=one.stop_reason,
+            )
+            for index, one in enumerate(best[: self._params.n])
+        ]
+
+
 class _Completion(CompletionOutput):
     """A completion so far, whose text and lists are made, once, when somebody looks at them."""
 
@@ -159,7 +244,7 @@ class _Completion(CompletionOutput):
             "_builder": builder,
             "_count": count,
             "_made": {},
-            "index": 0,
+            "index": builder.index,
             "cumulative_logprob": cumulative_logprob if builder.is_scored else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
@@ -189,6 +274,15 @@ class _Completion(CompletionOutput):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompletionOutput, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+def _later(metrics: RequestMetrics, other: RequestMetrics) -> RequestMetrics:
+    """With the other's end, if that is later."""
+    if (other.finished_time or 0.0) <= (metrics.finished_time or 0.0):
+        return metrics
+    return dataclasses.replace(
+        metrics, finished_time=other.finished_time, last_token_time=other.last_token_time
+    )
 
 
 def make_detokenizer(

@@ -31,8 +31,8 @@ class CompletionOutput:
 
     `logprobs` has one entry per token id, `cumulative_logprob` is the sum over the chosen tokens; both
     are None unless asked for. `finish_reason` is None while the request runs, else "stop" (an
-    end-of-sequence token, a stop token or a stop string), "length" or "abort". `stop_reason` is the
-    stop string or stop token id that ended it; None for end of sequence.
+    end-of-sequence token, a stop token or a stop string), "length", "abort" or "error". `stop_reason` is the
+    stop string or stop token id that ended it, or what was wrong; None for end of sequence.
     """
 
     index: int
@@ -43,16 +43,21 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A request's prompt and completions so far.
 
-    `prompt` is None for a prompt given as token ids. `prompt_logprobs` has one entry per prompt token,
+    `prompt` is None for a prompt given as token ids alone. `prompt_logprobs` has one entry per prompt token,
     the first of them None since nothing precedes it; it is None unless asked for. Of several outputs
     for one request, each holds everything so far. `num_cached_tokens` is how many of the prompt's tokens were
     not computed, since their KV was found when the request first started, and `cached_tokens_by_tier` where:
-    on the "device".
+    on the "device", in "host" memory (`num_host_cached_tokens`), or on "disk" (`num_disk_cached_tokens`). The
+    first `num_dropped_tokens` of the prompt were cut: neither attended to, nor found, nor computed.
 
     `text`, `token_ids` and the like are those of the first completion: `output.text` is
     `output.outputs[0].text`.
@@ -66,11 +71,16 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    num_host_cached_tokens: int = 0
+    num_disk_cached_tokens: int = 0
+    num_dropped_tokens: int = 0
 
     @property
     def cached_tokens_by_tier(self) -> dict[str, int]:
         """See the class."""
-        return {"device": self.num_cached_tokens}
+        num_on_host, num_on_disk = self.num_host_cached_tokens, self.num_disk_cached_tokens
+        num_on_device = self.num_cached_tokens - num_on_host - num_on_disk
+        return {"device": num_on_device, "host": num_on_host, "disk": num_on_disk}
 
     @property
     def text(self) -> str:
@@ -128,6 +138,9 @@ class RequestOutput:
             "finished": self.finished,
             "metrics": None if self.metrics is None else dataclasses.asdict(self.metrics),
             "num_cached_tokens": self.num_cached_tokens,
+            "num_host_cached_tokens": self.num_host_cached_tokens,
+            "num_disk_cached_tokens": self.num_disk_cached_tokens,
+            "num_dropped_tokens": self.num_dropped_tokens,
         }
 
 

@@ -21,7 +21,7 @@ from jaxllm.predictors.regression import Fit, RegressionCostModel, Sample, fit
 from jaxllm.predictors.store import Profile
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.types import PrefillChunk, Request, SchedulerOutput, Swap
+from jaxllm.types import PrefillChunk, Request, SchedulerOutput, Swap, host_blocks_of
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 _MIN_SAMPLES = 60
@@ -180,7 +180,9 @@ class Profiler:
         out_alone, in_alone = (statistics.median(times) for times in zip(*alone, strict=True))
         decode = self._schedule(Work(contexts=(context,) * batch))
         nobody = Request("", [0], _GREEDY, arrival_time=0.0, arrival_index=-1, max_total_tokens=2)
-        swap = Swap(nobody, -2, tuple(range(num_blocks)))  # handle -1 is that of `time_swap`
+        host_blocks = tuple(host_blocks_of(-2, num_blocks))  # handle -1 is that of `time_swap`
+        swap = Swap(nobody, -2, tuple(range(num_blocks)), host_blocks)
+        dropped = tuple(dict.fromkeys(place.piece for place in host_blocks))
 
         def seconds(num_steps: int, first: SchedulerOutput, last: SchedulerOutput) -> float:
             started = time.perf_counter()
@@ -195,6 +197,7 @@ class Profiler:
         start_out = dataclasses.replace(decode, swap_out=(swap,))
         start_in = dataclasses.replace(decode, load=(swap,))
         end_in = dataclasses.replace(decode, joined=(swap,))
+        drop = dataclasses.replace(decode, dropped=dropped)
         for _ in range(repetitions):
             num_steps = max(1, math.ceil(out_alone / step))
             without = seconds(num_steps, decode, decode)
@@ -202,6 +205,7 @@ class Profiler:
             num_steps = max(1, math.ceil(in_alone / step))
             without = seconds(num_steps, decode, decode)
             shares[1].append(1 - (seconds(num_steps, start_in, end_in) - without) / in_alone)
+            executor.execute(drop).fetch()
         out_share, in_share = (min(1.0, max(0.0, statistics.median(of))) for of in shares)
         return out_share, in_share
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxllm.errors import SamplingParamsError
+from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_LOGIT_BIAS = 300
 """Most entries of `logit_bias`."""
@@ -19,16 +22,23 @@ MAX_STOP_STRINGS = 64
 """Most entries of `stop`."""
 MAX_STOP_LENGTH = 1000
 """Longest stop string, in characters."""
+MAX_ALLOWED_TOKEN_IDS = 2**20
+"""Most entries of `allowed_token_ids`."""
+MAX_BAD_WORDS = 1000
+"""Most entries of `bad_words`."""
 MAX_LOGPROBS = 20
-"""Largest `logprobs` and `prompt_logprobs`."""
+"""Largest `logprobs` and `prompt_logprobs`, but for -1."""
+MAX_SAMPLES = 16384
+"""Largest `n` and `best_of`."""
 MIN_TEMPERATURE = 0.01
 """Smallest temperature that samples; 0 is greedy, and nothing lies between."""
 
 _MAX_INT32 = 2**31 - 1
 
 _NOT_SUPPORTED = "jaxllm does not support it; remove it"
-_NO_BEAMS = "jaxllm has no beam search; remove it, or raise temperature and send the prompt several times"
-_NO_GUIDED = "jaxllm has no structured output; remove it and check the text afterwards"
+_NO_BEAMS = "it belongs to beam search: use LLM.beam_search with BeamSearchParams"
+_GUIDED = "use structured_outputs=StructuredOutputsParams(json=..., regex=..., choice=... or grammar=...)"
+_PROCESSORS = "give functions to the engine: LLM(logits_processors=[...])"
 _FROM_TOKENIZER = "the engine reads it from the model folder; use stop_token_ids to stop at further tokens"
 
 # Names other libraries use, each with the way out.
@@ -43,7 +53,7 @@ _OTHER_NAMES = {
     "eos_token_id": f"{_FROM_TOKENIZER}, or ignore_eos=True to go on past it",
     "pad_token_id": "jaxllm pads nothing; remove it",
     "bos_token_id": "the tokenizer adds it; remove it, or send token ids",
-    "num_return_sequences": "send the prompt once per wanted sequence, each with its own seed",
+    "num_return_sequences": "use n",
     "num_beams": _NO_BEAMS,
     "num_beam_groups": _NO_BEAMS,
     "diversity_penalty": _NO_BEAMS,
@@ -51,9 +61,9 @@ _OTHER_NAMES = {
     "early_stopping": _NO_BEAMS,
     "no_repeat_ngram_size": "it is unsupported; use repetition_penalty or frequency_penalty",
     "encoder_repetition_penalty": "it is unsupported; use repetition_penalty",
-    "bad_words_ids": "use logit_bias with -100 for single tokens; longer sequences are unsupported",
+    "bad_words_ids": "use bad_words, strings",
     "force_words_ids": _NOT_SUPPORTED,
-    "suppress_tokens": "use logit_bias with -100 for each token",
+    "suppress_tokens": "use allowed_token_ids, or logit_bias with -100 for each token",
     "begin_suppress_tokens": _NOT_SUPPORTED,
     "sequence_bias": "use logit_bias for single tokens; longer sequences are unsupported",
     "penalty_alpha": "it is unsupported (contrastive search); use top_p or min_p",
@@ -63,24 +73,18 @@ _OTHER_NAMES = {
     "top_h": "it is unsupported; use top_p or min_p",
     "guidance_scale": _NOT_SUPPORTED,
     "renormalize_logits": _NOT_SUPPORTED,
-    "logits_processor": _NOT_SUPPORTED,
+    "logits_processor": _PROCESSORS,
     "stopping_criteria": "use stop or stop_token_ids",
     "use_cache": "the KV cache is always on; remove it",
     "generation_config": "pass its values as separate keywords",
-    "streamer": _NOT_SUPPORTED,
+    "streamer": "use AsyncLLM, or add_request(stream=True)",
     # vLLM and OpenAI
-    "best_of": "send the prompt several times and choose among the outputs",
     "use_beam_search": _NO_BEAMS,
     "beam_width": _NO_BEAMS,
-    "guided_decoding": _NO_GUIDED,
-    "structured_outputs": _NO_GUIDED,
-    "response_format": _NO_GUIDED,
-    "bad_words": "use logit_bias with -100 for single tokens; longer sequences are unsupported",
-    "allowed_token_ids": _NOT_SUPPORTED,
-    "truncate_prompt_tokens": "shorten the prompt before sending it",
-    "logits_processors": _NOT_SUPPORTED,
+    "guided_decoding": _GUIDED,
+    "response_format": _GUIDED,
+    "logits_processors": _PROCESSORS,
     "spaces_between_special_tokens": _NOT_SUPPORTED,
-    "output_kind": _NOT_SUPPORTED,
     "extra_args": _NOT_SUPPORTED,
     "flat_logprobs": _NOT_SUPPORTED,
     "max_completion_tokens": "use max_tokens",
@@ -95,6 +99,27 @@ _OTHER_NAMES = {
 }
 
 
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "extra_args": (None,),
+    "flat_logprobs": (None, False),
+    "guided_decoding": (None,),
+    "logits_processors": (None,),
+    "spaces_between_special_tokens": (None, True),
+}
+"""vLLM's parameters that there are not, and values that change nothing; so does an empty list or mapping."""
+
+
+class RequestOutputKind(enum.Enum):
+    """What each of a request's outputs holds while it streams, as in vLLM."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the one before."""
+    FINAL_ONLY = 2
+    """There is one, at the end."""
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class SamplingParams:
     """How to sample one request's tokens. Immutable, hashable and picklable.
@@ -102,8 +127,8 @@ class SamplingParams:
     Every value is checked and normalised: numpy scalars become Python numbers, lists become tuples,
     and an absent list is an empty tuple. `dataclasses.replace` makes a changed copy.
 
-    Order of application to the logits: logit bias, penalties, min_tokens, temperature, min-p, top-k,
-    top-p.
+    Order of application to the logits: allowed tokens, bad words and structured outputs, logit bias,
+    penalties, min_tokens, temperature, min-p, top-k, top-p.
 
     Args:
         temperature: 0 is greedy; else 0.01..100.
@@ -121,16 +146,29 @@ class SamplingParams:
         seed: makes the request's samples reproducible, -2**63..2**64-1; None or -1 is unseeded.
         max_tokens: most output tokens, 1..2**31-1; None is up to the model's length.
         min_tokens: no end-of-sequence or stop token before this many output tokens, 0..max_tokens.
+        allowed_token_ids: no others are sampled; at most 2**20, of which there is one at least. None allows
+            all.
+        bad_words: at most 1000 strings that the output does not contain, found token by token as vLLM does:
+            as they are spelled at the beginning of a text and after a space. A word of the only token that
+            is allowed does not count.
+        structured_outputs: `StructuredOutputsParams`, or a mapping of their names and values: the output is
+            what a JSON schema, a regular expression, choices or a grammar say, if it ends by "stop".
+        truncate_prompt_tokens: use only so many of the prompt's last tokens, 1..2**31-1; -1 as many as the
+            model's length leaves room for.
         stop: at most 64 strings of 1..1000 characters that end the output.
         stop_token_ids: at most 128 token ids that end the output, each 0..2**31-1.
         include_stop_str_in_output: keep the stop string in the text.
         ignore_eos: go on past the end-of-sequence token.
         logprobs: return this many top log-probabilities per output token, 0..20, and the chosen
-            token's; None returns none.
-        prompt_logprobs: the same for the prompt's tokens.
+            token's; -1 returns those of all tokens, None none.
+        prompt_logprobs: the same for the prompt's tokens, without -1.
         detokenize: return text. Stop strings need it.
         skip_special_tokens: leave special tokens out of the text.
-        n: accepted for vLLM's sake; only 1.
+        n: samples of the prompt, 1..16384, which share its KV blocks; sample i has the seed `seed + i`. More
+            than one need a temperature above 0.
+        best_of: samples that are drawn, n..16384, of which the n of the largest `cumulative_logprob` are
+            returned, the largest first; None is n.
+        output_kind: what outputs hold while a request streams; `generate` returns the final ones only.
 
     Raises:
         SamplingParamsError: an unknown name, a wrong type or a value out of range.
@@ -155,6 +193,13 @@ class SamplingParams:
     prompt_logprobs: int | None
     detokenize: bool
     skip_special_tokens: bool
+    n: int
+    best_of: int | None
+    allowed_token_ids: tuple[int, ...]
+    bad_words: tuple[str, ...]
+    structured_outputs: StructuredOutputsParams | None
+    truncate_prompt_tokens: int | None
+    output_kind: RequestOutputKind
 
     # Written out, so that a type checker sees what callers may pass beside what is stored.
     def __init__(
@@ -181,22 +226,27 @@ class SamplingParams:
         detokenize: bool = True,
         skip_special_tokens: bool = True,
         n: int = 1,
-        **unknown: NoReturn,
+        best_of: int | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
+        bad_words: Sequence[str] | None = None,
+        structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        **unknown: object,
     ) -> None:
         for name in unknown:
-            raise SamplingParamsError(_describe_unknown(name))
-        if _integer("n", n, 1, _MAX_INT32) != 1:
-            raise SamplingParamsError(
-                f"n={n!r} is unsupported: it must be 1. Send the prompt n times, each with its own seed."
-            )
+            if not _changes_nothing(name, unknown[name]):
+                raise SamplingParamsError(_describe_unknown(name))
         values: dict[str, Any] = {
             "temperature": _temperature(temperature),
-            "top_k": 0 if _is_minus_one(top_k) else _integer("top_k", top_k, 0, _MAX_INT32, "0 or -1 is off"),
-            "top_p": _number("top_p", top_p, 0, 1, "1 is off", above_low=True),
-            "min_p": _number("min_p", min_p, 0, 1, "0 is off"),
-            "presence_penalty": _number("presence_penalty", presence_penalty, -2, 2, "0 is off"),
-            "frequency_penalty": _number("frequency_penalty", frequency_penalty, -2, 2, "0 is off"),
-            "repetition_penalty": _number(
+            "top_k": 0
+            if _is_minus_one(top_k)
+            else check_integer("top_k", top_k, 0, _MAX_INT32, "0 or -1 is off"),
+            "top_p": check_number("top_p", top_p, 0, 1, "1 is off", above_low=True),
+            "min_p": check_number("min_p", min_p, 0, 1, "0 is off"),
+            "presence_penalty": check_number("presence_penalty", presence_penalty, -2, 2, "0 is off"),
+            "frequency_penalty": check_number("frequency_penalty", frequency_penalty, -2, 2, "0 is off"),
+            "repetition_penalty": check_number(
                 "repetition_penalty", repetition_penalty, 0, 100, "1 is off", above_low=True
             ),
             "logit_bias": _logit_bias(logit_bias),
@@ -206,17 +256,30 @@ class SamplingParams:
             "max_tokens": _optional_integer(
                 "max_tokens", max_tokens, 1, _MAX_INT32, "None is up to the model's length"
             ),
-            "min_tokens": _integer("min_tokens", min_tokens, 0, _MAX_INT32),
-            "stop": _stop_strings(stop),
-            "stop_token_ids": _stop_token_ids(stop_token_ids),
-            "include_stop_str_in_output": _boolean("include_stop_str_in_output", include_stop_str_in_output),
-            "ignore_eos": _boolean("ignore_eos", ignore_eos),
-            "logprobs": _optional_integer("logprobs", logprobs, 0, MAX_LOGPROBS, "None is off"),
+            "min_tokens": check_integer("min_tokens", min_tokens, 0, _MAX_INT32),
+            "stop": _strings("stop", stop, MAX_STOP_STRINGS),
+            "stop_token_ids": ()
+            if stop_token_ids is None
+            else _token_ids("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS),
+            "include_stop_str_in_output": check_boolean(
+                "include_stop_str_in_output", include_stop_str_in_output
+            ),
+            "ignore_eos": check_boolean("ignore_eos", ignore_eos),
+            "logprobs": _optional_integer("logprobs", logprobs, -1, MAX_LOGPROBS, "None is off, -1 is all"),
             "prompt_logprobs": _optional_integer(
                 "prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS, "None is off"
             ),
-            "detokenize": _boolean("detokenize", detokenize),
-            "skip_special_tokens": _boolean("skip_special_tokens", skip_special_tokens),
+            "detokenize": check_boolean("detokenize", detokenize),
+            "skip_special_tokens": check_boolean("skip_special_tokens", skip_special_tokens),
+            "n": check_integer("n", n, 1, MAX_SAMPLES),
+            "best_of": _optional_integer("best_of", best_of, 1, MAX_SAMPLES, "None is n"),
+            "allowed_token_ids": _allowed_token_ids(allowed_token_ids),
+            "bad_words": _strings("bad_words", bad_words, MAX_BAD_WORDS),
+            "structured_outputs": StructuredOutputsParams.of(structured_outputs),
+            "truncate_prompt_tokens": None
+            if truncate_prompt_tokens is None
+            else _truncation(truncate_prompt_tokens),
+            "output_kind": _output_kind(output_kind),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -234,6 +297,44 @@ class SamplingParams:
                 "Set detokenize=True, or use stop_token_ids."
             )
 
+        if self.structured_outputs is not None:
+            for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
+                if value := getattr(self, name):
+                    raise SamplingParamsError(
+                        f"{name}={_show(value)} contradicts structured_outputs, which alone say what may "
+                        "come next: drop one of them."
+                    )
+        if self.num_samples < self.n:
+            raise SamplingParamsError(
+                f"best_of={self.best_of} is below n={self.n}: raise best_of or lower n."
+            )
+        if self.num_samples > 1 and self.is_greedy:
+            name = "n" if self.n > 1 else "best_of"
+            raise SamplingParamsError(
+                f"{name}={self.num_samples} with temperature=0 would give the same output as often: raise "
+                f"temperature, or leave {name} out."
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are drawn of a prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    def sample(self, index: int) -> SamplingParams:
+        """Those of one of the samples, from 0 on."""
+        seed = self.seed
+        if seed is not None and (seed := seed + index) >= 2**64:
+            seed -= 2**64
+        is_ranked = self.num_samples > self.n
+        return dataclasses.replace(
+            self,
+            n=1,
+            best_of=None,
+            seed=seed,
+            logprobs=0 if is_ranked and self.logprobs is None else self.logprobs,
+            prompt_logprobs=None if index else self.prompt_logprobs,
+        )
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Builds parameters from a mapping of names to values, such as a row of a JSONL file.
@@ -250,15 +351,25 @@ class SamplingParams:
                 raise SamplingParamsError(f"sampling parameter names must be strings, not {_show(name)}.")
         return cls(**values)
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """As the constructor, where None stands for a parameter's default, as in vLLM."""
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def clone(self) -> SamplingParams:
+        """An equal one; parameters never change, so that it need not be another."""
+        return self
+
     def validate_for_vocab(self, vocab_size: int) -> None:
         """Checks every token id against the model's vocabulary.
 
         Raises:
-            SamplingParamsError: a `logit_bias` key or stop token id is not below `vocab_size`.
+            SamplingParamsError: one is not below `vocab_size`.
         """
         for name, ids in (
             ("logit_bias", [token_id for token_id, _ in self.logit_bias]),
             ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
         ):
             for token_id in ids:
                 if token_id >= vocab_size:
@@ -287,11 +398,18 @@ PARAMETER_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParam
 """Every sampling parameter, in the order of the class."""
 
 
+def _changes_nothing(name: str, value: object) -> bool:
+    if name not in NEUTRAL_VALUES:
+        return False
+    is_empty = isinstance(value, list | tuple | dict) and not value
+    return is_empty or any(value is one for one in NEUTRAL_VALUES[name])
+
+
 def _describe_unknown(name: str) -> str:
     if name in _OTHER_NAMES:
         return f"{name} is not a sampling parameter of jaxllm: {_OTHER_NAMES[name]}."
     if name.startswith("guided_"):
-        return f"{name} is not a sampling parameter of jaxllm: {_NO_GUIDED}."
+        return f"{name} is not a sampling parameter of jaxllm: {_GUIDED}."
     near = difflib.get_close_matches(name, PARAMETER_NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(PARAMETER_NAMES)}."
     return f"{name} is not a sampling parameter of jaxllm: {hint}"
@@ -317,9 +435,14 @@ def _limits(low: float, high: float, note: str, *, above_low: bool = False) -> s
     return f"{interval} ({note})" if note else interval
 
 
-def _number(
+def check_number(
     name: str, value: object, low: float, high: float, note: str = "", *, above_low: bool = False
 ) -> float:
+    """A number within limits, as a float.
+
+    Raises:
+        SamplingParamsError: it is none, or outside.
+    """
     number = _as_python(value)
     limits = _limits(low, high, note, above_low=above_low)
     if isinstance(number, bool) or not isinstance(number, int | float):
@@ -331,7 +454,7 @@ def _number(
 
 
 def _temperature(value: object) -> float:
-    temperature = _number("temperature", value, 0, 100, "0 is greedy")
+    temperature = check_number("temperature", value, 0, 100, "0 is greedy")
     # The margin lets float32's 0.01, which lies just below, pass.
     if 0.0 < temperature < MIN_TEMPERATURE * (1 - 1e-6):
         raise SamplingParamsError(
@@ -341,7 +464,12 @@ def _temperature(value: object) -> float:
     return temperature
 
 
-def _integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
+def check_integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
+    """An integer within limits.
+
+    Raises:
+        SamplingParamsError: it is none, or outside.
+    """
     number = _as_python(value)
     limits = _limits(low, high, note)
     if isinstance(number, bool) or not isinstance(number, int):
@@ -352,7 +480,7 @@ def _integer(name: str, value: object, low: int, high: int, note: str = "") -> i
 
 
 def _optional_integer(name: str, value: object, low: int, high: int, note: str) -> int | None:
-    return None if value is None else _integer(name, value, low, high, note)
+    return None if value is None else check_integer(name, value, low, high, note)
 
 
 def _is_minus_one(value: object) -> bool:
@@ -360,7 +488,12 @@ def _is_minus_one(value: object) -> bool:
     return isinstance(number, int) and number == -1
 
 
-def _boolean(name: str, value: object) -> bool:
+def check_boolean(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        SamplingParamsError: it is neither.
+    """
     flag = _as_python(value)
     if not isinstance(flag, bool):
         raise SamplingParamsError(f"{name}={_show(value)} must be True or False.")
@@ -371,35 +504,63 @@ def _items(name: str, value: object, of_what: str, limit: int) -> list[Any]:
     """The entries of a list-like value; strings, bytes and mappings are none."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise SamplingParamsError(f"{name}={_show(value)} must be a list of {of_what}.")
-    items = list(value)
+    items = list(itertools.islice(value, limit + 1))
     if len(items) > limit:
-        raise SamplingParamsError(f"{name} holds {len(items)} entries: at most {limit} are allowed.")
+        raise SamplingParamsError(f"{name} holds more than {limit} entries: at most {limit} are allowed.")
     return items
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
+def _strings(name: str, value: object, limit: int) -> tuple[str, ...]:
+    """Different strings, none of them empty or long; one alone is a list of one for `stop`."""
     if value is None:
         return ()
-    strings = [value] if isinstance(value, str) else _items("stop", value, "strings", MAX_STOP_STRINGS)
+    is_one = name == "stop" and isinstance(value, str)
+    strings = [value] if is_one else _items(name, value, "strings", limit)
     for string in strings:
         if not isinstance(string, str):
+            instead = " Use stop_token_ids for token ids." if name == "stop" else ""
             raise SamplingParamsError(
-                f"stop holds {_show(string)}: it must be a string or a list of strings. "
-                "Use stop_token_ids for token ids."
+                f"{name} holds {_show(string)}: it must be a string or a list of strings.{instead}"
             )
         if not 1 <= len(string) <= MAX_STOP_LENGTH:
             raise SamplingParamsError(
-                f"stop holds a string of {len(string)} characters ({string[:20]!r}): each must have "
+                f"{name} holds a string of {len(string)} characters ({string[:20]!r}): each must have "
                 f"1..{MAX_STOP_LENGTH}. Remove or shorten it."
             )
     return tuple(dict.fromkeys(strings))
 
 
-def _stop_token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
+def _token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
+    items = _items(name, value, "token ids", limit)
+    return tuple(dict.fromkeys(check_integer(f"{name} entry", item, 0, _MAX_INT32) for item in items))
+
+
+def _allowed_token_ids(value: object) -> tuple[int, ...]:
+    # What is stored for None is what dataclasses.replace gives back.
+    if value is None or (isinstance(value, tuple) and not value):
         return ()
-    items = _items("stop_token_ids", value, "token ids", MAX_STOP_TOKEN_IDS)
-    return tuple(dict.fromkeys(_integer("stop_token_ids entry", item, 0, _MAX_INT32) for item in items))
+    ids = _token_ids("allowed_token_ids", value, MAX_ALLOWED_TOKEN_IDS)
+    if not ids:
+        raise SamplingParamsError("allowed_token_ids=[] allows nothing: name tokens, or leave it out.")
+    return tuple(sorted(ids))
+
+
+def _truncation(value: object) -> int:
+    if _is_minus_one(value):
+        return -1
+    return check_integer("truncate_prompt_tokens", value, 1, _MAX_INT32, "-1 is what the model takes")
+
+
+def _output_kind(value: object) -> RequestOutputKind:
+    """A kind, or its name."""
+    names = [kind.name for kind in RequestOutputKind]
+    if isinstance(value, str) and value.upper() in names:
+        return RequestOutputKind[value.upper()]
+    if not isinstance(value, RequestOutputKind):
+        raise SamplingParamsError(
+            f"output_kind={_show(value)} must be a RequestOutputKind: {', '.join(names)}."
+        )
+    return value
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
@@ -418,8 +579,8 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     biases: dict[int, float] = {}
     for key, bias in pairs:
         is_digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
-        token_id = _integer("logit_bias key", int(key) if is_digits else key, 0, _MAX_INT32)
+        token_id = check_integer("logit_bias key", int(key) if is_digits else key, 0, _MAX_INT32)
         if token_id in biases:
             raise SamplingParamsError(f"logit_bias names token id {token_id} twice: keep one entry.")
-        biases[token_id] = _number(f"logit_bias[{token_id}]", bias, -100, 100)
+        biases[token_id] = check_number(f"logit_bias[{token_id}]", bias, -100, 100)
     return tuple(sorted(biases.items()))

@@ -38,7 +38,15 @@ class Scheduling:
         """Whether the policy compares costs that nobody has predicted."""
         return self.weighs_costs and self.source is None
 
-    def num_host_blocks(self, asked: int | None, num_gpu_blocks: int, needed: int, block_bytes: int) -> int:
+    def num_host_blocks(
+        self,
+        asked: int | None,
+        num_gpu_blocks: int,
+        needed: int,
+        block_bytes: int,
+        *,
+        is_needed: bool = False,
+    ) -> int:
         """Blocks of host memory to set aside.
 
         Args:
@@ -47,13 +55,14 @@ class Scheduling:
             num_gpu_blocks: blocks in the device's pool.
             needed: blocks that as many of the longest sequences as may run at once would take.
             block_bytes: size of a block.
+            is_needed: there must be some, whatever the policy does.
 
         Raises:
             ConfigError: the policy cannot do without host memory.
         """
         is_bound = self.policy.needs_host_pool
         if asked is None:
-            is_needed = self.policy.may_swap and (is_bound or num_gpu_blocks < needed)
+            is_needed = is_needed or (self.policy.may_swap and (is_bound or num_gpu_blocks < needed))
             return min(num_gpu_blocks, max(1, _HOST_BYTES // block_bytes)) if is_needed else 0
         if asked == 0 and is_bound:
             raise ConfigError(

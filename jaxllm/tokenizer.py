@@ -1,4 +1,4 @@
-"""Loading a checkpoint's tokenizer, encoding prompts, rendering chat templates, finding stop tokens.
+"""Loading a checkpoint's tokenizer, encoding prompts, finding stop tokens.
 
 transformers takes seconds to import, so it is imported when a tokenizer is loaded and not before.
 """
@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from jaxllm.errors import ConfigError, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the same class, by its names of two versions
 _WITHOUT_TOKENIZER = "pass skip_tokenizer_init=True and give prompts as token ids"
 
 
@@ -33,11 +34,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             f"no tokenizer in {str(folder)!r}: it is not a folder. Give the folder that holds "
             f"tokenizer.json and tokenizer_config.json, or {_WITHOUT_TOKENIZER}."
         )
-    with _quiet_transformers():
-        from transformers import AutoTokenizer
-
+    with quiet_transformers():
         try:
-            return AutoTokenizer.from_pretrained(
+            return _tokenizer_class(folder).from_pretrained(
                 str(folder), trust_remote_code=False, local_files_only=True, use_fast=True
             )
         except Exception as error:  # transformers and tokenizers raise anything, bare Exception included
@@ -47,12 +46,27 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             if "trust_remote_code" in str(error):
                 remedy = f"It needs code of its own, which jaxllm never runs; {_WITHOUT_TOKENIZER}"
             raise ConfigError(
-                f"cannot load a tokenizer from {str(folder)!r} ({_summary(error)}). {remedy}."
+                f"cannot load a tokenizer from {str(folder)!r} ({summary(error)}). {remedy}."
             ) from error
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a prompt, with the tokenizer's special tokens added exactly once.
+def _tokenizer_class(folder: Path) -> Any:
+    """What loads a folder's tokenizer: the generic class where that is named, which never needs torch."""
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_bytes())["tokenizer_class"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        named = None  # AutoTokenizer says what is wrong
+    if named in _GENERIC and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a prompt, with the tokenizer's special tokens added exactly once, or not at all.
 
     A text that already starts with the beginning-of-sequence token, as a rendered chat template does,
     gets no second one.
@@ -62,87 +76,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """
     if not isinstance(text, str):
         raise RequestError(f"a prompt must be a string or a list of token ids, not {type(text).__name__}.")
-    token_ids = _encode(tokenizer, text, add_special_tokens=True)
+    token_ids = _encode(tokenizer, text, add_special_tokens=add_special_tokens)
     bos = tokenizer.bos_token_id
-    if bos is not None and token_ids[:2] == [bos, bos] and text.startswith(str(tokenizer.bos_token)):
+    if (
+        add_special_tokens
+        and bos is not None
+        and token_ids[:2] == [bos, bos]
+        and text.startswith(str(tokenizer.bos_token))
+    ):
         del token_ids[0]
     return token_ids
-
-
-def apply_chat_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool = True,
-    **template_variables: Any,
-) -> list[int]:
-    """Token ids of a conversation rendered by the checkpoint's chat template.
-
-    The template runs in jinja2's immutable sandbox: it can neither reach Python's internals nor change
-    the messages. The special tokens are those the template writes; none are added.
-
-    Args:
-        tokenizer: a tokenizer with a chat template.
-        messages: at least one `{"role": ..., "content": ...}`, oldest first. Content is a string.
-        add_generation_prompt: open the assistant's turn at the end.
-        **template_variables: passed to the template, e.g. `enable_thinking=False`.
-
-    Raises:
-        RequestError: malformed messages, or messages that the template refuses.
-        ConfigError: the tokenizer has no chat template, or it is broken or hostile.
-    """
-    check_messages(messages)
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            "the tokenizer has no chat template: the checkpoint is probably a base model. Send a plain "
-            "prompt, or add a chat_template.jinja of the model's family to its folder."
-        )
-    with _quiet_transformers():
-        from jinja2.exceptions import TemplateError
-
-        try:
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **template_variables,
-            )
-        except Exception as error:  # a template can raise anything Python can
-            if type(error) is TemplateError:  # from the template's own raise_exception(...)
-                raise RequestError(f"the chat template refuses these messages: {error}.") from error
-            raise ConfigError(
-                f"the tokenizer's chat template failed ({_summary(error)}). Correct the template in the "
-                "model folder, or render the prompt yourself and send it as text."
-            ) from error
-    return _encode(tokenizer, str(text), add_special_tokens=False)
-
-
-def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
-    """Returns messages that are a conversation: a non-empty list of objects with string role and content.
-
-    Raises:
-        RequestError: they are not; the message names the entry.
-    """
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise RequestError(
-            'messages must be a list of {"role": ..., "content": ...} objects, '
-            f"not {type(messages).__name__}."
-        )
-    if not messages:
-        raise RequestError("messages is empty: give at least one message.")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(
-                f'messages[{index}] must be an object {{"role": ..., "content": ...}}, '
-                f"not {type(message).__name__}."
-            )
-        for key in ("role", "content"):
-            if key not in message:
-                raise RequestError(f'messages[{index}] has no "{key}": it needs "role" and "content".')
-            if not isinstance(message[key], str):
-                raise RequestError(
-                    f'messages[{index}]["{key}"] must be a string, not {type(message[key]).__name__}.'
-                )
-    return messages
 
 
 def eos_token_ids(
@@ -206,7 +149,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens
         raise
 
 
-def _summary(error: Exception) -> str:
+def summary(error: Exception) -> str:
     """First line of an error, without its full stop."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200].rstrip(' .')}" if lines else type(error).__name__
@@ -226,7 +169,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keeps transformers' import and loading from warning about what jaxllm does not use (torch...)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -11,6 +11,7 @@ from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.sched.cache.names import BlockName
+    from jaxllm.token_masks import TokenMask
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -35,6 +36,32 @@ def piece_sizes(num_blocks: int) -> list[int]:
     return [MAX_PIECE_BLOCKS] * num_largest + small
 
 
+class HostPiece(NamedTuple):
+    """Blocks that are one array in host memory: the `number`-th of the `piece_sizes` of the copy `handle`."""
+
+    handle: int
+    number: int
+
+
+class HostBlock(NamedTuple):
+    """A block in host memory: the `row`-th of a piece."""
+
+    handle: int
+    number: int
+    row: int
+
+    @property
+    def piece(self) -> HostPiece:
+        """The piece it is of."""
+        return HostPiece(self.handle, self.number)
+
+
+def host_blocks_of(handle: int, num_blocks: int) -> list[HostBlock]:
+    """Where so many blocks go that are copied to the host together, in their order."""
+    sizes = enumerate(piece_sizes(num_blocks))
+    return [HostBlock(handle, number, row) for number, size in sizes for row in range(size)]
+
+
 class RequestStatus(enum.Enum):
     """Where a request stands. A finished request never leaves `FINISHED`."""
 
@@ -49,7 +76,8 @@ class RequestMetrics:
     """Timestamps of one request, in seconds of the engine's clock (`time.monotonic`).
 
     `first_scheduled_time` is when its first prefill was scheduled, `first_token_time` when
-    the host saw its first token, `finished_time` when it ended; `None` until then. `num_preemptions`
+    the host saw its first token, `last_token_time` when it saw its latest one, `finished_time` when it ended;
+    `None` until then. `time_in_queue` are the seconds until it was first scheduled. `num_preemptions`
     counts how often it lost its blocks, `num_swaps` how many of those times to host memory; a copy given up
     for a prefill counts as none.
     """
@@ -60,6 +88,12 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_swaps: int = 0
+    last_token_time: float | None = None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """See the class."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
 class DecodeClock:
@@ -86,8 +120,9 @@ class Request:
     a preemption that drops it resets it to 0. While the request decodes both grow with a `DecodeClock`,
     so that an iteration costs nothing per request. `block_ids` is the block table, `slot` the row of the
     device-side per-request state, held while the request is running; `is_slot_new` until its first tokens in
-    it are scheduled. `host_handle` names the KV of a swapped request in host memory. `num_lost_tokens` is how
-    many tokens' KV preemptions threw away that is not computed again yet.
+    it are scheduled. `host_blocks` are those of a swapped request in host memory, of its first tokens each.
+    `num_lost_tokens` is how many tokens' KV preemptions threw away that is not computed again yet, and
+    `kept_ranges` are those from `start` to `stop` after the computed ones whose KV is in its blocks already.
 
     `priority` is vLLM's: lower is more urgent; `deadline` is when it should end, on the engine's clock, or
     None. `predicted_tokens` is how many output tokens are expected, None where nobody predicts, and
@@ -97,7 +132,17 @@ class Request:
 
     `block_names` are those of its full blocks as far as its tokens are known and anybody has asked; the first
     `num_named_blocks` of its blocks are called so in the pool. `num_cached_tokens` is how many tokens' KV it
-    found when it first started, None until then. Blocks of requests of another `cache_salt` are never found.
+    found when it first started, None until then; `num_host_cached_tokens` of these were in host memory, and
+    `num_disk_cached_tokens` in files; `num_findable_tokens` would have been found when it was queued, if the
+    policy asks. Blocks of requests of another `cache_salt` are never found.
+
+    `group_index` is the `arrival_index` of the first of its prompt's samples, its own if it has no others.
+
+    `token_mask` says which tokens it may sample; None allows all.
+
+    `dropped_token_ids` are what was cut from the front of its conversation: its prompt begins after them, and
+    its first token's position is how many they are. All else that is said of its tokens is of the others. Its
+    `block_names` are those of cut conversations then, but of blocks that it found by their `uncut_names`.
     """
 
     __slots__ = (
@@ -110,14 +155,20 @@ class Request:
         "block_names",
         "cache_salt",
         "deadline",
+        "dropped_token_ids",
         "eos_token_ids",
         "finish_reason",
-        "host_handle",
+        "group_index",
+        "host_blocks",
         "is_protected",
         "is_slot_new",
+        "kept_ranges",
         "max_total_tokens",
         "metrics",
         "num_cached_tokens",
+        "num_disk_cached_tokens",
+        "num_findable_tokens",
+        "num_host_cached_tokens",
         "num_lost_tokens",
         "num_named_blocks",
         "num_passed",
@@ -130,6 +181,8 @@ class Request:
         "slot",
         "status",
         "stop_reason",
+        "token_mask",
+        "uncut_names",
     )
 
     def __init__(
@@ -145,6 +198,9 @@ class Request:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        dropped_token_ids: Sequence[int] = (),
+        group_index: int | None = None,
+        token_mask: TokenMask | None = None,
     ) -> None:
         """`max_total_tokens` is the length (prompt + output) at which the request ends."""
         self.request_id = request_id
@@ -152,25 +208,31 @@ class Request:
         self.sampling_params = sampling_params
         self.arrival_time = arrival_time
         self.arrival_index = arrival_index
+        self.group_index = arrival_index if group_index is None else group_index
+        self.token_mask = token_mask
         self.max_total_tokens = max_total_tokens
         self.eos_token_ids = eos_token_ids
         self.priority = priority
         self.deadline = deadline
         self.cache_salt = cache_salt
+        self.dropped_token_ids = list(dropped_token_ids)
         self.output_token_ids: list[int] = []
         self._clock: DecodeClock | None = None
         self._num_tokens = len(self.prompt_token_ids)
         self._num_computed_tokens = 0
         self.num_lost_tokens = 0
+        self.kept_ranges: list[tuple[int, int]] = []
         self.num_passed = 0
         self.block_ids: list[int] = []
         self.block_names: list[BlockName] = []
+        self.uncut_names: list[BlockName] = []
         self.num_named_blocks = 0
         self.num_cached_tokens: int | None = None
+        self.num_host_cached_tokens = self.num_disk_cached_tokens = self.num_findable_tokens = 0
         self.slot: int | None = None
         self.is_slot_new = False
         self.is_protected = False
-        self.host_handle: int | None = None
+        self.host_blocks: list[HostBlock] = []
         self.predicted_tokens: float | None = None
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -216,6 +278,12 @@ class Request:
         num_tokens = self.num_tokens
         self._clock = None
         self._num_tokens, self._num_computed_tokens = num_tokens, num_tokens - 1
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens until the next whose KV is there, or the last one."""
+        kept = self.kept_ranges
+        return (kept[0][0] if kept else self.num_tokens) - self.num_computed_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -279,15 +347,27 @@ class PrefillChunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Swap:
-    """A copy of a request's KV between the device and host memory.
+    """A copy of KV blocks between the device and host memory.
 
-    `handle` names the copy in host memory and is never used twice. Token `i` of the request is in block
-    `block_ids[i // block_size]`, on the way out as on the way in.
+    `handle` names this copy among those of its direction, and is never used twice. Each of the device's
+    `block_ids` is copied to one of `host_blocks`, which are `host_blocks_of` the handle, or filled from it.
+    They belong to `request`, or are free ones that the prefix cache keeps. `names` are what blocks on their
+    way out hold, None for those that nobody else can use.
     """
 
-    request: Request
+    request: Request | None
     handle: int
     block_ids: tuple[int, ...]
+    host_blocks: tuple[HostBlock, ...]
+    names: tuple[BlockName | None, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+    """Blocks to be read from files into host memory, to `host_blocks_of` the handle."""
+
+    handle: int
+    names: tuple[BlockName, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -296,14 +376,15 @@ class SchedulerOutput:
 
     `decode` holds running requests that feed their newest token (at position `request.num_tokens - 2` once
     scheduled, i.e. the last known or in-flight token) and sample one more; `prefill` holds chunks of prompts.
-    Either may be empty. `preempted` lists requests that lost their blocks in this iteration. `discarded`
-    names copies in host memory that nobody will read. `ending` are those of its requests that get their last
-    token by length. `num_context_tokens` is how many tokens those of `decode` attend to, together.
+    Either may be empty. `preempted` lists requests that lost their blocks in this iteration, `num_swapped` of
+    them to the host. `discarded` names loads that nobody waits for any more, `dropped` pieces of host memory
+    that nobody will read. `ending` are those of its requests that get their last token by length.
+    `num_context_tokens` is how many tokens those of `decode` attend to, together.
 
-    Executors first finish the copies of `joined`, which a `load` of an earlier iteration started and whose
-    blocks nobody else has touched since; then read the blocks of `swap_out`, which others may write in the
-    same iteration; then fill those of `swap_in` and start the copies of `load`, which may end whenever they
-    like; then compute.
+    Executors first let go of what is `discarded` and `dropped`; then finish the copies of `joined`, which a
+    `load` of an earlier iteration started, into blocks nobody else has touched since; then read the blocks
+    of `swap_out`, which others may write in the same iteration; then fill those of `swap_in` and start the
+    copies of `load`, which may end whenever they like; then compute.
 
     With `num_decode_steps` of more than one this is that many decode iterations in a row, with blocks for
     all their tokens. A request that samples one of its `end_token_ids` needs nothing of those after it.
@@ -313,11 +394,13 @@ class SchedulerOutput:
     decode: tuple[Request, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
     preempted: tuple[Request, ...] = ()
+    num_swapped: int = 0
     swap_out: tuple[Swap, ...] = ()
     swap_in: tuple[Swap, ...] = ()
     load: tuple[Swap, ...] = ()
     joined: tuple[Swap, ...] = ()
     discarded: tuple[int, ...] = ()
+    dropped: tuple[HostPiece, ...] = ()
     ending: tuple[Request, ...] = ()
     num_decode_steps: int = 1
     num_context_tokens: int = 0
@@ -331,6 +414,11 @@ class SchedulerOutput:
     def has_copies(self) -> bool:
         """Whether copies of KV start or end with it."""
         return bool(self.swap_out or self.swap_in or self.load or self.joined)
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether it ends copies from host memory."""
+        return bool(self.swap_in or self.joined)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -387,12 +475,14 @@ class CopyProgress:
 
     `arrived` are handles of copies started by `load` that have reached the device, and were not `joined`.
     `num_leaving` blocks of device memory beside the pool are taken by copies out that are under way. `timed`
-    are those whose durations have become known since the last time.
+    are those whose durations have become known since the last time, and `read` handles of reads that have
+    ended since then, with whether each block was there.
     """
 
     arrived: Collection[int] = ()
     num_leaving: int = 0
     timed: Sequence[CopyTime] = ()
+    read: Sequence[tuple[int, Sequence[bool]]] = ()
 
 
 NO_COPIES = CopyProgress()
@@ -439,6 +529,22 @@ class Executor(Protocol):
 
     def copies(self) -> CopyProgress:
         """How far the copies between device and host are."""
+        ...
+
+    def transfer(self, scheduled: SchedulerOutput) -> None:
+        """Do what an iteration that computes nothing has to copy and to let go of, and give up all reads."""
+        ...
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Start to read blocks from files; `copies` tells when they are in host memory."""
+        ...
+
+    def wait_for_reads(self, seconds: float) -> None:
+        """Wait until a read has ended, at most so long."""
+        ...
+
+    def drop(self, pieces: Collection[HostPiece]) -> None:
+        """Let go of host memory that nobody will read, and that no step is told of."""
         ...
 
     def release(self) -> None:

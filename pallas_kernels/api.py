@@ -21,6 +21,7 @@ IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic")
 """
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_WITHOUT_BOUNDS = ("triton", "mosaic")  # without windows and soft caps
 
 
 def decode_attention(
@@ -228,15 +229,19 @@ def default_implementation() -> str:
 
 
 def settle_implementation(
-    num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, *, has_bounds: bool = False
 ) -> tuple[str, str | None]:
-    """What None stands for with a model of these sizes, and why the device's default is not it if so."""
+    """What None stands for with a model of these sizes, and why the device's default is not it if so.
+
+    `has_bounds` says that the model's attention has windows or soft caps.
+    """
     name = default_implementation()
+    reason = None
     if name == "native":
         reason = _load_backend(name).why_not(num_q_heads, num_kv_heads, head_dim, block_size)
-        if reason is not None:
-            return "xla", f"not native: {reason}"
-    return name, None
+    elif has_bounds and name in _WITHOUT_BOUNDS:
+        reason = "it has no windows and soft caps, and the model has"
+    return (name, None) if reason is None else ("xla", f"not {name}: {reason}")
 
 
 def _best_for(platform: str, compute_capability: str) -> str:
@@ -254,7 +259,9 @@ def _backend(
 ) -> tuple[ModuleType, dict[str, Any]]:
     """The back-end of a name, and the options for it: those that the name holds, and what is not None."""
     if implementation is None:
-        implementation, _ = settle_implementation(num_q_heads, pool.shape[3], *pool.shape[5:3:-1])
+        sizes = num_q_heads, pool.shape[3], *pool.shape[5:3:-1]
+        has_bounds = window is not None or soft_cap is not None
+        implementation, _ = settle_implementation(*sizes, has_bounds=has_bounds)
     name, colon, tiling = implementation.partition(":")
     if name not in IMPLEMENTATIONS or (colon and name != "triton"):
         raise ConfigError(
@@ -267,7 +274,7 @@ def _backend(
         raise ConfigError(f"soft_cap is {soft_cap}: it must be above 0, or None to leave scores as they are")
     options = {"window": window, "soft_cap": soft_cap}
     options = {option: value for option, value in options.items() if value is not None}
-    if options and name in ("triton", "mosaic"):
+    if options and name in _WITHOUT_BOUNDS:
         raise ConfigError(
             f"attention implementation {name!r} has no {' and no '.join(options)}: use 'native' or 'xla'"
         )

@@ -176,7 +176,7 @@ class ModelShape:
 
 
 # From the checkpoints' config.json on the Hugging Face hub: facebook/opt-*, huggyllama/llama-*,
-# meta-llama/Meta-Llama-3-8B. The paper's Llama-32.5B is the checkpoint llama-30b.
+# meta-llama/Llama-2-70b-hf, meta-llama/Meta-Llama-3-8B. The paper's Llama-32.5B is the checkpoint llama-30b.
 _SHAPES = (
     ModelShape(
         name="opt-13b",
@@ -222,6 +222,30 @@ _SHAPES = (
         num_kv_heads=52,
         head_dim=128,
         intermediate_size=17920,
+        vocab_size=32000,
+        gated_mlp=True,
+        tie_word_embeddings=False,
+    ),
+    ModelShape(
+        name="opt-66b",
+        num_layers=64,
+        hidden_size=9216,
+        num_heads=72,
+        num_kv_heads=72,
+        head_dim=128,
+        intermediate_size=36864,
+        vocab_size=50272,
+        gated_mlp=False,
+        tie_word_embeddings=True,
+    ),
+    ModelShape(
+        name="llama-2-70b",
+        num_layers=80,
+        hidden_size=8192,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=28672,
         vocab_size=32000,
         gated_mlp=True,
         tie_word_embeddings=False,

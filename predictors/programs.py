@@ -21,8 +21,8 @@ class ProgramSizes:
         decode: of programs that only decode, in sequences, increasing.
         rows: of programs with prompts, in rows, increasing.
         chunks: most prompts of each of these.
-        padding_share: what a row of padding takes of the time of a prompt's token, from 0 to 1. Matrix
-            products compute both, attention only the token.
+        padding_share: what a row of padding takes of the time of a token, from 0 to 1. Matrix products
+            compute both, unless they are told how many rows count; attention only the token.
 
     Raises:
         ConfigError: there is no size, they do not increase from 1 or more, or the share is out of range.
@@ -44,7 +44,8 @@ class ProgramSizes:
         Steps larger than every program are left as they are.
         """
         if prompt_tokens <= 0 or num_prompts <= 0:
-            return (self._decode[batch] if 0 < batch < len(self._decode) else batch), 0
+            size = self._decode[batch] if 0 < batch < len(self._decode) else batch
+            return batch + round(self.padding_share * (size - batch)), 0
         num_rows, rows = batch + prompt_tokens, self._rows
         if num_rows >= len(rows):
             return batch, prompt_tokens

@@ -15,10 +15,10 @@ def check_invariants(state: SchedulerState) -> None:
     Raises:
         KVCacheError: something does not hold; the message says what.
     """
-    pool, copies, live, running = state.pool, state.copies, state.live, state.running
-    waiting, swapped, loading = list(state.waiting), list(state.swapped), copies.loading
+    pool, host, live, running = state.pool, state.host, state.live, state.running
+    waiting, swapped, loading = list(state.waiting), list(state.swapped), state.loaders
     pool.check()
-    copies.check()
+    host.check()
     running.check()
     holders = [*running, *state.ending, *state.prompts]
     released = [r for r in live.values() if r.status is RequestStatus.RUNNING and r.slot is None]
@@ -30,17 +30,20 @@ def check_invariants(state: SchedulerState) -> None:
     for request in (*swapped, *loading):
         _require(
             request.status is RequestStatus.SWAPPED
-            and 0 < request.num_computed_tokens < request.num_tokens
-            and request.host_handle is not None,
+            and (request.num_computed_tokens > 0 or bool(request.kept_ranges))
+            and request.num_computed_tokens < request.num_tokens,
             f"swapped {request}",
         )
-        num_blocks = copies.size(request)
+    for request in swapped:
+        num_blocks = len(request.host_blocks)
         is_right = num_blocks == pool.blocks_for(request.num_computed_tokens)
         _require(is_right, f"{request} has {num_blocks} host blocks")
-    handles = {request.host_handle for request in live.values()} - {None}
-    _require(len(handles) == len(swapped) + len(loading), f"host handles {handles}")
-    num_used = sum(map(copies.size, live.values()))
-    _require(copies.num_used == num_used, f"{copies.num_used} host blocks are used")
+    for request in live.values():
+        _require(request in swapped or not request.host_blocks, f"{request} holds host blocks")
+    on_host = [place for request in swapped for place in request.host_blocks]
+    on_host += [place for swap in state.loading.values() for place in swap.host_blocks]
+    on_host += [place for read, _, kept in state.being_read.values() for place in (*read, *kept)]
+    host.check_references(on_host)
     for request in waiting:
         is_fresh = request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
         _require(is_fresh, f"waiting {request}")
@@ -58,6 +61,8 @@ def check_invariants(state: SchedulerState) -> None:
     holders += loading
     for request in holders:
         num_blocks = pool.blocks_for(request.num_computed_tokens)
+        if request.kept_ranges:
+            num_blocks = pool.blocks_for(request.kept_ranges[-1][1])
         _require(len(request.block_ids) == num_blocks, f"{request} table size")
     held = [block_id for request in holders for block_id in request.block_ids]
     counts = collections.Counter(held)

@@ -117,7 +117,7 @@ class Ledger:
         swap, recompute = decision.swap_seconds, decision.recompute_seconds
         if self._costs is not None and swap is None and recompute is None:
             _, swap, recompute = serial_costs(
-                self._costs, victim.num_computed_tokens + 1, len(victim.block_ids)
+                self._costs, victim.num_computed_tokens + 1, len(victim.block_ids), len(victim.block_ids)
             )
         self._open[victim.request_id] = PreemptionRecord(
             step_id,

@@ -19,7 +19,9 @@ class Plan:
         victims: who is preempted, and what becomes of it, in this order.
         scores: the victims' ids and scores, and those of the holder that would have been next.
         resuming: swapped requests that take blocks, how they come back, and how many tokens they compute.
-        starting: waiting requests that take blocks, and how many tokens they compute.
+        starting: waiting requests that take blocks, and how many tokens they compute; 0 if these must wait
+            for what is copied from the host first.
+        fetching: those of them that copy what they find in host memory, and how.
         reserved: the request that is the only one to take blocks, since it was passed over so often.
         is_repeatable: whether the next iteration would be the same, if nothing happens, while blocks suffice.
     """
@@ -30,6 +32,7 @@ class Plan:
     scores: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     resuming: list[tuple[Request, ResumeDecision, int]] = dataclasses.field(default_factory=list)
     starting: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
+    fetching: dict[Request, ResumeDecision] = dataclasses.field(default_factory=dict)
     reserved: Request | None = None
     is_repeatable: bool = True
 

@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
+from jaxllm.sched.cache.names import BlockName
 from jaxllm.sched.cache.preview import NO_HIT, Hit, PoolPreview
 from jaxllm.sched.plan import Plan
 from jaxllm.sched.policies import (
@@ -65,18 +66,18 @@ class PolicyPlanner:
         """The next iteration."""
         state = self._state
         plan, num_tokens = Plan(), 0
-        if state.prompts or state.is_queued or state.copies.num_loading:
+        if state.prompts or state.is_queued or state.loading:
             num_tokens = self._num_prompt_tokens()
             self._go_on(plan, num_tokens)
         num_free = state.pool.num_free - self._num_needed(plan)
         if num_free < 0:
-            if state.num_holders == 1 and state.copies.num_loading:
+            if state.num_holders == 1 and state.loading:
                 return None  # so that there is somebody to preempt
-            if not self._preempt(plan, num_tokens, now) and state.copies.num_loading:
+            if not self._preempt(plan, num_tokens, now) and state.loading:
                 return None
         elif state.is_queued:
             self._take_in(plan, num_tokens, num_free, now)
-        if not (state.running or plan.chunks or plan.starting or plan.resuming) and state.copies.num_loading:
+        if not (state.running or plan.chunks or plan.starting or plan.resuming) and state.loading:
             return None
         if plan.chunks or plan.starting:
             self._fit_program(plan)
@@ -103,7 +104,7 @@ class PolicyPlanner:
         gone = {request for request, _ in plan.victims}
         plan.chunks = []
         for request in self._state.prompts[: self._max_chunks + len(gone)]:
-            length = min(request.num_tokens - request.num_computed_tokens, num_tokens)
+            length = min(request.num_to_compute, num_tokens)
             if length <= 0 or len(plan.chunks) == self._max_chunks:
                 break
             if request not in gone:
@@ -123,7 +124,7 @@ class PolicyPlanner:
         """Add victims until the others have the blocks they need (True), or one holder is left."""
         state = self._state
         order = self._victim_order(now)
-        pools, preview = state.pools(state.pool.num_free, state.copies.num_free), PoolPreview(state.pool)
+        pools, preview = state.pools(state.pool.num_free), PoolPreview(state.pool)
         growing = state.running.growing
         num_spared = 0  # blocks that victims among the running ones do not need
         num_needed = self._num_needed(plan)
@@ -169,33 +170,37 @@ class PolicyPlanner:
         num_running = pools.num_running - is_running
         num_tokens = pools.num_context_tokens - is_running * victim.num_tokens
         pools = pools._replace(num_running=num_running, num_context_tokens=num_tokens)
-        policy = self._policy.action
-        num_shared = self._state.pool.num_shared(victim.block_ids)
-        decision = policy.choose(victim, pools._replace(num_shared=num_shared), now)
+        policy, state = self._policy.action, self._state
+        num_shared = state.pool.num_shared(victim.block_ids)
+        on_host = state.held_on_host(victim)
+        num_host_free = state.host.num_available_beside(preview.kept.union(on_host)) - preview.num_stored
+        pools = pools._replace(num_host_free=max(0, num_host_free))
+        decision = policy.choose(victim, pools._replace(num_shared=num_shared, num_on_host=len(on_host)), now)
         if not isinstance(decision, Decision) or not isinstance(decision.action, PreemptionAction):
             raise ConfigError(f"{policy} answered {decision!r}, which is not a Decision")
         check_seconds(policy, decision.swap_seconds, decision.recompute_seconds, decision.copy_seconds)
-        num_host_free, num_copied = pools.num_host_free, 0
         if not (self._mixes or is_running):  # it would come back into a decode iteration
             decision = decision._replace(action=PreemptionAction.RECOMPUTE)
         if decision.action is PreemptionAction.SWAP:
-            num_copied = self._state.pool.blocks_for(victim.num_computed_tokens)
-            if not 0 < num_copied <= num_host_free:
+            num_blocks = state.pool.blocks_for(victim.num_computed_tokens)
+            num_copied = num_blocks - len(on_host)
+            if not num_blocks or num_copied > num_host_free:
                 raise ConfigError(
                     f"{policy} swaps {num_copied} blocks; {num_host_free} of {pools.num_host_blocks} host "
                     "blocks are free: drop the victim or raise num_host_blocks"
                 )
+            preview.kept.update(on_host)
+            preview.num_stored += num_copied
         plan.victims.append((victim, decision))
         plan.scores.append((victim.request_id, score))
-        num_free = pools.num_free + preview.release(victim.block_ids)
-        return pools._replace(num_free=num_free, num_host_free=num_host_free - num_copied)
+        return pools._replace(num_free=pools.num_free + preview.release(victim.block_ids))
 
     # Those who want some
 
     def _take_in(self, plan: Plan, num_tokens: int, num_free: int, now: float) -> None:
         """Add to `plan` who resumes or starts within so many tokens and blocks."""
         state, restore = self._state, self._policy.restore
-        for request in (*state.prompts, *state.copies.loading):  # what they still need is theirs
+        for request in (*state.prompts, *state.loaders):  # what they still need is theirs
             num_free -= state.pool.blocks_for(request.num_tokens) - len(request.block_ids)
         if not plan.decodes:
             num_free -= len(state.running.growing)  # they go on next
@@ -209,11 +214,11 @@ class PolicyPlanner:
         num_passing = math.inf if self._policy.patience is None else self._policy.patience - first.num_passed
         if num_passing <= 0:
             plan.reserved = first
-            self._take_only(plan, first, room)
+            self._take_only(plan, first, room, now)
             return
         alone = dataclasses.replace(room)
         # Where a copy is all there is to wait for, no other is put before it.
-        is_free = state.num_holders > 0 or not state.copies.num_loading
+        is_free = state.num_holders > 0 or not state.loading
         resuming = self._resumable(room, now) if is_free and (self._mixes or not plan.chunks) else []
         starting = self._startable(plan, alone, now)
         if resuming and starting:
@@ -222,41 +227,62 @@ class PolicyPlanner:
                 starting = self._startable(plan, room, now, resuming) if self._mixes else []
             else:
                 resuming = self._resumable(alone, now) if self._mixes else []
-        elif not (resuming or starting or state.num_holders or state.copies.num_loading):
+        elif not (resuming or starting or state.num_holders or state.loading):
             # Nothing will ever change: whoever was put off goes.
             resuming = self._resumable(room, now, put_off=False)
         taking = [one[0] for one in (*resuming, *starting)]
         if len(taking) > num_passing and first not in taking:
             resuming = resuming[: int(num_passing)]
             starting = starting[: int(num_passing) - len(resuming)]
-        if not (state.running or plan.chunks or starting) and resuming:  # nothing else to do than to wait
+        is_idle = not (state.running or plan.chunks or any(length for _, length in starting))
+        if is_idle and resuming:  # nothing else to do than to wait
             request, decision, length = resuming[0]
             num_left = num_tokens - sum([one[2] for one in resuming[1:]])
             length = max(1, min(length or request.num_tokens - request.num_computed_tokens, num_left))
             resuming[0] = request, decision._replace(action=ResumeAction.AT_ONCE), length
         plan.resuming, plan.starting = resuming, starting
-        plan.decodes = plan.decodes and (self._mixes or not starting)
+        plan.decodes = plan.decodes and (self._mixes or not any(length for _, length in starting))
         if not (resuming or starting) and self._policy.victim.outranks is not None:
             self._outrank(plan, room, now, self._policy.victim.outranks)
 
-    def _take_only(self, plan: Plan, request: Request, room: _Room) -> None:
+    def _take_only(self, plan: Plan, request: Request, room: _Room, now: float) -> None:
         """Let this one take blocks, if there are enough, and nobody else."""
         state = self._state
-        hit = NO_HIT
-        if request.status is RequestStatus.WAITING and state.pool.may_find:
-            hit = self._find(self._preview(plan), request)
-        num_needed = state.pool.blocks_for(request.num_tokens) - hit.num_blocks + len(hit.free)
+        hit, decision = NO_HIT, ResumeDecision(ResumeAction.AT_ONCE)
+        if state.config.enable_prefix_caching:
+            preview = self._preview(plan)
+            hit = self._find(preview, request)
+            if hit.copied and request.status is RequestStatus.WAITING:
+                pools = state.pools(room.num_blocks)
+                hit, decision = self._ask_to_copy(request, hit, preview, pools, now, now)
+        num_needed = state.pool.blocks_for(request.num_tokens) - hit.num_on_device + len(hit.free)
         has_room = num_needed <= room.num_blocks
         is_free = min(room.num_slots, room.num_tokens, room.num_chunks) > 0
-        if not (has_room and is_free) or request.num_in_flight:
+        if not (has_room and is_free) or request.num_in_flight or state.is_coming(hit.copied):
             return
-        num_known = request.num_computed_tokens + hit.num_blocks * state.pool.block_size
-        length = min(request.num_tokens - num_known, room.num_tokens)
+        if request.request_id in state.awaited:
+            return
+        length = min(self._num_in_first_run(request, hit), room.num_tokens)
+        decision = decision._replace(action=ResumeAction.AT_ONCE)
         if request.status is RequestStatus.SWAPPED and (self._mixes or not plan.chunks):
-            plan.resuming = [(request, ResumeDecision(ResumeAction.AT_ONCE), length)]
+            plan.resuming = [(request, decision, length)]
         elif request.status is RequestStatus.WAITING:
             plan.starting = [(request, length)]
+            if hit.copied:
+                plan.fetching[request] = decision
             plan.decodes = self._mixes
+
+    def _num_left(self, request: Request, hit: Hit) -> int:
+        """Tokens that a queued request has to compute beside what it finds."""
+        if request.status is RequestStatus.SWAPPED:
+            return request.num_tokens - request.num_computed_tokens
+        return request.num_tokens - hit.num_blocks * self._state.pool.block_size
+
+    def _num_in_first_run(self, request: Request, hit: Hit) -> int:
+        """Those of them until the next one that it finds."""
+        if request.status is RequestStatus.WAITING and hit.num_missing:
+            return hit.num_missing * self._state.pool.block_size
+        return self._num_left(request, hit)
 
     def _preview(self, plan: Plan, resuming: _Resuming = ()) -> PoolPreview:
         """The pool when those who go on, and those who resume, have taken what they need."""
@@ -275,76 +301,133 @@ class PolicyPlanner:
             preview.compute(state.learn_names(request, stop)[request.num_named_blocks : stop // size])
         return preview
 
+    def _find(self, preview: PoolPreview, request: Request) -> Hit:
+        """What a queued request finds; all its blocks are looked for only if the first is there.
+
+        Where others may be without it, if that or one in the middle or the last is.
+        """
+        state = self._state
+        if request.host_blocks:
+            return preview.find_each(request.block_names, request.host_blocks)
+        on_host = state.host.names
+        first = state.findable(request, state.config.block_size)
+        if not first:
+            return NO_HIT
+        is_there = preview.find(first, on_host).num_blocks
+        if not is_there and not state.looks_past_gaps:
+            return NO_HIT
+        names = state.findable(request)
+        if not is_there and not any(preview.find([one], on_host).num_blocks for one in _probes(names)):
+            return NO_HIT
+        return preview.find(names, on_host, looks_past_gaps=state.looks_past_gaps)
+
+    def _ask_to_copy(
+        self,
+        request: Request,
+        hit: Hit,
+        preview: PoolPreview,
+        pools: PoolState,
+        copied_out_at: float,
+        now: float,
+    ) -> tuple[Hit, ResumeDecision]:
+        """How a queued request copies what it finds on the host, and what it finds if it copies nothing."""
+        policy, on_device = self._policy.resume, hit
+        num_more = 0
+        if request.status is RequestStatus.WAITING:
+            names, looks_past_gaps = self._state.findable(request), self._state.looks_past_gaps
+            on_device = preview.find(names, looks_past_gaps=looks_past_gaps)
+            num_more = (hit.num_blocks - on_device.num_blocks) * pools.block_size
+        pools = pools._replace(num_to_copy=self._state.host.num_moved(hit.copied), num_to_recompute=num_more)
+        decision = policy.choose(request, copied_out_at, pools, now)
+        if not isinstance(decision, ResumeDecision) or not isinstance(decision.action, ResumeAction):
+            raise ConfigError(f"{policy} answered {decision!r}, which is not a ResumeDecision")
+        check_seconds(policy, decision.swap_seconds, decision.copy_seconds)
+        if decision.action is ResumeAction.RECOMPUTE:
+            if num_more:
+                return on_device, decision
+            decision = decision._replace(action=ResumeAction.LATER)
+        return hit, decision
+
     def _startable(
         self, plan: Plan, room: _Room, now: float, resuming: _Resuming = ()
     ) -> list[tuple[Request, int]]:
         """Waiting requests that fit into `room`, and how many tokens they compute; takes that off."""
         state, admission = self._state, self._policy.admission
-        pool, waiting, size = state.pool, state.waiting, state.pool.block_size
+        pool, waiting = state.pool, state.waiting
         if not waiting or min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
             return []
-        preview = self._preview(plan, resuming) if state.pool.may_find else None
+        preview = self._preview(plan, resuming) if state.may_find else None
         if preview is None and pool.blocks_for(waiting.min_num_tokens) > room.num_blocks:
             return []
         starting: list[tuple[Request, int]] = []
         pools: PoolState | None = None
         # Who finds blocks may be short, however long it is.
         too_large = self._too_large if preview is None else self._unsuited
+        is_busy = bool(state.running or plan.chunks or resuming)
 
         def judge(request: Request) -> Verdict:
-            nonlocal pools
+            nonlocal pools, is_busy
             if min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
                 return Verdict.STOP
-            num_in_pool, num_needed = 0, pool.blocks_for(request.num_tokens)
-            hit = NO_HIT
+            if request.request_id in state.awaited:
+                return self._unsuited
+            num_needed, hit = pool.blocks_for(request.num_tokens), NO_HIT
+            decision = ResumeDecision(ResumeAction.AT_ONCE)
+            if pools is None:
+                pools = state.pools(room.num_blocks)
             if preview is not None:
                 hit = self._find(preview, request)
-                num_in_pool = hit.num_blocks
-                num_needed += len(hit.free) - num_in_pool
+                num_needed += len(hit.free) - hit.num_on_device
+                if state.is_coming(hit.copied):
+                    return self._unsuited
             if num_needed > room.num_blocks:
                 return too_large
-            num_tokens = request.num_tokens - num_in_pool * size
+            if hit.copied and preview is not None:
+                hit, decision = self._ask_to_copy(request, hit, preview, pools, now, now)
+                if not is_busy:  # nothing else to do than to wait
+                    decision = decision._replace(action=ResumeAction.AT_ONCE)
+                elif decision.action is ResumeAction.LATER:
+                    return self._unsuited
+            num_tokens = self._num_left(request, hit)
             if num_tokens > room.num_tokens and not self._mixes and (starting or plan.chunks):
                 return too_large  # only the first prompt of a prefill is split
             if request.num_in_flight:
                 return self._unsuited  # just preempted: its newest token is not known yet
             # Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
-            if room.num_blocks < pool.num_blocks or state.swapped:
-                if pools is None:
-                    pools = state.pools(room.num_blocks, state.copies.num_free)
-                if not admission.admits(request, num_needed, pools):
-                    return too_large
-            length = min(num_tokens, room.num_tokens)
+            if (room.num_blocks < pool.num_blocks or state.swapped) and not admission.admits(
+                request, num_needed, pools
+            ):
+                return too_large
+            is_later = bool(hit.copied) and decision.action is ResumeAction.IN_BACKGROUND
+            length = 0 if is_later else min(self._num_in_first_run(request, hit), room.num_tokens)
+            is_busy = is_busy or not is_later
             room.num_blocks -= num_needed
             room.num_tokens -= length
             room.num_slots -= 1
-            room.num_chunks -= 1
-            if pools is not None:
-                pools = pools._replace(num_free=room.num_blocks)
+            room.num_chunks -= not is_later
+            pools = pools._replace(num_free=room.num_blocks)
             if preview is not None:
                 self._plan_to_find(preview, request, hit, length)
+            plan.fetching.pop(request, None)
+            if hit.copied:
+                plan.fetching[request] = decision
+                until = max(now, pools.copy_in_until) + (decision.copy_seconds or 0.0)
+                pools = pools._replace(copy_in_until=until)
             starting.append((request, length))
             return Verdict.TAKE
 
         waiting.visit(now, judge, self._least_too_long(room) if preview is None else math.inf)
         return starting
 
-    def _find(self, preview: PoolPreview, request: Request) -> Hit:
-        """What a waiting request finds; names of all its blocks are made only if the first is there."""
-        state = self._state
-        first = state.learn_names(request, state.config.block_size)[:1]
-        if not (first and state.may_look_up(request) and preview.find(first).num_blocks):
-            return NO_HIT
-        return preview.find(state.findable(request))
-
     def _plan_to_find(self, preview: PoolPreview, request: Request, hit: Hit, length: int) -> None:
         """Let a request hold what it finds, and compute so many tokens more."""
         pool = self._state.pool
         preview.hold(hit)
-        stop = hit.num_blocks * pool.block_size + length
-        preview.take(pool.blocks_for(stop) - hit.num_blocks)
-        names = self._state.learn_names(request, stop)
-        preview.compute(names[hit.num_blocks : stop // pool.block_size])
+        stop = hit.num_first * pool.block_size + length
+        preview.take(pool.blocks_for(stop) - hit.num_first + len(hit.copied))
+        if length or not hit.copied:
+            names = self._state.learn_names(request, stop)
+            preview.compute(names[: stop // pool.block_size])
 
     def _resumable(
         self, room: _Room, now: float, *, put_off: bool = True
@@ -353,29 +436,31 @@ class PolicyPlanner:
 
         Without `put_off` the policy is not asked, and the first that fits resumes at once, alone.
         """
-        state, pool, policy = self._state, self._state.pool, self._policy.resume
+        state, pool = self._state, self._state.pool
         if not state.swapped or min(room.num_slots, room.num_blocks, room.num_tokens) < 1:
             return []
         resuming: list[tuple[Request, ResumeDecision, int]] = []
-        pools = state.pools(room.num_blocks, state.copies.num_free)
+        pools = state.pools(room.num_blocks)
+        preview = PoolPreview(pool)
+        finds = state.config.enable_prefix_caching  # then who is long may need few blocks
 
         def judge(request: Request) -> Verdict:
             nonlocal pools
             if min(room.num_slots, room.num_tokens) < 1 or (resuming and not put_off):
                 return Verdict.STOP
-            num_needed = pool.blocks_for(request.num_tokens)
+            hit = self._find(preview, request)
+            num_needed = pool.blocks_for(request.num_tokens) - hit.num_on_device + len(hit.free)
             if num_needed > room.num_blocks:
-                return self._too_large
+                return self._unsuited if finds else self._too_large
             num_left = request.num_tokens - request.num_computed_tokens
             if request.num_in_flight or (num_left > 1 and room.num_chunks < 1):
+                return self._unsuited
+            if state.is_coming(hit.copied):
                 return self._unsuited
             decision = ResumeDecision(ResumeAction.AT_ONCE)
             if put_off:
                 copied_out_at = state.copied_out_at.get(request.request_id, now)
-                decision = policy.choose(request, copied_out_at, pools, now)
-                if not isinstance(decision, ResumeDecision) or not isinstance(decision.action, ResumeAction):
-                    raise ConfigError(f"{policy} answered {decision!r}, which is not a ResumeDecision")
-                check_seconds(policy, decision.swap_seconds, decision.copy_seconds)
+                hit, decision = self._ask_to_copy(request, hit, preview, pools, copied_out_at, now)
             if decision.action is ResumeAction.LATER:
                 return Verdict.STOP
             length = 0
@@ -387,10 +472,12 @@ class PolicyPlanner:
             room.num_chunks -= num_left > 1
             until = max(now, pools.copy_in_until) + (decision.copy_seconds or 0.0)
             pools = pools._replace(num_free=room.num_blocks, copy_in_until=until)
+            preview.hold(hit)
+            preview.take(pool.blocks_for(request.num_tokens) - hit.num_on_device)
             resuming.append((request, decision, length))
             return Verdict.TAKE
 
-        state.swapped.visit(now, judge, self._least_too_long(room))
+        state.swapped.visit(now, judge, math.inf if finds else self._least_too_long(room))
         return resuming
 
     def _least_too_long(self, room: _Room) -> float:
@@ -410,21 +497,28 @@ class PolicyPlanner:
             queue.visit(now, look)
         _, _, queued = min((-policy.priority.score(one, now), one.arrival_index, one) for one in heads)
         is_waiting = queued.status is RequestStatus.WAITING
+        if queued.request_id in state.awaited:
+            return
         if not plan.decodes or queued.num_in_flight or min(room.num_tokens, room.num_chunks) < 1:
             return
         hit, num_total = NO_HIT, state.pool.blocks_for(queued.num_tokens)
-        if is_waiting and state.pool.may_find:
+        if (
+            is_waiting and state.may_find
+        ):  # what is on the host is computed again: victims' copies may take its room
+            names = state.findable(queued)
+            hit = self._preview(plan).find(names, looks_past_gaps=state.looks_past_gaps)
+        elif not is_waiting:
             hit = self._find(self._preview(plan), queued)
-        num_needed = num_total - hit.num_blocks + len(hit.free)
+        num_needed = num_total - hit.num_on_device + len(hit.free)
         order = self._victim_order(now)
-        pools, preview = state.pools(room.num_blocks, state.copies.num_free), PoolPreview(state.pool)
+        pools, preview = state.pools(room.num_blocks), PoolPreview(state.pool)
         found = Plan()
         while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
             score, _, victim = heapq.heappop(order)
             if victim.is_protected or not outranks(queued, victim, now):
                 return
             pools = self._give_up(found, victim, score, pools, preview, now)
-            num_needed = num_total - hit.num_blocks + len(hit.free) + preview.num_released(hit)
+            num_needed = num_total - hit.num_on_device + len(hit.free) + preview.num_released(hit)
         if pools.num_free < num_needed or not found.victims:
             return
         if is_waiting and not policy.admission.admits(queued, num_needed, pools):
@@ -434,8 +528,7 @@ class PolicyPlanner:
         plan.victims, plan.scores = found.victims, found.scores
         if order:
             plan.scores.append(_next_score(order))
-        num_known = queued.num_computed_tokens + hit.num_blocks * state.pool.block_size
-        length = min(queued.num_tokens - num_known, room.num_tokens)
+        length = min(self._num_in_first_run(queued, hit), room.num_tokens)
         if is_waiting:
             plan.starting, plan.decodes = [(queued, length)], self._mixes
         else:
@@ -463,6 +556,11 @@ class PolicyPlanner:
                 if length > rest:
                     of.append((request, length - rest))
                 rest -= min(rest, length)
+
+
+def _probes(names: Sequence[BlockName]) -> Sequence[BlockName]:
+    """Some of a sequence's blocks that tell whether any are left of it."""
+    return [names[len(names) // 2], names[-1]] if names else []
 
 
 def check_seconds(policy: object, *predicted: float | None) -> None:

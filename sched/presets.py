@@ -12,16 +12,23 @@ from jaxllm.predictors.lengths import RankPredictor
 from jaxllm.sched.baselines import VLLM025
 from jaxllm.sched.policies import (
     AdaptiveAction,
+    AheadOfTime,
+    CostOverIdleTime,
     EarliestDeadline,
+    ExpectedSaving,
     FairPriority,
     FCFSPriority,
     LatestArrivalVictim,
+    LeastRecentlyUsed,
     LeastUrgentVictim,
     LeastWorkLeft,
+    LongestCachedPrefix,
     MoreUrgentFirst,
     MultiLevelFeedback,
+    OffloadIfCheaper,
     OutrankedVictim,
     OverlapAwareResume,
+    OvertakerVictim,
     PacedIterations,
     PriorityClasses,
     PriorityPolicy,
@@ -32,12 +39,13 @@ from jaxllm.sched.policies import (
     ShortestJob,
     SwapIfItFits,
     WatermarkAdmission,
+    WriteThrough,
 )
 from jaxllm.sched.policies.user import import_policy
 
 
 def vllm(costs: CostModel | None = None) -> SchedulingPolicy:
-    """vLLM 0.2.5, single-sequence requests: FCFS, the latest arrival is dropped and prefilled again."""
+    """vLLM 0.2.5: FCFS, the latest arrival is dropped and prefilled again; several samples are swapped."""
     return VLLM025()
 
 
@@ -88,8 +96,9 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     """Ours: the paper's fairness and choice of action, in mixed iterations.
 
     Against `paper` prompts ride beside decodes, at a pace that does not slow these down more than needed; it
-    copies back beside the steps; and nobody is passed over for ever. docs/results.md says what each is worth,
-    and how it was chosen.
+    copies back beside the steps; what the prefix cache has no room for goes to the host where that pays, and
+    what stays there is learned from use; and nobody is passed over for ever. docs/results.md says what each
+    is worth, and how it was chosen.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -102,6 +111,8 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
         action=AdaptiveAction(costs),
         resume=OverlapAwareResume(costs),
         restore=MoreUrgentFirst(FairPriority()),
+        offload=OffloadIfCheaper(costs),
+        retention=ExpectedSaving(costs),
         patience=128,
     )
 
@@ -156,6 +167,35 @@ def fastserve(costs: CostModel | None = None) -> SchedulerPolicy:
     return dataclasses.replace(policy, action=SwapIfItFits(costs), restore=ResumeFirst())
 
 
+def pensieve(costs: CostModel | None = None) -> SchedulerPolicy:
+    """Pensieve's cache under vLLM V1's order: copied to the host ahead of need; victims are dropped."""
+    retention = CostOverIdleTime(_required("pensieve", costs))
+    return SchedulerPolicy(offload=AheadOfTime(), retention=retention, patience=None)
+
+
+def hicache(costs: CostModel | None = None) -> SchedulerPolicy:
+    """SGLang HiCache's write-through under vLLM V1's order: every full block is copied to the host."""
+    return SchedulerPolicy(offload=WriteThrough(), patience=None)
+
+
+def cached_attention(costs: CostModel | None = None) -> SchedulerPolicy:
+    """CachedAttention's cache under vLLM V1's order: blocks are saved when full; what is queued for stays."""
+    retention = LeastRecentlyUsed(looks_ahead=True)
+    return SchedulerPolicy(offload=WriteThrough(), retention=retention, patience=None)
+
+
+def flashgen(costs: CostModel | None = None) -> SchedulerPolicy:
+    """FlashGen: full blocks are copied out at once; short requests go past a long one, and give way to it."""
+    restore, victim = ResumeFirst(skips=True), OvertakerVictim()
+    return SchedulerPolicy(restore=restore, victim=victim, offload=WriteThrough())
+
+
+def sglang(costs: CostModel | None = None) -> SchedulerPolicy:
+    """SGLang's order, the longest cached prefix first, with HiCache's write-through; nobody is left out."""
+    priority = LongestCachedPrefix()
+    return SchedulerPolicy(priority=priority, restore=MoreUrgentFirst(priority), offload=WriteThrough())
+
+
 PRESETS: Mapping[str, Callable[[CostModel | None], SchedulingPolicy]] = {
     "adaptive": adaptive,
     "paper": paper,
@@ -170,9 +210,17 @@ PRESETS: Mapping[str, Callable[[CostModel | None], SchedulingPolicy]] = {
     "shortest": shortest,
     "least_work": least_work,
     "fastserve": fastserve,
+    "pensieve": pensieve,
+    "hicache": hicache,
+    "sglang": sglang,
+    "cached_attention": cached_attention,
+    "flashgen": flashgen,
 }
 DEFAULT_PRESET = "adaptive"
-NEEDS_COSTS = frozenset(PRESETS) - {"vllm", "vllm_swap", "vllm_swap_both", "vllm_v1"}
+NEEDS_COSTS = frozenset(PRESETS) - {
+    *("vllm", "vllm_swap", "vllm_swap_both", "vllm_v1"),
+    *("hicache", "sglang", "cached_attention", "flashgen"),
+}
 """Presets that compare predicted costs; the others take any, and never ask."""
 
 

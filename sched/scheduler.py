@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError, RequestError
+from jaxllm.sched.cache.names import FileIndex
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger, StepRecord
+from jaxllm.sched.offloading import Offloader
 from jaxllm.sched.plan import Plan
 from jaxllm.sched.policies import (
     Decision,
+    NoOffload,
     PreemptionAction,
     ResumeAction,
     ResumeDecision,
     SchedulerPolicy,
     SchedulingPolicy,
 )
+from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
     MULTI_STEP_SEQS,
     NO_COPIES,
     CopyProgress,
     FinishReason,
+    HostPiece,
     PrefillChunk,
+    Read,
     Request,
     RequestStatus,
     SchedulerOutput,
@@ -66,12 +72,25 @@ class Scheduler:
         policy: SchedulingPolicy = _DEFAULT_POLICY,
         *,
         ledger: Ledger | None = None,
+        files: FileIndex | None = None,
     ) -> None:
         """An empty scheduler within the limits of `config`; `ledger` records its decisions.
 
+        Args:
+            config, policy, ledger: as above.
+            files: what of the prefix cache executors can read from files; then every full block is copied to
+                the host as soon as it can, and written to a file.
+
         Raises:
-            ConfigError: prefixes are to be shared, and the policy does not.
+            ConfigError: prefixes are to be shared, and the policy does not; or there are files without
+                that, or without host memory to read them into.
         """
+        if files is not None and not (config.enable_prefix_caching and config.num_host_blocks):
+            raise ConfigError(
+                "files of the prefix cache need enable_prefix_caching=True and num_host_blocks of 1 or more, "
+                f"got {config.enable_prefix_caching} and {config.num_host_blocks}"
+            )
+        self._files = files
         if config.enable_prefix_caching and not getattr(policy, "shares_prefixes", False):
             raise ConfigError(
                 f"enable_prefix_caching=True: {policy} plans without a prefix cache; leave it out, or take "
@@ -86,8 +105,18 @@ class Scheduler:
 
     def clear(self) -> None:
         """Forget all requests, and free whatever they hold."""
-        self._state = SchedulerState(self.config, self.policy.priority)
+        retention = getattr(self.policy, "retention", None)
+        self._state = SchedulerState(self.config, self.policy.priority, retention)
         self._planner = self.policy.planner(self._state)
+        offload = getattr(self.policy, "offload", None)
+        self._offloader: Offloader | None = None
+        if self.config.enable_prefix_caching and self.config.num_host_blocks and offload is not None:
+            self._offloader = Offloader(self._state, offload, is_eager=self._files is not None)
+        self._read_ahead: ReadAhead | None = None
+        if self._files is not None:
+            self._read_ahead = ReadAhead(self._state, self._files, offload or NoOffload())
+        self._reads: list[Read] = []
+        self._num_leaving = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -116,8 +145,13 @@ class Scheduler:
 
     @property
     def num_free_host_blocks(self) -> int:
-        """Host blocks that are neither used nor in flight."""
-        return self._state.copies.num_free
+        """Host blocks that hold nothing."""
+        return self._state.host.num_free
+
+    @property
+    def num_available_host_blocks(self) -> int:
+        """Host blocks that are free, or that only the prefix cache keeps."""
+        return self._state.host.num_available
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -160,9 +194,16 @@ class Scheduler:
         """
         state = self._state
         self.is_planning = False
+        self._num_leaving = copies.num_leaving
+        state.host.now = now
         state.settle(copies, now)
+        if self._read_ahead is not None:
+            self._read_ahead.settle(copies.read, now)
+            self.is_planning = True
+            self._read_ahead.add_reads(self._reads, now)
+            self.is_planning = False
         while (plan := self._plan(now)) is None:
-            state.join(state.copies.first_loading())
+            state.join(next(iter(state.loading.values())))
         step_id = self.num_scheduled
         self.num_scheduled += 1
         return self._apply(plan, step_id, now, max_decode_steps)
@@ -173,9 +214,48 @@ class Scheduler:
         self.is_planning = False
         return plan
 
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether nobody is left to run iterations, with which executors would have been told of more."""
+        state = self._state
+        is_left = state.joined or state.discarded or state.host.has_dropped or state.being_read
+        return not self.has_unfinished and bool(is_left or (self._offloader and self._offloader.is_behind))
+
+    def flush(self) -> SchedulerOutput:
+        """What executors were to be told with later iterations, when there are `has_leftovers`.
+
+        Files that are still being read will not be waited for: executors are to forget them.
+        """
+        swap_out = [] if self._offloader is None else self._offloader.flush()
+        if self._read_ahead is not None:
+            self._read_ahead.cancel()
+        self._reads = []
+        joined, discarded = self._state.emit()
+        step_id = self.num_scheduled
+        self.num_scheduled += 1
+        dropped = self._state.host.emit(step_id)
+        self.complete(step_id)
+        return SchedulerOutput(
+            step_id, swap_out=tuple(swap_out), joined=joined, discarded=discarded, dropped=dropped
+        )
+
+    def take_dropped(self) -> tuple[HostPiece, ...]:
+        """Pieces of host memory that executors are to let go of, and were not told of."""
+        return self._state.host.take_dropped()
+
+    def take_reads(self) -> list[Read]:
+        """What executors are to read from files, and were not told of."""
+        reads, self._reads = self._reads, []
+        return reads
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether files are being read."""
+        return self._read_ahead is not None and self._read_ahead.is_busy
+
     def complete(self, step_id: int) -> None:
         """Note that the device has finished step `step_id` and those before it, with their copies."""
-        self._state.copies.complete(step_id)
+        self._state.host.complete(step_id)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a live request in any state; what it holds is free at once.
@@ -190,22 +270,19 @@ class Scheduler:
         if state.live.get(request.request_id) is not request:
             why = "has already finished" if request.is_finished else "was never added"
             raise RequestError(f"cannot finish request {request.request_id!r}: it {why}")
-        state.copied_out_at.pop(request.request_id, None)
-        if request.status is RequestStatus.WAITING:
+        if request.slot is None and request.status in (RequestStatus.WAITING, RequestStatus.SWAPPED):
             state.unqueue(request)
-        elif request.host_handle is not None:
-            if request.slot is None:
-                state.swapped.remove(request)
-            else:
-                state.release(request, is_filled=False)
-            state.copies.give_up(request)
+            state.host.release(request.host_blocks)
+            request.host_blocks = []
         elif request.slot is not None:
+            is_filled = not state.cancel(request)
             if request in state.ending:
                 state.ending.remove(request)
-            else:
+            elif is_filled:
                 state.leave(request)
-            state.release(request, is_filled=not state.copies.leave(request))
+            state.release(request, is_filled=is_filled)
         del state.live[request.request_id]
+        state.num_read.pop(request.request_id, None)
         if reason in ("stop", "length") and self.policy.length is not None:
             self.policy.length.observe(request, len(request.output_token_ids))
         if self.ledger is not None:
@@ -223,9 +300,19 @@ class Scheduler:
             queue[request.status].add(request)
         request.priority = priority
 
-    def reset_prefix_cache(self) -> None:
-        """Find none of the present blocks again; those who hold some keep them."""
+    def reset_prefix_cache(self) -> tuple[HostPiece, ...]:
+        """Find none of the present blocks again; those who hold some keep them.
+
+        Returns:
+            Pieces of host memory that executors are to let go of.
+        """
         self._state.pool.forget_names()
+        self._state.host.forget_names()
+        if self._offloader is not None:
+            self._offloader.forget()
+        if self._read_ahead is not None:
+            self._read_ahead.forget()
+        return self._state.host.take_dropped()
 
     # Applying a plan
 
@@ -233,6 +320,7 @@ class Scheduler:
         state = self._state
         num_steps = self._num_decode_steps(plan, max_decode_steps)
         self._note_passed(plan)
+        self._hold_copies(plan)
         swap_out = [self._preempt(*victim, plan.scores, step_id, now) for victim in plan.victims]
         swap_in: list[Swap] = []
         load: list[Swap] = []
@@ -245,7 +333,7 @@ class Scheduler:
                 if request in state.prompts:
                     chunks.append((request, length))
             else:
-                state.copies.load(swap)
+                state.load(swap)
                 load.append(swap)
         batch: tuple[Request, ...] = ()
         num_context_tokens = 0
@@ -260,20 +348,38 @@ class Scheduler:
             for request in filling:
                 state.name_blocks(request)
         prefill = [self._prefill(request, length) for request, length in chunks]
-        prefill += [self._prefill(*one) for one in plan.starting if self._start(one[0], step_id, now)]
+        for request, length in plan.starting:
+            started = self._start(request, plan.fetching.get(request), step_id, now)
+            if isinstance(started, Swap) and length:
+                swap_in.append(started)
+            elif isinstance(started, Swap):
+                load.append(started)
+            if started and length:
+                prefill.append(self._prefill(request, length))
+        if not (batch or prefill) and state.prompts:  # whoever was to wait for a copy found its blocks
+            prefill.append(self._prefill(state.prompts[0], self.config.max_num_batched_tokens))
         if not (batch or prefill):
+            assert not [*swap_out, *swap_in, *load], "copies need an iteration"
             return SchedulerOutput(step_id)  # whatever executors are to be told waits
-        joined, discarded = state.copies.emit(step_id)
+        out = [swap for swap in swap_out if swap is not None]
+        if self._offloader is None:
+            state.pool.reclaimed.clear()
+        else:
+            out += self._offloader.swaps(self._num_leaving + sum([len(swap.block_ids) for swap in out]))
+        joined, discarded = state.emit()
+        dropped = state.host.emit(step_id)
         output = SchedulerOutput(
             step_id,
             decode=batch,
             prefill=tuple(prefill),
             preempted=tuple([victim for victim, _ in plan.victims]),
-            swap_out=tuple([swap for swap in swap_out if swap is not None]),
+            num_swapped=sum([bool(victim.host_blocks) for victim, _ in plan.victims]),
+            swap_out=tuple(out),
             swap_in=tuple(swap_in),
             load=tuple(load),
             joined=joined,
             discarded=discarded,
+            dropped=dropped,
             ending=tuple(state.ending),
             num_decode_steps=num_steps,
             num_context_tokens=num_context_tokens,
@@ -286,7 +392,7 @@ class Scheduler:
         """How many iterations may go by before the next decision."""
         state = self._state
         running = state.running
-        is_calm = plan.is_only_decode and not (state.is_queued or state.prompts or state.copies.num_loading)
+        is_calm = plan.is_only_decode and not (state.is_queued or state.prompts or state.loading)
         if limit == 1 or not (is_calm and plan.is_repeatable) or len(running) > MULTI_STEP_SEQS:
             return 1
         num_steps = running.num_steps_to_last(min(limit, state.pool.block_size))
@@ -317,57 +423,100 @@ class Scheduler:
         if self.ledger is not None:
             self.ledger.preempted(victim, step_id, now, scores, decision)
         state.leave(victim)
-        block_ids = victim.block_ids
-        state.release(victim)
-        victim.metrics.num_preemptions += 1
-        victim.num_passed += 1
         swap = None
         if decision.action is PreemptionAction.SWAP:
-            num_copied = state.pool.blocks_for(victim.num_computed_tokens)
-            swap = state.copies.make(victim, block_ids[:num_copied])
+            swap = self._copy_out(victim)
             if decision.copy_seconds is not None:
                 state.copy_out_until = max(now, state.copy_out_until) + decision.copy_seconds
                 state.copied_out_at[victim.request_id] = state.copy_out_until
             victim.metrics.num_swaps += 1
+        state.release(victim)
+        victim.metrics.num_preemptions += 1
+        victim.num_passed += 1
         state.queue(victim)
         return swap
 
-    def _copy_back(self, request: Request, decision: ResumeDecision, step_id: int, now: float) -> Swap:
-        """The copy that fills the blocks a swapped request gets."""
+    def _hold_copies(self, plan: Plan) -> None:
+        """Let victims hold what is in host memory already, before copies of others take its room."""
         state = self._state
-        handle = request.host_handle
-        assert handle is not None  # whatever is swapped has one
-        state.swapped.remove(request)
-        state.copied_out_at.pop(request.request_id, None)
-        state.hold(request, request.num_computed_tokens)
-        if decision.copy_seconds:
-            state.copy_in_until = max(now, state.copy_in_until) + decision.copy_seconds
+        for victim, decision in plan.victims:
+            if decision.action is PreemptionAction.SWAP:
+                victim.host_blocks = state.held_on_host(victim)
+                state.host.hold(victim.host_blocks)
+
+    def _copy_out(self, victim: Request) -> Swap | None:
+        """The copy of a victim's blocks that are not in host memory; it then holds all of them there."""
+        state = self._state
+        host, before = state.host, victim.host_blocks
+        names = state.names_to_keep(victim)
+        places = [None if name is None else host.names.first(name) for name in names]
+        missing = [number for number, place in enumerate(places) if place is None]
+        host.hold([place for place in places if place is not None])
+        host.release(before)
+        stored = host.store([names[number] for number in missing]) if missing else []
+        for number, place in zip(missing, stored, strict=True):
+            places[number] = place
+        victim.host_blocks = [place for place in places if place is not None]
+        if not missing:
+            return None
+        block_ids = tuple([victim.block_ids[number] for number in missing])
+        stored_names = tuple([names[number] for number in missing])
+        return Swap(victim, stored[0].handle, block_ids, tuple(stored), stored_names)
+
+    def _copy_back(self, request: Request, decision: ResumeDecision, step_id: int, now: float) -> Swap:
+        """The copy that fills the blocks of a swapped request but for those it finds on the device."""
+        swap = self._state.take_places(request, self._state.locate(request))
+        assert swap is not None  # it was swapped
+        self._note_copy(decision, now)
         if self.ledger is not None:
             self.ledger.returns(request.request_id, decision)
             self.ledger.resumed(request, step_id, now)
-        return Swap(request, handle, tuple(request.block_ids))
+        return swap
 
-    def _start(self, request: Request, step_id: int, now: float) -> bool:
-        """Let a waiting request begin, or begin again.
+    def _note_copy(self, decision: ResumeDecision, now: float) -> None:
+        if decision.copy_seconds:
+            state = self._state
+            state.copy_in_until = max(now, state.copy_in_until) + decision.copy_seconds
+
+    def _start(
+        self, request: Request, decision: ResumeDecision | None, step_id: int, now: float
+    ) -> Swap | bool:
+        """Let a waiting request begin, or begin again, with what `decision` brings from the host.
 
         Not, if it was to find what others were to compute before it, and now compute less of.
+
+        Returns:
+            Whether it does; or its copy, if there is one.
         """
-        if not self._state.start(request):
+        state = self._state
+        started = state.start(request, copies=decision is not None)
+        if not started:
             return False
+        if not isinstance(started, Swap):
+            state.begin(request)
+        elif decision is not None:
+            self._note_copy(decision, now)
+            if decision.action is ResumeAction.IN_BACKGROUND:
+                state.load(started)
+            else:
+                state.resume(started, as_prompt=True)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = now
         elif self.ledger is not None:
             self.ledger.resumed(request, step_id, now)
-        return True
+        return started
 
     def _prefill(self, request: Request, length: int) -> PrefillChunk:
         """Schedule `length` tokens of a prompt under way, and a sample if none remain."""
         state = self._state
         start = request.num_computed_tokens
-        length = min(length, request.num_tokens - start)
+        length = min(length, request.num_to_compute)
         stop = start + length
         state.grow(request, stop)
-        request.num_computed_tokens = stop
+        if request.kept_ranges and request.kept_ranges[0][0] == stop:
+            request.num_computed_tokens = request.kept_ranges.pop(0)[1]
+        else:
+            request.num_computed_tokens = stop
         state.name_blocks(request)
         is_first, request.is_slot_new = request.is_slot_new, False
         num_recomputed = max(0, min(stop, request.num_lost_tokens) - start)
@@ -392,11 +541,11 @@ class Scheduler:
             num_running=self.num_running,
             num_swapped=self.num_swapped,
             num_used_blocks=state.pool.num_used,
-            num_used_host_blocks=state.copies.num_blocks - state.copies.num_free,
+            num_used_host_blocks=state.host.num_blocks - state.host.num_free,
             num_prefill_tokens=output.num_prefill_tokens,
             num_decoded=len(output.decode) * output.num_decode_steps,
-            num_dropped=len(output.preempted) - len(output.swap_out),
-            num_swapped_out=len(output.swap_out),
+            num_dropped=len(output.preempted) - output.num_swapped,
+            num_swapped_out=output.num_swapped,
             num_swapped_in=len(output.swap_in) + len(output.joined),
         )
         ledger.step(record)

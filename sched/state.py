@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
 
 from jaxllm.sched.cache.blocks import BlockPool
-from jaxllm.sched.cache.names import BlockName, names_of, root
+from jaxllm.sched.cache.host import HostPool
+from jaxllm.sched.cache.names import BlockName, FileIndex, cut_name, names_of, root
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.copies import HostCopies
-from jaxllm.sched.policies import PriorityPolicy
+from jaxllm.sched.policies import LeastRecentlyUsed, PriorityPolicy, RetentionPolicy
 from jaxllm.sched.pool_state import PoolState
 from jaxllm.sched.queues import RequestQueue
 from jaxllm.sched.running import RunningRequests
-from jaxllm.types import CopyProgress, Request, RequestStatus, Swap
+from jaxllm.types import CopyProgress, HostBlock, Request, RequestStatus, Swap
 
 
 class SchedulerState:
@@ -21,26 +24,52 @@ class SchedulerState:
     Attributes:
         config: the scheduler's limits.
         pool: the device's blocks.
-        copies: KV in host memory.
+        host: blocks of host memory.
+        loading: copies from the host that run beside the iterations, by handle, in order of their start.
+        joined: those of them that the next iteration ends.
+        discarded: handles of those that nobody waits for any more, and executors were not told of.
         free_slots: slots nobody holds.
         live: requests by id: added and not finished.
         waiting: those to prefill, from their start or from what they find.
-        swapped: those in host memory, unless they are on their way back.
+        swapped: those that hold blocks in host memory, and are not on their way back.
         running: those that decode.
         prompts: those whose prompt, or what was lost of it, is computed in part; in order of their start.
         ending: those whose last token has been scheduled, and which still hold what they held.
+        being_read: by handle, host blocks that files are read into, what these hold, and host blocks that
+            are kept for those who wait for it.
+        awaited: reads that waiting requests wait for, by id.
+        num_read: tokens that were read from files for waiting requests, by id.
+        looks_past_gaps: whether a request may find blocks after others that are nowhere, as where heads of
+            sequences may be evicted before the rest.
+        filled: blocks that got names since somebody emptied the list, if `collects_filled`.
         copied_out_at: when copies to the host end by prediction, by id, on the engine's clock.
         copy_out_until, copy_in_until: when the copies under way end by prediction, on the engine's clock.
     """
 
-    def __init__(self, config: SchedulerConfig, priority: PriorityPolicy) -> None:
+    def __init__(
+        self, config: SchedulerConfig, priority: PriorityPolicy, retention: RetentionPolicy | None = None
+    ) -> None:
         """Nobody, and everything free."""
+        retention = LeastRecentlyUsed() if retention is None else retention
         self.config = config
-        self.pool = BlockPool(config.num_gpu_blocks, config.block_size)
-        self.copies = HostCopies(config.num_host_blocks)
+        self.being_read: dict[int, tuple[Sequence[HostBlock], Sequence[BlockName], Sequence[HostBlock]]] = {}
+        self.awaited: dict[str, set[int]] = {}
+        self.num_read: dict[str, int] = {}
+        self.collects_filled = False
+        self.looks_past_gaps = config.enable_prefix_caching and retention.loses_heads
+        self.filled: list[tuple[int, BlockName]] = []
+        heads_go_first = retention.loses_heads
+        self.pool = BlockPool(config.num_gpu_blocks, config.block_size, heads_go_first=heads_go_first)
+        self.host = HostPool(config.num_host_blocks, config.block_size, retention)
+        self.loading: dict[int, Swap] = {}
+        self.joined: list[Swap] = []
+        self.discarded: list[int] = []
+        self._num_loads = 0
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.live: dict[str, Request] = {}
-        self._first_names: dict[str, BlockName] = {}
+        self._watched: dict[str, list[BlockName]] = {}
+        self._num_watched = sys.maxsize if getattr(retention, "looks_ahead", False) else 1
+        self._counts_findable = getattr(priority, "reads_cache", False)
         self.waiting = RequestQueue(priority)
         self.swapped = RequestQueue(priority)
         self.running = RunningRequests(config.block_size)
@@ -57,6 +86,23 @@ class SchedulerState:
     def is_queued(self) -> bool:
         """Whether anybody waits to start or to resume."""
         return bool(self.waiting or self.swapped)
+
+    @property
+    def may_find(self) -> bool:
+        """Whether a waiting request may find blocks, those of others that are about to start included."""
+        return self.looks_past_gaps or self.pool.names.may_find or self.host.names.may_find
+
+    @property
+    def loaders(self) -> list[Request]:
+        """Requests whose copies are on their way back, while others decode."""
+        return [_owner(swap) for swap in self.loading.values()]
+
+    def is_coming(self, found: Iterable[HostBlock]) -> bool:
+        """Whether any of these host blocks is on its way to the device for somebody else."""
+        if not self.loading:
+            return False
+        coming = {place for swap in self.loading.values() for place in swap.host_blocks}
+        return not coming.isdisjoint(found)
 
     @property
     def num_holders(self) -> int:
@@ -77,10 +123,12 @@ class SchedulerState:
             heapq.heappop(queued)
         return None
 
-    def pools(self, num_free: int, num_host_free: int) -> PoolState:
-        """The pools when so many blocks are left."""
+    def pools(self, num_free: int, num_host_free: int | None = None) -> PoolState:
+        """The pools when so many blocks are left; without `num_host_free` those of the host as they are."""
         pool, running = self.pool, self.running
-        sizes = num_free, pool.num_blocks, pool.block_size, num_host_free, self.copies.num_blocks
+        if num_host_free is None:
+            num_host_free = self.host.num_available
+        sizes = num_free, pool.num_blocks, pool.block_size, num_host_free, self.host.num_blocks
         load = len(running), running.num_tokens, len(self.waiting), self.copy_in_until
         return PoolState(*sizes, *load)
 
@@ -95,9 +143,21 @@ class SchedulerState:
         if self.config.enable_prefix_caching:
             num_blocks = min(num_tokens, request.num_known_tokens) // size
             if len(names) < num_blocks:
-                before = names[-1].digest if names else root(request.cache_salt)
-                names += names_of(request.token_ids(len(names) * size, num_blocks * size), size, before)
+                token_ids = request.token_ids(len(names) * size, num_blocks * size)
+                if request.dropped_token_ids:
+                    names += self._learn_uncut_names(request, token_ids)
+                else:
+                    before = names[-1].digest if names else root(request.cache_salt)
+                    names += names_of(token_ids, size, before, len(names))
         return names
+
+    def _learn_uncut_names(self, request: Request, token_ids: Sequence[int]) -> list[BlockName]:
+        """Name the next full blocks of a cut request; returns what they are called as it computes them."""
+        size = self.config.block_size
+        before = request.uncut_names or names_of(request.dropped_token_ids, size, root(request.cache_salt))
+        new = names_of(token_ids, size, before[-1].digest, before[-1].number + 1)
+        request.uncut_names += new
+        return [cut_name(name) for name in new]
 
     def name_blocks(self, request: Request, limit: int | None = None) -> None:
         """Let others find a holder's full blocks whose tokens are known, of its first `limit` tokens."""
@@ -108,20 +168,71 @@ class SchedulerState:
         stop = min(len(names), num_computed // self.config.block_size)
         for place in range(request.num_named_blocks, stop):
             self.pool.name(request.block_ids[place], names[place])
+            if self.collects_filled:
+                self.filled.append((request.block_ids[place], names[place]))
         request.num_named_blocks = max(request.num_named_blocks, stop)
 
     def may_look_up(self, request: Request) -> bool:
         """Whether a waiting request may find blocks: not if it asks how likely its prompt is."""
         return self.config.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
 
-    def findable(self, request: Request) -> list[BlockName]:
-        """Names that a waiting request looks up: not of its last token, which is to be computed."""
+    def findable(self, request: Request, limit: int | None = None, files: FileIndex = ()) -> list[BlockName]:
+        """Names that a waiting request looks up: not of its last token, which is to be computed.
+
+        Of its first `limit` tokens, if it is given. A cut request finds a block by either of two names: it
+        looks up the one that is there, on the device, the host or in `files`, the uncut one if both are.
+        """
         if not self.may_look_up(request):
             return []
-        num_tokens = request.num_tokens
+        num_tokens = request.num_tokens - 1 if limit is None else min(limit, request.num_tokens - 1)
         names = self.learn_names(request, num_tokens)
-        num_blocks = (num_tokens - 1) // self.config.block_size
-        return names if len(names) == num_blocks else names[:num_blocks]
+        num_blocks = num_tokens // self.config.block_size
+        names = names if len(names) == num_blocks else names[:num_blocks]
+        if not request.uncut_names:
+            return names
+        tiers = self.pool.names.places, self.host.names.places, files
+        either = zip(request.uncut_names, names, strict=False)
+        return [next((one for tier in tiers for one in both if one in tier), both[1]) for both in either]
+
+    def names_to_keep(self, request: Request) -> list[BlockName | None]:
+        """What a holder's blocks with computed KV hold; None for those that only it can use."""
+        # A row that sampled an end token may not have computed it.
+        num_computed = request.num_computed_tokens
+        num_named = min(num_computed, request.num_known_tokens - 1) // self.config.block_size
+        names: list[BlockName | None] = [*self.learn_names(request, num_computed)[:num_named]]
+        return names + [None] * (self.pool.blocks_for(num_computed) - len(names))
+
+    def held_on_host(self, request: Request) -> list[HostBlock]:
+        """Copies of a holder's blocks that are in host memory already."""
+        if not (self.config.enable_prefix_caching and self.host.names.places):
+            return []
+        places = [self.host.names.first(name) for name in self.names_to_keep(request) if name is not None]
+        return [place for place in places if place is not None]
+
+    def locate(self, request: Request, *, on_host: bool = True) -> list[int | HostBlock | None]:
+        """Where a queued request's first blocks are: on the device, or else on the host, or nowhere (None).
+
+        All blocks of a swapped one; of a waiting one those up to the last one that is somewhere, or on the
+        device if `on_host` is False.
+        """
+        first, first_on_host = self.pool.names.first, self.host.names.first
+        found: list[int | HostBlock | None] = []
+        if request.host_blocks:
+            names = request.block_names
+            for number, place in enumerate(request.host_blocks):
+                block_id = first(names[number]) if number < len(names) else None
+                found.append(place if block_id is None else block_id)
+            return found
+        count = 0
+        for number, name in enumerate(self.findable(request), 1):
+            block_id = first(name)
+            at = first_on_host(name) if block_id is None and on_host else block_id
+            found.append(at)
+            if at is not None:
+                count = number
+            elif not self.looks_past_gaps:
+                break
+        return found[:count]
 
     # Moves
 
@@ -130,42 +241,69 @@ class SchedulerState:
         for request in self.ending:
             self.release(request)
         self.ending = []
-        for swap in self.copies.arrived(copies.arrived):
+        for swap in [swap for handle, swap in self.loading.items() if handle in copies.arrived]:
             self.join(swap)
         if not copies.num_leaving:  # whatever was predicted, the link is idle
             self.copy_out_until = min(self.copy_out_until, now)
-        if not self.copies.num_loading:
+        if not self.loading:
             self.copy_in_until = min(self.copy_in_until, now)
 
-    def start(self, request: Request) -> bool:
+    def take_places(self, request: Request, found: list[int | HostBlock | None]) -> Swap | None:
+        """Give a queued request a slot, and blocks that hold what was found, or will hold what was not.
+
+        Returns:
+            The copy of those that are on the host, if there are any, or if the request was swapped.
+        """
+        pool, was_swapped = self.pool, bool(request.host_blocks)
+        self.unqueue(request)
+        pool.acquire([place for place in found if isinstance(place, int)])
+        copied = [place for place in found if isinstance(place, HostBlock)]
+        self.host.hold(copied)
+        self.host.release(request.host_blocks)
+        request.host_blocks = []
+        targets = iter(new := pool.allocate(len(copied)))
+        empty = iter(pool.allocate(found.count(None)))
+        request.block_ids = [
+            place if isinstance(place, int) else next(empty if place is None else targets) for place in found
+        ]
+        request.num_named_blocks = 0
+        request.slot = self.free_slots.pop()
+        request.is_slot_new = True
+        if not (copied or was_swapped):
+            return None
+        self._num_loads += 1
+        return Swap(request, self._num_loads, tuple(new), tuple(copied))
+
+    def start(self, request: Request, *, copies: bool = False) -> Swap | bool:
         """Give a waiting request a slot, and the blocks that hold the KV of its first tokens already.
 
-        Unless the others of its blocks are more than are free: then it stays.
+        With `copies` those in host memory count, too.
+
+        Returns:
+            The copy of these, or whether it starts: not, if its other blocks are more than are free.
         """
         pool = self.pool
-        found = pool.find(self.findable(request))
-        num_cached = len(found) * pool.block_size
-        num_total = pool.blocks_for(request.num_tokens)
-        num_unused = sum([not pool.num_references(block_id) for block_id in found])
-        if num_total - len(found) + num_unused > pool.num_free:
+        found = self.locate(request, on_host=copies)
+        on_device = [place for place in found if isinstance(place, int)]
+        num_unused = sum([not pool.num_references(block_id) for block_id in on_device])
+        if pool.blocks_for(request.num_tokens) - len(on_device) + num_unused > pool.num_free:
             return False
-        self.unqueue(request)
-        pool.acquire(found)
-        request.slot = self.free_slots.pop()
-        request.is_slot_new = True
-        request.block_ids, request.num_named_blocks = found, len(found)
-        request.num_computed_tokens = num_cached
+        if request.uncut_names:  # blocks that are found keep their names
+            for number, name in enumerate(self.findable(request)[: len(found)]):
+                if found[number] is not None:
+                    request.block_names[number] = name
+        swap = self.take_places(request, found)
+        runs = _runs(found, pool.block_size)
+        request.num_computed_tokens = runs.pop(0)[1] if runs and not runs[0][0] else 0
+        request.kept_ranges = runs
+        num_read = self.num_read.pop(request.request_id, 0)
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = num_cached
-        request.status = RequestStatus.RUNNING
-        self.prompts.append(request)
-        return True
-
-    def hold(self, request: Request, num_tokens: int) -> None:
-        """Give a queued request a slot, and blocks for so many tokens."""
-        request.slot = self.free_slots.pop()
-        request.is_slot_new = True
-        self.grow(request, num_tokens)
+            num_found = len(found) - found.count(None)
+            request.num_cached_tokens = num_found * pool.block_size
+            num_copied = (num_found - len(on_device)) * pool.block_size
+            request.num_disk_cached_tokens = min(num_copied, num_read)
+            request.num_host_cached_tokens = num_copied - request.num_disk_cached_tokens
+        return True if swap is None else swap
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request the blocks it lacks for its first `num_tokens`."""
@@ -182,7 +320,7 @@ class SchedulerState:
         if is_filled:  # a row that sampled an end token may not have computed it
             self.name_blocks(request, request.num_known_tokens - 1)
         self.pool.release(request.block_ids)
-        request.block_ids, request.num_named_blocks = [], 0
+        request.block_ids, request.kept_ranges, request.num_named_blocks = [], [], 0
         self.free_slots.append(request.slot)
         request.slot = None
 
@@ -196,15 +334,48 @@ class SchedulerState:
         else:
             self.prompts.append(request)
 
-    def resume(self, swap: Swap) -> None:
-        """Let a request go on in the iteration that fills its blocks."""
-        self.copies.read(swap)
-        self.activate(swap.request)
+    def resume(self, swap: Swap, *, as_prompt: bool = False) -> None:
+        """Let a request go on in the iteration that fills its blocks; `as_prompt` with a chunk in it."""
+        request = _owner(swap)
+        self.host.read(swap.host_blocks)
+        if as_prompt:
+            self.begin(request)
+        else:
+            self.activate(request)
+            self.name_blocks(request, request.num_known_tokens - 1)
+
+    def begin(self, request: Request) -> None:
+        """Let a request that holds blocks and a slot compute its prompt."""
+        request.status = RequestStatus.RUNNING
+        self.prompts.append(request)
+        self.name_blocks(request)
+
+    def load(self, swap: Swap) -> None:
+        """Let a copy back run beside the iterations; its request holds its blocks meanwhile."""
+        _owner(swap).status = RequestStatus.SWAPPED
+        self.loading[swap.handle] = swap
 
     def join(self, swap: Swap) -> None:
         """Let a request go on whose copy an earlier iteration started; it need not have arrived."""
-        self.copies.join(swap)
-        self.activate(swap.request)
+        del self.loading[swap.handle]
+        self.joined.append(swap)
+        self.resume(swap)
+
+    def cancel(self, request: Request) -> bool:
+        """Forget a request's copy back, if one runs beside the iterations; whether one did."""
+        for swap in self.loading.values():
+            if swap.request is request:
+                del self.loading[swap.handle]
+                self.discarded.append(swap.handle)
+                self.host.release(swap.host_blocks)
+                return True
+        return False
+
+    def emit(self) -> tuple[tuple[Swap, ...], tuple[int, ...]]:
+        """Loads that the next iteration ends, and those that nobody waits for any more."""
+        told = tuple(self.joined), tuple(self.discarded)
+        self.joined, self.discarded = [], []
+        return told
 
     def leave(self, request: Request) -> None:
         """Take a holder out of those that run; it keeps what it holds."""
@@ -214,25 +385,55 @@ class SchedulerState:
             self.running.leave(request)
 
     def unqueue(self, request: Request) -> None:
-        """Take a waiting request out of the queue."""
+        """Take a request out of the queue it is in."""
+        self.copied_out_at.pop(request.request_id, None)
+        self.awaited.pop(request.request_id, None)
+        if request.status is RequestStatus.SWAPPED:
+            self.swapped.remove(request)
+            return
         self.waiting.remove(request)
-        first = self._first_names.pop(request.request_id, None)
-        if first is not None:
-            self.pool.unwatch(first)
+        for name in self._watched.pop(request.request_id, ()):
+            self.pool.names.unwatch(name)
+            self.host.names.unwatch(name)
 
     def queue(self, request: Request) -> None:
-        """Let a request without blocks wait: to be copied back if its KV is in host memory."""
-        if request.host_handle is None:
-            self.copied_out_at.pop(request.request_id, None)
+        """Let a request without device blocks wait: to be copied back if its KV is in host memory."""
+        if not request.host_blocks:
             request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
             request.num_computed_tokens = 0
             request.status = RequestStatus.WAITING
+            if request.uncut_names:
+                request.block_names = [cut_name(name) for name in request.uncut_names]
+            if self._counts_findable:
+                found = self.locate(request)
+                num_found = len(found) - found.count(None)
+                request.num_findable_tokens = num_found * self.config.block_size
             self.waiting.add(request)
-            if self.may_look_up(request) and (names := self.learn_names(request, self.config.block_size)):
-                self._first_names[request.request_id] = names[0]
-                self.pool.watch(names[0])
+            if self.may_look_up(request):
+                num_tokens = min(self._num_watched * self.config.block_size, request.num_tokens)
+                names, count = self.learn_names(request, num_tokens), self._num_watched
+                self._watched[request.request_id] = [*names[:count], *request.uncut_names[:count]]
+            for name in self._watched.get(request.request_id, ()):
+                self.pool.names.watch(name)
+                self.host.names.watch(name)
         else:
             request.status = RequestStatus.SWAPPED
             self.swapped.add(request)
         self._num_queued += 1  # so that requests are never compared
         heapq.heappush(self._queued, (request.arrival_index, self._num_queued, request))
+
+
+def _runs(found: Sequence[object], size: int) -> list[tuple[int, int]]:
+    """Ranges of tokens that were found."""
+    runs, start = [], 0
+    for is_there, run in itertools.groupby(found, key=lambda place: place is not None):
+        stop = start + len(list(run)) * size
+        if is_there:
+            runs.append((start, stop))
+        start = stop
+    return runs
+
+
+def _owner(swap: Swap) -> Request:
+    assert swap.request is not None  # nobody's blocks are only ever copied out
+    return swap.request

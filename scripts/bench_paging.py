@@ -221,7 +221,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     shown = "comma-separated (default: %(default)s)"
     for name, default, what in (
-        ("block-sizes", "8,16,32,64,128,256", "tokens"),
+        ("block-sizes", "16,32,64,128,256", "tokens; vLLM has 8 as well, which not every kernel takes"),
         ("batches", "1,8,32", "sequences"),
         ("contexts", "256,1024", "tokens of each sequence, multiples of the block sizes up to it"),
     ):
@@ -230,7 +230,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name, default in (("num-q-heads", 8), ("num-kv-heads", 8), ("head-dim", 64)):
         parser.add_argument(f"--{name}", type=integer(1, 1024), default=default, help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--implementation", help="xla, triton or mosaic; by default the device's best")
+    parser.add_argument("--implementation", help="native, xla, triton or mosaic; by default the device's")
     parser.add_argument("--repetitions", type=integer(2, 10_000), default=41, help="default: %(default)s")
     parser.add_argument(
         "--inner", type=integer(1, 10_000), default=1, help="calls of one timing; GPUs want more"

@@ -4,7 +4,10 @@
 
 `shared`: requests with a common prompt and a few tokens of their own, all at once. `turns`: conversations
 whose turns follow one another, each with all that was said before. `apart`: requests that have nothing in
-common. With and without take turns, each the first in every other repetition. Time to the first token is from
+common. `turns-host`: one conversation at a time, in a pool that holds two of them, with host memory for all;
+`turns-nowhere`: so, without host memory, where nothing can be found; `turns-files`: as with host memory, and
+each round of turns by a new engine that finds only what those before it wrote to files.
+With and without take turns, each the first in every other repetition. Time to the first token is from
 a request's arrival, the mean over requests, in `turns` over those after a conversation's first. Names of a
 long prompt's blocks are timed apart.
 """
@@ -17,13 +20,16 @@ import pathlib
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.config import EngineConfig
 from jaxllm.engine.engine import Engine
+from jaxllm.executor.disk import BlockFiles
 from jaxllm.hardware import describe_hardware, versions
 from jaxllm.llm import demo_model_path
 from jaxllm.outputs import RequestOutput
@@ -34,11 +40,18 @@ from jaxllm.sched.scheduler import Scheduler
 _LONG_PROMPT = 32768
 
 
-def make_engine(llm: LLM, *, caches: bool) -> Engine:
+KINDS = ("shared", "turns", "apart", "turns-host", "turns-nowhere", "turns-files")
+
+
+def make_engine(llm: LLM, kind: str, *, caches: bool, files: BlockFiles | None = None) -> Engine:
     """An engine of its own on the executor of `llm`."""
     built = llm.engine.scheduler
     config = dataclasses.replace(built.config, enable_prefix_caching=caches)
-    scheduler = Scheduler(config, built.policy)
+    if kind.startswith("turns-"):
+        config = dataclasses.replace(config, num_gpu_blocks=2 * -(-config.max_model_len // config.block_size))
+    if kind == "turns-nowhere":
+        config = dataclasses.replace(config, num_host_blocks=0)
+    scheduler = Scheduler(config, built.policy, files=files if caches and kind == "turns-files" else None)
     return Engine(llm.executor, scheduler, vocab_size=llm.model_config.vocab_size, num_scheduler_steps=1)
 
 
@@ -63,9 +76,11 @@ def first_token_seconds(outputs: Sequence[RequestOutput]) -> float:
     )
 
 
-def play(llm: LLM, kind: str, args: argparse.Namespace, *, caches: bool) -> dict[str, float]:
+def play(
+    llm: LLM, kind: str, args: argparse.Namespace, *, caches: bool, files: BlockFiles | None
+) -> dict[str, float]:
     """One run of a kind of load."""
-    engine = make_engine(llm, caches=caches)
+    engine = make_engine(llm, kind, caches=caches, files=files)
     draw = random.Random(args.seed)
     vocab_size = llm.model_config.vocab_size
 
@@ -73,11 +88,20 @@ def play(llm: LLM, kind: str, args: argparse.Namespace, *, caches: bool) -> dict
         return [draw.randrange(vocab_size) for _ in range(count)]
 
     started = time.perf_counter()
-    if kind == "turns":
+    if kind.startswith("turns"):
         histories = [tokens(args.history) for _ in range(args.conversations)]
         firsts, outputs = [], []
         for turn in range(args.turns):
-            outputs = run(engine, histories, args.output_len)
+            if kind == "turns-files":
+                engine.reset_prefix_cache()
+                llm.executor.flush_files()
+                engine = make_engine(llm, kind, caches=caches, files=files)
+            at_once = len(histories) if kind == "turns" else 1
+            outputs = [
+                output
+                for first in range(0, len(histories), at_once)
+                for output in run(engine, histories[first : first + at_once], args.output_len)
+            ]
             if turn:
                 firsts.append(first_token_seconds(outputs))
             for history, output in zip(histories, outputs, strict=True):
@@ -89,6 +113,10 @@ def play(llm: LLM, kind: str, args: argparse.Namespace, *, caches: bool) -> dict
         outputs = run(engine, [common + tokens(own) for _ in range(args.requests)], args.output_len)
         first, num_tokens = first_token_seconds(outputs), args.requests * args.output_len
     seconds = time.perf_counter() - started
+    engine.reset_prefix_cache()
+    if files is not None:
+        llm.executor.flush_files()
+        files.clear()
     found = sum(output.num_cached_tokens for output in outputs)
     given = sum(len(output.prompt_token_ids) for output in outputs)
     return {
@@ -125,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(demo_model_path()), help="folder of a checkpoint")
-    parser.add_argument("--kinds", default="shared,turns,apart", help="default: %(default)s")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--common", type=int, default=512, help="tokens that all begin with")
     parser.add_argument("--own", type=int, default=16, help="tokens of each request, or turn")
@@ -139,26 +167,32 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     kinds = args.kinds.split(",")
     sizes = args.requests, args.common, args.own, args.output_len, args.conversations, args.history
-    if not set(kinds) <= {"shared", "turns", "apart"} or min(*sizes, args.repetitions) < 1 or args.turns < 2:
-        parser.error("--kinds takes shared, turns and apart; numbers are at least 1, --turns 2")
+    if not set(kinds) <= set(KINDS) or min(*sizes, args.repetitions) < 1 or args.turns < 2:
+        parser.error(f"--kinds takes some of {', '.join(KINDS)}; numbers are at least 1, --turns 2")
     longest = max(
         args.common + args.own + args.output_len,
         args.history + args.turns * (args.own + args.output_len),
     )
+    block_size = EngineConfig(model=args.model).block_size
     llm = LLM(
         args.model,
         skip_tokenizer_init=True,
         warm_up="all",
         max_num_seqs=min(64, args.requests),
         max_model_len=longest,
+        num_host_blocks=(2 + args.conversations) * -(-longest // block_size),
         num_scheduler_steps=1,
     )
+    folder = tempfile.TemporaryDirectory()
+    files = None
     rows: list[dict[str, Any]] = []
-    for kind in kinds:
+    for kind in sorted(kinds, key=KINDS.index):
+        if kind == "turns-files":  # the last one: from now on all that is copied out is written
+            files = llm.executor.keep_files(pathlib.Path(folder.name), "benchmark", 2**40)
         runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         for number in range(args.repetitions):
             for caches in (False, True) if number % 2 else (True, False):
-                runs[caches].append(play(llm, kind, args, caches=caches))
+                runs[caches].append(play(llm, kind, args, caches=caches, files=files))
         row: dict[str, Any] = {"kind": kind}
         for caches, results in runs.items():
             medians = {name: statistics.median(one[name] for one in results) for name in results[0]}
@@ -189,6 +223,7 @@ def main(argv: list[str] | None = None) -> None:
         "names": time_names(llm.executor.block_size, 25),
     }
     print(values["names"])
+    folder.cleanup()
     write_json(args.out, values)
 
 

@@ -82,9 +82,17 @@ class DenseAttention:
         """Of all sequences at once."""
         self._config, self._shape = config, (batch, length)
 
-    def __call__(self, layer: int, qkv: jax.Array, rope: RopeTable | None, scale: float) -> jax.Array:
-        """See `jaxllm.models.layers.Attend`."""
-        del layer
+    def __call__(
+        self,
+        layer: int,
+        qkv: jax.Array,
+        rope: RopeTable | None,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> jax.Array:
+        """See `jaxllm.models.layers.Attend`. The demo model has neither windows nor soft caps."""
+        del layer, window, soft_cap
         batch, length = self._shape
         kv_heads, size = self._config.num_kv_heads, self._config.head_dim
         q, k, v = rotated_heads(qkv, rope, kv_heads, size)

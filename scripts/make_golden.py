@@ -61,6 +61,8 @@ def _deviation(name: str, parameter: str, ndim: int) -> np.float32:
         return np.float32(1.0)
     if "embed_tokens" in parameter and name == "opt_no_final_norm":
         return np.float32(0.05)  # its logits are not normalised
+    if "embed_tokens" in parameter and name.startswith("gemma"):
+        return np.float32(0.1)  # scaled up before the first layer
     return np.float32(0.3 if ndim == 2 else 0.2)
 
 

@@ -4,8 +4,9 @@
 
 Loads MODEL, plays traces on the real engine in a pool too small for them, measures its costs between the runs
 (as `jaxllm profile` does), and simulates each trace with the distilled profile, put right on average
-(`MeanCosts`). On a CPU, whose cores do both, scheduling takes the time it took in the real runs. The engine
-runs ahead, as it does for its users. Of each preset are printed
+(`MeanCosts`). On a CPU, whose cores do both, the host takes as long for an iteration as in the real runs,
+beside sending and reading it, which the profile holds. The engine runs ahead, as it does for its users. Of
+each preset are printed
 
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
@@ -132,14 +133,14 @@ def compare(
     """One preset: its `RUNS` runs of each trace, and the simulations of them.
 
     The simulated policy goes by what the real one went by, `predicted` of each trace and corrected while it
-    runs; `costs` is the simulated device. On a CPU an iteration also takes what scheduling took in the real
-    ones, on average; elsewhere scheduling takes no simulated time.
+    runs; `costs` is the simulated device. On a CPU an iteration also takes what the host took in the real
+    ones, on average; elsewhere it takes no simulated time.
     """
-    scheduling = statistics.fmean(
-        run.result.scheduling_seconds / run.result.num_steps for of_trace in runs for run in of_trace
+    host = statistics.fmean(
+        (run.result.host_seconds or 0.0) / run.result.num_steps for of_trace in runs for run in of_trace
     )
     if jax.default_backend() == "cpu":
-        costs = HostCosts(costs, scheduling)
+        costs = HostCosts(costs, host)
     simulated = []
     for trace, of_trace in zip(traces, predicted, strict=True):
         calibration = OnlineCalibration(of_trace)
@@ -149,7 +150,7 @@ def compare(
     seconds = [[run.seconds for run in of_trace] for of_trace in real]
     row: dict[str, Any] = {
         "preset": preset,
-        "scheduling_seconds": scheduling,
+        "host_seconds": host,
         "seconds": [statistics.fmean(of_trace) for of_trace in seconds],
         "seconds_of_runs": seconds,
         "preemptions": [statistics.fmean(run.num_preemptions for run in of_trace) for of_trace in real],

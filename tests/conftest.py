@@ -14,4 +14,5 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 # Random examples on a developer's machine, the same ones each time in CI.
 settings.register_profile("jaxllm", derandomize="CI" in os.environ, deadline=None)
+settings.register_profile("long", max_examples=2500, deadline=None)  # --hypothesis-profile=long
 settings.load_profile("jaxllm")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from jaxllm.engine.engine import Engine
 from jaxllm.llm import LLM
+from jaxllm.models.config import LlamaConfig
 from jaxllm.sched.cache.preview import PoolPreview
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.planner import PolicyPlanner
@@ -54,12 +55,14 @@ class _ScriptedPlanner(PolicyPlanner):
             victim = holders[draw // 3 % len(holders)]
             if any(one not in (victim, *gone) for one in computing):
                 plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
-                pools = state.pools(state.pool.num_free, state.copies.num_free)
+                preview = PoolPreview(state.pool)
                 for other, decision in plan.victims:
                     if decision.action is PreemptionAction.SWAP:
-                        num_copied = state.pool.blocks_for(other.num_computed_tokens)
-                        pools = pools._replace(num_host_free=pools.num_host_free - num_copied)
-                self._give_up(plan, victim, 0.0, pools, PoolPreview(state.pool), now)
+                        on_host = state.held_on_host(other)
+                        preview.kept.update(on_host)
+                        num_blocks = state.pool.blocks_for(other.num_computed_tokens)
+                        preview.num_stored += num_blocks - len(on_host)
+                self._give_up(plan, victim, 0.0, state.pools(state.pool.num_free), preview, now)
         return plan
 
 
@@ -103,6 +106,7 @@ def make_engine(
         tokenizer=llm.tokenizer,
         async_scheduling=async_scheduling,
         num_scheduler_steps=num_scheduler_steps,
+        has_rotary_positions=isinstance(llm.model_config, LlamaConfig),
     )
 
 

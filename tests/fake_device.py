@@ -1,8 +1,11 @@
 """A device that computes nothing, and checks every read of the KV pool.
 
 What is written to a cell depends on all tokens before it, as keys and values do, so that whoever reads the
-blocks of others reads what it would have written, or is found out.
+blocks of others reads what it would have written, or is found out. Only requests that are cut may read what
+others that were cut wrote, of the same tokens, those that are gone included.
 """
+
+from jaxllm.types import host_blocks_of
 
 VOCAB_SIZE = 31
 
@@ -13,6 +16,13 @@ def next_token(token_ids):
     for token_id in token_ids:
         state = (state * 33 + token_id + 1) % 10007
     return state % VOCAB_SIZE
+
+
+def chained(token_ids, state=None, first=0):
+    """What the KV of tokens at positions from `first` on depends on, after tokens of `state`."""
+    for position, token_id in enumerate(token_ids, first):
+        state = hash((state, position, token_id))
+    return state
 
 
 class FakeDevice:
@@ -28,27 +38,36 @@ class FakeDevice:
         self.is_shared = is_shared
         self.cells = {}
         self.slots = {}  # slot -> request, newest token, number of tokens
-        self.host = {}
+        self.files = {}  # name -> cells
+        self.reads = []
+        self.host = {}  # block of the host -> its cells
         self.handles = set()
         self.loading = {}  # handle -> whether its blocks are filled only when it joins
 
     def execute(self, scheduled):
         """The sampled token of each sampled request, one iteration after another."""
         for handle in scheduled.discarded:
-            del self.host[handle]
-            self.loading.pop(handle, None)
+            self.loading.pop(handle)
+        self.drop(scheduled.dropped)
         for swap in scheduled.joined:
             if self.loading.pop(swap.handle):
                 self._bring_back(swap)
             self._resume(swap)
         for swap in scheduled.swap_out:
-            assert swap.handle not in self.handles, "a handle is used twice"
-            self.handles.add(swap.handle)
-            self.host[swap.handle] = [self._take_block(block_id) for block_id in swap.block_ids]
+            assert (True, swap.handle) not in self.handles, "a handle is used twice"
+            self.handles.add((True, swap.handle))
+            assert list(swap.host_blocks) == host_blocks_of(swap.handle, len(swap.block_ids))
+            copies = map(self._take_block, swap.block_ids)
+            self.host.update(zip(swap.host_blocks, copies, strict=True))
+            for name, place in zip(swap.names, swap.host_blocks, strict=True):
+                if name is not None:
+                    self.files[name] = self.host[place]
         for swap in scheduled.swap_in:
+            self._use(swap)
             self._bring_back(swap)
             self._resume(swap)
         for swap in scheduled.load:
+            self._use(swap)
             self.loading[swap.handle] = swap.handle % 2 == 0
             if not self.loading[swap.handle]:
                 self._bring_back(swap)
@@ -68,6 +87,20 @@ class FakeDevice:
         last = [chunk.request for chunk in scheduled.prefill if chunk.is_last]
         return sampled + [self._sample(request, request.num_tokens) for request in last]
 
+    def drop(self, pieces):
+        """Lose copies on the host."""
+        for piece in pieces:
+            for block in [block for block in self.host if block.piece == piece]:
+                del self.host[block]
+
+    def read(self, read, is_lost):
+        """Read a file into host memory; returns what was there, of which `is_lost` says what is not."""
+        there = [name in self.files and not is_lost(number) for number, name in enumerate(read.names)]
+        places = host_blocks_of(read.handle, len(read.names))
+        for name, place, is_there in zip(read.names, places, there, strict=True):
+            self.host[place] = self.files[name] if is_there else [None] * self.block_size
+        return read.handle, there
+
     def _decode(self, request, num_tokens):
         """The token after the newest one, which the host may not know yet."""
         owner, newest, count = self.slots[request.slot]
@@ -78,14 +111,17 @@ class FakeDevice:
         self._write(request, num_tokens - 2, [newest])
         return self._sample(request, num_tokens)
 
+    def _use(self, swap):
+        assert (False, swap.handle) not in self.handles, "a handle is used twice"
+        self.handles.add((False, swap.handle))
+
     def _bring_back(self, swap):
-        copies = self.host[swap.handle]
-        assert len(copies) == len(swap.block_ids)
-        for block_id, cells in zip(swap.block_ids, copies, strict=True):
-            self.cells.update({(block_id, row): cell for row, cell in enumerate(cells) if cell})
+        assert len(swap.host_blocks) == len(swap.block_ids)
+        for block_id, place in zip(swap.block_ids, swap.host_blocks, strict=True):
+            cells = enumerate(self.host[place])
+            self.cells.update({(block_id, row): cell for row, cell in cells if cell})
 
     def _resume(self, swap):
-        del self.host[swap.handle]
         request = swap.request
         if request.slot is not None:  # else it was preempted again at once
             known = request.token_ids(0, request.max_total_tokens)
@@ -99,17 +135,20 @@ class FakeDevice:
         return request.block_ids[position // self.block_size], position % self.block_size
 
     def _write(self, request, start, token_ids):
-        state = self.cells[self._cell(request, start - 1)][1] if start else None
-        for position, token_id in enumerate(token_ids, start):
-            state = hash((state, position, token_id))
-            self.cells[self._cell(request, position)] = token_id, state
+        dropped = request.dropped_token_ids
+        state = self.cells[self._cell(request, start - 1)][1] if start else chained(dropped)
+        for place, token_id in enumerate(token_ids, start):
+            state = chained([token_id], state, len(dropped) + place)
+            self.cells[self._cell(request, place)] = token_id, state, bool(dropped)
 
     def _sample(self, request, num_tokens):
-        context, expected = [], None
-        for position in range(num_tokens - 1):
-            token_id, state = self.cells[self._cell(request, position)]
-            expected = hash((expected, position, token_id))
+        dropped = request.dropped_token_ids
+        context, expected = [], chained(dropped)
+        for place in range(num_tokens - 1):
+            token_id, state, is_cut = self.cells[self._cell(request, place)]
+            expected = chained([token_id], expected, len(dropped) + place)
             assert state == expected, "attends to KV of other tokens"
+            assert dropped or not is_cut, "attends to KV of a cut conversation"
             context.append(token_id)
         known = request.token_ids(0, num_tokens - 1)
         assert context[: len(known)] == known, "attends to another's KV"

@@ -29,7 +29,9 @@ def make_request(index: int, num_prompt_tokens: int, max_new_tokens: int = 8, **
     return Request(**(arguments | changes))
 
 
-def make_scheduler(policy: SchedulingPolicy = V1, ledger: Ledger | None = None, **changes: Any) -> Scheduler:
+def make_scheduler(
+    policy: SchedulingPolicy = V1, ledger: Ledger | None = None, files: Any = None, **changes: Any
+) -> Scheduler:
     """A scheduler with blocks of 4 tokens and generous limits, but for `changes`."""
     limits: dict[str, Any] = {
         "num_gpu_blocks": 64,
@@ -38,7 +40,7 @@ def make_scheduler(policy: SchedulingPolicy = V1, ledger: Ledger | None = None, 
         "max_num_seqs": 8,
         "max_num_batched_tokens": 128,
     }
-    return Scheduler(SchedulerConfig(**(limits | changes)), policy, ledger=ledger)
+    return Scheduler(SchedulerConfig(**(limits | changes)), policy, ledger=ledger, files=files)
 
 
 def pools(num_free: int = 0, num_blocks: int = 10, **changes: Any) -> PoolState:

@@ -84,6 +84,7 @@ def test_an_abort_in_mid_copy_frees_everything():
     scheduler._state.live["r2"].output_token_ids.append(0)
     later = scheduler.schedule(0.0, CopyProgress({load.handle}))
     assert later.discarded == (load.handle,)
+    assert set(later.dropped) == {place.piece for place in load.host_blocks}
     assert later.joined == ()
 
 
@@ -165,8 +166,8 @@ def test_a_prompt_whose_blocks_a_load_holds_waits_for_that():
     for request, num_computed in ((first, 2), (second, 5)):
         scheduler.add(request)
         state = scheduler._state
-        state.waiting.remove(request)
-        state.hold(request, num_computed)
+        state.take_places(request, [])
+        state.grow(request, num_computed)
         state.activate(request)
         request.num_computed_tokens = num_computed
     for request in (first, second):
@@ -174,5 +175,6 @@ def test_a_prompt_whose_blocks_a_load_holds_waits_for_that():
     scheduler.add(make_request(2, 1, max_new_tokens=9))
     requests = dict(scheduler._state.live)
     for now in range(40):
-        step(scheduler, float(now), arrived=(0,) if now > 1 else ())
+        loads = [handle for handle, swap in state.loading.items() if swap.request is first]
+        step(scheduler, float(now), arrived=loads if now > 1 else ())
     assert all(request.is_finished for request in requests.values())

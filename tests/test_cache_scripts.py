@@ -1,6 +1,7 @@
 """The scripts about what requests have in common, and simulations of it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_prefix_cache
 import compare_caches
+import compare_layerwise
 import demo_conversation
 
 from jaxllm.sched.config import SchedulerConfig
@@ -25,11 +27,11 @@ def test_the_benchmark_measures_every_kind(tmp_path, capsys):
     sizes = "--requests 3 --common 40 --own 4 --output-len 3 --conversations 2 --history 40 --turns 3"
     bench_prefix_cache.main([*sizes.split(), "--repetitions", "1", "--out", str(out)])
     result = json.loads(out.read_text())
-    shared, turns, apart = result["rows"]
-    assert [row["kind"] for row in (shared, turns, apart)] == ["shared", "turns", "apart"]
-    assert shared["with"]["share_found"] == pytest.approx(2 * 32 / (3 * 44), abs=1e-5)
-    assert turns["with"]["share_found"] > 0.5
-    assert apart["with"]["share_found"] == 0
+    found = {row["kind"]: row["with"]["share_found"] for row in result["rows"]}
+    assert list(found) == list(bench_prefix_cache.KINDS)
+    assert found["shared"] == pytest.approx(2 * 32 / (3 * 44), abs=1e-5)
+    assert min(found["turns"], found["turns-host"], found["turns-files"]) > 0.5
+    assert found["apart"] == 0
     assert all(row["without"]["share_found"] == 0 for row in result["rows"])
     assert result["names"]["names_ms"] > 0
     with pytest.raises(SystemExit):
@@ -37,26 +39,43 @@ def test_the_benchmark_measures_every_kind(tmp_path, capsys):
 
 
 def test_the_comparison_writes_a_report(tmp_path):
-    arguments = ["--conversations", "6", "--rates", "1", "--blocks", "200", "--jobs", "1"]
-    compare_caches.main([*arguments, "--out-dir", str(tmp_path)])
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [(row["preset"], row["caches"]) for row in rows] == [
-        ("vllm_v1", False),
-        ("vllm_v1", True),
-        ("adaptive", False),
-        ("adaptive", True),
-    ]
+    arguments = ["--seconds", "8", "--rates", "1", "--models", "llama-2-70b", "--jobs", "1"]
+    systems = ["vllm_v1, no cache", "vllm_v1", "pensieve", "adaptive", "hindsight"]
+    arguments += ["--engine-conversations", "8", "--engine-repetitions", "1", "--engine-think", "0.02"]
+    arguments += ["--engine-profile-seconds", "0"]
+    compare_caches.main([*arguments, "--systems", ";".join(systems), "--out-dir", str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows, on_engine = results["rows"], results["engine"]["rows"]
+    assert [row["system"] for row in on_engine] == systems[:-1]
+    assert on_engine[0]["share_found"] == 0 < on_engine[1]["share_found"]
+    assert [row["system"] for row in rows] == systems
     assert rows[0]["share_found"] == 0 < rows[1]["share_found"]
     assert rows[1]["prefill_tokens"] < rows[0]["prefill_tokens"]
-    assert "## 200 blocks" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "## llama-2-70b on 4, 1 conversations/s" in text
+    assert "`adaptive` over the best published" in text
     with pytest.raises(SystemExit):
-        compare_caches.main(["--blocks", "10", "--out-dir", str(tmp_path)])
+        compare_caches.main(["--systems", "none", "--out-dir", str(tmp_path)])
+
+
+def test_layers_one_by_one_are_compared_with_whole_blocks(tmp_path):
+    arguments = ["--conversations", "8", "--cells", "llama-2-70b:1,opt-13b:2", "--jobs", "1"]
+    compare_layerwise.main([*arguments, "--out-dir", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    kinds = list(compare_layerwise.COPIES)
+    assert [row["copies"] for row in rows] == 2 * ["whole", *kinds, *kinds]
+    text = (tmp_path / "report.md").read_text()
+    assert text.count("| layers, ahead |") == 4
+    assert "| opt-13b | 2 | adaptive | whole |" in text
+    with pytest.raises(SystemExit):
+        compare_layerwise.main(["--cells", "none:1", "--out-dir", str(tmp_path)])
 
 
 def test_the_demo_finds_the_first_turn(capsys):
     demo_conversation.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [int(line.split(" from blocks")[0].split()[-1]) > 0 for line in lines[-3:]] == [False, True, True]
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    found = [re.findall(r"\d+ found on the (\w+)", line) for line in lines]
+    assert found == [[], ["device"], ["host"], ["disk"]]
 
 
 @pytest.mark.parametrize("preset", ["vllm_v1", "adaptive"])

@@ -112,6 +112,9 @@ def test_version(capsys):
         (["generate", "a", "--input", "b.txt"], "one of the two"),
         (["generate", "a", "--max-tokens", "many"], "--max-tokens"),
         (["generate", "a", "--temperature", "-1"], "temperature"),
+        (["generate", "a", "--structured-outputs", '{"regex"'], "invalid JSON object"),
+        (["generate", "a", "--structured-outputs", "[]"], "invalid JSON object"),
+        (["generate", "a", "--structured-outputs", '{"regexp": "a"}'], "has no 'regexp'"),
         (["generate", "a", "--resume"], "--output"),
         (["generate", "a", "--block-size", "0", "-q"], "block_size"),
         (["generate", "a", "--dtype", "float8"], "float8"),
@@ -148,6 +151,10 @@ def test_few_prompts_compile_few_programs():
     assert (many["max_num_batched_tokens"], many["prefill_buckets"]) == (512, [128, 512])
     assert settings_of("hello", max_num_seqs=2) == {}
     assert settings_of(*["hello"] * 65) == {}
+    several = prompts_from_arguments(["a", "b"], SamplingParams(n=3))
+    assert generate.few_prompts_settings({}, several)["max_num_seqs"] == 8  # all samples at once
+    many = prompts_from_arguments(["a", "b"], SamplingParams(n=2, best_of=33))
+    assert generate.few_prompts_settings({}, many) == {}
 
 
 def test_generate_to_stdout(run, llm, capsys):
@@ -169,6 +176,7 @@ def test_generate_from_jsonl(run, tmp_path, capsys):
         {"id": "text", "prompt": "import os"},
         {"id": "tokens", "prompt_token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}},
         {"id": "chat", "messages": [{"role": "user", "content": "hi"}]},
+        {"id": "cut", "prompt_token_ids": [1, 2, 3] * 9, "num_dropped_tokens": 16},
     ]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     target = tmp_path / "out.jsonl"
@@ -181,8 +189,10 @@ def test_generate_from_jsonl(run, tmp_path, capsys):
         "text": 4,
         "tokens": 2,
         "chat": 4,
+        "cut": 4,
     }
     assert lines["tokens"]["num_prompt_tokens"] == 3
+    assert (lines["cut"]["num_prompt_tokens"], lines["cut"]["num_dropped_tokens"]) == (27, 16)
     capsys.readouterr()
     # A finished file is not run again, and never overwritten.
     arguments = [
@@ -197,12 +207,37 @@ def test_generate_from_jsonl(run, tmp_path, capsys):
     assert run(*arguments) == 2
     assert "--resume" in one_error(capsys)
     assert run(*arguments, "--resume", "-q") == 0
-    assert len(read_lines(target)) == 3
+    assert len(read_lines(target)) == 4
     assert run(*arguments, "--resume", "--seed=1") == 2
     assert "fingerprint" in one_error(capsys)
 
 
-@pytest.mark.parametrize("bad", [{"prompt": "x " * 200}, {"prompt_token_ids": [9999]}])
+def test_generate_what_a_grammar_says(run, tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    rows = [
+        {"prompt": "import os"},
+        {"prompt": "a " * 300, "sampling_params": {"truncate_prompt_tokens": 5, "structured_outputs": None}},
+        {"prompt": "b", "sampling_params": {"structured_outputs": {"choice": ["yes", "no"]}}},
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--max-tokens=20", "--structured-outputs", '{"regex": "[0-9]{3}"}']
+    assert run("generate", "--input", str(source), *options) == 0
+    lines = {line["index"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert len(lines[0]["text"]) == 3
+    assert lines[0]["text"].isdigit()
+    assert lines[1]["num_prompt_tokens"] == 5
+    assert lines[2]["text"] in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prompt": "x " * 200},
+        {"prompt_token_ids": [9999]},
+        {"prompt": "x", "num_dropped_tokens": 7},
+        {"prompt": "x", "sampling_params": {"structured_outputs": {"regex": "("}}},
+    ],
+)
 def test_a_bad_prompt_is_named_before_anything_runs(run, tmp_path, capsys, bad):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"prompt": "good"}) + "\n" + json.dumps(bad) + "\n")

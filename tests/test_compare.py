@@ -401,8 +401,9 @@ def test_several_workloads(monkeypatch, tmp_path, checkpoint, capsys):
         cells = [row for row in results["rows"] if row["backend"] == name]
         assert line.startswith(f"| {name} | ")
         if name == "jaxllm":
-            medians = [f"{row['output_tokens_per_second']['median']:.1f}" for row in cells]
-            assert line == f"| jaxllm | {' | '.join(medians)} |"
+            shown = [float(cell) for cell in line.split("|")[2:-1]]
+            medians = [row["output_tokens_per_second"]["median"] for row in cells]  # with six digits
+            assert shown == pytest.approx(medians, abs=0.11)
     assert overview[3].count("(batch ") == 2
     assert overview[4] == "| vllm | failed | failed |"
     assert "- second: openvino differs: from transformers, batch 4: request 0 at token 2" in captured.out

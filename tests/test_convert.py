@@ -45,6 +45,15 @@ def test_convert_round_trips_through_orbax_quietly(tmp_path, monkeypatch, caplog
     assert all(value.committed for value in cast.values())
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_bias", "granite", "phi3_longrope", "gemma3"])
+def test_other_families_round_trip(tmp_path, name):
+    source = golden_checkpoint(name)
+    folder = convert_checkpoint(source, tmp_path / "converted", "float32")
+    config = read_config(folder)
+    assert config == read_config(source)
+    assert_same(load_params(folder, config), load_params(source, config, "float32"))
+
+
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     return convert_checkpoint(

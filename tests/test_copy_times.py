@@ -21,7 +21,7 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import ResumeAction, ResumeDecision, SwapIfItFits
 from jaxllm.simulator.executor import SimulatedExecutor
 from jaxllm.simulator.run import simulate
-from jaxllm.types import CopyTime, SchedulerOutput, Swap
+from jaxllm.types import CopyTime, HostPiece, SchedulerOutput, Swap, host_blocks_of
 from jaxllm.workloads import UniformLengths, make_trace
 
 POOL = (2 * MAX_STAGED_BLOCKS, 2, 2, 2, 4, 8)
@@ -35,7 +35,7 @@ class InBackground:
         self.delay, self.asked_at = delay, {}
 
     def choose(self, request, copied_out_at, state, now):
-        is_late = now >= self.asked_at.setdefault(request.host_handle, now) + self.delay
+        is_late = now >= self.asked_at.setdefault(request.host_blocks[0], now) + self.delay
         return ResumeDecision(ResumeAction.IN_BACKGROUND if is_late else ResumeAction.LATER)
 
 
@@ -169,8 +169,8 @@ def test_copies_of_the_swapper_are_timed(swapper, clock, pool):
     swapper.swap_out(pool, 1, (3, 4))  # then until 105
     assert look_at(swapper, clock, 100.5, 102.5, 103.5) == [CopyTime(True, 3, 2.0, 3.5)]
     assert look_at(swapper, clock, 104.5, 105.5, 110.0) == [CopyTime(True, 2, 1.0, 3.0)]
-    swapper.load(0, (6, 7, 8))
-    swapper.load(1, (9, 10))
+    swapper.load(0, (6, 7, 8), host_blocks_of(0, 3))
+    swapper.load(1, (9, 10), host_blocks_of(1, 2))
     assert look_at(swapper, clock, 112.5, 113.5) == [CopyTime(False, 3, 2.5, 3.5)]
     assert look_at(swapper, clock, 114.5, 115.5) == [CopyTime(False, 2, 1.0, 3.0)]
     for handle in (0, 1):
@@ -182,7 +182,7 @@ def is_timed_next(swapper, clock, handle):
     pool, start = jnp.zeros(POOL, jnp.float32), clock.now
     swapper.swap_out(pool, handle, (0, 1))
     out = look_at(swapper, clock, start + 1.5, start + 2.5)
-    swapper.load(handle, (2, 3))
+    swapper.load(handle, (2, 3), host_blocks_of(handle, 2))
     back = look_at(swapper, clock, start + 4.0, start + 5.0)
     swapper.join(pool, handle)
     return out == [CopyTime(True, 2, 0.0, 2.5)], back == [CopyTime(False, 2, 1.5, 2.5)]
@@ -191,10 +191,11 @@ def is_timed_next(swapper, clock, handle):
 def test_copies_beside_those_that_somebody_waits_for_are_not_timed(swapper, clock, pool):
     assert is_timed_next(swapper, clock, 0) == (True, True)
     swapper.swap_out(pool, 1, (0, 1, 2))
-    pool = swapper.swap_in(pool, 1, (0, 1, 2))  # ends its copy out, too
+    pool = swapper.swap_in(pool, (0, 1, 2), host_blocks_of(1, 3))  # ends its copy out, too
     swapper.swap_out(pool, 2, (0, 1))
-    assert look_at(swapper, clock, 130.0) == []
-    swapper.load(2, (0, 1))
+    out = [CopyTime(True, 3, 0.0, 25.0), CopyTime(True, 2, 0.0, 19.0)]
+    assert look_at(swapper, clock, 130.0) == out
+    swapper.load(2, (0, 1), host_blocks_of(2, 2))
     assert look_at(swapper, clock, 140.0) == []  # the step with the copy back before it may not have ended
     pool = swapper.join(pool, 2)
     assert is_timed_next(swapper, clock, 3) == (True, True)
@@ -202,13 +203,13 @@ def test_copies_beside_those_that_somebody_waits_for_are_not_timed(swapper, cloc
 
 def test_copies_back_that_wait_for_something_are_not_timed(swapper, clock, pool):
     swapper.swap_out(pool, 0, (0, 1))
-    swapper.load(0, (2, 3))  # before it has left
-    assert look_at(swapper, clock, 140.0) == []
+    swapper.load(0, (2, 3), host_blocks_of(0, 2))  # before it has left
+    assert look_at(swapper, clock, 140.0) == [CopyTime(True, 2, 0.0, 40.0)]
     pool = swapper.join(pool, 0)
-    assert is_timed_next(swapper, clock, 1)[1]
+    assert is_timed_next(swapper, clock, 1) == (True, True)
     swapper.swap_out(pool, 2, (0, 1, 2))
     look_at(swapper, clock, 170.0)
-    swapper.load(2, (0, 1, 2))
+    swapper.load(2, (0, 1, 2), host_blocks_of(2, 3))
     pool = swapper.join(pool, 2)  # a step waits for it; so does what the step reads of the pool
     assert is_timed_next(swapper, clock, 3) == (False, False)
     assert is_timed_next(swapper, clock, 4) == (True, True)
@@ -220,8 +221,8 @@ def test_copies_in_parts_are_not_timed(swapper, clock, pool):
     swapper.swap_out(pool, 0, large)
     swapper.swap_out(pool, 1, large[:-2])
     assert look_at(swapper, clock, 300.0) == [CopyTime(True, MAX_STAGED_BLOCKS - 1, 0.0, 200.0)]
-    swapper.load(1, large[:-2])
-    swapper.load(0, large)
+    swapper.load(1, large[:-2], host_blocks_of(1, len(large) - 2))
+    swapper.load(0, large, host_blocks_of(0, len(large)))
     for clock.now in (340.0, 400.0):
         while len(swapper.arrived()) < (1 if clock.now == 340.0 else 2):
             swapper.settle()
@@ -236,7 +237,7 @@ def test_copies_in_parts_are_not_timed(swapper, clock, pool):
         swapper.swap_out(pool, handle, half)
     look_at(swapper, clock, 600.0)
     for handle in (3, 4):
-        swapper.load(handle, half)
+        swapper.load(handle, half, host_blocks_of(handle, len(half)))
     while len(swapper.arrived()) < 2:
         clock.now += 1.0
         swapper.settle()
@@ -246,20 +247,40 @@ def test_copies_in_parts_are_not_timed(swapper, clock, pool):
         pool = swapper.join(pool, handle)
 
 
-def test_a_discarded_copy_keeps_the_next_one_from_being_timed(swapper, clock, pool):
+def test_a_copy_that_is_given_up_keeps_the_next_one_from_being_timed(swapper, clock, pool):
     swapper.swap_out(pool, 0, (0, 1, 2))
-    swapper.discard(0)
+    swapper.drop_all(0)
     assert is_timed_next(swapper, clock, 1)[0] is False
     swapper.swap_out(pool, 2, (0, 1))
     look_at(swapper, clock, 130.0)
-    swapper.load(2, (0, 1))
+    swapper.load(2, (0, 1), host_blocks_of(2, 2))
     swapper.discard(2)
     assert is_timed_next(swapper, clock, 3) == (True, False)
 
 
+def test_dropping_what_has_left_disturbs_no_timing(swapper, clock, pool):
+    swapper.swap_out(pool, 0, (0, 1, 2))
+    swapper.drop(HostPiece(0, 1))  # the copy of the other piece goes on
+    assert look_at(swapper, clock, 101.5, 103.5) == [CopyTime(True, 3, 0.0, 3.5)]
+    swapper.drop_all(0)
+    assert is_timed_next(swapper, clock, 1) == (True, True)
+    swapper.drop_all(1)
+    assert is_timed_next(swapper, clock, 2) == (True, True)
+
+
+def test_parts_of_several_copies_are_timed_as_one(swapper, clock, pool):
+    """Pieces come as a whole."""
+    swapper.swap_out(pool, 0, (0, 1, 2))
+    swapper.swap_out(pool, 1, (3, 4, 5, 6))
+    look_at(swapper, clock, 108.0)
+    swapper.load(7, (10, 11), [host_blocks_of(1, 4)[2], host_blocks_of(0, 3)[2]])  # pieces of 4 and 1
+    assert look_at(swapper, clock, 112.5, 113.5) == [CopyTime(False, 5, 4.5, 5.5)]
+    pool = swapper.join(pool, 7)
+
+
 def test_copies_of_the_simulator_are_timed():
     executor = SimulatedExecutor(LinearCosts(swap=1.0), num_gpu_blocks=8, block_size=4, overlap_swaps=True)
-    swap = Swap(make_request(0, 15), 0, (0, 1, 2, 3))
+    swap = Swap(make_request(0, 15), 0, (0, 1, 2, 3), tuple(host_blocks_of(0, 4)))
 
     def look_at(*moments):
         timed = []

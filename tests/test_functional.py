@@ -22,11 +22,15 @@ def model():
 @pytest.fixture(scope="module")
 def batch():
     golden = golden_data(NAME)
-    lengths = np.array([len(prompt) for prompt in golden["prompts"]], np.int32)
+    return *padded(golden["prompts"]), np.array(golden["greedy"])
+
+
+def padded(prompts):
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.full((len(lengths), lengths.max()), 77, np.int32)
-    for row, prompt in zip(tokens, golden["prompts"], strict=True):
+    for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    return tokens, lengths, np.array(golden["greedy"])
+    return tokens, lengths
 
 
 def test_generate_inside_a_users_jit_equals_the_recorded_greedy_tokens(model, batch):
@@ -94,3 +98,15 @@ def test_bad_shapes_are_refused(model, batch):
         functional.generate(params, config, tokens, lengths, 0, jax.random.key(0))
     with pytest.raises(ValueError, match="positions"):
         functional.generate(params, config, tokens, lengths, 10**6, jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "qwen2_window"])
+def test_windows_hold_in_xla_too(name):
+    golden = golden_data(name)
+    config = config_from_dict(read_hf_config(golden_checkpoint(name)))
+    params = load_params(golden_checkpoint(name), config, "float32")
+    tokens, lengths = map(jnp.asarray, padded(golden["prompts"]))
+    generated = functional.generate(
+        params, config, tokens, lengths, 32, jax.random.key(0), implementation="xla"
+    )
+    assert generated.tokens.tolist() == [row[:32] for row in golden["greedy"]]

@@ -22,13 +22,17 @@ class CausalAttend:
     head_dim: int
     num_rows: None = None
 
-    def __call__(self, layer, qkv, rope, scale):
+    def __call__(self, layer, qkv, rope, scale, window=None, soft_cap=None):
         q, k, v = rotated_heads(qkv, rope, self.num_kv_heads, self.head_dim)
         group = q.shape[1] // k.shape[1]
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
         scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * scale
+        scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
         length = q.shape[0]
-        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+        seen = jnp.tril(jnp.ones((length, length), bool))
+        if window is not None:
+            seen &= ~jnp.tril(seen, -window)
+        scores = jnp.where(seen, scores, -jnp.inf)
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v, precision="highest")
 
 

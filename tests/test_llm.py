@@ -57,6 +57,7 @@ def test_prompt_forms_are_equal(llm, prompts):
         prompts[1],
         [prompts[1]],
         {"prompt_token_ids": prompts[1]},
+        {"prompt_token_ids": prompts[1], "prompt": "its text"},
         [{"prompt_token_ids": np.asarray(prompts[1])}],
         [tuple(np.asarray(prompts[1]))],
     ]
@@ -255,7 +256,6 @@ def test_closing_a_stream_frees_everything(llm, prompts):
 @pytest.mark.parametrize(
     ("prompt", "error", "message"),
     [
-        ([], RequestError, "at least one"),
         ([[]], RequestError, "empty"),
         ([[1, 999999]], RequestError, "999999.*position 1.*out of range"),
         ([[1, -1]], RequestError, "-1.*out of range"),
@@ -271,6 +271,8 @@ def test_closing_a_stream_frees_everything(llm, prompts):
         ({3, 1}, RequestError, "order"),
         ({"prompt_token_ids": "text"}, RequestError, "must be a list of token ids"),
         ({"prompt": [1]}, RequestError, "must be text"),
+        ({"prompt_token_ids": [1], "prompt": [1]}, RequestError, "must be text"),
+        ({"cache_salt": "a"}, RequestError, "must have 'prompt' or"),
         ([np.zeros((2, 2), int)], RequestError, r"shape \(2, 2\)"),
         ([np.array([1.5])], RequestError, "not an integer"),
     ],

@@ -51,6 +51,14 @@ def test_fused_biases_stack_too():
     np.testing.assert_array_equal(params["layers.0.self_attn.qkv_proj.bias"], np.concatenate(parts))
 
 
+def test_projections_that_a_checkpoint_has_fused_are_taken_as_they_are():
+    tensors = stored("phi3")
+    params = load_params(golden_checkpoint("phi3"), read_config(golden_checkpoint("phi3")), "bfloat16")
+    for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+        fused = tensors[f"model.layers.1.{name}.weight"]
+        np.testing.assert_array_equal(params[f"layers.1.{name}.weight"], fused)
+
+
 @pytest.mark.parametrize("num_shards", [2, 5])
 def test_shards_give_the_same_weights_even_where_they_split_a_fused_one(tmp_path, num_shards):
     folder = write(tmp_path / "sharded", stored(GQA), num_shards=num_shards)

@@ -122,7 +122,7 @@ def test_contiguous_attention_by_hand():
         (bench_link, ["--parts", "all"], "name some of link, simulated, measured"),
         (bench_link, ["--block-sizes", "0"], "0 must lie in [1, 1024]"),
         (bench_link, ["--model", "absent"], "--model absent: there is no config.json in it"),
-        (bench_paging, ["--contexts", "100"], "100 is no multiple of the block size 8"),
+        (bench_paging, ["--contexts", "100"], "100 is no multiple of the block size 16"),
         (bench_paging, ["--contexts", "4"], "4 is shorter than every block"),
         (bench_paging, ["--num-q-heads", "3"], "--num-q-heads 3 must be a multiple of --num-kv-heads"),
         (bench_allocation, ["--plot", "a.txt"], "name a .png, .svg or .pdf file"),

@@ -164,7 +164,7 @@ def test_configs_are_read_field_by_field(name):
     assert config.architecture == values["architectures"][0]
     assert config.vocab_size == 128
     assert config.tie_word_embeddings == values.get(
-        "tie_word_embeddings", config.architecture.startswith("OPT")
+        "tie_word_embeddings", config.architecture.startswith(("OPT", "Gemma"))
     )
     assert config.head_dim == values.get("head_dim", 16)
     assert config.num_kv_heads == values.get("num_key_value_heads", 4)
@@ -184,6 +184,8 @@ def test_variants_cover_both_values_of_every_switch():
         "linear",
         "dynamic",
         "llama3",
+        "yarn",
+        "longrope",
     }
     assert {c.activation_function for c in configs if hasattr(c, "activation_function")} == {"relu", "gelu"}
 
@@ -191,7 +193,7 @@ def test_variants_cover_both_values_of_every_switch():
 LLAMA, OPT = CONFIGS["llama_mha"], CONFIGS["opt_pre_norm"]
 
 
-@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "LlamaModel", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "LlamaModel", "GPT2LMHeadModel"])
 def test_other_architectures_are_refused_with_the_supported_ones(architecture):
     with pytest.raises(UnsupportedModelError) as error:
         config_from_dict(LLAMA | {"architectures": [architecture]})
@@ -200,10 +202,11 @@ def test_other_architectures_are_refused_with_the_supported_ones(architecture):
 
 
 def test_model_type_stands_in_for_architectures():
-    for values, architecture in ((LLAMA, "LlamaForCausalLM"), (OPT, "OPTForCausalLM")):
+    for values in CONFIGS.values():
+        architecture = values["architectures"][0]
         assert config_from_dict(values | {"architectures": None}).architecture == architecture
-    with pytest.raises(UnsupportedModelError, match=r"model_type='qwen2'.*LlamaForCausalLM"):
-        config_from_dict(LLAMA | {"architectures": None, "model_type": "qwen2"})
+    with pytest.raises(UnsupportedModelError, match=r"model_type='gpt2'.*LlamaForCausalLM"):
+        config_from_dict(LLAMA | {"architectures": None, "model_type": "gpt2"})
 
 
 @pytest.mark.parametrize(
@@ -222,8 +225,8 @@ def test_model_type_stands_in_for_architectures():
         ),
         (
             LLAMA,
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            ["'yarn'", "default, linear, dynamic, llama3"],
+            {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
+            ["'ntk'", "default, linear, dynamic, llama3, yarn, longrope"],
         ),
     ],
 )
@@ -286,6 +289,46 @@ def test_missing_fields_are_named(base, field):
 )
 def test_impossible_values_are_named(base, changes, problem):
     with pytest.raises(ConfigError, match=problem):
+        config_from_dict(base | changes)
+
+
+MISTRAL, QWEN2 = CONFIGS["mistral_window"], CONFIGS["qwen2_window"]
+
+
+def test_windows_are_read_layer_by_layer():
+    assert config_from_dict(MISTRAL).windows == (11, 11)
+    assert config_from_dict(QWEN2).windows == (None, 12)
+    assert config_from_dict(QWEN2 | {"use_sliding_window": False}).windows == ()
+    assert config_from_dict(QWEN2 | {"max_window_layers": 2}).windows == ()
+    kinds = ["sliding_attention", "full_attention"]
+    assert config_from_dict(QWEN2 | {"layer_types": kinds}).windows == (12, None)
+    # What transformers takes where nothing is said is not what it takes for null.
+    absent = {name: value for name, value in MISTRAL.items() if name != "sliding_window"}
+    assert config_from_dict(absent).windows == (4096, 4096)
+    assert config_from_dict(MISTRAL, {"sliding_window": None}).windows == ()
+
+
+def test_windows_that_no_sequence_outgrows_are_dropped():
+    config = config_from_dict(QWEN2)
+    assert config.with_max_model_len(13).windows == (None, 12)
+    assert config.has_bounds
+    assert config.with_max_model_len(12).windows == ()
+    assert not config.with_max_model_len(12).has_bounds
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        (MISTRAL, {"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
+        (MISTRAL, {"sliding_window": "11"}, "sliding_window='11' must be a positive integer"),
+        (QWEN2, {"use_sliding_window": "yes"}, "use_sliding_window='yes' must be true or false"),
+        (QWEN2, {"layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\] is not supported"),
+        (QWEN2, {"layer_types": ["chunked_attention"] * 2}, "'full_attention', 'sliding_attention'"),
+        (QWEN2, {"max_window_layers": "all"}, "max_window_layers='all' must be an integer of at least 0"),
+    ],
+)
+def test_impossible_windows_are_named(base, changes, named):
+    with pytest.raises((ConfigError, UnsupportedModelError), match=named):
         config_from_dict(base | changes)
 
 

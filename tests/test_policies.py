@@ -43,6 +43,7 @@ from jaxllm.sched.policies import (
     SwapIfItFits,
     WatermarkAdmission,
 )
+from jaxllm.sched.presets import make_preset
 
 RECOMPUTE, SWAP = PreemptionAction.RECOMPUTE, PreemptionAction.SWAP
 
@@ -160,6 +161,18 @@ def test_an_outranked_request_gives_its_room_up_at_once():
     scheduler.add(make_request(2, 12, max_new_tokens=1, priority=1))
     assert step(scheduler) == "| r2[0:12]! <r1"
     assert step(scheduler) == "r1 >r1"
+
+
+def test_who_went_past_a_long_request_gives_it_the_room_back():
+    policy = dataclasses.replace(make_preset("flashgen"), patience=None)
+    scheduler = make_scheduler(policy, num_gpu_blocks=7)
+    requests = [make_request(0, 8, 2), make_request(1, 24, 2), make_request(2, 4, 9), make_request(3, 4, 9)]
+    for request in requests:
+        scheduler.add(request)
+    assert step(scheduler) == "| r0[0:8]! r2[0:4]! r3[0:4]!"
+    assert step(scheduler) == "r0 r2 r3"
+    # Of seven blocks r1 needs six, and those who came after it have four.
+    assert step(scheduler) == "| r1[0:24]! -r3 -r2"
 
 
 # Iterations

@@ -85,5 +85,6 @@ def test_padding_costs_its_share():
     costs = ProgramCosts(LinearCosts(prefill=1.0, decode=1.0), sizes)
     assert costs.step_seconds(0, 0, 10, 1) == 0.5 * 32 + 0.5 * 10
     assert costs.step_seconds(2, 9, 10, 1) == 2.0 + 10 + 0.5 * 20
+    assert costs.step_seconds(2, 9) == 2.0 + 0.5 * 2
     with pytest.raises(ConfigError, match="0 to 1"):
         ProgramSizes([4], [32], [4], padding_share=1.5)

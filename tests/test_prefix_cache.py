@@ -1,5 +1,11 @@
 """Requests that find the KV of others: names, what schedulers plan with them, and equal tokens."""
 
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from engine_helpers import make_engine, make_llm, restless, run
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +16,19 @@ from variants import golden_checkpoint
 from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.sched.cache.names import names_of, root
+from jaxllm.sched.policies import (
+    AheadOfTime,
+    CostOverIdleTime,
+    NoOffload,
+    ResumeAction,
+    ResumeDecision,
+    SchedulerPolicy,
+    SwapIfItFits,
+    WriteBack,
+    WriteThrough,
+)
 from jaxllm.sched.presets import adaptive, make_preset
+from jaxllm.types import CopyProgress
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -22,7 +40,7 @@ def test_equal_prefixes_have_equal_names():
     long = names_of(range(40), 8, root())
     assert len(long) == 5
     assert names_of(range(17), 8, root()) == long[:2]
-    assert names_of(range(16, 40), 8, long[1].digest) == long[2:]
+    assert names_of(range(16, 40), 8, long[1].digest, 2) == long[2:]
     assert len(set(long)) == 5
 
 
@@ -67,6 +85,20 @@ def test_requests_of_one_iteration_share():
     assert [(chunk.start, chunk.length) for chunk in output.prefill] == [(0, 10), (8, 2), (8, 2)]
     assert scheduler.num_free_blocks == 64 - (3 + 1 + 1)
     scheduler.check()
+
+
+def test_eight_of_one_prompt_take_little_more_than_one():
+    """Only full blocks are shared: nothing that others read is ever written, so nothing is copied."""
+    scheduler = shared(num_gpu_blocks=128)
+    requests = [make_request(index, 102, 21) for index in range(8)]
+    for request in requests:
+        scheduler.add(request)
+    while not all(request.num_tokens == 122 for request in requests):
+        step(scheduler)
+    alone = scheduler._state.pool.blocks_for(121)
+    assert 128 - scheduler.num_free_blocks == 25 + 8 * (alone - 25)
+    assert 128 - scheduler.num_free_blocks < 0.4 * 8 * alone
+    assert len({request.block_ids[-1] for request in requests}) == 8
 
 
 def test_what_ended_is_found_until_its_blocks_are_needed():
@@ -149,6 +181,172 @@ def test_a_system_without_a_prefix_cache_refuses_one():
         make_scheduler(make_preset("vllm"), enable_prefix_caching=True)
 
 
+def lose(scheduler, request, *numbers):
+    """Let blocks of a request be found no more."""
+    pool = scheduler._state.pool
+    for number in numbers:
+        name = scheduler._state.learn_names(request, request.num_tokens)[number]
+        block_id = pool.names.first(name)
+        pool._names[block_id] = None
+        pool.names.remove(name, block_id)
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    ("lost", "chunks"),
+    [
+        ((0,), ["| r1[0:4]", "| r1[20:22]!"]),  # a head attends to itself
+        ((2,), ["| r1[8:12]", "| r1[20:22]!"]),  # a middle to what is before it as well
+        ((0, 1, 3), ["| r1[0:8]", "| r1[12:16]", "| r1[20:22]!"]),
+        ((4,), ["| r1[16:22]!"]),
+        ((0, 1, 2, 3, 4), ["| r1[0:22]!"]),
+    ],
+)
+def test_what_is_missing_is_computed_alone(lost, chunks):
+    policy = dataclasses.replace(make_preset("vllm_v1"), retention=CostOverIdleTime(LinearCosts()))
+    scheduler = shared(policy)
+    scheduler.add(first := make_request(0, 20, 2))
+    drain(scheduler)
+    lose(scheduler, first, *lost)
+    again = make_request(1, 22, 1)
+    scheduler.add(again)
+    assert [step(scheduler) for _ in chunks] == chunks
+    assert again.num_cached_tokens == 20 - 4 * len(lost)
+    assert not scheduler.has_unfinished
+
+
+def test_the_longest_cached_prefix_goes_first_but_not_for_ever():
+    scheduler = shared(dataclasses.replace(make_preset("sglang"), patience=2), max_num_seqs=1)
+    scheduler.add(make_request(0, 30, 2))
+    drain(scheduler)
+    scheduler.add(busy := other(1, 2, 3))
+    step(scheduler)
+    stranger = other(2, 30, 1)
+    fans = [make_request(index, length, 1) for index, length in ((3, 10), (4, 30), (5, 20), (6, 30))]
+    for request in (stranger, *fans):
+        scheduler.add(request)
+    started = []
+    while scheduler.has_unfinished:
+        output = scheduler.schedule(0.0)
+        started += [chunk.request.request_id for chunk in output.prefill if chunk.is_first]
+        take(scheduler, output)
+    assert busy.is_finished
+    assert started == ["r4", "r6", "r2", "r5", "r3"]
+
+
+# Schedulers with host memory
+
+
+def offloading(offload, **changes):
+    policy = dataclasses.replace(make_preset("vllm_v1"), offload=offload)
+    return shared(policy, **({"num_gpu_blocks": 5, "num_host_blocks": 8} | changes))
+
+
+def drain(scheduler):
+    """All live requests; returns what was copied out."""
+    copied = []
+    while scheduler.has_unfinished:
+        output = scheduler.schedule(0.0)
+        scheduler.check()
+        copied += [block_id for swap in output.swap_out for block_id in swap.block_ids]
+        take(scheduler, output)
+    return copied
+
+
+def other(index, num_tokens, max_new_tokens=2):
+    """A request with nothing in common with those of `make_request`."""
+    tokens = range(100 * index, 100 * index + num_tokens)
+    return make_request(index, num_tokens, max_new_tokens, prompt_token_ids=tokens)
+
+
+@pytest.mark.parametrize(
+    ("offload", "num_at_once", "num_beside"),
+    [
+        (WriteBack(), 0, 0),  # when their room is taken
+        (WriteThrough(), 3, 0),  # by the iteration after the one that fills them
+        (AheadOfTime(1.0), 0, 3),  # by an iteration that runs while they are free
+    ],
+)
+def test_what_the_device_has_no_room_for_is_found_on_the_host(offload, num_at_once, num_beside):
+    scheduler = offloading(offload)
+    scheduler.add(make_request(0, 13, 2))
+    assert len(drain(scheduler)) == num_at_once
+    scheduler.add(other(3, 3, 2))
+    assert len(drain(scheduler)) == num_beside
+    scheduler.add(other(1, 17))
+    drain(scheduler)
+    again = make_request(2, 13, 2)
+    scheduler.add(again)
+    output = scheduler.schedule(0.0)
+    assert describe(output) == "| r2[12:13]! >r2"
+    assert (again.num_cached_tokens, again.num_host_cached_tokens) == (12, 12)
+
+
+def test_without_offloading_it_is_computed_again():
+    scheduler = offloading(NoOffload())
+    for request in (make_request(0, 13, 2), other(1, 17), last := make_request(2, 13, 2)):
+        scheduler.add(request)
+        assert drain(scheduler) == []
+    assert (last.num_cached_tokens, scheduler.num_available_host_blocks) == (0, 8)
+
+
+@pytest.mark.parametrize(("index", "num_tokens"), [(1, 4), (2, 12)])
+def test_what_was_used_last_stays_on_the_host(index, num_tokens):
+    scheduler = offloading(WriteBack(), num_host_blocks=4)
+    for request in (other(1, 13), other(2, 13), other(3, 17)):
+        scheduler.add(request)
+        drain(scheduler)
+    last = make_request(4, 13, 2, prompt_token_ids=range(100 * index, 100 * index + 13))
+    scheduler.add(last)
+    step(scheduler)
+    assert last.num_host_cached_tokens == num_tokens  # its tail had left the device, and then the host, first
+
+
+def test_a_victims_shared_blocks_are_copied_once_and_come_back_once():
+    policy = SchedulerPolicy(action=SwapIfItFits(), patience=None)
+    scheduler = shared(policy, num_gpu_blocks=7, num_host_blocks=20)
+    prompt = range(12)
+    requests = [make_request(index, 13, 12, prompt_token_ids=[*prompt, 50 + index]) for index in range(3)]
+    copied, back = [], []
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_unfinished:
+        output = scheduler.schedule(0.0)
+        scheduler.check()
+        copied += [len(swap.block_ids) for swap in output.swap_out]
+        back += [len(swap.block_ids) for swap in output.swap_in]
+        take(scheduler, output)
+    assert len(copied) >= 2
+    assert copied[0] >= 4  # three shared ones, and its own
+    assert all(count < 4 for count in copied[1:])
+    assert all(count < 4 for count in back)  # the others hold them, still
+
+
+def test_what_another_brings_back_is_not_copied_twice():
+    class InBackground:
+        def choose(self, request, copied_out_at, state, now):
+            return ResumeDecision(ResumeAction.IN_BACKGROUND)
+
+    scheduler = offloading(WriteBack(), num_gpu_blocks=8)
+    scheduler.policy = dataclasses.replace(scheduler.policy, resume=InBackground())
+    scheduler.clear()
+    for request in (make_request(0, 13, 2), other(1, 29)):
+        scheduler.add(request)
+        drain(scheduler)
+    running = other(2, 2, 20)
+    scheduler.add(running)
+    step(scheduler)
+    for index in (3, 4):
+        scheduler.add(make_request(index, 14, 2))
+    output = scheduler.schedule(0.0)
+    assert describe(output) == "r2 ~r3"  # r4 waits for what r3 brings
+    take(scheduler, output)
+    assert step(scheduler) == "r2"
+    output = scheduler.schedule(0.0, CopyProgress([output.load[0].handle]))
+    assert describe(output) == "r2 | r3[12:14]! r4[12:14]! >r3"
+    take(scheduler, output)
+
+
 # Engines
 
 
@@ -164,7 +362,7 @@ def test_tokens_are_those_of_an_engine_without_it(llm):
     first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert first.token_ids == second.token_ids == alone.token_ids
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 28)
-    assert second.cached_tokens_by_tier == {"device": 28}
+    assert second.cached_tokens_by_tier == {"device": 28, "host": 0, "disk": 0}
     turn = [*prompt, *second.token_ids, 9, 8, 7]
     found = llm.generate(turn, GREEDY, use_tqdm=False)[0]
     assert found.num_cached_tokens == 40  # of 42 tokens, the last of which was never computed
@@ -179,9 +377,40 @@ def test_salts_and_resets(llm):
     assert [*counts, other.num_cached_tokens] == [0, 16, 0]
     assert llm.reset_prefix_cache() is True
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
-    for salt in ("", 3):
+    for salt in ("", 3, "\ud800"):
         with pytest.raises(RequestError, match="cache_salt"):
             llm.generate(prompt | {"cache_salt": salt}, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("lost", [(0,), (3,), (0, 1, 4, 6)])
+def test_tokens_are_those_of_a_whole_prompt_where_blocks_are_missing(llm, lost):
+    policy = dataclasses.replace(make_preset("vllm_v1"), retention=CostOverIdleTime(LinearCosts()))
+    engine = make_engine(llm, policy=policy, enable_prefix_caching=True)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.3)
+    prompt = [3 + i % 50 for i in range(39)]
+    alone = run(make_engine(llm), [prompt], params)[0]
+    run(engine, [prompt], GREEDY)
+    lose(engine.scheduler, make_request(0, 39, prompt_token_ids=prompt), *lost)
+    output = run(engine, [prompt], params)[0]
+    assert output.num_cached_tokens == 36 - 4 * len(lost)
+    assert output.token_ids == alone.token_ids
+
+
+def test_a_later_turn_finds_its_blocks_on_the_host(llm):
+    policy = dataclasses.replace(make_preset("vllm_v1"), offload=WriteBack())
+    engine = make_engine(
+        llm, num_gpu_blocks=20, num_host_blocks=40, policy=policy, enable_prefix_caching=True
+    )
+    prompt, others = [3 + i % 50 for i in range(30)], [[60 + i] * 40 for i in range(3)]
+    first = run(engine, [prompt], GREEDY)[0]
+    run(engine, others, GREEDY)
+    turn = [*prompt, *first.token_ids, 9, 8, 7]
+    found = run(engine, [turn], GREEDY)[0]
+    assert found.num_cached_tokens == 40
+    assert found.cached_tokens_by_tier["host"] > 0
+    assert found.token_ids == run(make_engine(llm), [turn], GREEDY)[0].token_ids
+    engine.reset_prefix_cache()
+    assert not llm.executor._swapper.pieces
 
 
 def test_it_can_be_turned_off():
@@ -190,6 +419,32 @@ def test_it_can_be_turned_off():
     assert counts == [0, 0]
     with pytest.raises(ConfigError, match="enable_prefix_caching='yes' must be True or False"):
         make_llm(golden_checkpoint("llama_gqa"), enable_prefix_caching="yes")
+
+
+class Poisoning:
+    """An executor that fills blocks which nobody holds or could find with NaN after each step."""
+
+    def __init__(self, part, scheduler):
+        self.part, self.scheduler = part, scheduler
+        self.num_poisoned = 0
+
+    def __getattr__(self, name):
+        return getattr(self.part, name)
+
+    def execute(self, scheduled):
+        result = self.part.execute(scheduled)
+        blocks = self.scheduler._state.pool
+        lost = [one for one in blocks.free_blocks() if blocks.name_of(one) is None]
+        ids = np.full(blocks.num_blocks, len(self.part._state.pool), np.int32)
+        ids[: len(lost)] = lost
+        self.part._state = self.part._state._replace(pool=poison(self.part._state.pool, ids))
+        self.num_poisoned += len(lost)
+        return result
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def poison(pool, ids):
+    return pool.at[ids].set(jnp.nan, mode="drop")
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -213,8 +468,11 @@ def test_tokens_never_depend_on_what_is_shared(llm, data):
     ]
     costs = LinearCosts(swap=data.draw(st.sampled_from([0.01, 100.0])))
     policies = {"adaptive": adaptive(costs), "vllm_v1": make_preset("vllm_v1"), "restless": restless()}
-    policy = policies[data.draw(st.sampled_from(sorted(policies)))]
-    num_host_blocks = data.draw(st.sampled_from([0, 40])) if policy is policies["adaptive"] else 0
+    policy = dataclasses.replace(
+        policies[data.draw(st.sampled_from(sorted(policies)))],
+        offload=data.draw(st.sampled_from([NoOffload(), WriteBack(), WriteThrough(), AheadOfTime(0.5)])),
+    )
+    num_host_blocks = data.draw(st.sampled_from([0, 10, 40]))
     llm.executor.settle_copies()
     engine = make_engine(
         llm,
@@ -224,7 +482,11 @@ def test_tokens_never_depend_on_what_is_shared(llm, data):
         async_scheduling=data.draw(st.booleans()),
         enable_prefix_caching=True,
     )
+    engine._executor = poisoning = Poisoning(engine._executor, engine.scheduler)
     outputs = run(engine, prompts, params)
+    assert poisoning.num_poisoned
     for output, prompt, param in zip(outputs, prompts, params, strict=True):
         lone = run(make_engine(llm), [prompt], param)[0]
         assert output.token_ids == lone.token_ids
+    engine.reset_prefix_cache()
+    assert not llm.executor._swapper.pieces

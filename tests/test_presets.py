@@ -19,8 +19,9 @@ def paper(costs=SWAP_IS_CHEAP, **limits):
     return make_scheduler(make_preset("paper", costs), **({"num_host_blocks": 8} | limits))
 
 
-def add(scheduler, index, length, new=8, arrival=None):
-    scheduler.add(make_request(index, length, new, arrival_time=float(index if arrival is None else arrival)))
+def add(scheduler, index, length, new=8, arrival=None, **changes):
+    arrival = float(index if arrival is None else arrival)
+    scheduler.add(make_request(index, length, new, arrival_time=arrival, **changes))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -128,6 +129,38 @@ def test_a_prompt_longer_than_the_budget_spans_prefills():
     add(scheduler, 0, 10)
     add(scheduler, 1, 2)
     assert [step(scheduler) for _ in range(3)] == ["| r0[0:8]", "| r0[8:10]! r1[0:2]!", "r0 r1"]
+
+
+def test_samples_of_a_prompt_are_swapped_together_and_return_together():
+    scheduler = vllm(num_gpu_blocks=4, num_host_blocks=4)
+    add(scheduler, 0, 4, new=3)
+    for index in (1, 2):
+        add(scheduler, index, 3, new=3, group_index=1)
+    # One block is free, which r0 takes, and each of the others asks for one in its turn. While r0 has two,
+    # one sample could return, but not both with a block to spare for each.
+    assert [step(scheduler) for _ in range(4)] == [
+        "| r0[0:4]! r1[0:3]! r2[0:3]!",
+        "r0 <r2 <r1",
+        "r0",
+        "r1 r2 >r1 >r2",
+    ]
+
+
+def test_samples_that_do_not_fit_the_host_are_dropped_together():
+    scheduler = vllm(num_gpu_blocks=4, num_host_blocks=1)
+    add(scheduler, 0, 4, new=10)
+    for index in (1, 2):
+        add(scheduler, index, 3, new=3, group_index=1)
+    assert [step(scheduler), step(scheduler)] == ["| r0[0:4]! r1[0:3]! r2[0:3]!", "r0 -r2 -r1"]
+
+
+def test_of_the_samples_that_came_first_some_stay():
+    scheduler = vllm(num_gpu_blocks=3, num_host_blocks=3)
+    for index in range(3):
+        add(scheduler, index, 4, new=3, group_index=0)
+    trace = [step(scheduler) for _ in range(12) if scheduler.has_unfinished]
+    assert trace[:2] == ["| r0[0:4]! r1[0:4]! r2[0:4]!", "r0 -r2 -r1"]
+    assert not scheduler.has_unfinished
 
 
 def test_nothing_starts_before_what_is_swapped_is_back():

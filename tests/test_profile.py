@@ -246,7 +246,8 @@ def test_a_profile_reports_errors_of_the_fit_and_of_what_is_left_of_it(profiler,
 def test_swaps_beside_decode_steps(profiler, llm):
     shares = profiler.hidden_swap_shares(3, 2, 8, repetitions=1)
     assert all(0 <= share <= 1 for share in shares)
-    assert not llm.executor._swapper.handles, "a copy is left behind"
+    assert not llm.executor._swapper.pieces, "a copy is left behind"
+    assert not llm.executor._swapper.loads
     too_many = llm.executor.num_gpu_blocks + 1
     with pytest.raises(ConfigError, match=f"{too_many} blocks are more than the pool's"):
         profiler.hidden_swap_shares(too_many, 2, 8)
@@ -303,6 +304,10 @@ def test_on_an_unknown_device_only_weighing_presets_need_a_measurement(llm, tmp_
         "vllm_swap",
         "vllm_swap_both",
         "vllm_v1",
+        "hicache",
+        "sglang",
+        "cached_attention",
+        "flashgen",
     }
     assert needs["adaptive"]
     assert needs["paper"]
@@ -319,7 +324,8 @@ def test_the_host_pool_is_sized_by_need(llm):
     assert size("adaptive", None) == 4  # GiB
     assert size("adaptive", None, block_bytes=2**20) == 100
     assert size("adaptive", None, needed=100) == 0
-    assert size("vllm", None) == 0
+    assert size("vllm_v1", None) == 0  # it never swaps
+    assert size("vllm", None) == 4  # it swaps the samples of a prompt
     assert size("vllm_swap", None, needed=100) == 4  # it starts only what fits
     assert (size("adaptive", 0), size("paper", 7)) == (0, 7)
     with pytest.raises(ConfigError, match="num_host_blocks=0 contradicts"):

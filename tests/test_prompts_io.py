@@ -1,5 +1,6 @@
 """Prompts from arguments and files; an output file that survives kill -9."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -76,9 +77,11 @@ def test_jsonl_file(tmp_path):
         tmp_path / "prompts.jsonl",
         {"prompt": "a", "id": "x"},
         {"prompt_token_ids": [1, 2], "id": 7, "sampling_params": {"temperature": 0, "stop": ["."]}},
-        {"messages": [{"role": "user", "content": "hi"}]},
+        {"messages": [{"role": "user", "content": "hi"}], "num_dropped_tokens": 16},
     )
     rows = read_jsonl_file(path, PARAMS)
+    assert [row.num_dropped_tokens for row in rows] == [0, 0, 16]
+    assert rows[2].fingerprint() != dataclasses.replace(rows[2], num_dropped_tokens=0).fingerprint()
     assert [row.index for row in rows] == [0, 1, 2]
     assert [row.id for row in rows] == ["x", 7, None]
     assert rows[0].prompt == "a"
@@ -106,6 +109,8 @@ def test_jsonl_file(tmp_path):
         ('{"prompt_token_ids": [true]}', "holds True"),
         ('{"messages": []}', "messages is empty"),
         ('{"prompt": "a", "id": 1.5}', '"id" must be'),
+        ('{"prompt": "a", "num_dropped_tokens": -16}', '"num_dropped_tokens" must be'),
+        ('{"prompt": "a", "num_dropped_tokens": true}', '"num_dropped_tokens" must be'),
         ('{"prompt": "a", "id": "first"}', "is taken by .*line 1"),
         ('{"prompt": "a", "sampling_params": {"max_new_tokens": 1}}', "use max_tokens"),
         ('{"prompt": "a", "sampling_params": []}', "must be an object"),

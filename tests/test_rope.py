@@ -3,10 +3,12 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm import functional
 from jaxllm.errors import ConfigError, UnsupportedModelError
 from jaxllm.models.config import config_from_dict
 from jaxllm.models.rope import RopeConfig, rope_table
@@ -99,6 +101,61 @@ def test_llama3_keeps_short_slows_long_and_blends_between():
     assert scaled[i] == pytest.approx((1 - smooth) * plain[i] / 8 + smooth * plain[i], rel=1e-6)
 
 
+def test_yarn_keeps_short_slows_long_and_blends_between():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    config = rope_of(head_dim=128, rope_theta=1000000.0, rope_scaling=scaling)
+    plain = dataclasses.replace(PLAIN, theta=1000000.0, head_dim=128).inverse_frequencies()
+    scaled = config.inverse_frequencies()
+    # 128 * ln(4096 / (2 pi * turns)) / (2 ln 1e6) is 13.97 for 32 turns, and 30.02 for one.
+    np.testing.assert_allclose(scaled[:14], plain[:14], rtol=1e-6)
+    np.testing.assert_allclose(scaled[31:], plain[31:] / 4, rtol=1e-6)
+    slowed = (22 - 13) / (31 - 13)
+    assert scaled[22] == pytest.approx(plain[22] * (slowed / 4 + 1 - slowed), rel=1e-5)
+    assert config.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_frequencies_of_a_length_ask_for_it_in_one_program():
+    scaling = {"type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [2, 2, 2, 2], "factor": 2.0}
+    config = config_from_dict({**LLAMA, "rope_scaling": scaling})
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"'longrope' needs the longest sequence.*with_max_model_len\(8\)"):
+        functional.generate({}, config, tokens, jnp.full(1, 4), 4, jax.random.key(0))
+
+
+def test_yarn_lengths_and_attention_factors():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    config = config_from_dict({**LLAMA, "rope_scaling": scaling})
+    assert (config.max_model_len, config.default_max_model_len) == (512, 128)
+    assert rope_of(rope_scaling={**scaling, "attention_factor": 1.5}).attention_factor == 1.5
+    pair = {**scaling, "mscale": 1.0, "mscale_all_dim": 0.5}
+    ratio = (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    assert rope_of(rope_scaling=pair).attention_factor == pytest.approx(ratio)
+
+
+def test_longrope_takes_its_factors_by_the_longest_sequence():
+    short, long = [1.0, 1.25, 1.5, 2.0], [2.0, 4.0, 8.0, 16.0]
+    scaling = {"type": "longrope", "short_factor": short, "long_factor": long}
+    positions = {"original_max_position_embeddings": 32}
+    config = config_from_dict({**LLAMA, "rope_scaling": {**scaling, **positions}})
+    assert config.max_model_len == 128
+    for length, factors in ((32, short), (33, long), (128, long)):
+        fixed = config.with_max_model_len(length).rope
+        expected = [value / factor for value, factor in zip(frequencies(PLAIN), factors, strict=True)]
+        assert frequencies(fixed) == pytest.approx(expected)
+        # sqrt(1 + ln 4 / ln 32) = sqrt(1 + 2 / 5)
+        assert fixed.attention_factor == pytest.approx(math.sqrt(1.4))
+    # Phi 3 says it beside, and called the type otherwise at first.
+    phi3 = {**LLAMA, **positions, "architectures": ["Phi3ForCausalLM"], "rms_norm_eps": 1e-6}
+    for name in ("su", "yarn", "longrope"):
+        assert config_from_dict({**phi3, "rope_scaling": {**scaling, "type": name}}).rope == config.rope
+
+
+def test_cosines_and_sines_are_multiplied_by_the_attention_factor():
+    tables = [rope_table(jnp.array([5], jnp.int32), PLAIN.inverse_frequencies(), f) for f in (1.0, 1.5)]
+    for plain, scaled in zip(*tables, strict=True):
+        np.testing.assert_allclose(1.5 * plain, scaled, rtol=1e-6)
+
+
 def test_both_config_styles_mean_the_same():
     old = rope_of(rope_theta=500000.0, rope_scaling={"type": "llama3", **LLAMA3})
     new = rope_of(rope_parameters={"rope_theta": 500000.0, "rope_type": "llama3", **LLAMA3})
@@ -110,7 +167,7 @@ def test_both_config_styles_mean_the_same():
     assert rope_of().theta == 10000.0
 
 
-@pytest.mark.parametrize("rope_type", ["yarn", "longrope", "su", "mrope", "ntk"])
+@pytest.mark.parametrize("rope_type", ["su", "mrope", "ntk"])
 def test_other_types_are_refused(rope_type):
     with pytest.raises(UnsupportedModelError, match=f"'{rope_type}'.*default, linear, dynamic, llama3"):
         rope_of(rope_scaling={"rope_type": rope_type, "factor": 2.0})
@@ -126,6 +183,12 @@ def test_other_types_are_refused(rope_type):
         ({"rope_type": "dynamic", "factor": float("nan")}, "not nan"),
         ({"rope_type": "llama3", "factor": 8.0}, "'low_freq_factor', not None"),
         ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "must be less than"),
+        ({"rope_type": "yarn", "factor": 0.5}, "factor=0.5 must be at least 1"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}, "'beta_fast', not -1"),
+        ({"rope_type": "yarn", "factor": 2.0, "long_factor": [1.0]}, "'long_factor'"),
+        ({"rope_type": "longrope", "factor": 2.0}, "needs 4 positive numbers as 'short_factor', not None"),
+        ({"rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [1, 1]}, "as 'long_factor'"),
+        ({"rope_type": "longrope", "short_factor": [1, 1, 1, 0]}, "4 positive numbers"),
         ({"rope_type": "default", "rope_theta": -1.0}, "'rope_theta', not -1"),
         ({"rope_type": "default", "rope_theta": "big"}, "'rope_theta', not 'big'"),
         ({"rope_type": "linear", "factor": 2.0, "attention_factor": 1.5}, "attention_factor"),

@@ -14,6 +14,7 @@ from jaxllm.sampling_params import (
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     PARAMETER_NAMES,
+    RequestOutputKind,
     SamplingParams,
 )
 
@@ -40,6 +41,13 @@ def test_defaults_are_vllms():
         "prompt_logprobs": None,
         "detokenize": True,
         "skip_special_tokens": True,
+        "n": 1,
+        "best_of": None,
+        "allowed_token_ids": (),
+        "bad_words": (),
+        "structured_outputs": None,
+        "truncate_prompt_tokens": None,
+        "output_kind": RequestOutputKind.CUMULATIVE,
     }
     assert not params.is_greedy
     assert not params.needs_penalties
@@ -60,8 +68,9 @@ INTEGERS = {
     "seed": ([None, -(2**63), 0, 2**64 - 1], [-(2**63) - 1, 2**64]),
     "max_tokens": ([None, 1, 2**31 - 1], [0, -1, 2**31]),
     "min_tokens": ([0, 16], [-1, 17, 2**31]),
-    "logprobs": ([None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+    "logprobs": ([None, -1, 0, MAX_LOGPROBS], [-2, MAX_LOGPROBS + 1]),
     "prompt_logprobs": ([None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+    "truncate_prompt_tokens": ([None, -1, 1, 2**31 - 1], [0, -2, 2**31]),
 }
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
@@ -84,7 +93,7 @@ def test_wrong_types_of_numbers(name):
     if name in INTEGERS:
         with pytest.raises(SamplingParamsError, match=f"{name}.*must be an integer"):
             SamplingParams(**{name: 1.0})
-    if name not in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+    if None not in (NUMBERS | INTEGERS)[name][0]:
         with pytest.raises(SamplingParamsError, match=name):
             SamplingParams(**{name: None})
 
@@ -187,10 +196,10 @@ def test_immutable_hashable_copyable():
     [
         ("max_new_tokens", 5, "use max_tokens"),
         ("do_sample", False, "temperature=0"),
-        ("num_beams", 4, "no beam search"),
-        ("best_of", 2, "several times"),
-        ("guided_decoding", {}, "structured output"),
-        ("guided_regex", "a", "structured output"),
+        ("num_beams", 4, "LLM.beam_search"),
+        ("num_return_sequences", 2, "use n"),
+        ("guided_decoding", {"regex": "a"}, "structured_outputs"),
+        ("guided_regex", "a", "structured_outputs"),
         ("temprature", 1, "did you mean temperature?"),
         ("topk", 1, "did you mean top_k?"),
         ("zzz", 1, "choose from temperature, top_k"),
@@ -218,8 +227,6 @@ def test_names_of_other_libraries(name, value, way_out):
         "typical_p",
         "bad_words_ids",
         "use_beam_search",
-        "bad_words",
-        "truncate_prompt_tokens",
         "max_length",
         "logits_processors",
     ],
@@ -231,11 +238,22 @@ def test_known_foreign_names_are_explained_and_not_guessed_at(name):
     assert "choose from" not in str(caught.value)
 
 
-def test_n_must_be_one():
-    assert SamplingParams(n=1) == SamplingParams()
-    for value in (2, 0, True, "1"):
+def test_several_samples():
+    params = SamplingParams(n=2, best_of=3, seed=2**64 - 1, prompt_logprobs=1)
+    assert params.num_samples == 3
+    samples = [params.sample(index) for index in range(3)]
+    assert [one.seed for one in samples] == [2**64 - 1, 0, 1]
+    assert [one.prompt_logprobs for one in samples] == [1, None, None]
+    assert {(one.n, one.best_of, one.logprobs) for one in samples} == {(1, None, 0)}
+    assert SamplingParams(n=2).sample(1) == SamplingParams()
+    for value in (0, True, "1", 16385):
         with pytest.raises(SamplingParamsError, match="n="):
             SamplingParams(n=value)
+    with pytest.raises(SamplingParamsError, match="best_of=1 is below n=2"):
+        SamplingParams(n=2, best_of=1)
+    for values in ({"n": 2}, {"best_of": 2}):
+        with pytest.raises(SamplingParamsError, match="=2 with temperature=0 would give the same output"):
+            SamplingParams(temperature=0, **values)
 
 
 def test_from_dict():

@@ -301,7 +301,7 @@ def test_a_swapped_request_goes_on_where_it_was():
     output = scheduler.schedule(0.0)  # r1 needs a second block
     assert describe(output) == "r0 <r1"
     (swap,) = output.swap_out
-    assert (swap.request, swap.handle, swap.block_ids) == (second, second.host_handle, (1,))
+    assert (swap.request, swap.block_ids, second.host_blocks) == (second, (1,), [(swap.handle, 0, 0)])
     assert (second.status, second.slot, second.block_ids) == (RequestStatus.SWAPPED, None, [])
     assert (second.num_computed_tokens, second.num_tokens) == (4, 5)
     assert (scheduler.num_swapped, scheduler.num_free_host_blocks) == (1, 1)
@@ -310,9 +310,11 @@ def test_a_swapped_request_goes_on_where_it_was():
     assert step(scheduler) == "r0"  # r1 needs two blocks, one is free
     output = scheduler.schedule(0.0)
     assert describe(output) == "r1 >r1"
-    assert [(swap.handle, len(swap.block_ids)) for swap in output.swap_in] == [(swap.handle, 1)]
+    assert [(back.host_blocks, len(back.block_ids)) for back in output.swap_in] == [
+        (((swap.handle, 0, 0),), 1)
+    ]
     assert output.swap_in[0].block_ids == tuple(second.block_ids[:1])
-    assert (second.host_handle, second.num_computed_tokens, second.num_tokens) == (None, 5, 6)
+    assert (second.host_blocks, second.num_computed_tokens, second.num_tokens) == ([], 5, 6)
     assert (scheduler.num_swapped, scheduler.num_free_host_blocks) == (0, 1)  # its copy is under way
     scheduler.check()
     scheduler.complete(output.step_id)
@@ -381,11 +383,11 @@ def test_an_aborted_swapped_request_is_discarded_with_the_next_step():
     scheduler.add(first)
     scheduler.add(second)
     assert steps(scheduler, 2)[1] == "r0 <r1"
-    handle = second.host_handle
+    handle = second.host_blocks[0].handle
     scheduler.finish(second, "abort")
     scheduler.check()
-    assert (second.host_handle, scheduler.num_free_host_blocks) == (None, 2)
-    assert scheduler.schedule(0.0).discarded == (handle,)
+    assert (second.host_blocks, scheduler.num_free_host_blocks) == ([], 2)
+    assert scheduler.schedule(0.0).dropped == ((handle, 0),)
     assert scheduler.schedule(0.0).discarded == ()
 
 

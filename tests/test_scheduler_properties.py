@@ -11,9 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_helpers import LinearCosts, make_request, make_scheduler
 
 from jaxllm.sched.policies import (
+    S3FIFO,
+    AheadOfTime,
+    CostOverIdleTime,
     Decision,
+    ExpectedSaving,
     FCFSPriority,
+    LeastRecentlyUsed,
+    NoOffload,
     OutrankedVictim,
+    OvertakerVictim,
     PreemptionAction,
     ResumeAction,
     ResumeDecision,
@@ -21,7 +28,10 @@ from jaxllm.sched.policies import (
     SeparateIterations,
     SwapIfItFits,
     WatermarkAdmission,
+    WriteBack,
+    WriteThrough,
 )
+from jaxllm.sched.policies.actions import num_copied
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.types import CopyProgress, RequestStatus, SchedulerOutput
 
@@ -88,11 +98,10 @@ class ArbitraryVictim:
 class ArbitraryAction:
     def choose(self, victim, state, now):
         assert 0 <= state.num_host_free <= state.num_host_blocks
-        num_blocks = -(-victim.num_computed_tokens // state.block_size)
         wanted = draw(now, victim.arrival_index, 8)
         if wanted == 7:
             raise Broken
-        if wanted % 2 and 0 < num_blocks <= state.num_host_free:
+        if wanted % 2 and victim.num_computed_tokens and num_copied(victim, state) <= state.num_host_free:
             return Decision(PreemptionAction.SWAP, copy_seconds=1.0)
         return Decision(PreemptionAction.RECOMPUTE)
 
@@ -130,6 +139,8 @@ class NeverAdmit:
 
 COSTS = LinearCosts()
 ALWAYS_SWAP = {"vllm_swap", "vllm_swap_both"}
+LETS_OTHERS_PAST = {"adaptive_throughput", "flashgen"}
+"""Requests of these may start before earlier ones, though they serve who came first."""
 POLICIES = {
     "high watermark": SchedulerPolicy(admission=WatermarkAdmission(0.3)),
     "one at a time": SchedulerPolicy(admission=NeverAdmit()),
@@ -177,6 +188,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         run_ahead=st.integers(0, 2),  # the engine's is 0 or 1; 2 exercises the guard on tokens in flight
         most_steps=st.sampled_from([1, 3, 8]),
         is_shared=st.booleans(),
+        has_files=st.booleans(),
+        retention=st.sampled_from(
+            [
+                lambda: LeastRecentlyUsed(),
+                lambda: LeastRecentlyUsed(looks_ahead=True),
+                S3FIFO,
+                lambda: CostOverIdleTime(COSTS),
+                lambda: ExpectedSaving(COSTS),
+            ]
+        ),
+        offload=st.sampled_from([NoOffload(), WriteBack(), WriteThrough(), AheadOfTime(0.5)]),
     )
     def start(
         self,
@@ -191,12 +213,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         run_ahead,
         most_steps,
         is_shared,
+        has_files,
+        retention,
+        offload,
     ):
         # Those of presets may learn, so every run has its own.
         self.policy = make_preset(policy, COSTS) if policy in PRESETS else POLICIES[policy]
-        self.is_fcfs = isinstance(self.policy.priority, FCFSPriority) and policy != "adaptive_throughput"
+        if isinstance(self.policy, SchedulerPolicy):
+            self.policy = dataclasses.replace(self.policy, offload=offload, retention=retention())
+        self.is_fcfs = isinstance(self.policy.priority, FCFSPriority) and policy not in LETS_OTHERS_PAST
         victim = getattr(self.policy, "victim", None)
-        self.may_outrank = isinstance(victim, ArbitraryVictim | OutrankedVictim)
+        self.may_outrank = isinstance(victim, ArbitraryVictim | OutrankedVictim | OvertakerVictim)
         # Blocks of copies still under way may be missing, but then they are few and soon free.
         self.must_swap = policy in ALWAYS_SWAP and run_ahead == 0
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
@@ -205,8 +232,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.run_ahead = run_ahead
         self.most_steps = most_steps
         budget += max_num_seqs
+        device = FakeDevice(block_size, self.is_shared)
+        has_files = has_files and self.is_shared and num_host_blocks > 0
         self.scheduler = make_scheduler(
             self.policy,
+            files=device.files if has_files else None,
             num_gpu_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             block_size=block_size,
@@ -217,7 +247,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=self.is_shared,
             program_sizes=tuple(sorted({*(size for size in sizes if size < budget), budget})),
         )
-        self.device = FakeDevice(block_size, self.is_shared)
+        self.device = device
+        self.reads = []
         self.live = {}
         self.num_added = 0
         self.now = 0.0
@@ -229,15 +260,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.num_added < 30)
     @rule(count=st.integers(1, 4), data=st.data())
     def add(self, count, data):
+        group_index = data.draw(st.sampled_from([None, self.num_added]))
         for _ in range(count):
             total = data.draw(st.integers(2, min(self.kv_tokens + 1, MAX_MODEL_LEN)))
             prompt = data.draw(st.integers(1, total - 1))
             first = data.draw(st.integers(0, 1)) if self.is_shared else self.num_added
+            num_dropped = data.draw(st.sampled_from([0, 0, 1, 3])) * self.device.block_size
+            token_ids = [(first + i) % VOCAB_SIZE for i in range(num_dropped + prompt)]
             request = make_request(
                 self.num_added,
                 prompt,
-                prompt_token_ids=[(first + i) % VOCAB_SIZE for i in range(prompt)],
+                prompt_token_ids=token_ids[num_dropped:],
+                dropped_token_ids=token_ids[:num_dropped],
                 max_total_tokens=total,
+                group_index=group_index,
                 eos_token_ids=data.draw(st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=3)),
                 priority=data.draw(st.integers(0, 2)),
                 deadline=data.draw(st.none() | st.floats(0, 10)),
@@ -254,7 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self):
-        self.scheduler.reset_prefix_cache()
+        self.device.drop(self.scheduler.reset_prefix_cache())
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), priority=st.integers(0, 2))
@@ -272,9 +308,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _step(self):
         before = self._snapshot()
-        self.joined_before = {swap.request for swap in self.scheduler._state.copies._joined}
+        self.joined_before = {swap.request for swap in self.scheduler._state.joined}
         arrived = {handle for handle in self.device.loading if draw(self.now, handle, 3) == 0}
-        copies = CopyProgress(arrived, draw(self.now, 0, 40))
+        ended = [read for number, read in enumerate(self.reads) if draw(self.now, number, 2)]
+        self.reads = [read for read in self.reads if read not in ended]
+        read = [self.device.read(one, lambda number: draw(self.now, number, 5) == 0) for one in ended]
+        copies = CopyProgress(arrived, draw(self.now, 0, 40), read=read)
         max_steps = 1 + draw(self.now, 3, self.most_steps)
         num_scheduled = self.scheduler.num_scheduled
         try:
@@ -284,6 +323,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.now += 1.0  # the next attempt draws other answers
             return
         self.now += 1.0
+        self.reads += self.scheduler.take_reads()
         assert 1 <= output.num_decode_steps <= max_steps
         self._check_decision(output, before)
         if not output.is_empty:
@@ -358,7 +398,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_tokens, num_computed, status, _ = before[request]
             assert chunk.length > 0
             assert chunk.is_last == (chunk.start + chunk.length == num_tokens)
-            assert request.num_computed_tokens == chunk.start + chunk.length
+            if not self.scheduler._state.looks_past_gaps:
+                assert request.num_computed_tokens == chunk.start + chunk.length
             if self.is_shared and status is RequestStatus.WAITING:
                 assert chunk.start % config.block_size == 0
             else:
@@ -376,8 +417,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert num_new <= self.may_outrank, "takes somebody in where it preempted"
             assert not output.load
         untouched = before.keys() - set(batch) - set(output.preempted) - resumed
+        # Who was to wait for copies may have found its blocks on the device: others have just brought them.
+        waiting = {
+            request for request, (_, _, status, _) in before.items() if status is RequestStatus.WAITING
+        }
+        untouched -= {r for r in waiting if r in started or r.status is RequestStatus.RUNNING}
         after = {r: (r.num_tokens, r.num_computed_tokens, r.status) for r in untouched}
-        assert {r: before[r][:3] for r in untouched} == after
+        changed = [(r, before[r], is_now) for r, is_now in after.items() if before[r][:3] != is_now]
+        assert not changed, changed
 
         arrivals = [request.arrival_index for request in output.decode]
         assert all(a < b for a, b in itertools.pairwise(arrivals))
@@ -390,34 +437,46 @@ class SchedulerMachine(RuleBasedStateMachine):
             waiting = [r.arrival_index for r in self.live.values() if r.status is RequestStatus.WAITING]
             assert not waiting or max(r.arrival_index for r in newly) < min(waiting), "one is overtaken"
         if output.is_empty:
-            assert not before or any(r.num_in_flight for r in before), "idles with nothing to wait for"
+            is_waiting = self.scheduler.is_reading or any(r.num_in_flight for r in before)
+            assert not before or is_waiting, "idles with nothing to wait for"
 
     def _check_swaps(self, output, before):
-        copied = {swap.request: len(swap.block_ids) for swap in output.swap_out}
-        assert copied.keys() <= set(output.preempted)
+        copied = {swap.request for swap in output.swap_out} - {None}
+        assert copied <= set(output.preempted)
         batch = {*output.decode, *(chunk.request for chunk in output.prefill)}
         assert {swap.request for swap in output.swap_in} <= batch
+        swapped = {request for request in output.preempted if request.host_blocks}
+        assert copied == swapped if not self.is_shared else copied <= swapped
         for request in output.preempted:
-            is_swapped = request in copied
-            status = RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING
-            assert (request.status, request.host_handle is not None) == (status, is_swapped)
+            is_swapped = request in swapped
+            assert request.status is (RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING)
             assert request.num_computed_tokens == (before[request][1] if is_swapped else 0)
         if self.must_swap:
-            assert copied.keys() == set(output.preempted), "the host pool is full"
+            assert swapped == set(output.preempted), "the host pool is full"
         if output.is_empty:  # nobody executes it
-            parts = ("preempted", "swap_out", "swap_in", "joined", "load", "discarded")
+            parts = ("preempted", "swap_out", "swap_in", "joined", "load", "discarded", "dropped")
             assert not any(getattr(output, part) for part in parts)
 
     @invariant()
     def invariants_hold(self):
         self.scheduler.check()
         state = self.scheduler._state
-        swapped = {r.host_handle for r in self.live.values() if r.status is RequestStatus.SWAPPED}
-        assert self.scheduler.num_swapped == len(swapped - self.device.loading.keys())
-        copies = {r.host_handle for r in self.live.values() if r.host_handle is not None}
-        told = {swap.handle for swap in state.copies._joined}
-        assert set(self.device.host) == copies | set(state.copies._discarded) | told, "a copy is lost or kept"
-        assert state.copies.num_used == sum(len(self.device.host[handle]) for handle in copies)
+        loading = {id(swap.request) for swap in state.loading.values()}
+        swapped = [
+            r for r in self.live.values() if r.status is RequestStatus.SWAPPED and id(r) not in loading
+        ]
+        assert self.scheduler.num_swapped == len(swapped)
+        pieces = {one.piece.key for one in state.host._blocks.values()}
+        kept = [block for block in self.device.host if block.piece in pieces]
+        on_device = {block.piece for block in self.device.host}
+        coming = {piece for piece in pieces if piece.handle in state.being_read}
+        assert on_device == pieces - coming | set(state.host._dropped), "a copy is lost or kept"
+        assert coming or not state.awaited
+        assert set(self.device.loading) == set(state.loading) | set(state.discarded) | {
+            swap.handle for swap in state.joined
+        }
+        if not coming:
+            assert state.host.num_blocks - state.host.num_free == len(kept)
         held = [block_id for r in self.live.values() for block_id in r.block_ids]
         assert self.scheduler.num_free_blocks + len(set(held)) == self.num_blocks
         assert self.is_shared or len(set(held)) == len(held)
@@ -438,10 +497,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.invariants_hold()
         while self.pending:
             self._commit(self.pending.popleft())
+        while self.reads:
+            self._step()
         assert self.scheduler.schedule(self.now).is_empty
         self.scheduler.check()
         assert self.scheduler.num_free_blocks == self.num_blocks
-        assert self.scheduler.num_free_host_blocks == self.num_host_blocks
+        assert self.scheduler.num_available_host_blocks == self.num_host_blocks
+        assert self.is_shared or self.scheduler.num_free_host_blocks == self.num_host_blocks
         assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_swapped == 0
 
 

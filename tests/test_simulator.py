@@ -7,6 +7,7 @@ import pytest
 from scheduler_helpers import V1, LinearCosts, make_request
 
 from jaxllm.errors import ConfigError, RequestTooLargeError
+from jaxllm.sched.cache.names import names_of
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import (
@@ -19,9 +20,11 @@ from jaxllm.sched.policies import (
 )
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.simulator.executor import SimulatedExecutor
+from jaxllm.simulator.files import SimulatedFiles
 from jaxllm.simulator.run import simulate
 from jaxllm.simulator.truth import ExpectedAction, HindsightAction, RegretMeter, Residuals, key_of
-from jaxllm.types import MAX_STAGED_BLOCKS, SchedulerOutput, Swap
+from jaxllm.types import MAX_STAGED_BLOCKS, PrefillChunk, SchedulerOutput, Swap, host_blocks_of
+from jaxllm.workloads import Poisson, make_conversations
 from jaxllm.workloads.result import TimeSpent
 from jaxllm.workloads.trace import Trace
 
@@ -117,10 +120,15 @@ def test_several_decode_steps_take_as_long_as_one_after_another():
     assert step.fetch().token_ids == [0] * 4
 
 
+def copy(handle, num_blocks):
+    request = make_request(handle, 4 * num_blocks - 1)
+    return Swap(request, handle, tuple(range(num_blocks)), tuple(host_blocks_of(handle, num_blocks)))
+
+
 @pytest.mark.parametrize("num_blocks", [31, 32, 33, 40, 47, 48, 50, 79])
 def test_a_long_copy_out_waits_only_for_the_blocks_that_have_no_room(num_blocks):
     executor = SimulatedExecutor(LinearCosts(), num_gpu_blocks=80, block_size=4, overlap_swaps=True)
-    long = Swap(make_request(0, 4 * num_blocks - 1), 0, tuple(range(num_blocks)))
+    long = copy(0, num_blocks)
     executor.execute(SchedulerOutput(0, swap_out=(long,)))
     assert executor.now == pytest.approx(max(0, num_blocks - MAX_STAGED_BLOCKS))
     assert executor.copies().num_leaving == min(num_blocks, MAX_STAGED_BLOCKS)
@@ -131,7 +139,7 @@ def test_copies_out_wait_for_staging_memory():
         return SimulatedExecutor(LinearCosts(), num_gpu_blocks=80, block_size=4, overlap_swaps=True)
 
     executor = device()
-    swaps = [Swap(make_request(handle, 15), handle, (0, 1, 2, 3)) for handle in range(10)]
+    swaps = [copy(handle, 4) for handle in range(10)]
     executor.execute(SchedulerOutput(0, swap_out=tuple(swaps[:8])))  # 32 blocks, until 32.0
     assert (executor.now, executor.copies().num_leaving) == (0.0, 32)
     executor.execute(SchedulerOutput(1, swap_out=tuple(swaps[8:])))
@@ -140,9 +148,95 @@ def test_copies_out_wait_for_staging_memory():
     assert executor.now == 40.0 + 4.0
 
     executor = device()
-    long = Swap(make_request(0, 191), 0, tuple(range(48)))
+    long = copy(0, 48)
     executor.execute(SchedulerOutput(0, swap_out=(long,)))
     assert (executor.now, executor.copies().num_leaving) == (16.0, 32)  # one of three pieces
+
+
+def step_with_copies(num_layer_groups, tokens, *swaps, decoding=False, waited=100.0, in_step=False):
+    """Seconds that a step of a chunk of `tokens` takes after copies out of `swaps` and an idle time."""
+    costs = LinearCosts(decode=8.0)
+    executor = SimulatedExecutor(
+        costs,
+        num_gpu_blocks=80,
+        block_size=4,
+        overlap_swaps=True,
+        num_layer_groups=num_layer_groups,
+        copies_in_step=in_step,
+    )
+    executor.execute(SchedulerOutput(0, swap_out=swaps))
+    if decoding:
+        executor.wait_until(waited - 8.0)
+        executor.execute(SchedulerOutput(1, decode=(make_request(9, 3),), num_context_tokens=3))
+    executor.wait_until(waited)
+    chunk = PrefillChunk(make_request(8, tokens), 0, tokens, is_last=True)
+    executor.execute(SchedulerOutput(2, prefill=(chunk,), swap_in=swaps))
+    spent = executor.spent
+    assert (spent.prefill, executor.now - waited) == (tokens, pytest.approx(tokens + spent.swap_stall))
+    return executor.now - waited
+
+
+@pytest.mark.parametrize(
+    ("num_layer_groups", "tokens", "seconds"),
+    [
+        (1, 4, 12 + 4),  # a copy of 12 s first
+        (4, 4, 12 + 4 / 4),  # the last group, of 1 s, when the last quarter has come
+        (4, 20, 12 / 4 + 20),  # all that is computed, when the first quarter has come
+        (4, 12, 12 + 3),
+        (40, 4, 12 + 4 / 40),
+    ],
+)
+def test_copies_by_layers_wait_for_the_longer_of_copy_and_computing(num_layer_groups, tokens, seconds):
+    """Of a copy C and computing K by L groups: max(C, K) + min(C, K) / L; several copies are one."""
+    assert step_with_copies(num_layer_groups, tokens, copy(0, 12)) == pytest.approx(seconds)
+    assert step_with_copies(num_layer_groups, tokens, copy(0, 8), copy(1, 4)) == pytest.approx(seconds)
+
+
+def test_copies_by_layers_hide_behind_the_step_before_as_whole_ones_do():
+    # Of 12 s the step before hides 8: 4 are left, and one group of four or ten to compute.
+    assert step_with_copies(1, 4, copy(0, 12), decoding=True) == pytest.approx(4 + 4)
+    assert step_with_copies(4, 4, copy(0, 12), decoding=True) == pytest.approx(4 + 4 / 4)
+    assert step_with_copies(4, 40, copy(0, 12), decoding=True) == pytest.approx(40)
+    # Not so those of the step's own program.
+    assert step_with_copies(1, 4, copy(0, 12), decoding=True, in_step=True) == pytest.approx(12 + 4)
+    assert step_with_copies(4, 4, copy(0, 12), decoding=True, in_step=True) == pytest.approx(12 + 4 / 4)
+
+
+def test_copies_by_layers_begin_when_the_copies_out_have_ended():
+    # Out until 12 and until 16; in from 12 to 28, from 16 on all layers' shares of what is left, 12 s.
+    swaps = copy(0, 12), copy(1, 4)
+    assert step_with_copies(1, 8, *swaps, waited=3.0) == pytest.approx(25 + 8)
+    assert step_with_copies(4, 8, *swaps, waited=3.0) == pytest.approx(25 + 8 / 4)
+    assert step_with_copies(4, 40, *swaps, waited=3.0) == pytest.approx(13 + 12 / 4 + 40)
+
+
+def test_copies_by_layers_need_overlap():
+    with pytest.raises(ConfigError, match="num_layer_groups=2 needs copies that overlap"):
+        SimulatedExecutor(
+            LinearCosts(), num_gpu_blocks=8, block_size=4, overlap_swaps=False, num_layer_groups=2
+        )
+
+
+def test_who_comes_to_an_idle_device_has_copied_nothing_before():
+    assert step_with_copies(1, 4, copy(0, 12), waited=50.0) == pytest.approx(12 + 4)
+
+
+@pytest.mark.parametrize("num_layer_groups", [1, 4])
+def test_the_ledger_learns_what_was_waited_for(num_layer_groups):
+    ledger = Ledger()
+    result = simulate(
+        TWO,
+        config(),
+        SWAP,
+        ConstantCosts(),
+        overlap_swaps=True,
+        ledger=ledger,
+        num_layer_groups=num_layer_groups,
+    )
+    (record,) = ledger.preemptions
+    # Out from 10 to 14 and in to 17 beside decodes of 1 s each: one until 11, and r1's own.
+    assert record.measured_seconds == result.spent.swap_stall
+    assert result.spent.swap_stall == pytest.approx(6.0 - (1 - 1 / num_layer_groups) * 1.0)
 
 
 def test_recomputed_tokens_are_accounted_apart():
@@ -328,7 +422,7 @@ def test_expected_costs_are_between_predictions_and_hindsight():
 
 
 class Pools:
-    block_size, num_host_free, num_shared = 4, 8, 0
+    block_size, num_host_free, num_shared, num_on_host = 4, 8, 0, 0
 
 
 def test_expected_costs_are_the_means_of_all_ratios():
@@ -388,3 +482,30 @@ def test_ratios_are_checked(ratios):
 def test_a_request_that_never_fits_is_refused():
     with pytest.raises(RequestTooLargeError):
         simulate(trace([9], [9]), config(), SWAP, ConstantCosts(), overlap_swaps=False)
+
+
+def test_files_are_read_and_written_one_after_another():
+    one, two, three = names_of(range(12), 4, b"")
+    files = SimulatedFiles(2, 10.0, 5.0)
+    files.write([one, two], 1.0)
+    assert files.read([one], 0.0) == (5.0, [True])  # written at 3, read in 2
+    assert files.read([three, two], 5.0) == (7.0, [False, True])
+    files.write([three], 5.0)  # of `one`, which was read first, nothing is left
+    assert (one in files, two in files, three in files, len(files)) == (False, True, True, 2)
+    with pytest.raises(ConfigError, match="must be positive"):
+        SimulatedFiles(0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("preset", ["cached_attention", "adaptive"])
+def test_what_host_memory_has_no_room_for_is_found_in_files(preset):
+    turns = make_conversations(8, mean_think=50.0, max_len=600, arrivals=Poisson(0.2), seed=2)
+    costs = LinearCosts(prefill=1e-2, decode=1e-2, swap=1e-4)
+    limits = config(num_gpu_blocks=160, num_host_blocks=160, enable_prefix_caching=True, max_model_len=601)
+    results = [
+        simulate(turns, limits, make_preset(preset, costs), costs, overlap_swaps=True, files=files)
+        for files in (None, SimulatedFiles(10**6, 1.0, 1e4))
+    ]
+    without, with_files = results
+    assert without.num_disk_cached_tokens == 0 < with_files.num_disk_cached_tokens
+    assert with_files.num_cached_tokens > without.num_cached_tokens
+    assert with_files.num_prefill_tokens < without.num_prefill_tokens

@@ -20,7 +20,7 @@ from jaxllm.sched.policies import (
     SchedulerPolicy,
     SwapIfItFits,
 )
-from jaxllm.types import piece_sizes
+from jaxllm.types import HostPiece, host_blocks_of, piece_sizes
 
 
 class InBackground:
@@ -76,23 +76,102 @@ def test_blocks_come_back_bit_for_bit(swapper, dtype):
         swapper.swap_out(pool, handle, old)
         expected = before.copy()
         expected[list(new)] = before[list(old)]
-        pool = swapper.swap_in(pool, handle, new)
+        pool = swapper.swap_in(pool, new, host_blocks_of(handle, count))
         before = bits_of(pool)
         np.testing.assert_array_equal(before, expected)
-    assert not swapper.handles
+        swapper.drop_all(handle)
+    assert not swapper.pieces
+
+
+def at_once(swapper, pool, handle, block_ids, host_blocks):
+    return swapper.swap_in(pool, block_ids, host_blocks)
+
+
+def at_once_after_a_load(swapper, pool, handle, block_ids, host_blocks):
+    swapper.load(handle, block_ids, host_blocks)
+    return swapper.join(pool, handle)
+
+
+def in_background(swapper, pool, handle, block_ids, host_blocks):
+    swapper.load(handle, block_ids, host_blocks)
+    while handle not in swapper.arrived():
+        pool = jax.block_until_ready(swapper.advance(pool))
+    return swapper.join(pool, handle)
+
+
+@pytest.mark.parametrize("bring_back", [at_once, at_once_after_a_load, in_background])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_blocks_of_several_copies_come_back_bit_for_bit(swapper, dtype, bring_back):
+    num_blocks = 2 * MAX_STAGED_BLOCKS
+    pool, rng, kept = random_pool(num_blocks, dtype), np.random.default_rng(2), {}
+    for handle, count in enumerate((1, 6, 21, MAX_STAGED_BLOCKS + 7)):
+        old = rng.permutation(num_blocks)[:count].tolist()
+        swapper.swap_out(pool, handle, old)
+        kept.update(zip(host_blocks_of(handle, count), bits_of(pool)[old], strict=True))
+    pieces, places = swapper.pieces, list(kept)
+    for handle, count in enumerate((1, 2, 17, 30, num_blocks)):  # what was read before is still there
+        wanted = [places[number] for number in rng.permutation(len(places))[:count]]
+        new = rng.permutation(num_blocks)[:count].tolist()
+        expected = bits_of(pool).copy()
+        expected[new] = [kept[place] for place in wanted]
+        pool = bring_back(swapper, pool, handle, new, wanted)
+        np.testing.assert_array_equal(bits_of(pool), expected)
+    assert (swapper.pieces, swapper.loads) == (pieces, frozenset())
+    for handle in range(4):
+        swapper.drop_all(handle)
+
+
+def test_one_block_may_be_read_into_several():
+    """By one copy after another, and by two that are under way together."""
+    swapper, pool = BlockSwapper(jax.devices()[0], max_blocks=8), random_pool(8, "float32")
+    before = bits_of(pool)
+    swapper.swap_out(pool, 0, (0, 1, 2))
+    swapper.load(0, (3, 4), host_blocks_of(0, 3)[1:])
+    swapper.load(1, (5, 6), host_blocks_of(0, 3)[:2])
+    pool = swapper.swap_in(pool, (7,), host_blocks_of(0, 3)[1:2])
+    for handle in (1, 0):
+        pool = swapper.join(pool, handle)
+    np.testing.assert_array_equal(bits_of(pool), before[[0, 1, 2, 1, 2, 0, 1, 1]])
+
+
+def test_a_copy_is_dropped_piece_by_piece(swapper):
+    pool = random_pool(8, "float32")
+    kept = bits_of(pool)
+    swapper.swap_out(pool, 30, range(7))
+    swapper.swap_out(pool, 31, (7,))
+    assert swapper.pieces == {*(HostPiece(30, number) for number in range(3)), HostPiece(31, 0)}
+    swapper.drop(HostPiece(30, 1))
+    assert swapper.pieces == {HostPiece(30, 0), HostPiece(30, 2), HostPiece(31, 0)}
+    places = host_blocks_of(30, 7)
+    pool = swapper.swap_in(pool, (1, 0), [places[6], places[0]])
+    np.testing.assert_array_equal(bits_of(pool)[:3], kept[[0, 6, 2]])
+    swapper.drop_all(30)
+    assert swapper.pieces == {HostPiece(31, 0)}
+    swapper.drop(HostPiece(31, 0))
+    assert not swapper.pieces
+
+
+def test_what_is_dropped_while_it_is_read_arrives(swapper):
+    num_blocks = MAX_STAGED_BLOCKS + 9
+    pool = random_pool(num_blocks, "float32")
+    before = bits_of(pool)
+    swapper.swap_out(pool, 32, range(num_blocks))
+    swapper.load(33, tuple(reversed(range(num_blocks))), host_blocks_of(32, num_blocks))
+    swapper.drop_all(32)
+    assert (swapper.pieces, swapper.loads) == (frozenset(), {33})
+    np.testing.assert_array_equal(bits_of(swapper.join(pool, 33)), before[::-1])
 
 
 def test_copies_are_pinned_and_survive_later_writes(swapper):
     pool = random_pool(4, "float32")
     kept = bits_of(pool)[1]
     swapper.swap_out(pool, 7, (1,))
-    assert {piece.sharding.memory_kind for piece in swapper._pieces[7]} == {"pinned_host"}
+    assert {piece.sharding.memory_kind for piece in swapper._pieces[7].values()} == {"pinned_host"}
     pool = jax.jit(jnp.zeros_like, donate_argnums=0)(pool)
-    pool = swapper.swap_in(pool, 7, (3,))
+    pool = swapper.swap_in(pool, (3,), host_blocks_of(7, 1))
     np.testing.assert_array_equal(bits_of(pool)[3], kept)
-    swapper.swap_out(pool, 8, (0, 1, 2))
-    swapper.discard(8)
-    assert not swapper.handles
+    swapper.drop_all(7)
+    assert not swapper.pieces
 
 
 def test_the_last_and_smallest_piece_leaves_first(swapper, monkeypatch):
@@ -101,8 +180,11 @@ def test_the_last_and_smallest_piece_leaves_first(swapper, monkeypatch):
     monkeypatch.setattr(swapper, "_gather", lambda pool, ids: sizes.append(len(ids)) or gather(pool, ids))
     swapper.swap_out(pool, 35, tuple(range(37)))
     assert sizes == [1, 4, 16, 16]
-    assert [piece.shape[0] for piece in swapper._pieces[35]] == piece_sizes(37) == [16, 16, 4, 1]
-    swapper.discard(35)
+    assert piece_sizes(37) == [16, 16, 4, 1]
+    assert {number: piece.shape[0] for number, piece in swapper._pieces[35].items()} == dict(
+        enumerate(piece_sizes(37))
+    )
+    swapper.drop_all(35)
 
 
 def test_copies_out_are_let_go_when_they_have_left(swapper):
@@ -113,7 +195,7 @@ def test_copies_out_are_let_go_when_they_have_left(swapper):
         assert swapper._num_staged == sum(piece.shape[0] for piece in swapper._staged)
     for handle in range(40, 44):
         swapper.wait(handle)
-        swapper.discard(handle)
+        swapper.drop_all(handle)
     assert not swapper._staged
 
 
@@ -142,14 +224,14 @@ def test_a_limited_link_delays_the_copy_back_and_changes_no_bit(monkeypatch):
     limited = limited_to_a_block_a_second(clock, pool)
     limited.swap_out(pool, 0, (0, 1, 2, 3))
     limited.swap_out(pool, 1, (4, 5, 6, 7))
-    pool = limited.swap_in(pool, 1, (0, 1, 2, 3))
+    pool = limited.swap_in(pool, (0, 1, 2, 3), host_blocks_of(1, 4))
     assert clock.now == pytest.approx(112.0)  # 8 blocks out, one after another, and 4 back
     np.testing.assert_array_equal(bits_of(pool)[:4], before[4:])
-    limited.discard(0)
     limited.swap_out(pool, 2, (1,))
     limited.wait(2)
     assert clock.now == pytest.approx(113.0)
-    limited.discard(2)
+    for handle in range(3):
+        limited.drop_all(handle)
     assert not limited._out_done_at
 
 
@@ -160,17 +242,21 @@ def test_a_load_writes_only_its_own_blocks_and_ends_bit_for_bit(swapper):
     swapper.swap_out(pool, 50, tuple(range(num_blocks)))
     swapper.swap_out(pool, 51, (3, 4))
     pool = jax.jit(jnp.zeros_like, donate_argnums=0)(pool)
-    swapper.load(50, tuple(range(num_blocks, 2 * num_blocks)))
-    swapper.load(51, (0, 1))
-    assert swapper.handles == {50, 51}
+    swapper.load(0, tuple(range(num_blocks, 2 * num_blocks)), host_blocks_of(50, num_blocks))
+    swapper.load(1, (0, 1), host_blocks_of(51, 2))
+    assert swapper.loads == {0, 1}
     assert sum(load.num_staged for load in swapper._loads.values()) <= MAX_STAGED_BLOCKS
-    while 50 not in swapper.arrived():
+    while 0 not in swapper.arrived():
         pool = jax.block_until_ready(swapper.advance(pool))
         assert not bits_of(pool)[2:num_blocks].any()
-    pool = swapper.join(pool, 50)
+    pool = swapper.join(pool, 0)
     np.testing.assert_array_equal(bits_of(pool)[num_blocks:], before[:num_blocks])
-    swapper.discard(51)
-    assert not swapper.handles
+    assert swapper.loads == {1}
+    swapper.discard(1)
+    assert not swapper.loads
+    for handle in (50, 51):
+        swapper.drop_all(handle)
+    assert not swapper.pieces
 
 
 def test_a_load_may_be_joined_before_it_has_arrived(swapper):
@@ -178,9 +264,10 @@ def test_a_load_may_be_joined_before_it_has_arrived(swapper):
     pool = random_pool(num_blocks, "float32")
     before = bits_of(pool)
     swapper.swap_out(pool, 52, tuple(range(num_blocks)))
-    swapper.load(52, tuple(reversed(range(num_blocks))))
-    pool = swapper.join(pool, 52)
+    swapper.load(2, tuple(reversed(range(num_blocks))), host_blocks_of(52, num_blocks))
+    pool = swapper.join(pool, 2)
     np.testing.assert_array_equal(bits_of(pool), before[::-1])
+    swapper.drop_all(52)
 
 
 def test_a_limited_link_delays_a_load(monkeypatch):
@@ -190,7 +277,7 @@ def test_a_limited_link_delays_a_load(monkeypatch):
     limited = limited_to_a_block_a_second(clock, pool)
     for handle in range(2):
         limited.swap_out(pool, handle, (0, 1))
-        limited.load(handle, (2, 3))
+        limited.load(handle, (2, 3), host_blocks_of(handle, 2))
     jax.block_until_ready([piece for load in limited._loads.values() for _, piece in load.staged])
     assert limited.arrived() == []
     clock.now = 104.0  # 2 blocks out, 2 back
@@ -241,7 +328,16 @@ def test_swapped_requests_get_the_same_tokens(llm, policy, async_scheduling):
         assert output.token_ids == tokens[:40]
         for scores, reference in zip(output.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
             assert all(scores[i].logprob == pytest.approx(reference[i].logprob, abs=1e-4) for i in scores)
-    assert not llm.executor._swapper.handles
+    assert_no_copy_is_left(engine, llm, prompts[0])
+
+
+def assert_no_copy_is_left(engine, llm, prompt):
+    """Executors are told of it with the next step that runs."""
+    engine.add_request("last", prompt, SamplingParams(max_tokens=1))
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert not llm.executor._swapper.pieces
+    assert not llm.executor._swapper.loads
 
 
 def test_an_abort_drops_the_copy(llm):
@@ -259,11 +355,7 @@ def test_an_abort_drops_the_copy(llm):
         engine.step()
     engine.scheduler.check()
     assert engine.scheduler.num_free_host_blocks == 64
-    # A copy whose last mention was in an abort is dropped with the next step that runs.
-    engine.add_request("last", prompts[0], SamplingParams(max_tokens=1))
-    while engine.has_unfinished_requests:
-        engine.step()
-    assert not llm.executor._swapper.handles
+    assert_no_copy_is_left(engine, llm, prompts[0])
 
 
 def test_a_scheduler_that_swaps_needs_an_executor_with_host_blocks():

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.workloads import ClosedLoop, Feed, Poisson, Trace, make_conversations
+from jaxllm.workloads import ClosedLoop, Feed, Poisson, Trace, load_conversations, make_conversations
 
 ROOT = Path(__file__).parents[1]
 SEEDS = st.integers(0, 2**63 - 1)
@@ -345,3 +345,85 @@ def test_a_feed_waits_for_answers_and_thinks():
     assert feed.next_due == 14.0
     assert [feed.send(20.0), feed.send(20.0)] == [(2, 14.0), (1, 15.5)]
     assert feed.is_over
+
+
+class Words:
+    """A tokenizer by words."""
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return text.split()
+
+
+def shared(*messages):
+    """As ShareGPT has them."""
+    return {"conversations": [{"from": speaker, "value": text} for speaker, text in messages]}
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_recorded_conversations_keep_their_turns_and_lengths(tmp_path):
+    rows = [
+        shared(
+            ("gpt", "I begin"),
+            ("human", "a b c"),
+            ("gpt", "d e"),
+            ("human", "f"),
+            ("human", "g h"),
+            ("gpt", "i"),
+        ),
+        {
+            "messages": [
+                {"role": role, "content": text} for role, text in (("system", "be good"), ("user", "a"))
+            ]
+        },
+        {
+            "id": 3,
+            "conversation": [
+                {"role": "system", "content": "be good"},
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b c"},
+                {"role": "assistant", "content": "d"},
+                {"role": "user", "content": "never answered"},
+            ],
+        },
+    ]
+    path = write_rows(tmp_path / "chats.jsonl", rows)
+    settings = {"common_len": 5, "mean_think": 3.0, "arrivals": Poisson(1.0), "on_bad": "skip"}
+    trace = load_conversations(path, Words(), **settings)
+    assert trace.prompt_lens.tolist() == [5 + 3, 5 + 3 + 2 + 3, 5 + 3]
+    assert trace.output_lens.tolist() == [2, 1, 3]
+    assert trace.follows.tolist() == [-1, 0, -1]
+    assert trace.think_times[1] > 0 == trace.think_times[0]
+    assert trace.name == "chats"
+    assert "skipped 1 rows" in trace.notes
+    assert any("no message of a user is answered" in note for note in trace.notes)
+    with pytest.raises(RequestError, match=r"line 2: no message of a user is answered\. Repair it"):
+        load_conversations(path, Words())
+    assert len(load_conversations(path, Words(), limit=1)) == 2
+    assert len(load_conversations(path, Words(), limit=1, max_len=8)) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (
+            {"text": "a"},
+            "there is no column 'conversations' or 'conversation' or 'messages'",
+        ),
+        ({"messages": "a"}, "column 'messages' must hold a list of messages"),
+        ({"messages": ["a"]}, "a message must be an object, not str"),
+        (shared(("dog", "wow")), "not str of 'dog'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "not list of 'user'"),
+        ([], "must be a JSON object, not list"),
+    ],
+)
+def test_a_conversation_that_is_none_is_named(tmp_path, row, problem):
+    path = write_rows(tmp_path / "chats.jsonl", [row])
+    with pytest.raises(RequestError, match=problem):
+        load_conversations(path, Words())
+    with pytest.raises(RequestError, match="there is no usable row; 1 were skipped"):
+        load_conversations(path, Words(), on_bad="skip")

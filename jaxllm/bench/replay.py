@@ -19,11 +19,12 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.types import NO_COPIES, CopyProgress, CopyTime, SchedulerOutput
+from jaxllm.types import NO_COPIES, CopyProgress, CopyTime, SampledTokens, SchedulerOutput, StepResult
 from jaxllm.workloads import Feed, Trace
 from jaxllm.workloads.result import RunResult, TimeSpent
 
 if TYPE_CHECKING:
+    from jaxllm.executor.model_executor import ModelExecutor
     from jaxllm.llm import LLM
     from jaxllm.outputs import RequestOutput
 
@@ -74,8 +75,10 @@ class Replay:
         if timed:
             policy = dataclasses.replace(policy, **timed)  # type: ignore[type-var]
         self._scheduler = _TimedScheduler(config, policy, ledger=ledger)
+        self._steps = _TimedSteps(llm.executor)
+        self._seconds = 0.0  # of the host and the device, without waiting for arrivals
         self._engine = Engine(
-            llm.executor,
+            self._steps,
             self._scheduler,
             vocab_size=llm.model_config.vocab_size,
             async_scheduling=self.runs_ahead,
@@ -109,6 +112,7 @@ class Replay:
         if self._feed is None:
             self._feed = Feed(trace, self.clock())
         feed = self._feed
+        started = time.perf_counter()
         while (sent := feed.send(self.clock())) is not None:
             index, arrival = sent
             params = SamplingParams(temperature=0, max_tokens=int(trace.output_lens[index]), ignore_eos=True)
@@ -124,12 +128,14 @@ class Replay:
                 if output.finished:
                     self._outputs[output.request_id] = output
                     feed.answered(self.clock(), int(output.request_id))
+            self._seconds += time.perf_counter() - started
         elif feed.next_due is not None:
             time.sleep(max(0.0, feed.next_due - self.clock()))
 
     def result(self) -> RunResult:
         """Figures of the whole run, which must be over."""
         assert self.is_over
+        self._engine.reset_prefix_cache()  # nobody will find what it leaves
         trace, keeper = self._trace, self._keeper
         arrivals = [self._arrivals[index] for index in range(len(trace))]
         metrics = [self._outputs[str(index)].metrics for index in range(len(trace))]
@@ -155,7 +161,9 @@ class Replay:
             finish_times=finished,
             scheduling_seconds=self._scheduler.seconds,
             prediction_seconds=sum([timed.seconds for timed in self._timed]) + keeper.seconds,
+            host_seconds=self._seconds - self._steps.seconds,
             num_cached_tokens=sum([output.num_cached_tokens for output in self._outputs.values()]),
+            num_host_cached_tokens=sum([output.num_host_cached_tokens for output in self._outputs.values()]),
         )
 
 
@@ -270,6 +278,38 @@ class _TimedScheduler(Scheduler):
         return scheduled
 
 
+class _TimedSteps:
+    """An executor that adds up the time of sending steps, and of waiting for them."""
+
+    def __init__(self, executor: ModelExecutor) -> None:
+        self._executor, self.seconds = executor, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def execute(self, scheduled: SchedulerOutput) -> _TimedStep:
+        """As the executor."""
+        started = time.perf_counter()
+        step = _TimedStep(self, self._executor.execute(scheduled))
+        self.seconds += time.perf_counter() - started
+        return step
+
+
+class _TimedStep:
+    """A step under way, whose wait is added up."""
+
+    def __init__(self, steps: _TimedSteps, result: StepResult) -> None:
+        self._steps, self._result = steps, result
+        self.is_ready = result.is_ready
+
+    def fetch(self) -> SampledTokens:
+        """As the executor's."""
+        started = time.perf_counter()
+        sampled = self._result.fetch()
+        self._steps.seconds += time.perf_counter() - started
+        return sampled
+
+
 def deciding(policy: SchedulingPolicy) -> dict[str, ActionPolicy | ResumePolicy]:
     """The parts of a policy that weigh costs, by the names of their fields; none where nothing is weighed."""
     if isinstance(policy, SchedulerPolicy):
@@ -310,7 +350,7 @@ class _TimeKeeper(StepObserver):
         spent, costs, prefill = self.spent, self.costs, scheduled.prefill
         self.num_steps += 1
         self.num_preemptions += len(scheduled.preempted)
-        self.num_swaps += len(scheduled.swap_out)
+        self.num_swaps += scheduled.num_swapped
         left = seconds
         if costs is not None and scheduled.has_copies:
             left = min(left, predicted_seconds(costs, scheduled))

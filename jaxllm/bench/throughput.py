@@ -171,6 +171,11 @@ def _check(llm: LLM, workload: Workload, repetitions: int, warm_up_repetitions: 
             f"repetitions={repetitions} must be at least 1, "
             f"warm_up_repetitions={warm_up_repetitions} at least 0"
         )
+    if llm.config.prefix_cache_dir is not None:
+        raise ConfigError(
+            f"prefix_cache_dir={llm.config.prefix_cache_dir!r} would let a pass find what the one before it "
+            "computed; leave it out"
+        )
     longest = workload.input_len[1] + workload.output_len[1]
     if longest > llm.max_model_len:
         raise ConfigError(

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from jaxllm import tokenizer as tokenization
+from jaxllm.chat import apply_chat_template
 from jaxllm.cli.options import (
     add_engine_options,
     engine_settings,
+    json_object,
     load_llm,
     model_folder,
     note,
@@ -57,9 +59,17 @@ _SAMPLING_OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "presence_penalty": (float, "X", "-2..2, once per token in the output (default: 0)"),
     "frequency_penalty": (float, "X", "-2..2, per occurrence in the output (default: 0)"),
     "repetition_penalty": (float, "X", "factor for tokens of prompt and output (default: 1)"),
+    "n": (int, "N", "samples of each prompt; sample i has the seed of the prompt plus i (default: 1)"),
+    "best_of": (int, "N", "draw N samples, and return the n most likely"),
     "min_tokens": (int, "N", "no end of sequence before N tokens (default: 0)"),
     "logprobs": (int, "N", "return the N top log-probabilities of each output token"),
     "prompt_logprobs": (int, "N", "the same for the prompt's tokens"),
+    "truncate_prompt_tokens": (int, "N", "use only the prompt's last N tokens; -1: what the model takes"),
+    "structured_outputs": (
+        json_object,
+        "JSON",
+        "an object of regex, json (a schema), choice, grammar or json_object: what the output must be",
+    ),
 }
 
 
@@ -74,8 +84,9 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         ),
         epilog=(
             "A .jsonl input holds an object per line: one of prompt, prompt_token_ids and messages; "
-            "optionally id, and sampling_params that override the options. Any other input file holds a "
-            "prompt per line. All inputs are checked before the first one runs."
+            "optionally id, num_dropped_tokens (cut at its front), and sampling_params that override the "
+            "options. Any other input file holds a prompt per line. All inputs are checked before the first "
+            "one runs."
         ),
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; quote it")
@@ -170,8 +181,11 @@ class _Stdout:
     def write(self, completions: Sequence[tuple[int, Mapping[str, Any]]], /) -> None:
         for index, content in completions:
             if self._as_text:
-                title = f"--- prompt {index}: {content['finish_reason']} ---"
-                line = f"{title}\n{content.get('prompt') or ''}{content['text']}\n"
+                prompt = content.get("prompt") or ""
+                line = "\n".join(
+                    f"--- prompt {index}: {one['finish_reason']} ---\n{prompt}{one['text']}\n"
+                    for one in content.get("outputs", [content])
+                )
             else:
                 line = json.dumps({"index": index, "id": self._ids[index], **content}, allow_nan=False)
             sys.stdout.write(line + "\n")
@@ -239,9 +253,10 @@ def few_prompts_settings(settings: Mapping[str, Any], rows: Sequence[PromptRow])
 
     Nothing for many prompts, or when the user chose any size.
     """
-    if len(rows) > _FEW_PROMPTS or _SIZE_SETTINGS & settings.keys():
+    num_samples = sum(row.sampling_params.num_samples for row in rows)
+    if num_samples > _FEW_PROMPTS or _SIZE_SETTINGS & settings.keys():
         return {}
-    max_num_seqs = _power_of_two(len(rows))
+    max_num_seqs = _power_of_two(num_samples)
     prompt_tokens = sum(_most_tokens(row) for row in rows)
     max_num_batched_tokens = min(_FEW_PROMPTS_TOKENS, max(32, _power_of_two(prompt_tokens)))
     return {
@@ -256,10 +271,8 @@ def _most_tokens(row: PromptRow) -> int:
     """A bound for the prompt's tokens before there is a tokenizer: a token has at least a byte."""
     if row.prompt_token_ids is not None:
         return len(row.prompt_token_ids)
-    texts = [row.prompt or ""] if row.messages is None else [message["content"] for message in row.messages]
-    return sum(len(text.encode("utf-8", "replace")) for text in texts) + (
-        _TEMPLATE_TOKENS if row.messages else 2
-    )
+    text = row.prompt or "" if row.messages is None else json.dumps(row.messages, ensure_ascii=False)
+    return len(text.encode("utf-8", "replace")) + (_TEMPLATE_TOKENS if row.messages else 2)
 
 
 def _power_of_two(number: int) -> int:
@@ -290,12 +303,15 @@ def _tokenize(llm: LLM, rows: Sequence[PromptRow], chat: bool) -> list[np.ndarra
                 raise RequestError(
                     f"token id {max(token_ids)} is out of range; the model's are 0 to {vocab_size - 1}"
                 )
-            if len(token_ids) >= llm.max_model_len:
+            token_ids = llm.engine.truncated(token_ids, row.sampling_params, row.num_dropped_tokens)
+            llm.engine.check_dropped(row.num_dropped_tokens, len(token_ids), row.sampling_params)
+            num_tokens = len(token_ids) - row.num_dropped_tokens
+            if num_tokens >= llm.max_model_len:
                 raise RequestTooLargeError(
-                    f"the prompt has {len(token_ids)} tokens; with max_model_len={llm.max_model_len} at most "
+                    f"the prompt has {num_tokens} tokens; with max_model_len={llm.max_model_len} at most "
                     f"{llm.max_model_len - 1} leave room for output: shorten it or raise --max-model-len"
                 )
-            row.sampling_params.validate_for_vocab(vocab_size)
+            llm.engine.check_params(row.sampling_params)
         prompts.append(np.array(token_ids, np.int32))
     return prompts
 
@@ -308,7 +324,7 @@ def _token_ids(llm: LLM, row: PromptRow, chat: bool) -> Sequence[int]:
     if messages is None and chat:
         messages = ({"role": "user", "content": row.prompt},)
     if messages is not None:
-        return tokenization.apply_chat_template(llm.tokenizer, messages)
+        return apply_chat_template(llm.tokenizer, messages)
     return tokenization.encode(llm.tokenizer, row.prompt or "")
 
 
@@ -357,7 +373,8 @@ def _complete(
                 exhausted = True
                 break
             with _naming(row):
-                llm.engine.add_request(str(row.index), prompt.tolist(), row.sampling_params)
+                request = {"prompt_token_ids": prompt, "num_dropped_tokens": row.num_dropped_tokens}
+                llm.engine.add_request(str(row.index), request, row.sampling_params)
             live[str(row.index)] = row
         if not live:
             return
@@ -369,16 +386,19 @@ def _complete(
 def _content(row: PromptRow, output: RequestOutput) -> dict[str, Any]:
     """What a line holds beside index, id and fingerprint."""
     values = output.to_dict()
-    completion = values["outputs"][0]
+    params = row.sampling_params
+    hidden = set() if params.logprobs is not None else {"cumulative_logprob", "logprobs"}
+    samples = [
+        {name: value for name, value in completion.items() if name not in hidden}
+        for completion in values["outputs"]
+    ]
     content: dict[str, Any] = {} if row.prompt is None else {"prompt": row.prompt}
-    content["text"] = completion["text"]
-    content["token_ids"] = completion["token_ids"]
-    content["finish_reason"] = completion["finish_reason"]
-    content["stop_reason"] = completion["stop_reason"]
+    content |= {name: value for name, value in samples[0].items() if name != "index"}
     content["num_prompt_tokens"] = len(values["prompt_token_ids"])
-    if row.sampling_params.logprobs is not None:
-        content["cumulative_logprob"] = completion["cumulative_logprob"]
-        content["logprobs"] = completion["logprobs"]
-    if row.sampling_params.prompt_logprobs is not None:
+    if row.num_dropped_tokens:
+        content["num_dropped_tokens"] = row.num_dropped_tokens
+    if params.prompt_logprobs is not None:
         content["prompt_logprobs"] = values["prompt_logprobs"]
+    if len(samples) > 1:
+        content["outputs"] = samples
     return content

@@ -32,11 +32,16 @@ def _sizes(text: str) -> list[int]:
     return [int(size) for size in text.split(",")]
 
 
-def _overrides(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """An option's value that is a JSON object; raises a ValueError of any other."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError(text)
     return values
+
+
+def _paths(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _cache_folder(text: str) -> str | None:
@@ -45,18 +50,20 @@ def _cache_folder(text: str) -> str | None:
 
 # What argparse calls them in "invalid ... value".
 _bytes.__name__, _sizes.__name__ = "byte count", "list of sizes"
-_overrides.__name__ = "JSON object"
+json_object.__name__ = "JSON object"
 
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "tokenizer": (str, "DIR", "folder of the tokenizer (default: the model's)"),
-    "hf_overrides": (_overrides, "JSON", "fields of config.json to replace"),
+    "hf_overrides": (json_object, "JSON", "fields of config.json to replace"),
     "max_model_len": (int, "N", "longest sequence, prompt and output, in tokens"),
     "max_num_seqs": (int, "N", "most requests running at once"),
     "max_num_batched_tokens": (int, "N", "most prompt tokens in one prefill step"),
     "block_size": (int, "N", "tokens per KV block (default: 16)"),
     "num_gpu_blocks_override": (int, "N", "size of the KV pool in blocks, on any device"),
     "kv_cache_memory": (_bytes, "BYTES", "size of the KV pool; takes KiB, MiB and GiB"),
-    "num_host_blocks": (int, "N", "pinned host memory for swapped requests, in blocks (default: 4 GiB)"),
+    "num_host_blocks": (int, "N", "pinned host memory for KV, in blocks (default: 4 GiB)"),
+    "prefix_cache_dir": (str, "DIR", "folder in which the prefix cache outlives the engine"),
+    "prefix_cache_dir_bytes": (_bytes, "BYTES", "most bytes of its files (default: 16 GiB)"),
     "host_bandwidth_limit": (float, "BYTES/S", "for experiments: slow the link to the host down to this"),
     "profile_seconds": (float, "S", "measure costs so long at start if no profile is stored"),
     "gpu_memory_utilization": (float, "F", "fraction to use of what JAX takes (default: 0.95)"),
@@ -66,6 +73,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
         "adaptive, paper, vllm, vllm_swap, or module:attribute (default: adaptive)",
     ),
     "num_scheduler_steps": (int, "N", "most decode steps in one device program (default: what takes 50 ms)"),
+    "logits_processors": (_paths, "PATH,PATH,...", "module:function of JAX functions that change logits"),
     "ledger": (str, "FILE", "write the scheduler's decisions there; see `jaxllm explain`"),
     "decode_buckets": (_sizes, "N,N,...", "batch sizes to compile decode programs for"),
     "attention_implementation": (

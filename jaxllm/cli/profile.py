@@ -28,6 +28,8 @@ _REFUSED = {
     "ledger": "nobody is preempted",
     "async_scheduling": "a step is always dispatched while the one before it runs",
     "enable_prefix_caching": "prompts are made up, and computed whole",
+    "prefix_cache_dir": "prompts are made up, and computed whole",
+    "prefix_cache_dir_bytes": "prompts are made up, and computed whole",
     "num_scheduler_steps": "steps are measured one by one",
     "host_bandwidth_limit": "the profile would be of a link that other engines do not have",
 }

@@ -20,12 +20,12 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from jaxllm.chat import check_messages
 from jaxllm.errors import ConfigError, JaxllmError, RequestError, SamplingParamsError
 from jaxllm.sampling_params import PARAMETER_NAMES, SamplingParams
-from jaxllm.tokenizer import check_messages
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
-_ROW_KEYS = (*_PROMPT_KEYS, "id", "sampling_params")
+_ROW_KEYS = (*_PROMPT_KEYS, "id", "num_dropped_tokens", "sampling_params")
 _OUTPUT_KEYS = ("index", "id", "fingerprint")
 _LINE_START = b'{"index": '
 _MAX_TOKEN_ID = 2**31 - 1
@@ -35,7 +35,8 @@ _MAX_TOKEN_ID = 2**31 - 1
 class PromptRow:
     """One prompt of the input: exactly one of `prompt`, `prompt_token_ids` and `messages` is set.
 
-    `index` is its position in the input, from 0. `source` says where it stands, for messages.
+    `index` is its position in the input, from 0. `source` says where it stands, for messages. The first
+    `num_dropped_tokens` of its tokens are cut.
     """
 
     index: int
@@ -45,6 +46,7 @@ class PromptRow:
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
+    num_dropped_tokens: int = 0
 
     def fingerprint(self, context: str = "") -> str:
         """Hash of what the completion depends on, 32 hexadecimal digits.
@@ -60,6 +62,8 @@ class PromptRow:
             "messages": self.messages,
             "sampling_params": _as_dict(self.sampling_params),
         }
+        if self.num_dropped_tokens:  # files of earlier versions go on
+            content["num_dropped_tokens"] = self.num_dropped_tokens
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -96,8 +100,9 @@ def read_jsonl_file(path: str | os.PathLike[str], sampling_params: SamplingParam
     """Rows for a JSON Lines file.
 
     Each line is an object with exactly one of `prompt` (a string), `prompt_token_ids` (a list of
-    token ids) and `messages` (a conversation); optionally `id` (a string or an integer, unique) and
-    `sampling_params`, an object of parameters that override `sampling_params` for this line.
+    token ids) and `messages` (a conversation); optionally `id` (a string or an integer, unique),
+    `num_dropped_tokens` (how many tokens at its front are cut) and `sampling_params`, an object of parameters
+    that override `sampling_params` for this line.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -324,6 +329,7 @@ def _parse_row(index: int, source: str, line: str, defaults: SamplingParams) -> 
             prompt=_prompt_text(row.get("prompt")) if "prompt" in row else None,
             prompt_token_ids=_token_ids(row["prompt_token_ids"]) if "prompt_token_ids" in row else None,
             messages=_messages(row["messages"]) if "messages" in row else None,
+            num_dropped_tokens=_count("num_dropped_tokens", row.get("num_dropped_tokens", 0)),
         )
     except JaxllmError as error:
         raise type(error)(f"{source}: {error}") from error
@@ -340,7 +346,13 @@ def _override(defaults: SamplingParams, overrides: object) -> SamplingParams:
 
 
 def _as_dict(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in PARAMETER_NAMES}  # asdict copies deeply: 10x slower
+    """JSON values of which `SamplingParams.from_dict` makes the same parameters."""
+    values = {name: getattr(params, name) for name in PARAMETER_NAMES}  # asdict copies deeply: 10x slower
+    values["output_kind"] = params.output_kind.name
+    values["allowed_token_ids"] = params.allowed_token_ids or None
+    if params.structured_outputs is not None:
+        values["structured_outputs"] = dataclasses.asdict(params.structured_outputs)
+    return values
 
 
 def _prompt_text(value: object) -> str:
@@ -358,6 +370,12 @@ def _token_ids(value: object) -> tuple[int, ...]:
                 f'"prompt_token_ids" holds {token_id!r}: token ids are integers in 0..{_MAX_TOKEN_ID}.'
             )
     return tuple(value)
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise RequestError(f'"{name}" must be an integer of at least 0, not {value!r}.')
+    return value
 
 
 def _messages(value: object) -> tuple[dict[str, Any], ...]:

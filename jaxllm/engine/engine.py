@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.observer import StepObserver
@@ -19,9 +19,9 @@ from jaxllm.engine.output_processor import RequestState, Sink
 from jaxllm.engine.owner import Owner
 from jaxllm.errors import ConfigError, EngineError, RequestError
 from jaxllm.inputs import InputProcessor, Prompt
-from jaxllm.output_builder import Delta, OutputBuilder
+from jaxllm.output_builder import Delta, OutputBuilder, Samples
 from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import (
     MAX_DECODE_STEPS,
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SECONDS_AT_A_TIME = 0.05
+_SECONDS_OF_READS = 0.01
+"""How long an idle engine waits for files before it looks at its requests again."""
 _RATE = 0.1  # weight of the newest decode step
 
 
@@ -52,6 +54,10 @@ class _Dispatched:
     sent: float
     is_first: bool
     is_undisturbed: bool
+
+
+_CLOSED = EngineError("it was closed")
+"""What an engine has failed of that was closed."""
 
 
 class Engine:
@@ -70,6 +76,7 @@ class Engine:
             many as are computed in 50 ms, so that few tokens are late, and at most `MAX_DECODE_STEPS`.
         clock: time in seconds, for arrival times and metrics.
         observer: told how long each step took.
+        has_rotary_positions: whether the model's are, so that prompts may be cut at their front.
 
     Raises:
         ConfigError: `num_scheduler_steps` is not a number of steps that the executor takes.
@@ -87,9 +94,10 @@ class Engine:
         num_scheduler_steps: int | None = 1,
         clock: Callable[[], float] = time.monotonic,
         observer: StepObserver | None = None,
+        has_rotary_positions: bool = False,
     ) -> None:
         self.scheduler = scheduler
-        self.tokenizer = tokenizer
+        self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self._executor = executor
         self._inputs = InputProcessor(
             scheduler.config,
@@ -97,6 +105,7 @@ class Engine:
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids,
             reads=scheduler.policy.reads,
+            has_rotary_positions=has_rotary_positions,
         )
         self._primary_eos = (
             tokenizer.eos_token_id if tokenizer is not None else min(eos_token_ids, default=None)
@@ -119,7 +128,9 @@ class Engine:
         self._last_ended: float | None = None  # None if that is not known
         self._arrivals = itertools.count()
         self._states: dict[str, RequestState] = {}
+        self._samples: dict[str, list[str]] = {}  # ids of live samples, by that of their request
         self._builders: dict[str, OutputBuilder] = {}
+        self._num_following = 0  # requests whose masks depend on their outputs
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
         self._deliveries: list[tuple[RequestState, Delta]] = []
         self._reports: list[RequestOutput] = []
@@ -129,7 +140,8 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to report."""
-        return bool(self._states or self._in_flight or self._deliveries or self._reports)
+        is_busy = self._states or self._in_flight or self._deliveries or self._reports
+        return bool(is_busy) or self.is_draining
 
     @property
     def num_live(self) -> int:
@@ -138,12 +150,12 @@ class Engine:
 
     @property
     def is_draining(self) -> bool:
-        """Whether steps are under way whose requests have all ended."""
-        return bool(self._in_flight) and not self._states
+        """Whether all requests have ended, and steps or copies are under way for them."""
+        return not self._states and (bool(self._in_flight) or self.scheduler.has_leftovers)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request was added and has not ended."""
-        return request_id in self._states
+        return request_id in self._states or request_id in self._samples
 
     def add_request(
         self,
@@ -160,8 +172,11 @@ class Engine:
 
         Args:
             request_id: unique among live requests.
-            prompt: text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`, which may have a
-                "cache_salt": only requests of the same one find each other's KV.
+            prompt: text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}` (with both, the ids
+                count and outputs repeat the text), which may have a "cache_salt": only requests of the same
+                one find each other's KV. The first "num_dropped_tokens" of its tokens are cut: never attended
+                to, nor counted. What is found of the others keeps its KV and its positions, even though it
+                was computed while they were there.
             sampling_params: vLLM's defaults if None.
             arrival_time: seconds of the engine's clock; now if None.
             stream: report the request after every step it advanced in, not only when it has finished.
@@ -176,7 +191,7 @@ class Engine:
             EngineError: the engine has failed, or another thread uses it.
         """
         with self.owner.used():
-            state, builder = self.prepare(
+            prepared = self.prepare(
                 request_id,
                 prompt,
                 sampling_params,
@@ -185,8 +200,9 @@ class Engine:
                 priority=priority,
                 deadline=deadline,
             )
-            self._add(state)
-            self._builders[request_id] = builder
+            self._add([state for state, _ in prepared])
+            for state, builder in prepared:
+                self._builders[state.request.request_id] = builder
 
     def prepare(
         self,
@@ -199,43 +215,63 @@ class Engine:
         output_id: str | None = None,
         arrival_time: float | None = None,
         **urgency: Any,
-    ) -> tuple[RequestState, OutputBuilder]:
+    ) -> list[tuple[RequestState, OutputBuilder]]:
         """Check a request, in any thread, without queueing it; arguments and errors as `add_request`.
 
         Args beside those:
             sink: is given its deltas instead of the caller of `step`.
             output_id: what its outputs are called, if not as the request.
+
+        Returns:
+            What there is of it for each sample.
         """
         if self._failure is not None:
             raise self._dead()
-        request, text = self._inputs.make(
+        requests, text = self._inputs.make(
             request_id,
             prompt,
             sampling_params,
             arrival_time=self._clock() if arrival_time is None else arrival_time,
-            arrival_index=next(self._arrivals),
+            arrivals=self._arrivals,
             **urgency,
         )
-        state = RequestState(
-            request, self.tokenizer, primary_eos_token_id=self._primary_eos, stream=stream, sink=sink
-        )
-        return state, OutputBuilder(request, output_id or request_id, text, self.tokenizer)
+        kind = requests[0].sampling_params.output_kind
+        stream = stream and kind is not RequestOutputKind.FINAL_ONLY
+        is_delta = stream and kind is RequestOutputKind.DELTA
+        sampled_for = samples = None
+        if sampling_params is not None and len(requests) > 1:
+            sampled_for, samples = request_id, Samples(sampling_params, stream=stream)
+        prepared = []
+        for index, request in enumerate(requests):
+            state = RequestState(
+                request,
+                self.tokenizer,
+                primary_eos_token_id=self._primary_eos,
+                stream=stream,
+                sink=sink,
+                sampled_for=sampled_for,
+            )
+            output_ids = output_id or request_id, text
+            builder = OutputBuilder(request, *output_ids, self.tokenizer, samples, index, is_delta=is_delta)
+            prepared.append((state, builder))
+        return prepared
 
-    def add(self, state: RequestState) -> None:
-        """Queue a prepared request.
+    def add(self, states: Sequence[RequestState]) -> None:
+        """Queue the samples of a prepared request, all or none.
 
         Raises:
             RequestError: its id is in use.
             EngineError: the engine has failed, or another thread uses it.
         """
         with self.owner.used():
-            self._add(state)
+            self._add(states)
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration; returns the requests that finished, and those streaming that advanced.
 
-        Whatever a scheduling policy raises leaves the engine as it was. Any other exception, also one that
-        comes from outside such as Ctrl-C, ends all requests, and the engine with them.
+        Whatever a scheduling policy raises while an iteration is planned leaves the engine as it was. Any
+        other exception ends all requests, and the engine with them: also one that comes from outside such as
+        Ctrl-C, and what policies of offload and retention raise, which are asked while copies are made.
 
         Raises:
             EngineError: the engine has failed, or another thread uses it. `finished` has what had finished.
@@ -259,9 +295,10 @@ class Engine:
             EngineError: the engine has failed, or another thread uses it.
         """
         with self._used():
-            state = self._live(request_id)
+            states = self._live(request_id)
             with self._changing():
-                self._finish(state, "abort", None)
+                for state in states:
+                    self._finish(state, "abort", None)
 
     def drop(self, request_id: str) -> None:
         """End a request in any state, and report nothing.
@@ -271,10 +308,24 @@ class Engine:
             EngineError: the engine has failed, or another thread uses it.
         """
         with self._used():
-            state = self._live(request_id)
+            states = self._live(request_id)
             with self._changing():
-                self.scheduler.finish(state.request, "error")
-                del self._states[request_id]
+                for state in states:
+                    self.scheduler.finish(state.request, "error")
+                    self._forget(state)
+                    self._builders.pop(state.request.request_id, None)
+
+    def check_dropped(self, num_dropped: int, num_tokens: int, params: SamplingParams) -> None:
+        """Raise if so many of a prompt's tokens cannot be cut at its front; see `InputProcessor`."""
+        self._inputs.check_dropped(num_dropped, num_tokens, params)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise a SamplingParamsError if a request could not be sampled so; see `InputProcessor`."""
+        self._inputs.check_params(params)
+
+    def truncated(self, token_ids: Sequence[int], params: SamplingParams, num_dropped: int) -> Sequence[int]:
+        """What is left of a prompt where its parameters say that it is cut; see `InputProcessor`."""
+        return self._inputs.truncated(token_ids, params, num_dropped)
 
     def check_priority(self, priority: int) -> None:
         """Raise a RequestError if a priority is none, or the policy does not look at it."""
@@ -289,9 +340,10 @@ class Engine:
         """
         with self._used():
             self._inputs.check_priority(priority)
-            state = self._live(request_id)
+            states = self._live(request_id)
             with self._changing():
-                self.scheduler.reprioritize(state.request, priority)
+                for state in states:
+                    self.scheduler.reprioritize(state.request, priority)
 
     def reset_prefix_cache(self) -> None:
         """Forget what blocks hold, so that later requests compute all of their prompts.
@@ -299,8 +351,32 @@ class Engine:
         Raises:
             EngineError: the engine has failed, or another thread uses it.
         """
-        with self._used():
-            self.scheduler.reset_prefix_cache()
+        with self._used(), self._changing():
+            self._executor.drop(self.scheduler.reset_prefix_cache())
+            if not self._in_flight:
+                self._flush()
+
+    def close(self) -> None:
+        """End all requests (as "abort"), and take no more; `executor` is still to be released.
+
+        Raises:
+            EngineError: another thread uses it.
+        """
+        with self.owner.used():
+            if self._failure is not None:
+                return
+            with self._changing():
+                for state in list(self._states.values()):
+                    self._finish(state, "abort", None)
+                self._in_flight.clear()
+                self._flush()
+                self._deliver()
+            self._failure = _CLOSED
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or has failed."""
+        return self._failure is not None
 
     # Failure
 
@@ -331,6 +407,7 @@ class Engine:
         self._failure = error
         states = list(self._states.values())
         self._states.clear()
+        self._samples.clear()
         self._in_flight.clear()
         self.scheduler.clear()
         for state in states:
@@ -347,6 +424,8 @@ class Engine:
 
     def _dead(self) -> EngineError:
         error = self._failure
+        if error is _CLOSED:
+            return EngineError("the engine was closed; make a new one (a new LLM works in the same process)")
         return EngineError(
             f"the engine has failed and all its requests have ended: {type(error).__name__}: {error}; "
             "make a new one (a new LLM works in the same process)"
@@ -360,19 +439,39 @@ class Engine:
 
     # The parts of a step
 
-    def _add(self, state: RequestState) -> None:
+    def _add(self, states: Sequence[RequestState]) -> None:
         if self._failure is not None:
             raise self._dead()
-        self.scheduler.add(state.request)
-        self._states[state.request.request_id] = state
+        ids = [state.request.request_id for state in states]
+        for used in (*(state.sampled_for for state in states), *ids):
+            if used is not None and self.is_live(used):
+                raise RequestError(f"request id {used!r} is in use; finish that request or pick another id")
+        for state, request_id in zip(states, ids, strict=True):
+            self.scheduler.add(state.request)
+            self._states[request_id] = state
+            self._num_following += state.follows
+            if state.sampled_for is not None:
+                self._samples.setdefault(state.sampled_for, []).append(request_id)
 
-    def _live(self, request_id: str) -> RequestState:
-        state = self._states.get(request_id)
-        if state is None:
+    def _forget(self, state: RequestState) -> None:
+        """Let a request be live no longer."""
+        del self._states[state.request.request_id]
+        self._num_following -= state.follows
+        if state.sampled_for is not None:
+            left = self._samples[state.sampled_for]
+            left.remove(state.request.request_id)
+            if not left:
+                del self._samples[state.sampled_for]
+
+    def _live(self, request_id: str) -> list[RequestState]:
+        """A live request, or those of its samples that have not ended."""
+        if not self.is_live(request_id):
             raise RequestError(f"there is no request {request_id!r}: no live request has this id")
-        return state
+        return [self._states[name] for name in self._samples.get(request_id, [request_id])]
 
     def _max_decode_steps(self) -> int:
+        if self._num_following:
+            return 1
         if self._num_scheduler_steps is not None:
             return self._num_scheduler_steps
         most = min(MAX_DECODE_STEPS, self._executor.max_decode_steps)
@@ -380,10 +479,15 @@ class Engine:
 
     def _advance(self) -> None:
         """Schedule, dispatch, commit."""
+        while self._num_following and self._in_flight:  # what may come next depends on these tokens
+            self._commit(self._in_flight.popleft())
         copies = self._executor.copies()
         if self._observer is not None and copies.timed:
             self._observer.observe_copies(copies.timed)
         scheduled = self.scheduler.schedule(self._clock(), copies, self._max_decode_steps())
+        if reads := self.scheduler.take_reads():
+            self._executor.drop(self.scheduler.take_dropped())  # whose room they take
+            self._executor.read(reads)
         if not scheduled.is_empty:
             sent = self._clock()
             result = self._executor.execute(scheduled)
@@ -391,8 +495,16 @@ class Engine:
             self._in_flight.append(_Dispatched(scheduled, result, sent, not self._in_flight, is_undisturbed))
         if len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight):
             self._commit(self._in_flight.popleft())
+        elif scheduled.is_empty and self.scheduler.is_reading:
+            self._executor.wait_for_reads(_SECONDS_OF_READS)
         while self._in_flight and not self._states:  # all that is in flight is overrun
             self._commit(self._in_flight.popleft())
+        self._flush()
+
+    def _flush(self) -> None:
+        """Tell the executor what no step will any more, if all requests have ended."""
+        if not self._states and self.scheduler.has_leftovers:
+            self._executor.transfer(self.scheduler.flush())
 
     def _commit(self, step: _Dispatched) -> None:
         scheduled = step.scheduled
@@ -411,8 +523,10 @@ class Engine:
             if request.status is RequestStatus.FINISHED:
                 continue  # it has ended: this is a token of the overrun
             state = states[request.request_id]
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
+            metrics = request.metrics
+            metrics.last_token_time = now
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
             ended = state.append(token_id, scores)
             if ended is not None:
                 self._finish(state, *ended)
@@ -451,7 +565,7 @@ class Engine:
         request = state.request
         self.scheduler.finish(request, reason, stop_reason)
         request.metrics.finished_time = self._clock()
-        del self._states[request.request_id]
+        self._forget(state)
         self._deliveries.append((state, state.delta()))
 
     def _deliver(self) -> None:
@@ -462,6 +576,8 @@ class Engine:
                 state.sink(state, delta)
                 continue
             request_id = state.request.request_id
-            self._reports.append(self._builders[request_id].add(delta))
+            output = self._builders[request_id].add(delta)
+            if output is not None:
+                self._reports.append(output)
             if delta.finish_reason is not None:
                 del self._builders[request_id]

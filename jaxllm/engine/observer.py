@@ -78,7 +78,8 @@ class StepObserver:
         total = max(1, sum([len(swap.block_ids) for swap in copies]))
         for swap in copies:
             charge = seconds * len(swap.block_ids) / total
-            self._ledger.measured(swap.request.request_id, charge, scheduled.step_id)
+            if swap.request is not None:
+                self._ledger.measured(swap.request.request_id, charge, scheduled.step_id)
 
 
 def predicted_seconds(costs: CostModel, scheduled: SchedulerOutput) -> float:

@@ -24,6 +24,10 @@ class RequestState:
         primary_eos_token_id: the token whose `stop_reason` is None, as in vLLM.
         stream: whether deltas are wanted in every step, not only when the request has finished.
         sink: where they go; None is the caller of `Engine.step`.
+        sampled_for: the id of the request it is one of several samples for.
+
+    Attributes:
+        follows: whether which token may come next depends on the one before.
     """
 
     def __init__(
@@ -34,9 +38,11 @@ class RequestState:
         primary_eos_token_id: int | None,
         stream: bool,
         sink: Sink | None = None,
+        sampled_for: str | None = None,
     ) -> None:
         params = request.sampling_params
-        self.request = request
+        self.request, self.sampled_for = request, sampled_for
+        self.follows = request.token_mask is not None and request.token_mask.depends_on_outputs
         self.stream = stream
         self.sink = sink
         self._primary_eos = primary_eos_token_id
@@ -55,12 +61,16 @@ class RequestState:
         """Take one sampled token; returns (finish_reason, stop_reason) if it ends the request.
 
         As in vLLM, `stop_reason` is the stop string or token id that matched, and None for the tokenizer's
-        end-of-sequence token.
+        end-of-sequence token. Of an "error" it says what is wrong.
         """
         outputs = self._outputs
         outputs.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
+        mask = self.request.token_mask
+        problem = None if mask is None else mask.append(token_id)
+        if problem is not None:
+            return "error", problem
         if token_id in self._stop_ids:
             params = self.request.sampling_params
             if len(outputs) >= params.min_tokens:

@@ -52,17 +52,18 @@ class EngineThread:
         """
         items: _Queue = queue.SimpleQueue()
         sink = functools.partial(self._forward, items)
-        prepared: dict[str, tuple[RequestState, OutputBuilder]] = {}
+        prepared: list[tuple[RequestState, OutputBuilder]] = []
         for place, (request_id, arguments) in enumerate(requests):
             try:
-                prepared[request_id] = self._engine.prepare(
+                prepared += self._engine.prepare(
                     request_id, stream=stream, sink=sink, output_id=str(place), **arguments
                 )
             except RequestError as error:
                 raise type(error)(f"prompt {place}: {error}") from error
-        states = [state for state, _ in prepared.values()]
+        states = [state for state, _ in prepared]
         # Made first: should the caller be interrupted below, its requests end when this is collected.
-        outputs = OutputStream(self, items, {name: builder for name, (_, builder) in prepared.items()})
+        builders = {state.request.request_id: builder for state, builder in prepared}
+        outputs = OutputStream(self, items, builders)
         with self._lock:
             if self._thread is None:
                 self._start()
@@ -99,6 +100,16 @@ class EngineThread:
                 self._engine.reset_prefix_cache()
                 return
             self._commands.put(functools.partial(self._reset_prefix_cache, done))
+        done.wait()
+
+    def close(self) -> None:
+        """End all requests, and let the engine be used no more."""
+        done = threading.Event()
+        with self._lock:
+            if self._thread is None:
+                self._engine.close()
+                return
+            self._commands.put(functools.partial(self._close, done))
         done.wait()
 
     def has_ended(self, request_ids: Iterable[str]) -> bool:
@@ -172,8 +183,7 @@ class EngineThread:
         for state in states:
             self._live[state.request.request_id] = state
         try:
-            for state in states:
-                self._engine.add(state)
+            self._engine.add(states)
         except Exception as error:
             for state in states:
                 self._end_one(state, error)
@@ -188,6 +198,10 @@ class EngineThread:
     def _reset_prefix_cache(self, done: threading.Event) -> None:
         self._waiting.append(done)
         self._engine.reset_prefix_cache()
+
+    def _close(self, done: threading.Event) -> None:
+        self._waiting.append(done)
+        self._engine.close()
 
     def _set_priority(self, request_id: str, priority: int) -> None:
         if self._engine.is_live(request_id):
@@ -208,7 +222,7 @@ class OutputStream(Iterator[RequestOutput]):
     @property
     def num_unfinished(self) -> int:
         """Requests whose last output is still to come."""
-        return len(self._builders)
+        return len({builder.request_id for builder in self._builders.values()})
 
     def __next__(self) -> RequestOutput:
         """The next output; waits for it.
@@ -217,16 +231,17 @@ class OutputStream(Iterator[RequestOutput]):
             EngineError: the engine has failed.
             Exception: what ended all requests, such as an error of a scheduling policy.
         """
-        if not self._builders:
-            raise StopIteration
-        request_id, item = self._next_item()
-        if isinstance(item, BaseException):
-            self._builders.clear()
-            raise item
-        output = self._builders[request_id].add(item)
-        if output.finished:
-            del self._builders[request_id]
-        return output
+        while self._builders:
+            request_id, item = self._next_item()
+            if isinstance(item, BaseException):
+                self._builders.clear()
+                raise item
+            output = self._builders[request_id].add(item)
+            if item.finish_reason is not None:
+                del self._builders[request_id]
+            if output is not None:
+                return output
+        raise StopIteration
 
     def _next_item(self) -> tuple[str, Delta | BaseException]:
         has_ended = False

@@ -7,6 +7,7 @@ import dataclasses
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
+from jaxllm.logits_processors import LogitsProcessor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ExecutorConfig:
     num_host_blocks: int = 0
     host_bandwidth_limit: float | None = None
     max_decode_steps: int = 1
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     @property
     def max_blocks(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +16,9 @@ import numpy as np
 from jaxllm import pallas_kernels
 from jaxllm.errors import CapacityError, ConfigError, EngineError
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.disk import BlockFiles
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
+from jaxllm.executor.file_io import FileTransfers
 from jaxllm.executor.pending import PendingStep
 from jaxllm.executor.programs import (
     CompiledProgram,
@@ -29,11 +33,17 @@ from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
 from jaxllm.pallas_kernels import native
+from jaxllm.token_masks import fill_masks
 from jaxllm.types import (
+    MAX_PIECE_BLOCKS,
     NO_COPIES,
     CopyProgress,
+    HostPiece,
+    Read,
     Request,
     SchedulerOutput,
+    Swap,
+    host_blocks_of,
 )
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
@@ -84,9 +94,9 @@ class ModelExecutor:
         self._is_released = False
         self._swapper = None
         if config.num_host_blocks:
-            self._swapper = BlockSwapper(
-                self._device, self._max_blocks, bandwidth_limit=config.host_bandwidth_limit
-            )
+            most = max(self._max_blocks, MAX_PIECE_BLOCKS)  # the prefix cache's go together
+            self._swapper = BlockSwapper(self._device, most, bandwidth_limit=config.host_bandwidth_limit)
+        self._transfers: FileTransfers | None = None
         self._set_row = jax.jit(lambda rows, place, row: rows.at[place].set(row), donate_argnums=0)
         self._programs = programs or StepPrograms(model_config, config, device)
         if config.implementation == FASTEST:
@@ -109,6 +119,16 @@ class ModelExecutor:
     def max_decode_steps(self) -> int:
         """Most decode iterations of one `execute`."""
         return self.config.max_decode_steps
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Of a block of the KV pool, over all layers."""
+        return self._state.pool.shape[1:]
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls the device."""
+        return self._device.device_kind
 
     @property
     def pool_bytes(self) -> int:
@@ -168,25 +188,83 @@ class ModelExecutor:
                 request, slot = chunk.request, _slot(chunk.request)
                 self._open_slot(request)
                 self._table_sizes[slot] = 0
-                if chunk.start:
-                    self._restore(slot, request.token_ids(0, chunk.start), request.block_ids)
+                stop = chunk.start + chunk.length
+                skips = bool(request.kept_ranges) or request.num_computed_tokens > stop
+                if chunk.start or skips:
+                    num_tokens = request.num_known_tokens if skips else chunk.start
+                    self._restore(slot, request.token_ids(0, num_tokens), request.block_ids)
         self._update_params()
         slots = [_slot(request) for request in scheduled.decode]
         key = self._key(scheduled, slots)
         packed = self._pack(key, scheduled, slots)
-        return PendingStep(scheduled, self._run(key, packed, self._following(scheduled, slots)), key.rows)
+        outputs = self._run(key, packed, self._following(scheduled, slots), scheduled.sampled)
+        return PendingStep(scheduled, outputs, key.rows)
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
         self._is_released = True
         self._programs.close()
         self._params, self._swapper = {}, None
+        if self._transfers is not None:
+            self._transfers.close()
         for name in ("_state", "_slot_params"):
             vars(self).pop(name, None)
 
+    def keep_files(self, folder: pathlib.Path, fingerprint: str, max_bytes: int) -> BlockFiles:
+        """Write what of the prefix cache is copied to the host to files, too, and read these when told to.
+
+        Args:
+            folder: where they are, with those of others.
+            fingerprint: of all that makes these blocks others than those of another engine.
+            max_bytes: most bytes of all of them.
+
+        Raises:
+            ConfigError: the folder cannot be made, or describes other blocks.
+        """
+        pool = self._state.pool
+        files = BlockFiles(folder, fingerprint, pool.shape[1:], np.dtype(pool.dtype), max_bytes)
+        self._transfers = FileTransfers(files, self.config.num_host_blocks)
+        return files
+
+    def transfer(self, scheduled: SchedulerOutput) -> None:
+        """Do what an iteration that computes nothing has to copy and to let go of, and give up all reads."""
+        if self._swapper is not None:
+            self._swap(self._swapper, scheduled)
+        if self._transfers is not None:
+            self._transfers.cancel_reads()
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Start to read blocks from files; `copies` tells when they are in host memory."""
+        assert self._transfers is not None  # whoever asks knows of files
+        for read in reads:
+            self._transfers.read(read)
+
+    def wait_for_reads(self, seconds: float) -> None:
+        """Wait until a read has ended, at most so long."""
+        if self._transfers is not None:
+            self._transfers.wait(seconds)
+
+    def flush_files(self) -> None:
+        """Wait until all blocks that were copied to the host are in files."""
+        if self._transfers is not None:
+            self._transfers.flush()
+
+    def drop(self, pieces: Collection[HostPiece]) -> None:
+        """Let go of host memory that nobody will read."""
+        if self._swapper is not None:
+            for piece in pieces:
+                self._swapper.drop(piece)
+
     def copies(self) -> CopyProgress:
         """How far the copies between device and host are."""
-        return NO_COPIES if self._swapper is None else self._swapper.progress()
+        if self._swapper is None:
+            return NO_COPIES
+        read = []
+        for one, pieces, was_there in self._transfers.ended() if self._transfers is not None else ():
+            self._swapper.put(one.handle, pieces)
+            read.append((one.handle, was_there))
+        progress = self._swapper.progress()
+        return dataclasses.replace(progress, read=read) if read else progress
 
     def settle_copies(self) -> None:
         """Wait until no copy is really under way, whatever a limited link still has to carry."""
@@ -203,15 +281,17 @@ class ModelExecutor:
             clock: seconds of the limited link's time.
 
         Raises:
-            ConfigError: the executor has no host blocks or holds copies of requests, or the number is not
-                positive.
+            ConfigError: the executor has no host blocks or copies some back, or the number is not positive.
         """
         if self._swapper is None:
             raise ConfigError("there is no link to limit: num_host_blocks=0 turns swaps off")
         if bytes_per_second is not None and not 0 < bytes_per_second < float("inf"):
             raise ConfigError(f"bytes_per_second={bytes_per_second!r} must be a positive number or None")
-        if self._swapper.handles:
-            raise ConfigError("the link cannot be changed while copies are held; finish all requests first")
+        self._swapper.settle()
+        if self._swapper.loads:
+            raise ConfigError(
+                "the link cannot be changed while copies are under way; finish all requests first"
+            )
         self._swapper.limit_bandwidth(bytes_per_second, clock)
 
     def time_swap(self, num_blocks: int) -> tuple[float, float]:
@@ -228,9 +308,12 @@ class ModelExecutor:
         self._swapper.swap_out(self._state.pool, handle, block_ids)
         self._swapper.wait(handle)
         copied_out = time.perf_counter()
-        pool = jax.block_until_ready(self._swapper.swap_in(self._state.pool, handle, block_ids))
+        host_blocks = host_blocks_of(handle, num_blocks)
+        pool = jax.block_until_ready(self._swapper.swap_in(self._state.pool, block_ids, host_blocks))
+        seconds = copied_out - started, time.perf_counter() - copied_out
         self._state = self._state._replace(pool=pool)
-        return copied_out - started, time.perf_counter() - copied_out
+        self._swapper.drop_all(handle)
+        return seconds
 
     # Programs
 
@@ -274,18 +357,36 @@ class ModelExecutor:
         steps = 1, self.config.max_decode_steps
         return tuple(ProgramKey(rows, 0, count, Sampling(found)) for count in steps)
 
-    def _run(self, key: ProgramKey, packed: np.ndarray, then: Sequence[ProgramKey] = ()) -> StepOutputs:
+    def _run(
+        self,
+        key: ProgramKey,
+        packed: np.ndarray,
+        then: Sequence[ProgramKey] = (),
+        sampled: Sequence[Request] = (),
+    ) -> StepOutputs:
         self._is_undisturbed = self._programs.is_settled and self._programs.has(key)
         program = self.program(key, then)
-        self._state, outputs = program(self._params, self._state, self._slot_params, packed)
+        masks = self._masks(key, sampled)
+        self._state, outputs = program(self._params, self._state, self._slot_params, packed, *masks)
         return outputs
+
+    def _masks(self, key: ProgramKey, sampled: Sequence[Request]) -> list[np.ndarray]:
+        """Which tokens the sampled rows may have, if the program asks."""
+        shape = key.masks_shape(self.config.max_num_seqs, self.model_config.vocab_size)
+        if shape is None:
+            return []
+        masks = np.full(shape, -1, np.int32)
+        fill_masks([(request.token_mask, request.output_token_ids) for request in sampled], masks)
+        return [masks]
 
     def _choose_fastest(self) -> None:
         """Measure which attention is the fastest for each shape of a program."""
         config, model = self.config, self.model_config
         pool_tokens = config.num_gpu_blocks * config.block_size
         heads = model.num_heads, model.num_kv_heads, model.head_dim
-        default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
+        default, _ = pallas_kernels.settle_implementation(
+            *heads, config.block_size, has_bounds=model.has_bounds
+        )
         found: dict[AttentionShape, str] = {}
         for key in self._programs.shapes:
             if key.max_chunks:
@@ -297,7 +398,9 @@ class ModelExecutor:
                     key.rows, max_model_len=config.max_model_len, pool_tokens=pool_tokens
                 )
             if shape not in found:
-                names = candidates(default, op, self._device, config.dtype, model.head_dim, config.block_size)
+                sizes = config.dtype, model.head_dim, config.block_size
+                # The default is the only one on its device that has them.
+                names = (default,) if model.has_bounds else candidates(default, op, self._device, *sizes)
                 scale = model.head_dim**-0.5
                 found[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
             self._programs.chosen[key] = found[shape]
@@ -317,7 +420,7 @@ class ModelExecutor:
     # Inputs
 
     def _open_slot(self, request: Request) -> None:
-        """Note the sampling parameters of a request that has just got its slot."""
+        """Note the sampling parameters, and the first position, of a request that has just got its slot."""
         seed = request.sampling_params.seed
         if seed is None:
             seed = (self.config.seed + 1) * _SEED_MULTIPLIER + request.arrival_index
@@ -330,6 +433,7 @@ class ModelExecutor:
             prompt_length=request.num_prompt_tokens,
             eos_token_ids=request.eos_token_ids,
             end_token_ids=request.end_token_ids,
+            first_position=len(request.dropped_token_ids),
         )
         self._params_changed = True
 
@@ -338,22 +442,29 @@ class ModelExecutor:
         pool = self._state.pool
         for handle in scheduled.discarded:
             swapper.discard(handle)
+        self.drop(scheduled.dropped)
         for swap in scheduled.joined:
             pool = swapper.join(pool, swap.handle)
-        for swap in scheduled.swap_out:
-            swapper.swap_out(pool, swap.handle, swap.block_ids)
+        self._copy_out(swapper, pool, scheduled.swap_out)
         for swap in scheduled.swap_in:
-            pool = swapper.swap_in(pool, swap.handle, swap.block_ids)
+            pool = swapper.swap_in(pool, swap.block_ids, swap.host_blocks)
         for swap in scheduled.load:
-            swapper.load(swap.handle, swap.block_ids)
+            swapper.load(swap.handle, swap.block_ids, swap.host_blocks)
         self._state = self._state._replace(pool=swapper.advance(pool))
         prefilled = {chunk.request for chunk in scheduled.prefill}
         for swap in (*scheduled.joined, *scheduled.swap_in):
-            if swap.request.slot is None or swap.request in prefilled:
+            request = swap.request
+            if request is None or request.slot is None or request in prefilled:
                 continue  # preempted again in this very iteration, or opened with its chunk
-            request, slot = swap.request, swap.request.slot
+            slot = request.slot
             self._restore(slot, request.token_ids(0, request.num_tokens), request.block_ids)
             self._open_slot(request)
+
+    def _copy_out(self, swapper: BlockSwapper, pool: jax.Array, swaps: Sequence[Swap]) -> None:
+        for swap in swaps:
+            swapper.swap_out(pool, swap.handle, swap.block_ids)
+            if self._transfers is not None:
+                self._transfers.write(swapper.held(swap.handle), swap.names)
 
     def _restore(self, slot: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Write a slot's tokens and block table on the device."""

@@ -64,6 +64,8 @@ class PendingStep:
 
 def _token_logprobs(arrays: Sequence[np.ndarray], token: int, row: int, num_top: int) -> TokenLogprobs:
     logprob, rank, top_ids, top_logprobs = arrays
+    if num_top < 0:
+        num_top = top_ids.shape[1]
     return TokenLogprobs(
         token,
         float(logprob[row]),

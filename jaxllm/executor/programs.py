@@ -20,7 +20,9 @@ from jaxllm.executor.step import (
     run_decode_steps,
     run_step,
 )
+from jaxllm.logits_processors import LogitsProcessor
 from jaxllm.models.registry import AnyConfig, Params, abstract_params
+from jaxllm.token_masks import mask_width
 
 _NOWHERE = np.iinfo(np.int32).max
 
@@ -59,6 +61,12 @@ class ProgramKey(NamedTuple):
         shapes |= {"tokens": (rows,), "targets": (rows,), "query_starts": (chunks + 1,)}
         shapes |= {"lengths": (chunks,), "slots": (chunks,), "num_seqs": (1,), "sampled": (3, decodes)}
         return {**shapes, "new_blocks": (2, decodes + chunks + rows // block_size)}
+
+    def masks_shape(self, max_num_seqs: int, vocab_size: int) -> tuple[int, int] | None:
+        """Of the masks of the rows that it samples; None without `Sampling.MASKED`."""
+        if Sampling.MASKED not in self.sampling:
+            return None
+        return self.num_decodes(max_num_seqs), mask_width(vocab_size)
 
 
 class EngineState(NamedTuple):
@@ -107,10 +115,12 @@ def step_program(
     max_num_seqs: int,
     implementation: str | None = None,
     packs_weights: bool = False,
+    processors: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
 
-    Lowered with them and compiled it tells the memory it needs. The second argument is the `EngineState`.
+    Lowered with them and compiled it tells the memory it needs. The second argument is the `EngineState`; the
+    last are the masks, if its requests ask for some.
     """
     state = state_shapes(
         model_config,
@@ -123,9 +133,11 @@ def step_program(
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PackedSlotParams.host_zeros(max_num_seqs)))
     _, num_inputs = _layout(key, max_num_seqs, block_size)
     packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
-    step = functools.partial(_packed_step, model_config, key, max_num_seqs, implementation)
+    step = functools.partial(_packed_step, model_config, key, max_num_seqs, implementation, processors)
     params = abstract_params(model_config, dtype, is_packed=packs_weights)
-    return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed)
+    shape = key.masks_shape(max_num_seqs, model_config.vocab_size)
+    masks = () if shape is None else (jax.ShapeDtypeStruct(shape, jnp.int32),)
+    return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed, *masks)
 
 
 def state_shapes(
@@ -199,10 +211,12 @@ def _packed_step(
     key: ProgramKey,
     max_num_seqs: int,
     implementation: str | None,
+    processors: tuple[LogitsProcessor, ...],
     params: Params,
     state: EngineState,
     slot_params: PackedSlotParams,
     packed: jax.Array,
+    masks: jax.Array | None = None,
 ) -> tuple[EngineState, StepOutputs]:
     parts = _split(packed, _layout(key, max_num_seqs, state.pool.shape[4])[0])
     places, blocks = parts["new_blocks"]
@@ -210,7 +224,12 @@ def _packed_step(
     slots = parts["decode_slots"]
     decode = DecodeInputs(slots, parts["decode_lengths"], tables[slots])
     compute: Any = run_step
-    options: dict[str, Any] = {"sampling": key.sampling, "implementation": implementation}
+    options: dict[str, Any] = {
+        "sampling": key.sampling,
+        "processors": processors,
+        "masks": masks,
+        "implementation": implementation,
+    }
     inputs: tuple[Any, ...] = decode, None
     if key.max_chunks:
         prompts = {name: parts[name] for name in PrefillInputs._fields if name in parts}

@@ -1,8 +1,9 @@
 """Sampling on the device: from logits to tokens, one row per request.
 
 What a batch needs of it is a static choice, `Sampling`, so that a program holds only what one of its requests
-asks for; a row's token is the same, bit by bit, whichever program computes it. The order is vLLM's: logit
-bias, penalties, min_tokens, temperature, min_p, top_k, top_p. Log-probabilities are those of the raw logits.
+asks for; a row's token is the same, bit by bit, whichever program computes it. The order is vLLM's:
+logits processors, masks, logit bias, penalties, min_tokens, temperature, min_p, top_k, top_p.
+Log-probabilities are those of the raw logits.
 
 The filters need no sorting: each keeps what is at least a threshold, which a bisection over all float32
 numbers finds. Tokens that are as likely as the last one kept are kept, too.
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxllm.logits_processors import LogitsProcessor, LogitsRows
 from jaxllm.pallas_kernels import native
 from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
@@ -39,7 +41,12 @@ class Sampling(enum.IntFlag):
     """Logit bias, penalties or min_tokens."""
     LOGPROBS = enum.auto()
     PROMPT_LOGPROBS = enum.auto()
+    MASKED = enum.auto()
+    """Allowed tokens, bad words or structured outputs."""
+    ALL_LOGPROBS = enum.auto()
+    """Log-probabilities of all tokens."""
     EVERYTHING = RANDOM | FILTERED | ADJUSTED | LOGPROBS | PROMPT_LOGPROBS
+    """But the last two, which change the sizes of inputs or outputs."""
 
     @classmethod
     def of(cls, params: SamplingParams) -> Sampling:
@@ -56,17 +63,22 @@ class Sampling(enum.IntFlag):
             found |= cls.ADJUSTED
         if params.logprobs is not None:
             found |= cls.LOGPROBS
+        if params.logprobs == -1:
+            found |= cls.ALL_LOGPROBS
+        if params.allowed_token_ids or params.bad_words or params.structured_outputs is not None:
+            found |= cls.MASKED
         if params.prompt_logprobs is not None:
             found |= cls.PROMPT_LOGPROBS
         return found
 
 
 class SlotParams(NamedTuple):
-    """Sampling parameters by slot; the last row belongs to padding and is greedy.
+    """Sampling parameters by slot, and where its tokens begin; the last row is padding's, and greedy.
 
-    `seeds` holds the high and low 32 bits. Unused places of `bias_ids` and `banned_ids` are -1. `banned_ids`
-    may not be sampled before the request is `min_length` tokens long (prompt included). `end_ids` are tokens
-    that end the request, as many as there is room for: the host knows them all.
+    `first_position` is the position of the first token. `seeds` holds the high and low 32 bits. Unused places
+    of `bias_ids` and `banned_ids` are -1. `banned_ids` may not be sampled before the request is `min_length`
+    tokens long (prompt included). `end_ids` are tokens that end the request, as many as there is room for:
+    the host knows them all.
     """
 
     temperature: jax.Array
@@ -79,6 +91,7 @@ class SlotParams(NamedTuple):
     seeds: jax.Array
     prompt_length: jax.Array
     min_length: jax.Array
+    first_position: jax.Array
     bias_ids: jax.Array
     bias_values: jax.Array
     banned_ids: jax.Array
@@ -98,6 +111,7 @@ class SlotParams(NamedTuple):
         prompt_length: int,
         eos_token_ids: frozenset[int],
         end_token_ids: frozenset[int],
+        first_position: int = 0,
     ) -> bool:
         """Write one request's parameters into a slot of the host arrays; whether the rare ones changed."""
         scalars = {
@@ -110,6 +124,7 @@ class SlotParams(NamedTuple):
             "top_k": params.top_k,
             "prompt_length": prompt_length,
             "min_length": prompt_length + params.min_tokens,
+            "first_position": first_position,
         }
         host: dict[str, np.ndarray] = self._asdict()
         for name, value in scalars.items():
@@ -144,6 +159,7 @@ _FIELDS: tuple[dict[str, tuple[type, int, Any]], ...] = (
         "seeds": (np.uint32, 2, 0),
         "prompt_length": (np.int32, 1, 0),
         "min_length": (np.int32, 1, 0),
+        "first_position": (np.int32, 1, 0),
         "end_ids": (np.int32, _MAX_END_IDS, -1),
     },
     {
@@ -191,7 +207,8 @@ class Logprobs(NamedTuple):
     """Of one token per row, and of the most likely ones.
 
     `logprob` [R] float32 and `rank` [R] int32 (1 = most likely) are of the row's token; `top_ids` [R, K]
-    int32 and `top_logprobs` [R, K] float32 are the most likely first, K = min(MAX_LOGPROBS, vocab_size).
+    int32 and `top_logprobs` [R, K] float32 are the most likely first, K = min(MAX_LOGPROBS, vocab_size), or
+    vocab_size with `Sampling.ALL_LOGPROBS`.
     """
 
     logprob: jax.Array
@@ -215,6 +232,8 @@ def sample(
     lengths: jax.Array,
     sampling: Sampling,
     *,
+    processors: tuple[LogitsProcessor, ...] = (),
+    masks: jax.Array | None = None,
     is_native: bool = False,
 ) -> SampledRows:
     """Sample one token per row.
@@ -226,16 +245,32 @@ def sample(
         history: [num_slots + 1, max_model_len + 1] int32, the tokens of each slot so far.
         lengths: [R] int32, tokens in the history of the row, which is the position of the sampled token.
         sampling: what the rows ask for (static); whatever else their parameters say has no effect.
+        processors: change the logits before all else (static).
+        masks: [R, mask_width] int32 with `Sampling.MASKED`, a bit for each token that may be sampled.
         is_native: whether a native kernel finds the largest score (static).
     """
     rows = SlotParams(*(array[slots] for array in params))
     scores = logits
+    for process in processors:
+        scores = process(scores, LogitsRows(history[slots], lengths, rows.prompt_length))
+    if masks is not None:
+        scores = jnp.where(_bits(masks, logits.shape[1]), scores, -jnp.inf)
     if Sampling.ADJUSTED in sampling:
-        scores = _adjust(logits, rows, history[slots], lengths)
+        scores = _adjust(scores, rows, history[slots], lengths)
     if Sampling.RANDOM in sampling:
         scores = _perturb(scores, rows, lengths, is_filtered=Sampling.FILTERED in sampling)
     tokens = native.argmax(scores) if is_native else _argmax(scores)
-    return SampledRows(tokens, token_logprobs(logits, tokens) if Sampling.LOGPROBS in sampling else None)
+    logprobs = None
+    if Sampling.LOGPROBS in sampling:
+        num_top = logits.shape[1] if Sampling.ALL_LOGPROBS in sampling else MAX_LOGPROBS
+        logprobs = token_logprobs(logits, tokens, num_top)
+    return SampledRows(tokens, logprobs)
+
+
+def _bits(masks: jax.Array, size: int) -> jax.Array:
+    """The first `size` bits of each row; [R, size] bool."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
+    return bits.reshape(len(masks), -1)[:, :size] == 1
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
@@ -377,13 +412,13 @@ def _largest(holds: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Arra
     return lax.platform_dependent(cpu=lambda: search(1), default=lambda: search(2))
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-    """Log-probability and rank of `tokens` [R] int32, and the most likely tokens with theirs.
+def token_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int = MAX_LOGPROBS) -> Logprobs:
+    """Log-probability and rank of `tokens` [R] int32, and the `num_top` most likely tokens with theirs.
 
     `logits` is [R, vocab_size] float32. A rank counts the tokens that are more likely.
     """
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     rank = jnp.sum(logits > chosen, axis=-1).astype(jnp.int32) + 1
-    top_logits, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    top_logits, top_ids = lax.top_k(logits, min(num_top, logits.shape[1]))
     return Logprobs((chosen - total)[:, 0], rank, top_ids.astype(jnp.int32), top_logits - total)

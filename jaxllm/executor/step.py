@@ -13,7 +13,7 @@ of which may be padding, for the decodes, and over all rows for the chunks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxllm import pallas_kernels
 from jaxllm.executor.sampler import Logprobs, SampledRows, Sampling, SlotParams, sample, token_logprobs
+from jaxllm.logits_processors import LogitsProcessor
 from jaxllm.models.registry import AnyConfig, AnyModel, bind
 from jaxllm.pallas_kernels.heads import RopeTable
 
@@ -164,7 +165,15 @@ class _PagedAttention:
         self._implementation = implementation
         self.num_rows = _num_rows(decode, prefill)
 
-    def __call__(self, layer: int, qkv: jax.Array, rope: RopeTable | None, scale: float) -> jax.Array:
+    def __call__(
+        self,
+        layer: int,
+        qkv: jax.Array,
+        rope: RopeTable | None,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> jax.Array:
         decode, prefill = self._decode, self._prefill
         prompts = None
         if prefill is not None:
@@ -178,6 +187,8 @@ class _PagedAttention:
             prompts,
             layer=layer,
             scale=scale,
+            window=window,
+            soft_cap=soft_cap,
             implementation=self._implementation,
         )
         return out
@@ -191,6 +202,7 @@ def forward(
     tokens: jax.Array,
     prefill: PrefillInputs | None,
     *,
+    first_positions: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, AnyModel]:
     """The forward pass over decodes and prompts.
@@ -202,6 +214,8 @@ def forward(
         decode: what is decoded, if anything.
         tokens: [R] int32, the tokens of all rows; [B] without prompts.
         prefill: the prompt chunks, if any.
+        first_positions: [R] int32, the position that the model sees in the first token of each row's
+            sequence; 0 if None.
         implementation: of attention.
 
     Returns:
@@ -210,7 +224,10 @@ def forward(
     model = bind(config, params)
     places = _places(decode, prefill, 0, pool.shape[4])
     attend = _PagedAttention(pool, places.slot_mapping, decode, prefill, implementation)
-    hidden = model(tokens, jnp.maximum(places.positions, 0), attend)
+    positions = jnp.maximum(places.positions, 0)
+    if first_positions is not None:
+        positions += first_positions
+    hidden = model(tokens, positions, attend)
     return attend.pool, hidden, model
 
 
@@ -223,11 +240,13 @@ def run_step(
     prefill: PrefillInputs | None,
     *,
     sampling: Sampling,
+    processors: tuple[LogitsProcessor, ...] = (),
+    masks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute one iteration: forward pass, KV writes, sampling, and the sampled tokens into the history.
 
-    `sampling` is all that its requests ask for (static).
+    `sampling` is all that its requests ask for (static); `processors` and `masks` are those of `sample`.
     """
     pool, history = state
     padding_slot = history.shape[0] - 1
@@ -239,7 +258,14 @@ def run_step(
         tokens = jnp.where(is_prompt, prefill.tokens, tokens)
         history = history.at[here].set(tokens)
     pool, hidden, model = forward(
-        config, params, pool, decode, tokens, prefill, implementation=implementation
+        config,
+        params,
+        pool,
+        decode,
+        tokens,
+        prefill,
+        first_positions=slot_params.first_position[places.slots],
+        implementation=implementation,
     )
     prompt_logprobs = None
     if prefill is None:
@@ -254,7 +280,8 @@ def run_step(
         hidden = hidden[rows]
     # Whatever is sampled how, the logits are computed in the same way.
     logits = lax.optimization_barrier(model.logits(hidden, num_sampled))
-    sampled = sample(logits, slot_params, slots, history, lengths, sampling, is_native=model.is_packed)
+    options: dict[str, Any] = {"processors": processors, "masks": masks, "is_native": model.is_packed}
+    sampled = sample(logits, slot_params, slots, history, lengths, sampling, **options)
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
     return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs)
@@ -270,6 +297,8 @@ def run_decode_steps(
     *,
     max_steps: int,
     sampling: Sampling,
+    processors: tuple[LogitsProcessor, ...] = (),
+    masks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute several decode iterations, each on the tokens of the one before it.
@@ -286,6 +315,8 @@ def run_decode_steps(
         num_steps: int32, iterations to compute.
         max_steps: the most there may be (static).
         sampling: all that the requests ask for (static).
+        processors: see `sample` (static).
+        masks: of all iterations; see `sample`.
         implementation: of attention.
 
     Returns:
@@ -313,6 +344,8 @@ def run_decode_steps(
             inputs,
             None,
             sampling=sampling,
+            processors=processors,
+            masks=masks,
             implementation=implementation,
         )
         return state, outputs.sampled

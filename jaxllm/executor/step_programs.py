@@ -52,7 +52,11 @@ class StepPrograms:
         self.shapes = frozenset(_shape(key) for key in self.keys)
         self.chosen: dict[ProgramKey, str] = {}
         self._default, self._why_default = pallas_kernels.settle_implementation(
-            model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, config.block_size
+            model_config.num_heads,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            config.block_size,
+            has_bounds=model_config.has_bounds,
         )
         self._changed = threading.Condition()
         self._waiting: collections.deque[ProgramKey] = collections.deque()
@@ -221,6 +225,7 @@ class StepPrograms:
             max_num_seqs=config.max_num_seqs,
             implementation=self.implementation(key),
             packs_weights=config.packs_weights,
+            processors=config.logits_processors,
         )
         here = SingleDeviceSharding(self._device)
         structs = jax.tree.map(

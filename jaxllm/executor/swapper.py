@@ -15,10 +15,19 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxllm.executor.copy_timer import CopyTimer
-from jaxllm.types import MAX_PIECE_BLOCKS, MAX_STAGED_BLOCKS, CopyProgress, piece_sizes
+from jaxllm.types import (
+    MAX_PIECE_BLOCKS,
+    MAX_STAGED_BLOCKS,
+    CopyProgress,
+    HostBlock,
+    HostPiece,
+    piece_sizes,
+)
 
 Piece = tuple[np.ndarray, jax.Array]
-"""Block ids, and their contents on the host or the device."""
+"""Block ids, and their contents on the host or the device; ids from `_UNWANTED` on are of no block."""
+
+_UNWANTED = np.iinfo(np.int32).max - MAX_PIECE_BLOCKS
 
 
 @dataclasses.dataclass
@@ -48,16 +57,17 @@ class _Load:
 
 
 class BlockSwapper:
-    """Moves the blocks of a request out of the pool and back, in pieces of 1, 2, 4, ... blocks.
+    """Moves blocks out of the pool and back, in pieces of 1, 2, 4, ... blocks.
 
-    A request's blocks are cut into such pieces without padding, so that few programs are compiled and no
-    byte is moved for nothing. Going out, a piece is read into an array of its own by a device program, in
-    order with the steps, so that the pool's blocks may be written right after; the copy to the host then
-    runs beside the next steps. Coming back, the copy to the device runs ahead of the program that writes
-    the piece into the pool: of the next step only (`swap_in`), or of as many as it takes (`load`, then `join`
-    when it is in `arrived`). Each piece is a pinned-host array of its own; arrays never change, so a piece
-    that is dropped while it is being copied disturbs nobody. Every number comes back with the bits it had;
-    only on CPUs, where XLA emulates 16-bit floats, a signalling NaN comes back as a quiet one.
+    Blocks that are copied out together are cut into such pieces without padding, so that few programs are
+    compiled. Going out, a piece is read into an array of its own by a device program, in order with the
+    steps, so that the pool's blocks may be written right after; the copy to the host then runs beside the
+    next steps. Coming back, the copy to the device runs ahead of the program that writes the piece into the
+    pool: of the next step only (`swap_in`), or of as many as it takes (`load`, then `join` when it is in
+    `arrived`). A piece comes as a whole; blocks of it that nobody wants are not written. Each piece is a
+    pinned-host array of its own, until it is dropped; arrays never change, so a piece that is dropped while
+    it is being copied disturbs nobody. Every number comes back with the bits it had; only on CPUs, where XLA
+    emulates 16-bit floats, a signalling NaN comes back as a quiet one.
 
     Args:
         device: where the pool is.
@@ -72,7 +82,8 @@ class BlockSwapper:
         self._on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
         self.sizes = _program_sizes(max_blocks)
         self._gather, self._scatter = _jitted()
-        self._pieces: dict[int, list[jax.Array]] = {}
+        self._pieces: dict[int, dict[int, jax.Array]] = {}  # by handle and number
+        self._leaving: dict[int, list[jax.Array]] = {}  # those of copies out that are timed
         self._loads: dict[int, _Load] = {}
         self._staged: collections.deque[jax.Array] = collections.deque()
         self._num_staged = 0
@@ -88,14 +99,21 @@ class BlockSwapper:
         """
         self.bandwidth_limit, self._clock = bandwidth_limit, clock
         self._out_free_at = self._in_free_at = 0.0
+        self._out_done_at.clear()
+        self._leaving.clear()
         self._out_timer = CopyTimer(is_out=True, begins_when_sent=False)
         self._in_timer = CopyTimer(is_out=False, begins_when_sent=True)
         self._looks_until_known = 0  # copies that steps wait for are not looked at
 
     @property
-    def handles(self) -> frozenset[int]:
-        """What is in host memory, on its way there, or on its way back and not joined."""
-        return frozenset(self._pieces) | frozenset(self._loads)
+    def pieces(self) -> frozenset[HostPiece]:
+        """What is in host memory, or on its way there."""
+        return frozenset(HostPiece(handle, one) for handle, pieces in self._pieces.items() for one in pieces)
+
+    @property
+    def loads(self) -> frozenset[int]:
+        """Copies back that are neither joined nor discarded."""
+        return frozenset(self._loads)
 
     @staticmethod
     def programs(pool: Any, max_blocks: int) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
@@ -122,46 +140,52 @@ class BlockSwapper:
 
         Waits for the oldest copies while more than `MAX_STAGED_BLOCKS` are under way.
         """
-        self._pieces[handle] = pieces = []
+        self._pieces[handle] = pieces = {}
         is_known = len(block_ids) <= MAX_STAGED_BLOCKS  # else its parts are sent one after another
         self._out_timer.send(handle, len(block_ids), self._clock(), is_known=is_known)
-        for ids in reversed(self._cut(block_ids)):
+        for number, ids in reversed(list(enumerate(_cut(block_ids)))):
             self._trim_staged(MAX_STAGED_BLOCKS - len(ids))
             piece = jax.device_put(self._gather(pool, ids), self._on_host)
-            pieces.append(piece)
+            pieces[number] = piece
             self._staged.append(piece)
             self._num_staged += len(ids)
-        pieces.reverse()
+        self._leaving[handle] = list(pieces.values())
         if self.bandwidth_limit is not None:
-            seconds = sum(piece.nbytes for piece in pieces) / self.bandwidth_limit
+            seconds = sum(piece.nbytes for piece in pieces.values()) / self.bandwidth_limit
             self._out_free_at = max(self._clock(), self._out_free_at) + seconds
             self._out_done_at[handle] = self._out_free_at
 
-    def swap_in(self, pool: jax.Array, handle: int, block_ids: Sequence[int]) -> jax.Array:
-        """Write a request's blocks, which may have other ids than before, into the donated `pool`.
+    def swap_in(
+        self, pool: jax.Array, block_ids: Sequence[int], host_blocks: Sequence[HostBlock]
+    ) -> jax.Array:
+        """Write blocks of the host, which stay there, into the donated `pool`.
 
         Waits for the device after every `MAX_STAGED_BLOCKS`.
         """
+        if not host_blocks:
+            return pool
         self._trim_staged(MAX_STAGED_BLOCKS)
         self._looks_until_known = 2  # one while the step before it runs, one while its own does
-        pieces = self._take(handle, block_ids)
-        time.sleep(max(0.0, self._arrival(handle, pieces) - self._clock()))
+        pieces = self._gathered(block_ids, host_blocks)
+        time.sleep(max(0.0, self._arrival(pieces, host_blocks) - self._clock()))
         return self._write(pool, pieces)
 
-    def load(self, handle: int, block_ids: Sequence[int]) -> None:
-        """Start to copy a request's blocks back; they are its own until `join` or `discard`.
+    def load(self, handle: int, block_ids: Sequence[int], host_blocks: Sequence[HostBlock]) -> None:
+        """Start to copy blocks of the host back, where they stay, too.
 
-        At most `MAX_STAGED_BLOCKS` at a time are on their way (or one piece); `advance` starts the others.
+        The device's are the load's own until `join` or `discard`. At most `MAX_STAGED_BLOCKS` at a time are
+        on their way, or one piece; `advance` starts the others.
         """
         self._trim_staged(MAX_STAGED_BLOCKS)
         now, is_known = self._clock(), not self._looks_until_known
-        is_known = is_known and self._has_left(handle, now)
-        pieces = self._take(handle, block_ids)
-        num_blocks = len(block_ids)
+        handles = {place.handle for place in host_blocks}
+        is_known = is_known and all(self._has_left(one, now) for one in handles)
+        pieces = self._gathered(block_ids, host_blocks)
+        num_blocks = sum(len(ids) for ids, _ in pieces)
         num_loading = num_blocks + sum(load.num_blocks for load in self._loads.values())
         is_known = is_known and num_loading <= MAX_STAGED_BLOCKS  # else parts of it wait for steps
         self._in_timer.send(handle, num_blocks, now, is_known=is_known)
-        self._loads[handle] = _Load(collections.deque(pieces), self._arrival(handle, pieces))
+        self._loads[handle] = _Load(collections.deque(pieces), self._arrival(pieces, host_blocks))
         self._start_copies()
 
     def arrived(self) -> list[int]:
@@ -202,23 +226,48 @@ class BlockSwapper:
 
     def wait(self, handle: int) -> None:
         """Wait until a copy has reached the host."""
-        jax.block_until_ready(self._pieces[handle])
+        jax.block_until_ready(list(self._pieces[handle].values()))
         if handle in self._out_done_at:
             time.sleep(max(0.0, self._out_done_at[handle] - self._clock()))
 
     def discard(self, handle: int) -> None:
-        """Forget a copy that nobody will read."""
-        self._out_timer.forget(handle)
+        """Forget a load that nobody will join."""
         self._in_timer.forget(handle)
-        if self._loads.pop(handle, None) is None:
-            del self._pieces[handle]
-        self._out_done_at.pop(handle, None)
+        del self._loads[handle]
         self._trim_staged(MAX_STAGED_BLOCKS)
+
+    def put(self, handle: int, pieces: Sequence[np.ndarray]) -> None:
+        """Keep blocks in host memory that were read from files."""
+        self._pieces[handle] = {
+            number: jax.device_put(piece, self._on_host) for number, piece in enumerate(pieces)
+        }
+
+    def held(self, handle: int) -> list[jax.Array]:
+        """The pieces of a copy out, in order."""
+        return [piece for _, piece in sorted(self._pieces[handle].items())]
+
+    def drop(self, piece: HostPiece) -> None:
+        """Let go of blocks in host memory that nobody will read."""
+        pieces = self._pieces[piece.handle]
+        del pieces[piece.number]
+        if not pieces:
+            del self._pieces[piece.handle]
+            self._out_timer.forget(piece.handle)
+            self._leaving.pop(piece.handle, None)
+            self._out_done_at.pop(piece.handle, None)
+        self._trim_staged(MAX_STAGED_BLOCKS)
+
+    def drop_all(self, handle: int) -> None:
+        """Let go of what was copied out together."""
+        for number in list(self._pieces[handle]):
+            self.drop(HostPiece(handle, number))
 
     def _has_left(self, handle: int, now: float) -> bool:
         """Whether a copy has reached the host."""
-        has_left = all(map(_is_ready, self._pieces[handle]))
-        return has_left and now >= self._out_done_at.get(handle, now)
+        if not all(map(_is_ready, self._leaving.get(handle, ()))):
+            return False
+        self._leaving.pop(handle, None)
+        return now >= self._out_done_at.get(handle, now)
 
     def _trim_staged(self, limit: int) -> None:
         """Let go of copies that have left, and wait for the oldest until at most `limit` blocks have not."""
@@ -245,27 +294,33 @@ class BlockSwapper:
             num_staged += len(ids)
         return pool
 
-    def _take(self, handle: int, block_ids: Sequence[int]) -> list[Piece]:
-        """The pieces of a copy, with their new ids; it is no longer in host memory."""
-        self._out_timer.forget(handle)
-        return list(zip(self._cut(block_ids), self._pieces.pop(handle), strict=True))
+    def _gathered(self, block_ids: Sequence[int], host_blocks: Sequence[HostBlock]) -> list[Piece]:
+        """The pieces that hold blocks of the host, and the ids these get on the device."""
+        found: dict[HostPiece, np.ndarray] = {}
+        for block_id, place in zip(block_ids, host_blocks, strict=True):
+            if place.piece not in found:
+                size = len(self._pieces[place.handle][place.number])
+                found[place.piece] = np.arange(_UNWANTED, _UNWANTED + size, dtype=np.int32)
+            found[place.piece][place.row] = block_id
+        return [(ids, self._pieces[handle][number]) for (handle, number), ids in found.items()]
 
-    def _arrival(self, handle: int, pieces: Sequence[Piece]) -> float:
+    def _arrival(self, pieces: Sequence[Piece], host_blocks: Sequence[HostBlock]) -> float:
         """When a link of the speed of `bandwidth_limit` will have brought the pieces back."""
-        copied_out = self._out_done_at.pop(handle, 0.0)
-        num_bytes = sum(piece.nbytes for _, piece in pieces)
-        if self.bandwidth_limit is None:
+        if self.bandwidth_limit is None or not pieces:
             return 0.0
-        start = max(self._clock(), copied_out, self._in_free_at)
+        num_bytes = sum(piece.nbytes for _, piece in pieces)
+        copied_out = [self._out_done_at.get(handle, 0.0) for handle in {one.handle for one in host_blocks}]
+        start = max([self._clock(), self._in_free_at, *copied_out])
         self._in_free_at = start + num_bytes / self.bandwidth_limit
         return self._in_free_at
 
-    def _cut(self, block_ids: Sequence[int]) -> list[np.ndarray]:
-        ids, pieces = np.asarray(block_ids, np.int32), []
-        for size in piece_sizes(len(ids)):
-            pieces.append(ids[:size])
-            ids = ids[size:]
-        return pieces
+
+def _cut(block_ids: Sequence[int]) -> list[np.ndarray]:
+    ids, pieces = np.asarray(block_ids, np.int32), []
+    for size in piece_sizes(len(ids)):
+        pieces.append(ids[:size])
+        ids = ids[size:]
+    return pieces
 
 
 def _is_ready(array: jax.Array) -> bool:
@@ -291,9 +346,9 @@ def _gather(pool: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _scatter(pool: jax.Array, ids: jax.Array, blocks: jax.Array) -> jax.Array:
-    """The pool with `blocks` at `ids` [n], distinct ones; in place if it is donated."""
+    """The pool with `blocks` at `ids` [n], distinct ones, or beyond its end; in place if it is donated."""
     if len(ids) == 1:  # XLA would read the old block, too
         return lax.dynamic_update_slice_in_dim(pool, blocks, ids[0], 0)
     rows = pool.reshape(len(pool), -1)
-    rows = rows.at[ids].set(blocks.reshape(len(ids), -1), mode="promise_in_bounds", unique_indices=True)
+    rows = rows.at[ids].set(blocks.reshape(len(ids), -1), mode="drop", unique_indices=True)
     return rows.reshape(pool.shape)

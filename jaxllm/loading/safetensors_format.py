@@ -15,7 +15,7 @@ from jaxllm.errors import WeightsError
 from jaxllm.loading import llama, opt
 from jaxllm.loading.names import LM_HEAD, FamilyNames
 from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
-from jaxllm.models.config import LlamaConfig
+from jaxllm.models.config import LlamaConfig, Phi3Config
 from jaxllm.models.registry import AnyConfig, abstract_params
 
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None
@@ -51,6 +51,8 @@ def load_safetensors(
 
 def family_names(config: AnyConfig) -> FamilyNames:
     """The checkpoint names of the architecture of `config`."""
+    if isinstance(config, Phi3Config):
+        return llama.FUSED_NAMES
     return llama.NAMES if isinstance(config, LlamaConfig) else opt.NAMES
 
 

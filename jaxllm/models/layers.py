@@ -33,10 +33,19 @@ class Attend(Protocol):
         """See above."""
         ...
 
-    def __call__(self, layer: int, qkv: jax.Array, rope: RopeTable | None, scale: float) -> jax.Array:
+    def __call__(
+        self,
+        layer: int,
+        qkv: jax.Array,
+        rope: RopeTable | None,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> jax.Array:
         """`qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim].
 
-        Of the fused projection, queries and keys are rotated by `rope`, if it is given.
+        Of the fused projection, queries and keys are rotated by `rope`, if it is given. A token sees the
+        latest `window` tokens, its own included, or all. Scores are capped softly, if at all.
         """
         ...
 
@@ -72,12 +81,33 @@ def linear(
     return jax.nn.relu(y) if relu else y
 
 
+def gelu_glu(gate_up: jax.Array) -> jax.Array:
+    """`gelu(gate) * up` of `gate_up` [T, 2 * features], GELU by its tanh approximation -> [T, features]."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def whole(parts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The sum of `Linear.parts`."""
+    return parts if parts.ndim == 2 else parts.sum(axis=0).astype(dtype)
+
+
+def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """`cap * tanh(x / cap)`, if there is one."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def swiglu(gate_up: jax.Array, num_rows: jax.Array | None, *, is_native: bool) -> jax.Array:
     """`silu(gate) * up` of `gate_up` [T, 2 * features], of which `num_rows` are in use -> [T, features]."""
     if is_native and gate_up.shape[1] % (2 * native.LANES) == 0:
         return native.gated(gate_up, num_rows)
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
+
+
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """`x` times a factor, in float32 (many have none in 16 bits)."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -145,11 +175,14 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the features, computed in float32."""
+    """Root-mean-square normalisation over the features, computed in float32.
 
-    def __init__(self, features: int, *, eps: float, dtype: jnp.dtype) -> None:
+    With an `offset` (Gemma) the factors are the weights plus that, and what they multiply is not rounded.
+    """
+
+    def __init__(self, features: int, *, eps: float, dtype: jnp.dtype, offset: float = 0.0) -> None:
         self.weight = nnx.Param(jnp.ones((features,), dtype))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def __call__(
         self,
@@ -163,13 +196,16 @@ class RMSNorm(nnx.Module):
 
         Only the first `num_rows` need be right.
         """
+        factors = self.weight[...] + self.offset if self.offset else self.weight[...]
         if is_native and native.normalizes(x):
-            return native.norm(x, delta, self.weight[...], None, eps=self.eps, num_rows=num_rows)
+            return native.norm(x, delta, factors, None, eps=self.eps, num_rows=num_rows)
         if delta is not None and delta.ndim == 3:
             return add_rms_norm(x, delta, self.weight[...], eps=self.eps)
         x = x if delta is None else x + delta
         x32 = x.astype(jnp.float32)
         x32 = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        if self.offset:
+            return x, (x32 * (self.weight[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
         return x, self.weight[...] * x32.astype(x.dtype)
 
 

@@ -1,15 +1,35 @@
-"""Llama 1, 2 and 3.x in Flax NNX."""
+"""Llama, and the decoders that differ from it in details, in Flax NNX."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models.config import LlamaConfig
-from jaxllm.models.layers import Attend, Embedding, Linear, RMSNorm, swiglu
+from jaxllm.models.layers import (
+    Attend,
+    Embedding,
+    Linear,
+    RMSNorm,
+    gelu_glu,
+    scaled,
+    soft_capped,
+    swiglu,
+    whole,
+)
 from jaxllm.models.rope import rope_table
 from jaxllm.pallas_kernels.heads import RopeTable
+
+
+def _norms(config: LlamaConfig, dtype: jnp.dtype) -> Callable[[int], RMSNorm]:
+    """Makes the norms of a model, of so many features."""
+    offset = 1.0 if config.is_gemma else 0.0
+    return functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, offset=offset)
 
 
 class LlamaAttention(nnx.Module):
@@ -17,29 +37,50 @@ class LlamaAttention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype) -> None:
         self.layer = layer
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale or config.head_dim**-0.5
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.is_rotated = layer not in config.unrotated
+        self.soft_cap = config.attention_soft_cap
+        self.window = config.windows[layer] if config.windows else None
         heads = config.num_heads + 2 * config.num_kv_heads
-        bias = config.attention_bias
-        self.qkv_proj = Linear(config.hidden_size, heads * config.head_dim, bias=bias, dtype=dtype)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias, dtype=dtype)
+        size, out_bias = config.hidden_size, config.attention_output_bias
+        self.qkv_proj = Linear(size, heads * config.head_dim, bias=config.attention_bias, dtype=dtype)
+        self.o_proj = Linear(config.num_heads * config.head_dim, size, bias=out_bias, dtype=dtype)
+        norm = _norms(config, dtype)
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
 
     def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> `Linear.parts` of [T, hidden_size]."""
-        out = attend(self.layer, self.qkv_proj(x, attend.num_rows), rope, self.scale)
+        qkv = self._normed(self.qkv_proj(x, attend.num_rows))
+        table = rope if self.is_rotated else None
+        out = attend(self.layer, qkv, table, self.scale, self.window, self.soft_cap)
         return self.o_proj.parts(out.reshape(x.shape[0], -1), attend.num_rows)
+
+    def _normed(self, qkv: jax.Array) -> jax.Array:
+        """The fused projection, queries and keys normalised head by head where the model does that."""
+        if self.q_norm is None or self.k_norm is None:
+            return qkv
+        heads = qkv.reshape(len(qkv), -1, self.head_dim)
+        num_kv_heads = (heads.shape[1] - self.num_heads) // 2
+        q, k, v = jnp.split(heads, (self.num_heads, self.num_heads + num_kv_heads), axis=1)
+        return jnp.concatenate([self.q_norm(q)[1], self.k_norm(k)[1], v], axis=1).reshape(qkv.shape)
 
 
 class LlamaMLP(nnx.Module):
-    """SwiGLU with one fused gate and up projection."""
+    """SwiGLU, or Gemma's GELU in its place, with one fused gate and up projection."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype) -> None:
         size, bias = config.intermediate_size, config.mlp_bias
+        self.has_gelu = config.is_gemma
         self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
         self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
 
     def __call__(self, x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
         """`x` [T, hidden_size] -> `Linear.parts` of [T, hidden_size]."""
         gate_up = self.gate_up_proj(x, num_rows)
+        if self.has_gelu:
+            return self.down_proj.parts(gelu_glu(gate_up), num_rows)
         return self.down_proj.parts(
             swiglu(gate_up, num_rows, is_native=self.gate_up_proj.is_packed), num_rows
         )
@@ -50,6 +91,7 @@ class LlamaLayer(nnx.Module):
 
     def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype) -> None:
         eps = config.rms_norm_eps
+        self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
         self.self_attn = LlamaAttention(config, layer, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
@@ -61,19 +103,46 @@ class LlamaLayer(nnx.Module):
         """`x` [T, hidden_size], and `Linear.parts` yet to be added to it -> same."""
         num_rows, is_native = attend.num_rows, self.self_attn.qkv_proj.is_packed
         x, normed = self.input_layernorm(x, delta, num_rows, is_native=is_native)
-        delta = self.self_attn(normed, rope, attend)
+        delta = scaled(self.self_attn(normed, rope, attend), self.residual_multiplier)
         x, normed = self.post_attention_layernorm(x, delta, num_rows, is_native=is_native)
-        return x, self.mlp(normed, num_rows)
+        return x, scaled(self.mlp(normed, num_rows), self.residual_multiplier)
+
+
+class GemmaLayer(nnx.Module):
+    """One decoder layer with norms before and after each block."""
+
+    def __init__(self, config: LlamaConfig, layer: int, dtype: jnp.dtype) -> None:
+        norm, size = _norms(config, dtype), config.hidden_size
+        self.input_layernorm = norm(size)
+        self.self_attn = LlamaAttention(config, layer, dtype)
+        self.post_attention_layernorm = norm(size)
+        self.pre_feedforward_layernorm = norm(size)
+        self.mlp = LlamaMLP(config, dtype)
+        self.post_feedforward_layernorm = norm(size)
+
+    def __call__(
+        self, x: jax.Array, delta: jax.Array | None, rope: RopeTable, attend: Attend
+    ) -> tuple[jax.Array, jax.Array]:
+        """`x` [T, hidden_size], and what is yet to be added to it -> same."""
+        num_rows = attend.num_rows
+        options: Any = {"num_rows": num_rows, "is_native": self.self_attn.qkv_proj.is_packed}
+        x, normed = self.input_layernorm(x, delta, **options)
+        attended = whole(self.self_attn(normed, rope, attend), x.dtype)
+        _, delta = self.post_attention_layernorm(attended, **options)
+        x, normed = self.pre_feedforward_layernorm(x, delta, **options)
+        computed = whole(self.mlp(normed, num_rows), x.dtype)
+        return x, self.post_feedforward_layernorm(computed, **options)[1]
 
 
 class LlamaForCausalLM(nnx.Module):
-    """A Llama decoder with its output head."""
+    """A decoder like Llama with its output head."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype) -> None:
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List([LlamaLayer(config, i, dtype) for i in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        layer: Any = GemmaLayer if config.is_gemma else LlamaLayer
+        self.layers = nnx.List([layer(config, i, dtype) for i in range(config.num_layers)])
+        self.norm = _norms(config, dtype)(config.hidden_size)
         self.lm_head = (
             None
             if config.tie_word_embeddings
@@ -87,14 +156,25 @@ class LlamaForCausalLM(nnx.Module):
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """`token_ids`, `positions` [T] int32 -> final hidden states [T, hidden_size]."""
-        rope = rope_table(positions, self.config.rope.inverse_frequencies())
+        rotary = self.config.rope
+        rope = rope_table(positions, rotary.inverse_frequencies(), rotary.attention_factor)
+        local_rope, local = self.config.local_rope, self.config.local
+        ropes = [rope] * len(self.layers)
+        if local_rope is not None:
+            table = rope_table(positions, local_rope.inverse_frequencies(), local_rope.attention_factor)
+            ropes = [table if i in local else rope for i in range(len(self.layers))]
         x = self.embed_tokens(token_ids)
+        if self.config.embedding_multiplier != 1:  # rounded to the dtype, as Gemma was trained
+            x = x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
         delta = None
-        for layer in self.layers:
+        for layer, rope in zip(self.layers, ropes, strict=True):
             x, delta = layer(x, delta, rope, attend)
         return self.norm(x, delta, attend.num_rows, is_native=self.is_packed)[1]
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """`hidden` [N, hidden_size], of which `num_rows` are in use -> [N, vocab_size] float32."""
         head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
-        return head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32))
+        logits = head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32))
+        if self.config.logits_divisor != 1:
+            logits = logits / self.config.logits_divisor
+        return soft_capped(logits, self.config.logits_soft_cap)

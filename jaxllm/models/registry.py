@@ -25,12 +25,16 @@ Params = dict[str, jax.Array]
 AnyConfig = LlamaConfig | OPTConfig
 AnyModel = LlamaForCausalLM | OPTForCausalLM
 
-_MODELS: dict[type, type] = {LlamaConfig: LlamaForCausalLM, OPTConfig: OPTForCausalLM}
+
+def _model(config: AnyConfig, dtype: str) -> AnyModel:
+    if isinstance(config, LlamaConfig):
+        return LlamaForCausalLM(config, jnp.dtype(dtype))
+    return OPTForCausalLM(config, jnp.dtype(dtype))
 
 
 @functools.lru_cache(maxsize=16)
 def _structure(config: AnyConfig, dtype: str) -> tuple[nnx.GraphDef, dict[tuple, jax.ShapeDtypeStruct]]:
-    model = nnx.eval_shape(lambda: _MODELS[type(config)](config, jnp.dtype(dtype)))
+    model = nnx.eval_shape(lambda: _model(config, dtype))
     graphdef, state = nnx.split(model)
     flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
     return graphdef, flat
@@ -88,7 +92,7 @@ def pack_linear_weights(config: AnyConfig, params: Params) -> None:
 @functools.lru_cache(maxsize=16)
 def _linear_weights(config: AnyConfig) -> list[str]:
     """Names of the weights that activations are multiplied by."""
-    model = nnx.eval_shape(lambda: _MODELS[type(config)](config, jnp.dtype(jnp.float32)))
+    model = nnx.eval_shape(lambda: _model(config, "float32"))
     found = [path for path, module in nnx.iter_modules(model) if isinstance(module, Linear)]
     names = [f"{_name(path)}.weight" for path in found]
     return [*names, "embed_tokens.weight"] if config.tie_word_embeddings else names

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.errors import ConfigError, UnsupportedModelError
 from jaxllm.pallas_kernels.heads import RopeTable
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -22,10 +22,14 @@ _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_
 class RopeConfig:
     """Rotary embedding parameters.
 
-    `max_model_len` matters to the `dynamic` type only: where transformers recomputes the frequencies as the
-    longest sequence seen so far grows (so results depend on history), they are fixed here once for
-    `max_model_len`, as in vLLM: results do not depend on history, and equal those of transformers as long
-    as `max_model_len` is at most `max_position_embeddings`.
+    `max_model_len` matters to the types `dynamic` and `longrope` only: where transformers recomputes the
+    frequencies as the longest sequence seen so far grows (so results depend on history), they are fixed here
+    once for `max_model_len`, as in vLLM: results do not depend on history, and equal those of transformers as
+    long as `max_model_len` is at most `max_position_embeddings` (`dynamic`) or
+    `original_max_position_embeddings` (`longrope`: `short_factors` up to there, `long_factors` beyond).
+
+    Cosines and sines are multiplied by `attention_factor` (`yarn` and `longrope`). `beta_fast`, `beta_slow`
+    and `truncate` are of `yarn`.
     """
 
     head_dim: int
@@ -36,11 +40,26 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     max_model_len: int | None = None
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies are made for a longest sequence, `max_model_len`."""
+        return self.rope_type in ("dynamic", "longrope")
 
     @property
     def length_factor(self) -> float:
         """How far beyond `max_position_embeddings` positions may go."""
+        if self.rope_type == "yarn":
+            return max(
+                1.0, self.factor * self.original_max_position_embeddings / self.max_position_embeddings
+            )
         return self.factor if self.rope_type in ("linear", "dynamic") else 1.0
 
     @classmethod
@@ -52,8 +71,12 @@ class RopeConfig:
         rope_theta: float | None,
         rope_scaling: Mapping[str, Any] | None,
         rope_parameters: Mapping[str, Any] | None,
+        original_max_position_embeddings: int | None = None,
     ) -> RopeConfig:
-        """Read `rope_theta` with `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+        """Read `rope_theta` with `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
+
+        `original_max_position_embeddings` is that of Phi 3, beside them; it counts more than one in them.
+        """
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim={head_dim} must be even for rotary embeddings")
         for value in (rope_scaling, rope_parameters):
@@ -62,6 +85,8 @@ class RopeConfig:
         values = {**(rope_scaling or {}), **(rope_parameters or {})}
         rope_type = values.pop("rope_type", None) or values.get("type") or "default"
         values.pop("type", None)
+        if rope_type in ("su", "yarn") and "short_factor" in values:
+            rope_type = "longrope"  # its names in the first versions of Phi 3
         theta = values.pop("rope_theta", None) or rope_theta or 10000.0
         theta = _positive({"rope_theta": theta}, "rope_theta", rope_type)
         if rope_type not in SUPPORTED_ROPE_TYPES:
@@ -69,7 +94,13 @@ class RopeConfig:
                 f"rope type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
         known: dict[str, Any] = {}
-        if rope_type != "default":
+        if rope_type in ("yarn", "longrope"):
+            original = original_max_position_embeddings
+            values.setdefault("original_max_position_embeddings", max_position_embeddings)
+            if original is not None:
+                values["original_max_position_embeddings"] = original
+            known = _stretched(values, rope_type, max_position_embeddings, head_dim)
+        elif rope_type != "default":
             known["factor"] = _positive(values, "factor", rope_type)
         if rope_type == "llama3":
             known.update({name: _positive(values, name, rope_type) for name in _LLAMA3_FIELDS})
@@ -103,11 +134,18 @@ class RopeConfig:
             stretch = self.factor * length / self.max_position_embeddings - (self.factor - 1)
             theta *= stretch ** (self.head_dim / (self.head_dim - 2))
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
-        frequencies = np.float32(1.0) / np.float32(theta) ** exponents
+        frequencies: np.ndarray = np.float32(1.0) / np.float32(theta) ** exponents
         if self.rope_type == "linear":
             frequencies = frequencies / np.float32(self.factor)
         elif self.rope_type == "llama3":
             frequencies = self._llama3(frequencies)
+        elif self.rope_type == "yarn":
+            frequencies = self._yarn(frequencies)
+        elif self.rope_type == "longrope":
+            is_long = (self.max_model_len or 0) > self.original_max_position_embeddings
+            frequencies = frequencies / np.asarray(
+                self.long_factors if is_long else self.short_factors, np.float32
+            )
         return frequencies.astype(np.float32)
 
     def _llama3(self, frequencies: np.ndarray) -> np.ndarray:
@@ -120,6 +158,62 @@ class RopeConfig:
         smooth = np.clip(smooth, 0.0, 1.0)
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
 
+    def _yarn(self, frequencies: np.ndarray) -> np.ndarray:
+        """Slowed down by `factor` below `beta_slow` turns of the original length, kept above `beta_fast`.
+
+        YaRN (arXiv:2309.00071), section 3.2.
+        """
+
+        def dimension(num_turns: float) -> float:
+            wavelength = self.original_max_position_embeddings / (2 * math.pi * num_turns)
+            return self.head_dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        places = np.arange(len(frequencies), dtype=np.float32)
+        ramp = np.clip((places - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+        return ramp * frequencies / self.factor + (1 - ramp) * frequencies
+
+
+def _stretched(
+    values: dict[str, Any], rope_type: str, max_position_embeddings: int, head_dim: int
+) -> dict[str, Any]:
+    """The fields of `yarn` or `longrope`, taken out of `values`, with what transformers computes of them."""
+    original = _positive(values, "original_max_position_embeddings", rope_type)
+    if values.get("factor") is None:
+        values["factor"] = max_position_embeddings / original
+    factor = _positive(values, "factor", rope_type)
+    known: dict[str, Any] = {"factor": factor, "original_max_position_embeddings": original}
+    if rope_type == "yarn":
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            values[name] = values.get(name) or default
+            known[name] = float(_positive(values, name, rope_type))
+        known["truncate"] = bool(values.pop("truncate", True))
+        scales = [values.pop(name, None) or 0.0 for name in ("mscale", "mscale_all_dim")]
+        stretch = 0.1 * math.log(max(factor, 1.0))
+        if all(scales):
+            attention_factor = (scales[0] * stretch + 1) / (scales[1] * stretch + 1)
+        else:
+            attention_factor = stretch + 1
+    else:
+        for ours, name in (("short_factors", "short_factor"), ("long_factors", "long_factor")):
+            known[ours] = _factors(values.pop(name, None), name, head_dim // 2)
+        attention_factor = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
+    if values.get("attention_factor") is None:
+        values["attention_factor"] = attention_factor
+    return known | {"attention_factor": float(_positive(values, "attention_factor", rope_type))}
+
+
+def _factors(values: Any, name: str, count: int) -> tuple[float, ...]:
+    is_list = isinstance(values, list | tuple) and len(values) == count
+    if not is_list or not all(isinstance(one, int | float) and 0 < one < math.inf for one in values):
+        raise ConfigError(
+            f"config.json: rope type 'longrope' needs {count} positive numbers as {name!r}, not {values!r}"
+        )
+    return tuple(float(one) for one in values)
+
 
 def _positive(values: dict[str, Any], name: str, rope_type: str) -> Any:
     value = values.pop(name, None)
@@ -128,7 +222,8 @@ def _positive(values: dict[str, Any], name: str, rope_type: str) -> Any:
     return value
 
 
-def rope_table(positions: jax.Array, frequencies: np.ndarray) -> RopeTable:
-    """Cosines and sines of `positions` [T] int32."""
+def rope_table(positions: jax.Array, frequencies: np.ndarray, attention_factor: float = 1.0) -> RopeTable:
+    """Cosines and sines of `positions` [T] int32, times a factor."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)
-    return jnp.cos(angles), jnp.sin(angles)
+    table = jnp.cos(angles), jnp.sin(angles)
+    return table if attention_factor == 1 else (table[0] * attention_factor, table[1] * attention_factor)

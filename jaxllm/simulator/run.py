@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.simulator.executor import SimulatedExecutor
+from jaxllm.simulator.files import SimulatedFiles
 from jaxllm.simulator.truth import Residuals
 from jaxllm.types import Request
 from jaxllm.workloads import Feed, Trace
@@ -38,6 +40,10 @@ def simulate(
     calibration: OnlineCalibration | None = None,
     priorities: Sequence[int] | None = None,
     deadlines: Sequence[float] | None = None,
+    scheduler: Scheduler | None = None,
+    files: SimulatedFiles | None = None,
+    num_layer_groups: int = 1,
+    copies_in_step: bool = False,
 ) -> RunResult:
     """Run every request of `trace` to its full output length.
 
@@ -56,14 +62,18 @@ def simulate(
             nothing.
         priorities: of the requests, lower ones more urgent; all alike if None.
         deadlines: of the requests, in seconds from when each is sent; none if None.
+        scheduler: one of `config`, `policy` and `files` that does more than decide; by default a new one.
+        files: what of the prefix cache is copied to the host is written to them, too; None is no disk.
+        num_layer_groups, copies_in_step: see `SimulatedExecutor`.
 
     Raises:
         RequestTooLargeError: a request of the trace can never fit.
-        ConfigError: the trace is empty.
+        ConfigError: the trace is empty, or there cannot be so many layer groups.
     """
     if not len(trace):
         raise ConfigError("the trace holds no requests")
-    scheduler = Scheduler(config, policy, ledger=ledger)
+    if scheduler is None:
+        scheduler = Scheduler(config, policy, ledger=ledger, files=files)
     observer = None if calibration is None else StepObserver(calibration, None)
     executor = SimulatedExecutor(
         costs,
@@ -72,6 +82,9 @@ def simulate(
         overlap_swaps=overlap_swaps,
         residuals=residuals,
         ledger=ledger,
+        files=files,
+        num_layer_groups=num_layer_groups,
+        copies_in_step=copies_in_step,
     )
     executor.now = began_at = float(trace.arrival_times[0])
     feed = Feed(trace, began_at)
@@ -84,7 +97,7 @@ def simulate(
     for index in range(count if config.enable_prefix_caching else 0):
         if trace.followed(index) >= 0:
             followers.setdefault(trace.followed(index), []).append(index)
-    num_cached = 0
+    num_cached = num_host_cached = num_disk_cached = 0
     num_steps = num_prefill_steps = num_prefill_tokens = 0
     num_decode_steps = num_decoded = num_preemptions = num_swaps = 0
     while scheduler.has_unfinished or not feed.is_over:
@@ -106,8 +119,14 @@ def simulate(
         entered = time.perf_counter()
         scheduled = scheduler.schedule(executor.now, copies)
         scheduling += time.perf_counter() - entered
+        if reads := scheduler.take_reads():
+            executor.drop(scheduler.take_dropped())  # whose room they take
+            executor.read(reads)
         if scheduled.is_empty:
             due = feed.next_due
+            if scheduler.is_reading:
+                executor.wait_for_reads(math.inf if due is None else max(0.0, due - executor.now))
+                continue
             assert due is not None  # an idle scheduler has nothing left to run
             executor.wait_until(due)
             continue
@@ -117,7 +136,7 @@ def simulate(
             observer.observe(scheduled, executor.now - began)
         num_steps += 1
         num_preemptions += len(scheduled.preempted)
-        num_swaps += len(scheduled.swap_out)
+        num_swaps += scheduled.num_swapped
         if scheduled.prefill:
             num_prefill_steps += 1
             num_prefill_tokens += scheduled.num_prefill_tokens
@@ -131,7 +150,7 @@ def simulate(
             num_decoded += len(scheduled.decode)
             for request in scheduled.decode:
                 request.output_token_ids.append(0)
-        if scheduled.swap_in or scheduled.joined:
+        if scheduled.reads_host:
             scheduler.complete(scheduled.step_id)
         for request in scheduled.ending:
             scheduler.finish(request, "length")
@@ -140,6 +159,8 @@ def simulate(
             index = int(request.request_id)
             first_scheduled[index], finished[index] = first, executor.now
             num_cached += request.num_cached_tokens or 0
+            num_host_cached += request.num_host_cached_tokens
+            num_disk_cached += request.num_disk_cached_tokens
             for follower in followers.get(index, ()):
                 said[follower] = request.token_ids(0, request.num_known_tokens)
             feed.answered(executor.now, index)
@@ -159,6 +180,8 @@ def simulate(
         finish_times=finished,
         scheduling_seconds=scheduling,
         num_cached_tokens=num_cached,
+        num_host_cached_tokens=num_host_cached,
+        num_disk_cached_tokens=num_disk_cached,
     )
 
 

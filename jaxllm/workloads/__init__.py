@@ -9,7 +9,7 @@ from jaxllm.workloads.arrivals import (
     RecordedArrivals,
     parse_arrivals,
 )
-from jaxllm.workloads.conversations import make_conversations
+from jaxllm.workloads.conversations import load_conversations, make_conversations
 from jaxllm.workloads.datasets import PromptDataset, load_dataset_file
 from jaxllm.workloads.feed import Feed
 from jaxllm.workloads.lengths import ALPACA, CHATBOT, DATASETS, SUMMARY, LognormalLengths, UniformLengths
@@ -36,6 +36,7 @@ __all__ = [
     "TopicOutputs",
     "Trace",
     "UniformLengths",
+    "load_conversations",
     "load_dataset_file",
     "load_trace_csv",
     "make_conversations",

@@ -107,7 +107,7 @@ def load_dataset_file(
     limit = MAX_REQUESTS if limit is None else check_integer("limit", limit, 1, MAX_REQUESTS)
     file = Path(path)
     columns = [name for name in (column, length_column) if name is not None]
-    rows, bad = _read_rows(file, file_format, columns), BadRows(on_bad)
+    rows, bad = read_rows(file, file_format, columns), BadRows(on_bad)
 
     prompt_lens: list[int] = []
     texts: list[str] = []
@@ -150,8 +150,12 @@ def load_dataset_file(
     )
 
 
-def _read_rows(file: Path, file_format: str | None, columns: Sequence[str]) -> Iterator[tuple[str, _Row]]:
-    """`(where, row)` of each row; a row that cannot be parsed comes as an error to report."""
+def read_rows(file: Path, file_format: str | None, columns: Sequence[str]) -> Iterator[tuple[str, _Row]]:
+    """`(where, row)` of each row of a file; a row that cannot be parsed comes as an error to report.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     if file_format is None:
         file_format = _SUFFIXES.get(file.suffix.lower())
         if file_format is None:
@@ -213,7 +217,7 @@ def _read_parquet(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, _Ro
                 if names.count(column) != 1:
                     raise ConfigError(f"{file}: {_no_column(column, names, names.count(column))}.")
             number = 0
-            for batch in table.iter_batches(columns=list(columns)):
+            for batch in table.iter_batches(columns=list(columns) or None):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{file}, row {number}", row

@@ -32,8 +32,10 @@ class RunResult:
     """What became of a trace. Times are seconds of the run's clock, arrays are by request.
 
     `scheduling_seconds` is the host's own time in `Scheduler.schedule`, `prediction_seconds` that of
-    decisions and of comparing predictions with measurements, None if nobody measured it.
-    `num_cached_tokens` are tokens of prompts that were found in the prefix cache instead of computed.
+    decisions and of comparing predictions with measurements, and `host_seconds` all but that of sending steps
+    and of waiting for them; None if nobody measured it.
+    `num_cached_tokens` are tokens of prompts that were found in the prefix cache instead of computed,
+    `num_host_cached_tokens` those of them in host memory, `num_disk_cached_tokens` those in files.
     """
 
     seconds: float
@@ -51,7 +53,10 @@ class RunResult:
     finish_times: npt.NDArray[np.float64]
     scheduling_seconds: float
     prediction_seconds: float | None = None
+    host_seconds: float | None = None
     num_cached_tokens: int = 0
+    num_host_cached_tokens: int = 0
+    num_disk_cached_tokens: int = 0
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -78,6 +83,8 @@ class RunResult:
             "num_prefill_steps": self.num_prefill_steps,
             "num_prefill_tokens": self.num_prefill_tokens,
             "num_cached_tokens": self.num_cached_tokens,
+            "num_host_cached_tokens": self.num_host_cached_tokens,
+            "num_disk_cached_tokens": self.num_disk_cached_tokens,
             "mean_first_token_seconds": float((self.first_token_times - self.arrival_times).mean()),
             "num_preemptions": self.num_preemptions,
             "num_swaps": self.num_swaps,

@@ -1,12 +1,14 @@
-"""vLLM 0.2.5's scheduler for single-sequence requests, decision by decision.
+"""vLLM 0.2.5's scheduler, decision by decision.
 
 Prefills go first while nothing is swapped; an iteration prefills or decodes. What no later system shares
 is kept here: prompt batches are padded to their longest prompt, a request decodes only while a block is free
-even if its last one has room, and swapped requests ask for more room than they need.
+even if its last one has room, swapped requests ask for more room than they need, and the samples of a prompt
+are swapped together. Not so: each sample prefills the prompt and has blocks of its own.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Literal
 
@@ -29,7 +31,8 @@ class VLLM025:
     """vLLM 0.2.5: first come first served, the latest arrival is preempted.
 
     Args:
-        swaps: "never" drops victims, to be prefilled again. The others swap them out, and start a request
+        swaps: "never" drops victims, to be prefilled again, but swaps those of several samples while the host
+            pool has room. The others swap them out, and start a request
             only if all that started could end in host memory, each at its greatest length: within the "host"
             pool, or within "both" pools less the largest request. vLLM has no such rule and fails when the
             host pool is full; AdaptiveLLM describes its vLLM_s, which swaps, as running smaller batches.
@@ -62,8 +65,8 @@ class VLLM025:
 
     @property
     def may_swap(self) -> bool:
-        """Whether it can ask for host memory."""
-        return self.swaps != "never" or self.action is not None
+        """Whether it can ask for host memory: for samples of a prompt at the least."""
+        return True
 
     @property
     def needs_host_pool(self) -> bool:
@@ -103,20 +106,27 @@ class VLLM025Planner:
             return plan
         requests, growing = state.running.requests, set(state.running.growing)
         num_kept, num_growing = len(requests), len(growing)
-        num_free, num_host_free = state.pool.num_free, state.copies.num_free
+        num_free, num_host_free = state.pool.num_free, state.host.num_available
         while num_kept > 1:
             # A free block is asked for on behalf of each request in turn, also of one that needs none.
             needs_spare = requests[num_kept - 1] not in growing
             if num_growing + needs_spare <= num_free:
                 break
-            num_kept -= 1
-            victim = requests[num_kept]
-            decision = self._decide(victim, num_free, num_host_free, now)
-            is_swap = decision.action is PreemptionAction.SWAP
-            plan.victims.append((victim, decision))
-            num_growing -= victim in growing
-            num_free += len(victim.block_ids)
-            num_host_free -= len(victim.block_ids) * is_swap
+            num_victims, group = 1, requests[num_kept - 1].group_index
+            while requests[num_kept - num_victims - 1].group_index == group != requests[0].group_index:
+                num_victims += 1
+            victims = requests[num_kept - num_victims : num_kept]
+            num_kept -= num_victims
+            is_room = sum([len(victim.block_ids) for victim in victims]) <= num_host_free
+            for victim in reversed(victims):
+                decision = self._decide(victim, num_free, num_host_free, now)
+                if num_victims > 1 and self._rules.action is None:
+                    decision = _SWAP if is_room else _DROP
+                is_swap = decision.action is PreemptionAction.SWAP
+                plan.victims.append((victim, decision))
+                num_growing -= victim in growing
+                num_free += len(victim.block_ids)
+                num_host_free -= len(victim.block_ids) * is_swap
         if state.swapped and not plan.victims:
             self._swap_in(plan, num_free - num_growing, now)
         return plan
@@ -126,7 +136,7 @@ class VLLM025Planner:
         rules = self._rules
         if rules.action is not None:
             return rules.action.choose(victim, self._state.pools(num_free, num_host_free), now)
-        return _SWAP if rules.may_swap and len(victim.block_ids) <= num_host_free else _DROP
+        return _SWAP if rules.swaps != "never" and len(victim.block_ids) <= num_host_free else _DROP
 
     def _prefill(self, plan: Plan, now: float) -> None:
         """Add the prompt that spans iterations, and those that start, as many as fit a padded batch."""
@@ -177,26 +187,32 @@ class VLLM025Planner:
         if self._rules.swaps == "never":
             return None
         num_device = state.pool.num_blocks if self._rules.swaps == "both" else 0
-        worst = _WorstCase(state.pool.block_size, state.copies.num_blocks, num_device)
+        worst = _WorstCase(state.pool.block_size, state.host.num_blocks, num_device)
         for request in (*state.running, *state.prompts, *state.swapped):
             worst.add(request)
         return worst
 
     def _swap_in(self, plan: Plan, num_free: int, now: float) -> None:
-        """Add swapped requests that fit with a block to spare and the watermark."""
+        """Add swapped requests that fit with a block to spare and the watermark, samples together."""
         state, pool = self._state, self._state.pool
-        num_slots = len(state.free_slots)
+        groups = collections.defaultdict[int, list[Request]](list)
+        for request in state.swapped:
+            groups[request.group_index].append(request)
 
         def judge(request: Request) -> Verdict:
             nonlocal num_free
-            num_needed = pool.blocks_for(request.num_tokens)
-            if len(plan.resuming) == num_slots or num_needed > num_free or request.num_in_flight:
+            together = groups.pop(request.group_index, [request])
+            if num_free == pool.num_blocks:  # who has the pool to itself returns with as many as fit
+                together = [request]
+            num_slots = len(state.free_slots) - len(plan.resuming)
+            num_needed = sum([pool.blocks_for(one.num_tokens) for one in together])
+            if num_slots < len(together) or num_needed > num_free or request.num_in_flight:
                 return Verdict.STOP
-            num_spare = 1 + int(_WATERMARK * pool.num_blocks)
-            num_held = pool.blocks_for(request.num_computed_tokens)
+            num_spare = len(together) + int(_WATERMARK * pool.num_blocks)
+            num_held = sum([pool.blocks_for(one.num_computed_tokens) for one in together])
             if num_free < pool.num_blocks and num_held + num_spare > num_free:
                 return Verdict.STOP
-            num_free -= num_needed
+            num_free -= pool.blocks_for(request.num_tokens)
             plan.resuming.append((request, _AT_ONCE, 1))
             return Verdict.TAKE
 

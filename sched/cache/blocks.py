@@ -7,36 +7,44 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxllm.errors import ConfigError, KVCacheError
-from jaxllm.sched.cache.names import BlockName
+from jaxllm.sched.cache.names import BlockName, NameIndex
 
 
 class BlockPool:
-    """Hands out block ids `0 .. num_blocks - 1`, and finds them again by what they hold.
+    """Hands out the device's block ids `0 .. num_blocks - 1`, and finds them again by what they hold.
 
     A block has as many references as requests hold it; without any it is free. A full block may have a name,
     and then whoever starts with the same tokens may `acquire` it, used or free, until it is handed out as a
     new one. Free blocks are handed out from the front of a queue: those without a name were put there, those
     with one at its end, a sequence's last block first (vLLM V1's order: the least recently used go first, and
-    tails before heads). Of blocks of equal names the one that was named first is found.
+    tails before heads), or its first one with `heads_go_first`. Of blocks of equal names the one that was
+    named first is found.
 
     Every method either succeeds or raises and leaves the pool as it was.
+
+    Attributes:
+        names: where the blocks of names are.
+        reclaimed: blocks that lost their names since somebody emptied the list, as they were handed out; what
+            they hold is still there until the next iteration runs.
+        num_changes: counts whatever changed which blocks are free.
     """
 
     __slots__ = (
-        "_by_name",
         "_free",
         "_names",
-        "_num_found",
         "_num_references",
         "_num_shared",
-        "_num_watching",
-        "_watched",
         "block_size",
+        "heads_go_first",
+        "names",
         "num_blocks",
+        "num_changes",
+        "reclaimed",
     )
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, heads_go_first: bool = False) -> None:
         """A pool of `num_blocks` free blocks of `block_size` tokens each."""
+        self.heads_go_first = heads_go_first
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
                 f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}"
@@ -47,9 +55,9 @@ class BlockPool:
         self._num_references = [0] * num_blocks
         self._num_shared = 0  # references beyond the first of each block
         self._names: list[BlockName | None] = [None] * num_blocks
-        self._by_name: dict[BlockName, list[int]] = {}
-        self._watched: dict[BlockName, int] = {}
-        self._num_watching = self._num_found = 0  # watchers; and of the names they watch those of a block
+        self.names: NameIndex[int] = NameIndex()
+        self.reclaimed: list[tuple[int, BlockName]] = []
+        self.num_changes = 0
 
     @property
     def num_free(self) -> int:
@@ -98,11 +106,15 @@ class BlockPool:
                 "preempt or finish a request first"
             )
         block_ids = list(itertools.islice(free, num_blocks))
+        self.num_changes += 1
         for block_id in block_ids:
             del free[block_id]
             self._num_references[block_id] = 1
-            if self._names[block_id] is not None:
-                self._forget(block_id)
+            name = self._names[block_id]
+            if name is not None:
+                self._names[block_id] = None
+                self.names.remove(name, block_id)
+                self.reclaimed.append((block_id, name))
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -130,7 +142,8 @@ class BlockPool:
                     f"cannot release block {block_id} of a pool of {self.num_blocks}: {problem}"
                 )
             counts[block_id] -= 1
-        for block_id in reversed(block_ids):
+        self.num_changes += 1
+        for block_id in block_ids if self.heads_go_first else reversed(block_ids):
             if counts[block_id]:
                 self._num_shared -= 1
                 continue
@@ -144,61 +157,26 @@ class BlockPool:
         """Say what a held block holds, or will when the iteration that is being decided has run."""
         if self._names[block_id] is None:
             self._names[block_id] = name
-            block_ids = self._by_name.setdefault(name, [])
-            self._num_found += not block_ids and name in self._watched
-            block_ids.append(block_id)
+            self.names.add(name, block_id)
 
-    def named(self, name: BlockName) -> Sequence[int]:
-        """The blocks of a name, the first that got it first."""
-        return self._by_name.get(name, ())
-
-    def watch(self, name: BlockName) -> None:
-        """Count somebody who would find a block of this name."""
-        self._num_watching += 1
-        count = self._watched.get(name, 0)
-        self._watched[name] = count + 1
-        self._num_found += not count and name in self._by_name
-
-    def unwatch(self, name: BlockName) -> None:
-        """Take back a `watch`."""
-        self._num_watching -= 1
-        count = self._watched[name] - 1
-        if count:
-            self._watched[name] = count
-            return
-        del self._watched[name]
-        self._num_found -= name in self._by_name
-
-    @property
-    def may_find(self) -> bool:
-        """Whether any who watch would find a block now, or one of each other's."""
-        return self._num_found > 0 or len(self._watched) < self._num_watching
+    def name_of(self, block_id: int) -> BlockName | None:
+        """What a block is called."""
+        return self._names[block_id]
 
     def find(self, names: Sequence[BlockName]) -> list[int]:
         """Blocks of the first of `names`, until one is not there."""
         found = []
         for name in names:
-            block_ids = self._by_name.get(name)
-            if block_ids is None:
+            block_id = self.names.first(name)
+            if block_id is None:
                 break
-            found.append(block_ids[0])
+            found.append(block_id)
         return found
 
     def forget_names(self) -> None:
         """Find none of the present blocks again."""
         self._names = [None] * self.num_blocks
-        self._by_name = {}
-        self._num_found = 0
-
-    def _forget(self, block_id: int) -> None:
-        name = self._names[block_id]
-        assert name is not None  # the caller has looked
-        self._names[block_id] = None
-        block_ids = self._by_name[name]
-        block_ids.remove(block_id)
-        if not block_ids:
-            del self._by_name[name]
-            self._num_found -= name in self._watched
+        self.names.clear()
 
     def check(self) -> None:
         """Verify that each block is either free or held, and that names lead to their blocks.
@@ -212,10 +190,9 @@ class BlockPool:
         num_shared = sum(self._num_references) - self.num_used
         if num_shared != self._num_shared:
             raise KVCacheError(f"{num_shared} references are shared, not {self._num_shared}")
-        named = {block_id: name for name, block_ids in self._by_name.items() for block_id in block_ids}
+        places = self.names.places
+        named = {block_id: name for name, block_ids in places.items() for block_id in block_ids}
         if named != {block_id: name for block_id, name in enumerate(self._names) if name is not None}:
             raise KVCacheError("the names of blocks and the blocks of names do not agree")
-        if self._num_found != len(self._watched.keys() & self._by_name.keys()):
-            raise KVCacheError(f"{self._num_found} of the watched names are not those of blocks")
-        if not all(self._by_name.values()) or len(named) != sum(map(len, self._by_name.values())):
-            raise KVCacheError("a name leads to no block, or twice to one")
+        if not self.names.is_consistent() or len(named) != sum(map(len, places.values())):
+            raise KVCacheError("a name leads to no block, or twice to one, or is not counted")

@@ -2,6 +2,9 @@
 
 A name is of the tokens of a full block and of all before it, since these are what its keys and values depend
 on. Names are chained: each holds a digest of the name before it.
+
+Where a conversation was cut, new keys and values do not depend on what is gone. Blocks of such have names of
+their own, still of all tokens and the same for every cut, which only conversations that are cut look up.
 """
 
 from __future__ import annotations
@@ -9,17 +12,23 @@ from __future__ import annotations
 import array
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 _DIGEST_BYTES = 16
 _ITEMSIZE = 4
 
+Place = TypeVar("Place")
+
 
 class BlockName(NamedTuple):
-    """Of a full block: a digest of it and all before it, and its tokens, int32 one after another."""
+    """Of a full block: a digest of it and all before it, its tokens, int32 one after another, and its place.
+
+    `number` blocks come before it.
+    """
 
     digest: bytes
     tokens: bytes
+    number: int = 0
 
 
 def root(cache_salt: str | None = None) -> bytes:
@@ -27,18 +36,104 @@ def root(cache_salt: str | None = None) -> bytes:
     return b"" if cache_salt is None else _digest(b"salt:", cache_salt.encode())
 
 
-def names_of(token_ids: Sequence[int], block_size: int, before: bytes) -> list[BlockName]:
-    """Names of the full blocks of `token_ids`, which follow what the digest `before` is of."""
+def names_of(
+    token_ids: Sequence[int], block_size: int, before: bytes, first_number: int = 0
+) -> list[BlockName]:
+    """Names of the full blocks of `token_ids`, which follow `first_number` blocks of the digest `before`."""
     size = block_size * _ITEMSIZE
     num_blocks = len(token_ids) // block_size
     content = array.array("i", token_ids[: num_blocks * block_size]).tobytes()
     names = []
-    for start in range(0, num_blocks * size, size):
+    for number, start in enumerate(range(0, num_blocks * size, size), first_number):
         tokens = content[start : start + size]
         before = _digest(before, tokens)
-        names.append(BlockName(before, tokens))
+        names.append(BlockName(before, tokens, number))
     return names
+
+
+def cut_name(name: BlockName) -> BlockName:
+    """What a block of this name is called if it is computed after tokens before it were cut."""
+    digest = hashlib.blake2b(name.digest, digest_size=_DIGEST_BYTES, person=b"cut").digest()
+    return name._replace(digest=digest)
 
 
 def _digest(before: bytes, content: bytes) -> bytes:
     return hashlib.blake2b(before + content, digest_size=_DIGEST_BYTES).digest()
+
+
+class FileIndex(Protocol):
+    """What is in files."""
+
+    def __contains__(self, name: BlockName) -> bool:
+        """Whether a block seems to be there."""
+        ...
+
+
+class NameIndex(Generic[Place]):
+    """Where the blocks of names are in one tier, and how many of those who wait would find one.
+
+    Attributes:
+        places: by name, those that got it first first; no name is without.
+    """
+
+    __slots__ = ("_num_found", "_num_watching", "_watched", "places")
+
+    def __init__(self) -> None:
+        """No names, and nobody who waits."""
+        self.places: dict[BlockName, list[Place]] = {}
+        self._watched: dict[BlockName, int] = {}
+        self._num_watching = self._num_found = 0  # watchers; and of the names they watch those of a block
+
+    def add(self, name: BlockName, place: Place) -> None:
+        """Let a block be found."""
+        places = self.places.setdefault(name, [])
+        self._num_found += not places and name in self._watched
+        places.append(place)
+
+    def remove(self, name: BlockName, place: Place) -> None:
+        """Let a block not be found any more."""
+        places = self.places[name]
+        places.remove(place)
+        if not places:
+            del self.places[name]
+            self._num_found -= name in self._watched
+
+    def first(self, name: BlockName) -> Place | None:
+        """Where a block of this name is, if there is one."""
+        places = self.places.get(name)
+        return None if places is None else places[0]
+
+    def clear(self) -> None:
+        """Let no block be found."""
+        self.places = {}
+        self._num_found = 0
+
+    def watch(self, name: BlockName) -> None:
+        """Count somebody who would find a block of this name."""
+        self._num_watching += 1
+        count = self._watched.get(name, 0)
+        self._watched[name] = count + 1
+        self._num_found += not count and name in self.places
+
+    def unwatch(self, name: BlockName) -> None:
+        """Take back a `watch`."""
+        self._num_watching -= 1
+        count = self._watched[name] - 1
+        if count:
+            self._watched[name] = count
+            return
+        del self._watched[name]
+        self._num_found -= name in self.places
+
+    def is_watched(self, name: BlockName | None) -> bool:
+        """Whether somebody would find a block of this name."""
+        return name in self._watched
+
+    @property
+    def may_find(self) -> bool:
+        """Whether any who watch would find a block now, or one of each other's."""
+        return self._num_found > 0 or len(self._watched) < self._num_watching
+
+    def is_consistent(self) -> bool:
+        """Whether its counts are right."""
+        return all(self.places.values()) and self._num_found == len(self._watched.keys() & self.places.keys())

@@ -6,15 +6,28 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxllm.sched.cache.blocks import BlockPool
-from jaxllm.sched.cache.names import BlockName
+from jaxllm.sched.cache.names import BlockName, NameIndex
+from jaxllm.types import HostBlock
 
 
 class Hit(NamedTuple):
-    """What a lookup found: so many blocks, nobody's in `free`, somebody's in `held`."""
+    """What a lookup found: so many blocks, nobody's in `free`, somebody's in `held`, `copied` on the host.
+
+    The others will have been computed. The first `num_first` of the sequence are among them, and the next
+    one that is comes `num_missing` later, if that is not 0.
+    """
 
     num_blocks: int
     free: tuple[int, ...]
     held: tuple[int, ...]
+    copied: tuple[HostBlock, ...] = ()
+    num_first: int = 0
+    num_missing: int = 0
+
+    @property
+    def num_on_device(self) -> int:
+        """Blocks that need no new one of the device."""
+        return self.num_blocks - len(self.copied)
 
 
 NO_HIT = Hit(0, (), ())
@@ -25,6 +38,10 @@ class PoolPreview:
 
     Whoever is planned first takes first, as it will be when the plan is carried out: a new block loses its
     name, and what is computed is found under its name by those who are planned later.
+
+    Attributes:
+        kept: blocks of the host that victims will hold.
+        num_stored: blocks that they will store there.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -36,6 +53,8 @@ class PoolPreview:
         self._computed: set[BlockName] = set()
         self._released: dict[int, int] = {}
         self._freed: set[int] = set()
+        self.kept: set[HostBlock] = set()
+        self.num_stored = 0
 
     def take(self, num_blocks: int) -> None:
         """As many new blocks, or all there are."""
@@ -48,20 +67,55 @@ class PoolPreview:
         """What full blocks will hold."""
         self._computed.update(names)
 
-    def find(self, names: Sequence[BlockName]) -> Hit:
-        """Blocks of the first of `names`, until one will not be there."""
-        pool, count = self._pool, 0
+    def find(
+        self,
+        names: Sequence[BlockName],
+        on_host: NameIndex[HostBlock] | None = None,
+        *,
+        looks_past_gaps: bool = False,
+    ) -> Hit:
+        """Blocks of `names`, until one will not be there, nor is `on_host`; or all of them that are."""
+        count = num_first = num_missing = 0
         free: list[int] = []
         held: list[int] = []
-        for name in names:
-            block_id = next((one for one in pool.named(name) if one not in self._gone), None)
-            if block_id is not None:
+        copied: list[HostBlock] = []
+        for number, name in enumerate(names):
+            if not self._find(name, free, held) and name not in self._computed:
+                place = None if on_host is None else on_host.first(name)
+                if place is None and looks_past_gaps:
+                    continue
+                if place is None:
+                    break
+                copied.append(place)
+            if count == number:
+                num_first += 1
+            elif not num_missing:
+                num_missing = number - num_first
+            count += 1
+        if not count:
+            return NO_HIT
+        return Hit(count, tuple(free), tuple(held), tuple(copied), num_first, num_missing)
+
+    def find_each(self, names: Sequence[BlockName], host_blocks: Sequence[HostBlock]) -> Hit:
+        """Where the blocks are that a swapped request has on the host; `names` are of the first ones."""
+        free: list[int] = []
+        held: list[int] = []
+        copied = [
+            place
+            for number, place in enumerate(host_blocks)
+            if number >= len(names) or not self._find(names[number], free, held)
+        ]
+        return Hit(len(host_blocks), tuple(free), tuple(held), tuple(copied))
+
+    def _find(self, name: BlockName, free: list[int], held: list[int]) -> bool:
+        """Look for a block in the pool, and add it to those that are free, or held."""
+        pool = self._pool
+        for block_id in pool.names.places.get(name, ()):
+            if block_id not in self._gone:
                 is_held = pool.num_references(block_id) or block_id in self._held
                 (held if is_held else free).append(block_id)
-            elif name not in self._computed:
-                break
-            count += 1
-        return Hit(count, tuple(free), tuple(held)) if count else NO_HIT
+                return True
+        return False
 
     def hold(self, hit: Hit) -> None:
         """What was found."""

@@ -2,19 +2,27 @@
 
 Who is most urgent?
     `PriorityPolicy` (`.priority`, `.orders`): `FCFSPriority`, `FairPriority`, `PriorityClasses`,
-    `EarliestDeadline`, `ShortestJob`, `LeastWorkLeft`, `MultiLevelFeedback`.
+    `EarliestDeadline`, `ShortestJob`, `LeastWorkLeft`, `MultiLevelFeedback`,
+    `LongestCachedPrefix`.
 May this waiting request start now?
     `AdmissionPolicy` (`.admission`): `WatermarkAdmission`.
 How many prompt tokens ride in an iteration?
     `IterationPolicy` (`.iterations`): `MixedIterations`, `PacedIterations`, `SeparateIterations`.
 Whom to preempt when blocks run out?
-    `VictimPolicy` (`.victims`): `LatestArrivalVictim`, `LeastUrgentVictim`, `OutrankedVictim`.
+    `VictimPolicy` (`.victims`): `LatestArrivalVictim`, `LeastUrgentVictim`, `OvertakerVictim`,
+    `OutrankedVictim`.
 What becomes of the victim's KV?
     `ActionPolicy` (`.actions`): `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`.
-How does a swapped request come back?
+How does KV come back from host memory?
     `ResumePolicy` (`.resume`): `ResumeAtOnce`, `OverlapAwareResume`.
 In which order do requests start, resume and go on?
     `RestorePolicy` (`.order`): `MoreUrgentFirst`, `ResumeFirst`.
+What of the prefix cache is copied to host memory?
+    `OffloadPolicy` (`.offload`): `NoOffload`, `WriteBack`, `WriteThrough`, `AheadOfTime`,
+    `OffloadIfCheaper`.
+Which of it stays there?
+    `RetentionPolicy` (`.retention`): `LeastRecentlyUsed`, `S3FIFO`, `CostOverIdleTime`,
+    `ExpectedSaving`, `Hindsight`.
 How long will its output be?
     `LengthPolicy` (`jaxllm.predictors.lengths`): `ValuePredictor`, `RangePredictor`, `RankPredictor`,
     `TrueLength`.
@@ -46,10 +54,19 @@ from jaxllm.sched.policies.iterations import (
     PacedIterations,
     SeparateIterations,
 )
+from jaxllm.sched.policies.offload import (
+    AheadOfTime,
+    NoOffload,
+    OffloadIfCheaper,
+    OffloadPolicy,
+    WriteBack,
+    WriteThrough,
+)
 from jaxllm.sched.policies.order import MoreUrgentFirst, RestorePolicy, ResumeFirst
 from jaxllm.sched.policies.orders import (
     EarliestDeadline,
     LeastWorkLeft,
+    LongestCachedPrefix,
     MultiLevelFeedback,
     PriorityClasses,
     ShortestJob,
@@ -62,10 +79,19 @@ from jaxllm.sched.policies.resume import (
     ResumeDecision,
     ResumePolicy,
 )
+from jaxllm.sched.policies.retention import (
+    S3FIFO,
+    CostOverIdleTime,
+    ExpectedSaving,
+    Hindsight,
+    LeastRecentlyUsed,
+    RetentionPolicy,
+)
 from jaxllm.sched.policies.victims import (
     LatestArrivalVictim,
     LeastUrgentVictim,
     OutrankedVictim,
+    OvertakerVictim,
     VictimPolicy,
 )
 from jaxllm.sched.pool_state import PoolState
@@ -76,25 +102,36 @@ if TYPE_CHECKING:
 
 __all__ = [
     "QUESTIONS",
+    "S3FIFO",
     "ActionPolicy",
     "AdaptiveAction",
     "AdmissionPolicy",
+    "AheadOfTime",
     "AlwaysRecompute",
+    "CostOverIdleTime",
     "Decision",
     "EarliestDeadline",
+    "ExpectedSaving",
     "FCFSPriority",
     "FairPriority",
+    "Hindsight",
     "IterationPolicy",
     "IterationState",
     "LatestArrivalVictim",
+    "LeastRecentlyUsed",
     "LeastUrgentVictim",
     "LeastWorkLeft",
     "LengthPolicy",
+    "LongestCachedPrefix",
     "MixedIterations",
     "MoreUrgentFirst",
     "MultiLevelFeedback",
+    "NoOffload",
+    "OffloadIfCheaper",
+    "OffloadPolicy",
     "OutrankedVictim",
     "OverlapAwareResume",
+    "OvertakerVictim",
     "PacedIterations",
     "PoolState",
     "PreemptionAction",
@@ -106,6 +143,7 @@ __all__ = [
     "ResumeDecision",
     "ResumeFirst",
     "ResumePolicy",
+    "RetentionPolicy",
     "SchedulerPolicy",
     "SchedulingPolicy",
     "SeparateIterations",
@@ -113,6 +151,8 @@ __all__ = [
     "SwapIfItFits",
     "VictimPolicy",
     "WatermarkAdmission",
+    "WriteBack",
+    "WriteThrough",
     "members_of",
 ]
 
@@ -124,6 +164,8 @@ QUESTIONS: Mapping[str, type] = {
     "action": ActionPolicy,
     "resume": ResumePolicy,
     "restore": RestorePolicy,
+    "offload": OffloadPolicy,
+    "retention": RetentionPolicy,
     "length": LengthPolicy,
 }
 """What each part of a `SchedulerPolicy` must be."""
@@ -177,7 +219,8 @@ class SchedulerPolicy:
     """One policy per question; the defaults are today's vLLM's (V1).
 
     Args:
-        priority, admission, iterations, victim, action, resume, restore: see the module.
+        priority, admission, iterations, victim, action, resume, restore, offload, retention: see the
+            module.
         length: predicts outputs' lengths for policies that weigh them (`Request.predicted_tokens`); None
             predicts nothing.
         patience: how many others at most start or resume while the request that arrived first, of those
@@ -195,6 +238,8 @@ class SchedulerPolicy:
     action: ActionPolicy = dataclasses.field(default_factory=AlwaysRecompute)
     resume: ResumePolicy = dataclasses.field(default_factory=ResumeAtOnce)
     restore: RestorePolicy = dataclasses.field(default_factory=lambda: ResumeFirst(skips=False))
+    offload: OffloadPolicy = dataclasses.field(default_factory=NoOffload)
+    retention: RetentionPolicy = dataclasses.field(default_factory=LeastRecentlyUsed)
     length: LengthPolicy | None = None
     patience: int | None = 1024
 
@@ -217,7 +262,12 @@ class SchedulerPolicy:
     @property
     def may_swap(self) -> bool:
         """Whether it can ask for host memory."""
-        return not isinstance(self.action, AlwaysRecompute)
+        return not isinstance(self.action, AlwaysRecompute) or self.may_offload
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether it copies blocks of the prefix cache to host memory."""
+        return not isinstance(self.offload, NoOffload)
 
     @property
     def needs_host_pool(self) -> bool:

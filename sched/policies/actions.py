@@ -38,7 +38,8 @@ class ActionPolicy(Protocol):
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """The action for `victim`, which still holds its blocks.
 
-        `SWAP` is allowed only if as many host blocks are free as hold its `num_computed_tokens`.
+        `SWAP` is allowed only if as many host blocks are free as hold its `num_computed_tokens`, less those
+        that are there already (`num_copied`).
         """
         ...
 
@@ -66,7 +67,9 @@ class SwapIfItFits:
         """`SWAP` if the host pool has room."""
         num_blocks = num_copied(victim, state)
         action = PreemptionAction.SWAP if num_blocks <= state.num_host_free else PreemptionAction.RECOMPUTE
-        copy_out = None if self.costs is None else self.costs.swap_out_seconds(num_blocks)
+        copy_out = None
+        if self.costs is not None:
+            copy_out = self.costs.swap_out_seconds(num_blocks) if num_blocks else 0.0
         return Decision(action, copy_seconds=copy_out)
 
 
@@ -85,24 +88,26 @@ class AdaptiveAction:
 
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """`SWAP` if it is predicted to be faster and fits the host pool."""
-        num_blocks = num_copied(victim, state)
+        num_blocks = -(-victim.num_computed_tokens // state.block_size)
         if not num_blocks:
             return Decision(PreemptionAction.RECOMPUTE, 0.0, 0.0)
+        num_out = num_copied(victim, state)
         num_tokens = victim.num_computed_tokens + 1  # the newest one is prefilled, too
         num_tokens = max(1, num_tokens - state.num_shared * state.block_size)
-        copy_out, swap, recompute = serial_costs(self.costs, num_tokens, num_blocks)
-        return cheaper(num_blocks, state, swap, recompute, copy_out)
+        costs = serial_costs(self.costs, num_tokens, num_out, max(0, num_blocks - state.num_shared))
+        copy_out, swap, recompute = costs
+        return cheaper(num_out, state, swap, recompute, copy_out)
 
 
 def num_copied(victim: Request, state: PoolState) -> int:
-    """Blocks that hold a victim's KV."""
-    return -(-victim.num_computed_tokens // state.block_size)
+    """Blocks that hold a victim's KV, and have no copy on the host."""
+    return -(-victim.num_computed_tokens // state.block_size) - state.num_on_host
 
 
-def serial_costs(costs: CostModel, num_tokens: int, num_blocks: int) -> tuple[float, float, float]:
-    """Seconds of copying blocks out, of copying them out and back, and of one prefill of the tokens."""
-    copy_out = costs.swap_out_seconds(num_blocks)
-    swap = copy_out + costs.swap_in_seconds(num_blocks)
+def serial_costs(costs: CostModel, num_tokens: int, num_out: int, num_in: int) -> tuple[float, float, float]:
+    """Seconds of copying blocks out, of copying them out and others back, and of prefilling the tokens."""
+    copy_out = costs.swap_out_seconds(num_out) if num_out else 0.0
+    swap = copy_out + (costs.swap_in_seconds(num_in) if num_in else 0.0)
     return copy_out, swap, costs.step_seconds(0, 0, num_tokens, 1)
 
 

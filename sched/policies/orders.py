@@ -43,6 +43,25 @@ class EarliestDeadline:
 
 
 @dataclasses.dataclass(frozen=True)
+class LongestCachedPrefix:
+    """The request of which the most tokens are in the prefix cache goes first (SGLang's "lpm").
+
+    They are counted when it is queued. Without others going by for ever: `SchedulerPolicy.patience`.
+    """
+
+    reads = ()
+    reads_cache = True
+
+    def score(self, request: Request, now: float) -> float:
+        """The tokens found, more of them higher."""
+        return float(request.num_findable_tokens)
+
+    def group(self, request: Request) -> Hashable:
+        """One for all: while a request waits it is not counted anew."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
 class ShortestJob:
     """The request with the shortest predicted output goes first.
 

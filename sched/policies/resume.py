@@ -1,7 +1,8 @@
-"""How does a swapped request come back?
+"""How does KV come back from host memory?
 
-Copies run beside steps. A request may resume at once, so that its step waits for what is left of the copy;
-or in the background: it holds its blocks while others decode, and joins them when the copy has arrived.
+That of a swapped request, or what a waiting one finds there. Copies run beside steps. A request may go on at
+once, so that its step waits for what is left of the copy; or in the background: it holds its blocks while
+others decode, and joins them when the copy has arrived.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from jaxllm.sched.pool_state import PoolState
 from jaxllm.types import Request
 
 _SURELY_HIDDEN = 0.5  # of a step; copies and steps are only predicted
+_MOST_STEPS = 3.0  # that a copy at once may take, for a first token
 
 
 class ResumeAction(enum.Enum):
-    """How a swapped request comes back, once there are blocks for it."""
+    """How a queued request's KV comes back, once there are blocks for it."""
 
     AT_ONCE = "at once"
     """It goes on in this iteration, which waits for its copy."""
     IN_BACKGROUND = "in background"
     """It takes its blocks, and goes on when its copy has arrived."""
     LATER = "later"
-    """It stays in host memory; so do the less urgent ones."""
+    """It stays where it is; so do the less urgent ones, if it was swapped."""
+    RECOMPUTE = "recompute"
+    """It computes what is in host memory. Only for a waiting request: a swapped one stays, as for `LATER`."""
 
 
 class ResumeDecision(NamedTuple):
@@ -40,15 +44,15 @@ class ResumeDecision(NamedTuple):
 
 
 class ResumePolicy(Protocol):
-    """How a swapped request comes back."""
+    """How a queued request's KV comes back from host memory."""
 
     def choose(self, request: Request, copied_out_at: float, state: PoolState, now: float) -> ResumeDecision:
         """The action for `request`, for which there are blocks.
 
         Args:
-            request: a swapped request.
+            request: a swapped request, or a waiting one that finds blocks in host memory.
             copied_out_at: when its copy to the host ends by prediction; now or earlier if nobody predicts.
-            state: the pools.
+            state: the pools, and what is to be copied (`num_to_copy`).
             now: the engine's clock.
         """
         ...
@@ -56,7 +60,7 @@ class ResumePolicy(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ResumeAtOnce:
-    """Every swapped request resumes as soon as there are blocks for it."""
+    """Every request copies what is in host memory as soon as there are blocks for it."""
 
     def choose(self, request: Request, copied_out_at: float, state: PoolState, now: float) -> ResumeDecision:
         """`AT_ONCE`."""
@@ -71,6 +75,8 @@ class OverlapAwareResume:
     - Else the step would wait for it; or the request's share of the pool would be idle until it has arrived.
     - While other copies keep the link busy for longer than a step, and new requests wait for the blocks, it
       stays where it is: that costs nothing.
+    - A waiting request computes what it would wait longer for. It goes on at once if the step then takes no
+      more than thrice as long: its first token is what somebody waits for.
 
     Others may start meanwhile, but not for ever (`SchedulerPolicy.patience`).
 
@@ -85,13 +91,17 @@ class OverlapAwareResume:
         costs, block_size = self.costs, state.block_size
         step = costs.step_seconds(state.num_running, state.num_context_tokens) if state.num_running else 0.0
         waits = max(0.0, copied_out_at - now, state.copy_in_until - now)
-        copy = costs.swap_in_seconds(-(-request.num_computed_tokens // block_size))
+        copy = costs.swap_in_seconds(state.num_to_copy) if state.num_to_copy else 0.0
+        is_waiting = state.num_to_recompute > 0
+        if is_waiting and waits + copy > costs.step_seconds(0, 0, state.num_to_recompute, 1):
+            return ResumeDecision(ResumeAction.RECOMPUTE, waits + copy, copy)
         stall = max(0.0, waits + copy - _SURELY_HIDDEN * step)
         if not stall:
             return ResumeDecision(ResumeAction.AT_ONCE, 0.0, copy)
         num_blocks = -(-request.num_tokens // block_size)
         idle = max(step, waits + copy) * num_blocks / state.num_blocks
-        if waits > step and state.num_waiting:
+        if waits > step and state.num_waiting > is_waiting:
             return ResumeDecision(ResumeAction.LATER, min(stall, idle), copy)
-        action = ResumeAction.AT_ONCE if stall <= idle else ResumeAction.IN_BACKGROUND
-        return ResumeDecision(action, min(stall, idle), copy)
+        if stall <= idle or (is_waiting and waits + copy <= _MOST_STEPS * step):
+            return ResumeDecision(ResumeAction.AT_ONCE, stall, copy)
+        return ResumeDecision(ResumeAction.IN_BACKGROUND, idle, copy)

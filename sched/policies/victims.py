@@ -53,6 +53,22 @@ class LeastUrgentVictim:
 
 
 @dataclasses.dataclass(frozen=True)
+class OvertakerVictim:
+    """Preempts the request that arrived last, also for an earlier one that finds no room.
+
+    Those that went past a long request give it the room back (FlashGen, Section 4.3).
+    """
+
+    def score(self, request: Request, now: float) -> float:
+        """The same for all: the latest arrival goes."""
+        return 0.0
+
+    def outranks(self, queued: Request, holder: Request, now: float) -> bool:
+        """Whether it came before."""
+        return queued.arrival_index < holder.arrival_index
+
+
+@dataclasses.dataclass(frozen=True)
 class OutrankedVictim:
     """Preempts the request of lowest priority, also for a more urgent one that finds no room.
 

@@ -34,6 +34,7 @@ from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.profiling import Profiler
 from jaxllm.sched.presets import make_preset
+from jaxllm.types import host_blocks_of
 from jaxllm.workloads import AllAtOnce, ClosedLoop, make_trace
 
 _LEFT_BYTES = 2**20
@@ -174,10 +175,11 @@ def swap_speeds(
             swapper.wait(number)
             outs.append(time.perf_counter() - started)
             started = time.perf_counter()
-            pool = swapper.swap_in(pool, number, ids)
+            pool = swapper.swap_in(pool, ids, host_blocks_of(number, count))
             in_calls.append(time.perf_counter() - started)
             jax.block_until_ready(pool)
             ins.append(time.perf_counter() - started)
+            swapper.drop_all(number)
         out, back = float(np.median(outs)), float(np.median(ins))
         one = seconds_of(lambda: product(a), 5)
         repeats = max(1, round(out / one))
@@ -191,7 +193,7 @@ def swap_speeds(
         swapper.wait(99)
         jax.block_until_ready(results)
         together = time.perf_counter() - started
-        swapper.discard(99)
+        swapper.drop_all(99)
         yield {
             "blocks": count,
             "bytes": num_bytes,

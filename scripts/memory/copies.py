@@ -22,7 +22,7 @@ from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.predictors.link import LinkCosts, LinkSample
-from jaxllm.types import piece_sizes
+from jaxllm.types import host_blocks_of, piece_sizes
 from memory.block_size import LAYOUTS
 
 DIRECTIONS = ("out", "in")
@@ -202,8 +202,10 @@ class _Pool:
         self._swapper.wait(0)
         yield time.perf_counter() - started
         started = time.perf_counter()
-        self._pool = jax.block_until_ready(self._swapper.swap_in(self._pool, 0, back))
+        blocks = host_blocks_of(0, num_blocks)
+        self._pool = jax.block_until_ready(self._swapper.swap_in(self._pool, back, blocks))
         yield time.perf_counter() - started
+        self._swapper.drop_all(0)
 
 
 def _apart_copies(kv: KVShape, block_size: int, num_blocks: int, seed: int) -> Callable[[], Iterator[float]]:

@@ -130,6 +130,15 @@ def test_other_sampling_costs_what_it_needs(compiled, sampling, loops, sorts, ar
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_masks_are_applied_on_the_way(compiled, sampling):
+    """Nothing but the masks themselves is read, or written, for them."""
+    found = compiled(ProgramKey(64, sampling=sampling | Sampling.MASKED))
+    assert found.thunks == ONE_COMMAND_BUFFER
+    assert (found.loops, found.conditionals, found.sorts) == (0, 0, 0)
+    assert found.temporary_bytes < 64 * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
 def test_several_decodes_are_one_loop(compiled, sampling):
     found = compiled(ProgramKey(16, 0, 8, sampling))
     assert (found.loops, found.conditionals, found.sorts) == (1, 0, 0)

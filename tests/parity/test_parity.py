@@ -52,6 +52,15 @@ def test_golden_files_agree_with_the_installed_transformers():
     assert f"{len(VARIANTS)} variants agree" in done.stdout
 
 
+def test_golden_beams_agree_with_the_installed_transformers(tmp_path):
+    committed = json.loads((REPOSITORY / "tests" / "data" / "golden_beams.json").read_text())
+    done = run("python", "scripts/make_golden_beams.py", str(tmp_path / "beams.json"))
+    assert done.returncode == 0, done.stderr
+    for old, new in zip(committed, json.loads((tmp_path / "beams.json").read_text()), strict=True):
+        assert old.pop("scores") == pytest.approx(new.pop("scores"), rel=1e-5, abs=1e-4)
+        assert old == new
+
+
 def test_golden_check_fails_on_a_difference(tmp_path):
     """In a copy of the repository's files, with one recorded token changed."""
     shutil.copytree(REPOSITORY / "scripts", tmp_path / "scripts")
@@ -69,7 +78,20 @@ def test_golden_check_fails_on_a_difference(tmp_path):
     assert "llama_gqa: greedy tokens of prompt 2 differ" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["llama_llama3", "llama_attention_bias", "opt_pre_norm", "opt_post_norm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_llama3",
+        "llama_attention_bias",
+        "qwen3",
+        "granite",
+        "phi3_longrope",
+        "gemma2",
+        "gemma3",
+        "opt_pre_norm",
+        "opt_post_norm",
+    ],
+)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(name):
     folder, golden = golden_checkpoint(name), golden_data(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -92,7 +114,9 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(name):
         ("llama_head_dim", 128),
         ("llama_llama3", 128),
         ("llama_linear", 256),
+        ("qwen2_yarn", 256),
         *(("llama_dynamic", length) for length in (1, 128, 129, 256)),
+        *(("phi3_longrope", length) for length in (1, 128, 129, 512)),
     ],
 )
 def test_rope_frequencies_equal_those_of_transformers(name, length):
@@ -100,12 +124,12 @@ def test_rope_frequencies_equal_those_of_transformers(name, length):
     config = read_config(golden_checkpoint(name))
     rope_type = hf_config.rope_parameters["rope_type"]
     if rope_type == "default":
-        expected = AutoModelForCausalLM.from_config(hf_config).model.rotary_emb.inv_freq
+        expected, scaling = AutoModelForCausalLM.from_config(hf_config).model.rotary_emb.inv_freq, 1.0
     else:
         expected, scaling = ROPE_INIT_FUNCTIONS[rope_type](hf_config, "cpu", seq_len=length)
-        assert scaling == 1.0
-    ours = config.with_max_model_len(length).rope.inverse_frequencies()
-    np.testing.assert_allclose(ours, expected.numpy(), rtol=2e-6)
+    ours = config.with_max_model_len(length).rope
+    assert ours.attention_factor == pytest.approx(scaling)
+    np.testing.assert_allclose(ours.inverse_frequencies(), expected.numpy(), rtol=2e-6)
 
 
 @functools.cache

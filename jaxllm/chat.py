@@ -1,0 +1,274 @@
+"""Conversations: checked, brought into the form a chat template reads, and rendered by it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.errors import ConfigError, RequestError
+from jaxllm.tokenizer import encode, quiet_transformers, summary
+
+if TYPE_CHECKING:
+    from jinja2.nodes import Node, Template
+    from transformers import PreTrainedTokenizerBase
+
+CONTENT_FORMATS = ("auto", "string", "openai")
+_ARGUMENTS = ("chat_template", "add_generation_prompt", "continue_final_message", "tools")
+_RESERVED = (*_ARGUMENTS, "conversation", "messages", "tokenize")
+
+
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> list[int]:
+    """Token ids of a conversation. The special tokens are those the template writes; none are added.
+
+    Args and errors: as `render`.
+    """
+    return encode(tokenizer, render(tokenizer, messages, **options), add_special_tokens=False)
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: str | None = None,
+    content_format: str = "auto",
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The text that a chat template makes of a conversation.
+
+    The template runs in jinja2's immutable sandbox: it can neither reach Python's internals nor change
+    the messages.
+
+    Args:
+        tokenizer: the checkpoint's, with its template.
+        messages: as for `check_messages`, oldest first.
+        chat_template: a template's text, or the name of one of the checkpoint's; its default one if None.
+        content_format: what templates get as content: "string" (parts joined by line breaks), "openai" (a
+            list of parts), or "auto": a list where the template goes over one.
+        add_generation_prompt: open the assistant's turn at the end.
+        continue_final_message: leave the last message open instead, for the model to continue.
+        tools: JSON schemas of functions, which the template shows to the model.
+        template_variables: others that the template reads, e.g. `{"enable_thinking": False}`.
+
+    Raises:
+        RequestError: malformed messages, ones that the template refuses, or options that contradict each
+            other or that the template does not read.
+        ConfigError: the tokenizer has no chat template, or it is broken or hostile.
+    """
+    check_messages(messages)
+    if content_format not in CONTENT_FORMATS:
+        raise RequestError(
+            f"chat_template_content_format={content_format!r} must be one of {', '.join(CONTENT_FORMATS)}"
+        )
+    for name, flag in (
+        ("add_generation_prompt", add_generation_prompt),
+        ("continue_final_message", continue_final_message),
+    ):
+        if not isinstance(flag, bool):
+            raise RequestError(f"{name}={flag!r} must be True or False")
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "continue_final_message=True goes on with the last message and add_generation_prompt=True opens "
+            "a new one: set one of them to False"
+        )
+    given = [*tools] if isinstance(tools, Sequence) else [tools]
+    if tools is not None and (isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in given)):
+        raise RequestError(f"tools={tools!r} must be a list of functions' JSON schemas, each a dictionary")
+    template = _template(tokenizer, chat_template, tools)
+    variables = dict(template_variables or {})
+    for name in _RESERVED:
+        if name in variables:
+            raise RequestError(
+                f"chat_template_kwargs has {name!r}: give it to chat as an argument, if it is one"
+            )
+    with quiet_transformers():
+        from jinja2.exceptions import TemplateError
+
+        try:
+            parsed = _parse(template)
+            _check_variables([*variables, *(["tools"] if tools else [])], parsed)
+            is_openai = content_format == "openai" or (content_format == "auto" and _reads_parts(parsed))
+            return str(
+                tokenizer.apply_chat_template(
+                    [_as_read(message, is_openai) for message in messages],
+                    tools=[dict(tool) for tool in tools] if tools else None,
+                    chat_template=template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **variables,
+                )
+            )
+        except RequestError:
+            raise
+        except Exception as error:  # a template can raise anything Python can
+            if type(error) is TemplateError:  # from the template's own raise_exception(...)
+                raise RequestError(f"the chat template refuses these messages: {error}.") from error
+            raise ConfigError(
+                f"the chat template failed ({summary(error)}). Correct it, or render the prompt yourself and "
+                "send it as text."
+            ) from error
+
+
+def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
+    """Returns messages that are a conversation: a non-empty list of objects with a role and a content.
+
+    A role is a string. Content is a string or a list of `{"type": "text", "text": ...}`; beside `tool_calls`
+    it may be None, or absent.
+
+    Raises:
+        RequestError: they are not; the message names the entry.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(
+            'messages must be a list of {"role": ..., "content": ...} objects, '
+            f"not {type(messages).__name__}."
+        )
+    if not messages:
+        raise RequestError("messages is empty: give at least one message.")
+    for index, message in enumerate(messages):
+        place = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f'{place} must be an object {{"role": ..., "content": ...}}, not {type(message).__name__}.'
+            )
+        for key in ("role", "content"):
+            if key not in message and not (key == "content" and message.get("tool_calls")):
+                raise RequestError(f'{place} has no "{key}": it needs "role" and "content".')
+        if not isinstance(message["role"], str):
+            raise RequestError(f'{place}["role"] must be a string, not {type(message["role"]).__name__}.')
+        content, calls = message.get("content"), message.get("tool_calls")
+        if not isinstance(content, str) and not (content is None and calls):
+            _check_parts(f'{place}["content"]', content)
+        if calls is not None:
+            _check_calls(f'{place}["tool_calls"]', calls)
+    return messages
+
+
+def _check_parts(place: str, parts: object) -> None:
+    if not isinstance(parts, Sequence):
+        raise RequestError(f"{place} must be a string or a list of parts, not {type(parts).__name__}.")
+    for index, part in enumerate(parts):
+        if isinstance(part, str):
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind is None:
+            raise RequestError(f'{place}[{index}] must be an object {{"type": "text", "text": ...}}.')
+        if kind != "text":
+            raise RequestError(
+                f"{place}[{index}] is of type {kind!r}: models of text only are supported; send text."
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f'{place}[{index}]["text"] must be a string, not {part.get("text")!r}.')
+
+
+def _check_calls(place: str, calls: object) -> None:
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise RequestError(f"{place} must be a list, not {type(calls).__name__}.")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(_arguments(function), Mapping):
+            raise RequestError(
+                f'{place}[{index}] must be an object {{"function": {{"name": ..., "arguments": ...}}}} whose '
+                "arguments are an object, or its JSON."
+            )
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    """A call's arguments, from JSON as other servers have it; None if that is broken."""
+    arguments = function.get("arguments") or {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return None
+
+
+def _as_read(message: Mapping[str, Any], is_openai: bool) -> dict[str, Any]:
+    """A message as templates read it: one form of content, arguments of calls as objects (as in vLLM)."""
+    content = message.get("content")
+    parts = [content] if isinstance(content, str) else content or []
+    if is_openai and message["role"] != "tool":
+        form: Any = [{"type": "text", "text": one} if isinstance(one, str) else dict(one) for one in parts]
+    else:
+        form = "\n".join([one if isinstance(one, str) else one["text"] for one in parts])
+    read = {**message, "content": form}
+    if calls := read.pop("tool_calls", None):
+        read["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
+            for call in calls
+        ]
+    return read
+
+
+def _template(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, tools: Sequence[Any] | None
+) -> str:
+    """The text of the template to use."""
+    own: Any = getattr(tokenizer, "chat_template", None)
+    if chat_template is None:
+        if not own:
+            raise ConfigError(
+                "the tokenizer has no chat template: the checkpoint is probably a base model. Send a plain "
+                "prompt, give chat_template, or add the family's chat_template.jinja to its folder."
+            )
+    elif not isinstance(chat_template, str):
+        raise RequestError(f"chat_template={chat_template!r} must be a template's text")
+    elif "{" not in chat_template and not (isinstance(own, Mapping) and chat_template in own):
+        raise RequestError(
+            f"chat_template={chat_template!r} has no jinja in it and would say the same of all messages: "
+            "give a template's text; of a file, Path(...).read_text()"
+        )
+    try:
+        return str(tokenizer.get_chat_template(chat_template, [*tools] if tools else None))
+    except ValueError as error:  # several templates, none of which is the default
+        raise ConfigError(f"the tokenizer has no default chat template ({summary(error)})") from error
+
+
+def _parse(template: str) -> Template:
+    """The template as transformers reads it, with its extensions."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(template).environment.parse(template)
+
+
+def _check_variables(given: Sequence[str], parsed: Template) -> None:
+    """Verify that a template reads all variables that it is given.
+
+    Raises:
+        RequestError: it does not; names the nearest one that it reads.
+    """
+    from jinja2.meta import find_undeclared_variables
+
+    assert parsed.environment is not None
+    known = find_undeclared_variables(parsed) - parsed.environment.globals.keys()
+    for name in given:
+        if name not in known:
+            others = sorted(known - {"messages", *_ARGUMENTS})
+            near = difflib.get_close_matches(str(name), others, n=1)
+            meant = f"did you mean {near[0]}?" if near else "leave it out."
+            names = ", ".join(others) or "no variables of its own"
+            raise RequestError(f"the chat template does not read {name!r}; {meant} It reads {names}")
+
+
+def _reads_parts(parsed: Template) -> bool:
+    """Whether a template goes over a message's content, part by part."""
+    from jinja2 import nodes
+
+    def is_content(node: Node | None) -> bool:
+        while isinstance(node, nodes.Filter):
+            node = node.node
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
+            isinstance(node, nodes.Name) and node.name == "content"
+        )
+
+    return any(is_content(loop.iter) for loop in parsed.find_all(nodes.For))

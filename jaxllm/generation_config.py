@@ -1,0 +1,42 @@
+"""A checkpoint's own sampling parameters, from its `generation_config.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from jaxllm.errors import ConfigError, SamplingParamsError
+from jaxllm.sampling_params import SamplingParams
+
+_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields that are read, as vLLM does, and the parameters they are."""
+
+
+def default_sampling_params(model_dir: str | os.PathLike[str]) -> SamplingParams:
+    """What requests of a checkpoint take that bring no parameters; `SamplingParams()` if it does not say.
+
+    Raises:
+        ConfigError: the file is no JSON object, or a field is out of range.
+    """
+    path = Path(model_dir) / "generation_config.json"
+    if not path.exists():
+        return SamplingParams()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {str(path)!r} ({error}). Download the file again.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{str(path)!r} must hold a JSON object, not {type(content).__name__}")
+    values = {name: content.get(field) for field, name in _NAMES.items()}
+    try:
+        return SamplingParams.from_optional(**values)
+    except SamplingParamsError as error:
+        raise ConfigError(f"{str(path)!r}: {error} Repair the file, or remove the field.") from error

@@ -1,0 +1,155 @@
+"""vLLM's arguments that this engine has no setting for: values that change nothing, and what else to do."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import ConfigError, JaxllmError, RequestError
+
+_logger = logging.getLogger(__name__)
+
+_ONE_DEVICE = "the engine runs on one device; leave it out"
+_CHECKPOINTS = "checkpoints are folders on this machine; leave it out"
+_MULTIMODAL = "models of text only are supported; leave it out"
+_NO_QUANTIZATION = "weights and KV are not quantised; set dtype, or leave it out"
+_SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priority', or a class of your own"
+
+SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
+    "tensor_parallel_size": ((1,), _ONE_DEVICE),
+    "pipeline_parallel_size": ((1,), _ONE_DEVICE),
+    "data_parallel_size": ((1,), _ONE_DEVICE),
+    "enable_expert_parallel": ((False,), _ONE_DEVICE),
+    "distributed_executor_backend": ((None,), _ONE_DEVICE),
+    "disable_custom_all_reduce": ((False, True), _ONE_DEVICE),
+    "quantization": ((None,), _NO_QUANTIZATION),
+    "kv_cache_dtype": (("auto",), _NO_QUANTIZATION),
+    "calculate_kv_scales": ((False,), _NO_QUANTIZATION),
+    "cpu_offload_gb": ((0,), "weights stay on the device; leave it out"),
+    "trust_remote_code": ((False,), "no code of checkpoints is ever run; leave it out"),
+    "tokenizer_mode": (("auto", "hf"), "tokenizers are those of transformers; leave it out"),
+    "revision": ((None,), _CHECKPOINTS),
+    "code_revision": ((None,), _CHECKPOINTS),
+    "tokenizer_revision": ((None,), _CHECKPOINTS),
+    "download_dir": ((None,), _CHECKPOINTS),
+    "hf_token": ((None,), _CHECKPOINTS),
+    "hf_config_path": ((None,), "use hf_overrides for fields of config.json"),
+    "config_format": (("auto", "hf"), "config.json is Hugging Face's; leave it out"),
+    "rope_scaling": ((None,), "use hf_overrides={'rope_scaling': ...}"),
+    "rope_theta": ((None,), "use hf_overrides={'rope_theta': ...}"),
+    "ignore_patterns": ((None,), _CHECKPOINTS),
+    "model_loader_extra_config": ((None, {}), _CHECKPOINTS),
+    "task": (("auto", "generate"), "models only generate; leave it out"),
+    "runner": (("auto", "generate"), "models only generate; leave it out"),
+    "convert": (("auto", "none"), "models only generate; leave it out"),
+    "enforce_eager": ((False, True), "programs are always compiled; leave it out"),
+    "compilation_config": ((None,), "programs are always compiled; leave it out"),
+    "swap_space": ((4,), "use num_host_blocks"),
+    "enable_chunked_prefill": ((True, None), "use scheduler_policy='vllm', which prefills whole prompts"),
+    "scheduling_policy": ((), _SCHEDULER),
+    "scheduler_cls": ((None,), _SCHEDULER),
+    "preemption_mode": ((None,), _SCHEDULER),
+    "speculative_config": ((None,), "there is no speculative decoding; leave it out"),
+    "enable_lora": ((False,), "there are no LoRA adapters; merge them into the weights"),
+    "enable_prompt_adapter": ((False,), "there are no adapters; leave it out"),
+    "enable_prompt_embeds": ((False,), "prompts are text or token ids; leave it out"),
+    "limit_mm_per_prompt": ((None, {}), _MULTIMODAL),
+    "mm_processor_kwargs": ((None, {}), _MULTIMODAL),
+    "allowed_local_media_path": (("",), _MULTIMODAL),
+    "disable_log_stats": ((True,), "read RequestOutput.metrics instead"),
+    "served_model_name": ((None,), "there is no server in an LLM; leave it out"),
+    "device": (("auto",), "JAX_PLATFORMS chooses the device; leave it out"),
+    "max_logprobs": ((20,), "at most 20 log-probabilities are returned; leave it out"),
+    "use_v2_block_manager": ((True,), "leave it out"),
+}
+"""By name: values that change nothing, and the way out from others."""
+
+CHAT_ARGUMENTS: Mapping[str, tuple[Sequence[Any], str]] = {
+    "lora_request": ((None,), "there are no LoRA adapters; merge them into the weights"),
+    "mm_processor_kwargs": ((None, {}), _MULTIMODAL),
+    "tokenization_kwargs": ((None, {}), "use generate with token ids; leave it out"),
+    "tool_choice": (
+        (None, "auto", "none"),
+        "the model chooses by itself among tools; 'none' shows it none of them",
+    ),
+}
+"""The same of `LLM.chat`."""
+
+_OTHER_NAMES = {
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks": "num_gpu_blocks_override",
+    "max_seq_len": "max_model_len",
+    "max_batch_size": "max_num_seqs",
+    "scheduler": "scheduler_policy",
+    "attention_backend": "attention_implementation",
+}
+_RENAMED = ("kv_cache_memory_bytes",)
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+def translate(settings: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """Settings of this engine from what a script for vLLM gives.
+
+    Args:
+        settings: names and values as the user gave them.
+        known: this engine's names.
+
+    Raises:
+        ConfigError: a name is unknown, or a value of vLLM's asks for what there is not; the message says what
+            to do.
+    """
+    translated = {}
+    for name, value in settings.items():
+        if name in known:
+            translated[name] = (
+                _DTYPES.get(value, value) if name == "dtype" and isinstance(value, str) else value
+            )
+        elif name in _RENAMED:
+            if _OTHER_NAMES[name] in settings:
+                raise ConfigError(
+                    f"{name} and {_OTHER_NAMES[name]} are the same setting: leave one of them out"
+                )
+            translated[_OTHER_NAMES[name]] = value
+        elif name in SETTINGS:
+            _check_neutral(name, value, SETTINGS, ConfigError)
+            if name == "enforce_eager" and value:
+                _logger.warning("enforce_eager=True changes nothing: %s", SETTINGS[name][1])
+        else:
+            raise ConfigError(_unknown("setting", name, known))
+    return translated
+
+
+def check_chat_arguments(arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Verify that arguments of `LLM.chat` beside its own, the `known` ones, are vLLM's and change nothing.
+
+    Raises:
+        RequestError: one is not, or does; the message says what to do.
+    """
+    for name, value in arguments.items():
+        if name not in CHAT_ARGUMENTS:
+            raise RequestError(
+                _unknown("argument", name, [*known, *CHAT_ARGUMENTS])
+                + "; variables of the template go into chat_template_kwargs"
+            )
+        _check_neutral(name, value, CHAT_ARGUMENTS, RequestError)
+
+
+def _check_neutral(
+    name: str,
+    value: Any,
+    neutral: Mapping[str, tuple[Sequence[Any], str]],
+    error: type[JaxllmError],
+) -> None:
+    values, way_out = neutral[name]
+    if not any(type(value) in (type(one), int, float) and value == one for one in values):
+        raise error(f"{name}={value!r} is not supported: {way_out}")
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = _OTHER_NAMES.get(name) if what == "setting" else None
+    hint = hint or (near[0] if near else None)
+    meant = "" if hint is None else f"did you mean {hint}? "
+    return f"unknown {what} {name!r}; {meant}known {what}s: {', '.join(sorted({*known}))}"
