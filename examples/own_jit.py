@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm import functional as F
-from jaxllm.llm import demo_model_path
+from jaxllm.checkpoints import demo_model_path
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.tokenizer import load_tokenizer

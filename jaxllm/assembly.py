@@ -18,6 +18,7 @@ import jax
 
 from jaxllm import pallas_kernels
 from jaxllm import tokenizer as tokenization
+from jaxllm.checkpoints import checkpoint_folder
 from jaxllm.config import EngineConfig
 from jaxllm.costs import shape_of
 from jaxllm.engine.engine import Engine
@@ -30,6 +31,7 @@ from jaxllm.executor.disk import BlockFiles, weights_fingerprint
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
+from jaxllm.generation_config import default_sampling_params
 from jaxllm.ledgers import open_ledger
 from jaxllm.loading import load_params
 from jaxllm.logits_processors import load_processors
@@ -40,6 +42,7 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.table import TableCostModel
 from jaxllm.profiling import Profiler
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
@@ -78,6 +81,7 @@ class Assembly:
         costs: predicted seconds, corrected as the engine runs.
         costs_source: where they come from; None if nothing is known.
         load_times: seconds it took.
+        default_params: the checkpoint's own sampling parameters.
     """
 
     engine: Engine
@@ -88,6 +92,7 @@ class Assembly:
     costs: OnlineCalibration
     costs_source: str | None
     load_times: LoadTimes
+    default_params: SamplingParams
 
 
 def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | None = None) -> Assembly:
@@ -102,8 +107,9 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         WeightsError: the weights are missing, truncated or do not match.
         CapacityError: the device cannot hold the model and one KV block.
     """
-    folder = Path(config.model)
     started = time.perf_counter()
+    folder, tokenizer_folder = _folders(config)
+    default_params = default_sampling_params(folder)
     # Without effect where JAX has taken its memory already.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory.MEM_FRACTION))
     device = jax.devices()[0]
@@ -118,7 +124,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
 
     max_model_len = config.max_model_len or model_config.default_max_model_len
     has_bounds = model_config.with_max_model_len(max_model_len).has_bounds
-    shape = shape_of(model_config, folder.resolve().name, dtype)
+    shape = shape_of(model_config, Path(config.model).resolve().name, dtype)
     scheduling = make_scheduling(scheduler_policy, shape, device.device_kind, config.block_size)
     heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
     settle = functools.partial(pallas_kernels.settle_implementation, *heads, config.block_size)
@@ -196,7 +202,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     try:
         tokenizer = None
         if not config.skip_tokenizer_init:  # transformers is imported beside the compiling
-            tokenizer = tokenization.load_tokenizer(config.tokenizer or folder)
+            tokenizer = tokenization.load_tokenizer(tokenizer_folder)
         eos_token_ids = tokenization.eos_token_ids(folder, tokenizer, config.hf_overrides)
         params = load_params(
             folder, model_config, dtype, load_format=config.load_format, seed=config.seed, device=device
@@ -233,8 +239,23 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     if close_ledger is not None:
         weakref.finalize(engine, close_ledger)
     return Assembly(
-        engine, executor, tokenizer, model_config, dtype, scheduling.costs, costs_source, load_times
+        engine,
+        executor,
+        tokenizer,
+        model_config,
+        dtype,
+        scheduling.costs,
+        costs_source,
+        load_times,
+        default_params,
     )
+
+
+def _folders(config: EngineConfig) -> tuple[Path, Path]:
+    """The model's, and the tokenizer's."""
+    find = functools.partial(checkpoint_folder, download=config.download, cache_dir=config.download_dir)
+    folder = find(config.model, revision=config.revision)
+    return folder, folder if config.tokenizer is None else find(config.tokenizer)
 
 
 def _check_files(config: EngineConfig, limits: SchedulerConfig) -> None:

@@ -20,8 +20,12 @@ class EngineConfig:
     """How to load and run a model.
 
     Args:
-        model: folder of a Hugging Face or converted checkpoint.
-        tokenizer: folder of the tokenizer; the model's by default.
+        model: folder of a Hugging Face or converted checkpoint, or the id of one in the local Hugging Face
+            cache, such as "organisation/name".
+        tokenizer: folder or id of the tokenizer; the model's by default.
+        revision: branch, tag or commit of an id; "main" by default.
+        download: fetch what the cache lacks of an id: weights in safetensors, configuration and tokenizer.
+        download_dir: that cache; by default the environment's (HF_HUB_CACHE, HF_HOME).
         skip_tokenizer_init: run without a tokenizer, on token ids only.
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on CPUs (which emulate the others), the
             checkpoint's dtype elsewhere.
@@ -80,6 +84,9 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    revision: str | None = None
+    download: bool = False
+    download_dir: str | os.PathLike[str] | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
     load_format: str = "auto"
@@ -111,12 +118,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         strings = (
             "tokenizer",
+            "revision",
+            "download_dir",
             "compilation_cache_dir",
             "attention_implementation",
             "ledger",
             "prefix_cache_dir",
         )
-        for name in ("model", *strings, "prefix_cache_dir"):
+        for name in ("model", *strings):
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike) and (value is not None or name == "model"):
                 raise ConfigError(f"{name}={value!r} must be a string")
@@ -159,7 +168,7 @@ class EngineConfig:
             )
         _number("host_bandwidth_limit", self.host_bandwidth_limit, 1.0, 1e15)
         _number("profile_seconds", self.profile_seconds, 0.0, 3600.0)
-        for name in ("skip_tokenizer_init", "async_scheduling", "enable_prefix_caching"):
+        for name in ("download", "skip_tokenizer_init", "async_scheduling", "enable_prefix_caching"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name != "enable_prefix_caching"):
                 raise ConfigError(f"{name}={value!r} must be True or False")

@@ -8,18 +8,17 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import tokenizer as tokenization
 from jaxllm.assembly import assemble
 from jaxllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxllm.chat import render
+from jaxllm.checkpoints import demo_model_path
 from jaxllm.config import EngineConfig
 from jaxllm.engine.thread import EngineThread, OutputStream
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError
 from jaxllm.executor.step_programs import CompileProgress
-from jaxllm.generation_config import default_sampling_params
 from jaxllm.inputs import Prompt
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -49,8 +48,9 @@ class LLM:
     If a step fails all calls under way raise `EngineError`, and so do later ones; a new `LLM` works.
 
     Args:
-        model: folder of a checkpoint; the embedded demo model if None.
-        tokenizer: folder of the tokenizer; the model's if None.
+        model: folder of a checkpoint, or its id in the local Hugging Face cache ("organisation/name";
+            `download=True` fetches it); the embedded demo model if None.
+        tokenizer: folder or id of the tokenizer; the model's if None.
         scheduler_policy: which request is next, whom to preempt and how, when to admit: a preset's name
             ("adaptive", the default, "paper", "vllm", "vllm_v1" and others, see `jaxllm.sched.presets`; its
             predicted costs are those of `jaxllm profile`, or a roofline), the import path "module:attribute"
@@ -77,14 +77,14 @@ class LLM:
     ) -> None:
         known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
         translated = translate({"tokenizer": tokenizer, **settings}, known)
-        folder = demo_model_path() if model is None else Path(model)
-        self.config = EngineConfig(model=str(folder), **translated)
-        self._default_params = default_sampling_params(folder)
+        chosen = demo_model_path() if model is None else model
+        name = os.fspath(chosen) if isinstance(chosen, os.PathLike) else chosen
+        self.config = EngineConfig(model=name, **translated)
         made = assemble(self.config, scheduler_policy)
         self.engine, self.executor, self.tokenizer = made.engine, made.executor, made.tokenizer
         self.model_config, self.dtype = made.model_config, made.dtype
         self.costs, self.costs_source = made.costs, made.costs_source
-        self.load_times = made.load_times
+        self.load_times, self._default_params = made.load_times, made.default_params
         self._thread = EngineThread(self.engine)
         self._ids = itertools.count()
 
@@ -346,11 +346,6 @@ class LLM:
 
 
 _CHAT_NAMES = [name for name in inspect.signature(LLM.chat).parameters if name not in ("self", "others")]
-
-
-def demo_model_path() -> Path:
-    """Folder of the small Llama that comes with the package."""
-    return Path(__file__).parent / "demo_model"
 
 
 @contextlib.contextmanager

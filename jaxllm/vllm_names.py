@@ -12,7 +12,8 @@ from jaxllm.errors import ConfigError, JaxllmError, RequestError
 _logger = logging.getLogger(__name__)
 
 _ONE_DEVICE = "the engine runs on one device; leave it out"
-_CHECKPOINTS = "checkpoints are folders on this machine; leave it out"
+_FILES = "safetensors, configuration and tokenizer are all that is read; leave it out"
+_NO_CODE = "no code of checkpoints is ever run; leave it out"
 _MULTIMODAL = "models of text only are supported; leave it out"
 _NO_QUANTIZATION = "weights and KV are not quantised; set dtype, or leave it out"
 _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priority', or a class of your own"
@@ -28,19 +29,17 @@ SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
     "kv_cache_dtype": (("auto",), _NO_QUANTIZATION),
     "calculate_kv_scales": ((False,), _NO_QUANTIZATION),
     "cpu_offload_gb": ((0,), "weights stay on the device; leave it out"),
-    "trust_remote_code": ((False,), "no code of checkpoints is ever run; leave it out"),
+    "trust_remote_code": ((False,), _NO_CODE),
     "tokenizer_mode": (("auto", "hf"), "tokenizers are those of transformers; leave it out"),
-    "revision": ((None,), _CHECKPOINTS),
-    "code_revision": ((None,), _CHECKPOINTS),
-    "tokenizer_revision": ((None,), _CHECKPOINTS),
-    "download_dir": ((None,), _CHECKPOINTS),
-    "hf_token": ((None,), _CHECKPOINTS),
+    "code_revision": ((None,), _NO_CODE),
+    "tokenizer_revision": ((None,), "a tokenizer's id has the revision 'main'; give the folder of another"),
+    "hf_token": ((None,), "set the environment's HF_TOKEN; leave it out"),
     "hf_config_path": ((None,), "use hf_overrides for fields of config.json"),
     "config_format": (("auto", "hf"), "config.json is Hugging Face's; leave it out"),
     "rope_scaling": ((None,), "use hf_overrides={'rope_scaling': ...}"),
     "rope_theta": ((None,), "use hf_overrides={'rope_theta': ...}"),
-    "ignore_patterns": ((None,), _CHECKPOINTS),
-    "model_loader_extra_config": ((None, {}), _CHECKPOINTS),
+    "ignore_patterns": ((None,), _FILES),
+    "model_loader_extra_config": ((None, {}), _FILES),
     "task": (("auto", "generate"), "models only generate; leave it out"),
     "runner": (("auto", "generate"), "models only generate; leave it out"),
     "convert": (("auto", "none"), "models only generate; leave it out"),

@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if {"link", "measured"} & set(args.parts):
         from memory.copies import KVShape, copy_rows, fit_rows, measured_rows, recompute_rows
 
-        from jaxllm.llm import demo_model_path
+        from jaxllm.checkpoints import demo_model_path
 
         timing = (args.repetitions, args.seed)
         if "link" in args.parts:

@@ -17,9 +17,9 @@ from typing import Any
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.checkpoints import demo_model_path
 from jaxllm.engine.engine import Engine
 from jaxllm.hardware import describe_hardware, versions
-from jaxllm.llm import demo_model_path
 from jaxllm.sched.scheduler import Scheduler
 
 SETTINGS = {"single steps": 1, "several": None}

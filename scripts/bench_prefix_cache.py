@@ -27,11 +27,11 @@ from typing import Any
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.checkpoints import demo_model_path
 from jaxllm.config import EngineConfig
 from jaxllm.engine.engine import Engine
 from jaxllm.executor.disk import BlockFiles
 from jaxllm.hardware import describe_hardware, versions
-from jaxllm.llm import demo_model_path
 from jaxllm.outputs import RequestOutput
 from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.names import names_of, root

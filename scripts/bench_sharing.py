@@ -16,8 +16,8 @@ import sys
 
 from jaxllm import LLM, BeamSearchParams, SamplingParams
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.checkpoints import demo_model_path
 from jaxllm.hardware import versions
-from jaxllm.llm import demo_model_path
 
 _SIZES = (2, 4, 6)
 

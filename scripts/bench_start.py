@@ -21,8 +21,8 @@ import time
 from typing import Any
 
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.checkpoints import demo_model_path
 from jaxllm.hardware import describe_hardware, versions
-from jaxllm.llm import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.registry import weight_bytes
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.checkpoints import demo_model_path
 from jaxllm.hardware import describe_hardware, versions
-from jaxllm.llm import demo_model_path
 
 _PROMPT_LEN = 16
 _ITEM = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}

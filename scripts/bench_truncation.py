@@ -29,8 +29,8 @@ from demo_model_data import read_corpus
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.checkpoints import demo_model_path
 from jaxllm.hardware import describe_hardware, versions
-from jaxllm.llm import demo_model_path
 from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, config_from_dict, read_hf_config
 from jaxllm.models.registry import Params, bind

@@ -22,7 +22,7 @@ from jaxllm import hardware
 from jaxllm.bench.results import command_line
 from jaxllm.bench.step_times import StepTimer
 from jaxllm.bench.throughput import Repetition, Workload, num_params, overhead, run_once, spread
-from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, model_folder, note
+from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, model_name, note
 from jaxllm.engine.engine import Engine
 from jaxllm.executor import compile_stats
 from jaxllm.llm import LLM
@@ -89,7 +89,7 @@ def main() -> None:
     runs = repeat(llm, workload, args.repetitions)
     result = {
         "command": command_line(["python", "scripts/profile_overhead.py", *sys.argv[1:]]),
-        "model": model_folder(settings).name,
+        "model": model_name(settings),
         "num_params": num_params(llm),
         "dtype": llm.dtype,
         "max_num_seqs": llm.executor.config.max_num_seqs,

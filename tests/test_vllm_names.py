@@ -12,10 +12,10 @@ from variants import golden_checkpoint
 
 import jaxllm
 from jaxllm import LLM, SamplingParams, TextPrompt, TokensPrompt
+from jaxllm.checkpoints import demo_model_path
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineError, SamplingParamsError
 from jaxllm.generation_config import default_sampling_params
-from jaxllm.llm import demo_model_path
 from jaxllm.sampling_params import NEUTRAL_VALUES as NOT_SUPPORTED
 from jaxllm.sampling_params import PARAMETER_NAMES
 from jaxllm.vllm_names import CHAT_ARGUMENTS, SETTINGS, translate

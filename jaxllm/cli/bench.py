@@ -11,7 +11,7 @@ from jaxllm.cli.options import (
     add_engine_options,
     engine_settings,
     load_llm,
-    model_folder,
+    model_name,
     note,
     note_compile_report,
 )
@@ -87,7 +87,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         note_compile_report(llm)
     result = {
         "command": command_line(["jaxllm", *args.command_line]),
-        "model": model_folder(settings).name,
+        "model": model_name(settings),
         **measure_throughput(
             llm,
             workload,

@@ -23,7 +23,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
             "DST must not exist, or be an empty folder; an interrupted conversion leaves none."
         ),
     )
-    parser.add_argument("src", metavar="SRC", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("src", metavar="SRC", help="folder or id of a Hugging Face checkpoint")
     parser.add_argument("dst", metavar="DST", help="folder to write")
     parser.add_argument(
         "--dtype",
@@ -36,10 +36,11 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; returns the exit code."""
+    from jaxllm.checkpoints import checkpoint_folder
     from jaxllm.loading import convert_checkpoint
 
     started = time.perf_counter()
-    folder = convert_checkpoint(args.src, args.dst, args.dtype)
+    folder = convert_checkpoint(checkpoint_folder(args.src), args.dst, args.dtype)
     size = sum(path.stat().st_size for path in (folder / "params").rglob("*") if path.is_file())
     note(f"wrote {folder} ({size / 2**20:.1f} MiB of weights) in {time.perf_counter() - started:.1f} s")
     return 0

@@ -227,7 +227,7 @@ def _context(settings: Mapping[str, Any], chat: bool) -> str:
     chosen: dict[str, Any] = {name: settings.get(name) for name in _CONTEXT_SETTINGS}
     if settings.get("load_format") == "dummy":
         chosen["seed"] = settings.get("seed")
-    tokenizer = Path(settings.get("tokenizer", folder))
+    tokenizer = model_folder(settings, "tokenizer")
     folders = [folder_digest(folder)]
     if tokenizer != folder:
         folders.append(folder_digest(tokenizer))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.checkpoints import checkpoint_folder, demo_model_path
 from jaxllm.config import ATTENTION_IMPLEMENTATIONS, DTYPES, LOAD_FORMATS, WARM_UPS
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ _bytes.__name__, _sizes.__name__ = "byte count", "list of sizes"
 json_object.__name__ = "JSON object"
 
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
-    "tokenizer": (str, "DIR", "folder of the tokenizer (default: the model's)"),
+    "tokenizer": (str, "DIR", "folder or id of the tokenizer (default: the model's)"),
+    "revision": (str, "NAME", "branch, tag or commit of a model's id (default: main)"),
+    "download_dir": (str, "DIR", "cache of models by id (default: Hugging Face's)"),
     "hf_overrides": (json_object, "JSON", "fields of config.json to replace"),
     "max_model_len": (int, "N", "longest sequence, prompt and output, in tokens"),
     "max_num_seqs": (int, "N", "most requests running at once"),
@@ -95,6 +98,7 @@ _CHOICES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "warm_up": (WARM_UPS, "compile programs beside the engine, or all of them first"),
 }
 _SWITCHES = {
+    "download": "fetch what the cache lacks of a model that is given by id (default: off)",
     "async_scheduling": "let the host run one step ahead of the device (default: on)",
     "enable_prefix_caching": "compute prompts that begin alike once (default: on, if the policy can)",
 }
@@ -103,7 +107,9 @@ _NAMES = ("model", *_SWITCHES, *_OPTIONS, *_CHOICES)
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add `--model` and the engine options; those not given keep the engine's defaults."""
-    parser.add_argument("--model", metavar="DIR", help="folder of a checkpoint (default: the demo model)")
+    parser.add_argument(
+        "--model", metavar="DIR", help="folder of a checkpoint, or its id (default: the demo model)"
+    )
     group = parser.add_argument_group("engine options")
     for name, (convert, metavar, text) in _OPTIONS.items():
         group.add_argument(_flag(name), type=convert, metavar=metavar, default=argparse.SUPPRESS, help=text)
@@ -125,12 +131,21 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in _NAMES if hasattr(args, name)}
 
 
-def model_folder(settings: Mapping[str, Any]) -> Path:
-    """The folder of the checkpoint to load."""
-    from jaxllm.llm import demo_model_path
+def model_name(settings: Mapping[str, Any]) -> str:
+    """What to call the checkpoint: the last part of its path or id."""
+    return Path(settings.get("model") or demo_model_path()).resolve().name
 
-    model = settings.get("model")
-    return demo_model_path() if model is None else Path(model)
+
+def model_folder(settings: Mapping[str, Any], name: str = "model") -> Path:
+    """The folder of the checkpoint, or of its `tokenizer`; fetched if it has to be and may be."""
+    chosen = settings.get(name) or settings.get("model") or demo_model_path()
+    is_model = chosen == settings.get("model")
+    return checkpoint_folder(
+        chosen,
+        revision=settings.get("revision") if is_model else None,
+        download=settings.get("download", False),
+        cache_dir=settings.get("download_dir"),
+    )
 
 
 def load_llm(settings: Mapping[str, Any], *, quiet: bool = False) -> LLM:
@@ -140,7 +155,7 @@ def load_llm(settings: Mapping[str, Any], *, quiet: bool = False) -> LLM:
     from jaxllm.llm import LLM
 
     if not quiet:
-        note(f"loading {model_folder(settings).name} and compiling its programs")
+        note(f"loading {model_name(settings)} and compiling its programs")
         _tell_of_programs()
     llm = LLM(**settings)
     if not quiet:

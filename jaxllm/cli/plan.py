@@ -60,6 +60,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile, print, and return the exit code."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present shall not be touched
+    from jaxllm.checkpoints import checkpoint_folder
     from jaxllm.executor.memory import default_limits
     from jaxllm.gpu.plan import make_plan
     from jaxllm.gpu.target import get_target
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    folder = args.model.parent if args.model.name == "config.json" else args.model
+    folder = args.model.parent if args.model.name == "config.json" else checkpoint_folder(args.model)
     config = config_from_dict(read_hf_config(folder))
     max_model_len = args.max_model_len or config.default_max_model_len
     config = config.with_max_model_len(max_model_len)  # type: ignore[assignment]

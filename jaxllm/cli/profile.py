@@ -12,7 +12,7 @@ from jaxllm.cli.options import (
     add_engine_options,
     engine_settings,
     load_llm,
-    model_folder,
+    model_name,
     note,
     note_compile_report,
 )
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     llm = load_llm({"warm_up": "all", **settings})
     if args.compile_report:
         note_compile_report(llm)
-    name = model_folder(settings).resolve().name
+    name = model_name(settings)
     profiler = Profiler(
         llm.executor,
         shape_of(llm.model_config, name, llm.dtype),
