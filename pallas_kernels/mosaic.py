@@ -42,10 +42,12 @@ from jaxllm.pallas_kernels.mosaic_tiles import (
 from jaxllm.pallas_kernels.tiles import (
     chunk_tokens,
     is_interpreted,
+    kv_chunks,
     query_tiles,
 )
 
 _SLOTS = 3  # tiles of K and of V in flight
+_DECODE_PROGRAMS = 264  # two for each core of an H100 or an H200
 _QUERY_WARPGROUPS = 2
 _LOG2E = math.log2(math.e)
 _DTYPES = ("bfloat16", "float16")
@@ -57,7 +59,11 @@ rotate_and_write, write_kv = triton.rotate_and_write, triton.write_kv
 def decode_attention(
     q: jax.Array, pool: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, layer: int, scale: float
 ) -> jax.Array:
-    """Flash-decoding: the KV of a row is split over programs whose partial results are then combined."""
+    """Flash-decoding: the KV of rows is split into chunks whose partial results are then combined.
+
+    Programs stay, and take one KV head of one chunk after another: the tiles of the next are under way while
+    those of the last are computed.
+    """
     _check(q, pool)
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
@@ -68,6 +74,7 @@ def decode_attention(
     columns = -(-group // 8) * 8
     queries = q.reshape(num_rows, num_kv_heads, group, head_dim)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+    chunks, num_in_use = kv_chunks(lengths, chunk, num_chunks)
     stats = jax.ShapeDtypeStruct((num_rows, num_chunks, num_kv_heads, columns), jnp.float32)
     partial = jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32)
     acc, peak, total = _call(
@@ -87,10 +94,10 @@ def decode_attention(
             plgpu.SMEM((columns,), jnp.float32),
             plgpu.Barrier(),
         ),
-        grid=(num_kv_heads, num_chunks, num_rows),
-        grid_names=("kv_head", "chunk", "row"),
+        grid=(min(_DECODE_PROGRAMS, num_rows * num_chunks * num_kv_heads),),
+        grid_names=("program",),
         num_threads=2,
-    )(queries, _pool_rows(pool), block_tables, lengths)
+    )(queries, _pool_rows(pool), block_tables, lengths, chunks, num_in_use)
     return triton.combine_chunks(acc, peak, total, lengths, q, chunk, jnp.exp2)
 
 
@@ -139,6 +146,8 @@ def _decode_kernel(
     pool_ref: Any,
     tables_ref: Any,
     lengths_ref: Any,
+    chunks_ref: Any,
+    num_chunks_ref: Any,
     acc_ref: Any,
     peak_ref: Any,
     total_ref: Any,
@@ -159,20 +168,36 @@ def _decode_kernel(
     pool_row: Callable[[Any, Any, int], Any],
     factor: float,
 ) -> None:
-    kv_head, chunk, row = (lax.axis_index(name) for name in ("kv_head", "chunk", "row"))
+    num_kv_heads = q_ref.shape[1]
+    program, num_programs = lax.axis_index("program"), lax.axis_size("program")
     warpgroup = lax.axis_index("warpgroup")
-    length = lengths_ref[row]
-    first = chunk * chunk_tiles
-    num_steps = jnp.clip(pl.cdiv(length, TILE) - first, 0, chunk_tiles)
 
-    # Registers stay shared out evenly: few enough are needed for two programs on a core.
-    @pl.when((warpgroup == 0) & (num_steps > 0))
-    def _compute() -> None:
+    def for_each(body: Callable[..., None]) -> jax.Array:
+        """Call `body` with each unit of this program's work, and the number of tiles before it; their sum."""
+
+        def unit(i: jax.Array, num_before: jax.Array) -> jax.Array:
+            number = program + i * num_programs
+            at = lax.div(number, jnp.int32(num_kv_heads))
+            row, chunk, kv_head = (
+                chunks_ref[at, 0],
+                chunks_ref[at, 1],
+                lax.rem(number, jnp.int32(num_kv_heads)),
+            )
+            length, first = lengths_ref[row], chunk * chunk_tiles
+            num_steps = jnp.minimum(pl.cdiv(length, TILE) - first, chunk_tiles)
+            body((row, chunk, kv_head), length, first, num_steps, num_before)
+            return num_before + num_steps
+
+        num_units = pl.cdiv(num_chunks_ref[0] * num_kv_heads - program, num_programs)
+        return lax.fori_loop(0, num_units, unit, jnp.int32(0))
+
+    def compute(at: Any, length: Any, first: Any, num_steps: Any, num_before: Any) -> None:
+        row, _, kv_head = at
         plgpu.copy_gmem_to_smem(q_ref.at[row, kv_head], q_smem, q_arrived)
         plgpu.barrier_wait(q_arrived)
 
         def step(i: jax.Array, state: Any) -> Any:
-            slot = lax.rem(i, jnp.int32(_SLOTS))
+            slot = lax.rem(num_before + i, jnp.int32(_SLOTS))
             num_seen = length - (first + i) * TILE
             plgpu.barrier_wait(k_arrived.at[slot])
             scores = products(k_smem.at[slot], q_smem) * factor
@@ -194,14 +219,13 @@ def _decode_kernel(
         peak_smem[...] = peak
         total_smem[...] = total
         plgpu.commit_smem()
-        at = row, chunk, kv_head
         plgpu.copy_smem_to_gmem(acc_smem, acc_ref.at[at])
         plgpu.copy_smem_to_gmem(peak_smem, peak_ref.at[at])
         plgpu.copy_smem_to_gmem(total_smem, total_ref.at[at])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when((warpgroup == 1) & (num_steps > 0))
-    def _copy() -> None:
+    def copy(at: Any, length: Any, first: Any, num_steps: Any, num_before: Any) -> None:
+        row, _, kv_head = at
         _copy_tiles(
             pool_ref,
             tables_ref,
@@ -213,7 +237,17 @@ def _decode_kernel(
             num_steps=num_steps,
             length=length,
             pool_row=lambda block, index: pool_row(block, kv_head, index),
+            num_before=num_before,
         )
+
+    # Registers stay shared out evenly: few enough are needed for two programs on a core.
+    @pl.when(warpgroup == 0)
+    def _compute() -> None:
+        for_each(compute)
+
+    @pl.when(warpgroup == 1)
+    def _copy() -> None:
+        _drain((k_consumed, v_consumed), for_each(copy))
 
 
 def _prefill_kernel(
@@ -309,7 +343,9 @@ def _prefill_kernel(
             num_steps=num_steps,
             length=length,
             pool_row=lambda block, index: pool_row(block, kv_head, index),
+            num_before=jnp.int32(0),
         )
+        _drain((k_consumed, v_consumed), num_steps)
 
 
 def _copy_tiles(
@@ -324,17 +360,21 @@ def _copy_tiles(
     num_steps: jax.Array,
     length: jax.Array,
     pool_row: Callable[[Any, int], Any],
+    num_before: jax.Array,
 ) -> None:
-    """Bring tiles `[first, first + num_steps)` of a row's K and V to shared memory, `_SLOTS` at a time."""
+    """Bring tiles `[first, first + num_steps)` of a row's K and V to shared memory, `_SLOTS` at a time.
+
+    `num_before` tiles were brought before; `_drain` comes after the last.
+    """
     block_size = pool_ref.shape[1]
     rows = min(block_size, TILE)
 
     @pl.loop(0, num_steps)
     def _(i: jax.Array) -> None:
-        slot = lax.rem(i, jnp.int32(_SLOTS))
+        slot = lax.rem(num_before + i, jnp.int32(_SLOTS))
         for index in range(2):
 
-            @pl.when(i >= _SLOTS)
+            @pl.when(num_before + i >= _SLOTS)
             def _(index: int = index) -> None:
                 plgpu.barrier_wait(consumed[index].at[slot])
 
@@ -348,8 +388,12 @@ def _copy_tiles(
                     arrived[index].at[slot],
                 )
 
-    @pl.loop(0, jnp.minimum(num_steps, _SLOTS))
-    def _(slot: jax.Array) -> None:  # a barrier may only go when each of its phases has been seen
+
+def _drain(consumed: tuple[Any, Any], num_tiles: jax.Array) -> None:
+    """Wait for the last tiles to be consumed: a barrier may only go when each of its phases has been seen."""
+
+    @pl.loop(0, jnp.minimum(num_tiles, _SLOTS))
+    def _(slot: jax.Array) -> None:
         for one in consumed:
             plgpu.barrier_wait(one.at[slot])
 

@@ -23,6 +23,26 @@ def chunk_tokens(num_programs: int, max_tokens: int, kv_tile: int) -> int:
     return chunk
 
 
+def kv_chunks(lengths: jax.Array, chunk: int, max_chunks: int) -> tuple[jax.Array, jax.Array]:
+    """The chunks of rows that hold tokens, one row's after another's.
+
+    Args:
+        lengths: int32 `[num_rows]`, tokens of each row.
+        chunk: tokens of a chunk.
+        max_chunks: of a row.
+
+    Returns:
+        Int32 `[num_rows * max_chunks, 2]`, row and place of each chunk in it, of which the first ones count;
+        int32 `[1]`, how many do.
+    """
+    num_chunks = -(-lengths // chunk)
+    ends = jnp.cumsum(num_chunks)
+    number = jnp.arange(lengths.shape[0] * max_chunks, dtype=jnp.int32)
+    row = jnp.minimum((number[:, None] >= ends[None, :]).sum(axis=1), lengths.shape[0] - 1)
+    place = number - (ends[row] - num_chunks[row])
+    return jnp.stack([row, place], axis=1).astype(jnp.int32), ends[-1:].astype(jnp.int32)
+
+
 def query_tiles(
     query_starts: jax.Array, lengths: jax.Array, num_seqs: jax.Array, num_tokens: int, tile_rows: int
 ) -> jax.Array:

@@ -10,7 +10,7 @@ from kernel_cases import LAYER, NUM_LAYERS, Shape, decode_case, prefill_case, re
 
 from jaxllm import pallas_kernels
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import mosaic_tiles, reference
+from jaxllm.pallas_kernels import mosaic, mosaic_tiles, reference
 
 IMPLEMENTATIONS = ["native", "xla", "triton"]
 WITH_WINDOWS = ["native", "xla"]
@@ -109,6 +109,17 @@ def test_decode_over_several_chunks(implementation):
     assert max(errors) < TOLERANCE[shape.dtype]
     alone = decode(*case.decode_args()[:3], case.lengths.at[3].set(0))
     np.testing.assert_array_equal(np.delete(np.asarray(alone), 3, axis=0), np.delete(actual, 3, axis=0))
+
+
+def test_programs_of_mosaic_take_several_chunks(monkeypatch):
+    """Two take the KV heads of three rows in turn, one of which is empty; or each takes one or none."""
+    shape = HALF_SHAPES[0]
+    case = decode_case(shape, [shape.max_blocks * shape.block_size, 0, 5])
+    expected = reference.decode_attention(*case.decode_args(), layer=LAYER, scale=shape.scale)
+    for num_programs in (2, 100):
+        monkeypatch.setattr(mosaic, "_DECODE_PROGRAMS", num_programs)
+        decode = jitted.__wrapped__(pallas_kernels.decode_attention, "mosaic", shape)
+        assert relative_error(decode(*case.decode_args()), expected) < TOLERANCE[shape.dtype]
 
 
 @with_each
