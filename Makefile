@@ -7,7 +7,7 @@ PYTHON_NEXT ?= python3.12
 VENV_NEXT ?= .venv-next
 TEST_JOBS ?= 2
 
-.PHONY: help demo test test-next test-parity test-gpu-compile lint check bench reproduce clean
+.PHONY: help demo test test-next test-parity test-gpu-compile lint check docs bench reproduce clean
 
 help:
 	@echo "make demo         answer a batch of prompts with the embedded model"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-gpu-compile  compiles kernels and whole steps for GPUs that are not there"
 	@echo "make lint         ruff and mypy"
 	@echo "make check        lint, test, test-parity, test-gpu-compile: what CI runs"
+	@echo "make docs         the documentation as a site, in out/site"
 	@echo "make reproduce    the AdaptiveLLM paper's evaluation, and the choice of the default policy, simulated"
 	@echo "make bench        throughput and scheduler benchmarks of this machine"
 
@@ -28,6 +29,10 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
 $(VENV)/.installed-parity: $(VENV)/.installed-dev
@@ -65,6 +70,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 check: lint test test-parity test-gpu-compile
+
+# The theme's advertisement for its successor is none of our pages' warnings.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open out/site/index.html"
 
 bench: $(VENV)/.installed-dev
 	mkdir -p out

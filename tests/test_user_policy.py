@@ -17,7 +17,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.sched.policies import LeastUrgentVictim, MoreUrgentFirst, SchedulerPolicy
 from jaxllm.sched.presets import make_preset
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "policies.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "howto" / "own-policy.md"
 COSTS = LinearCosts()
 
 OTHERS = """
@@ -78,8 +79,7 @@ class Anything:
 def folder(tmp_path_factory):
     """Holds `mine.py`, the documented example, and `others.py`."""
     folder = tmp_path_factory.mktemp("policies")
-    section = DOCS.read_text(encoding="utf-8").partition("## Your own")[2]
-    (example,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
     assert len(example.splitlines()) < 20
     (folder / "mine.py").write_text(example, encoding="utf-8")
     (folder / "others.py").write_text(OTHERS, encoding="utf-8")
@@ -173,7 +173,7 @@ def test_an_engine_runs_a_policy_of_the_users_own():
 
 def test_the_command_finds_a_policy_in_the_current_folder(folder):
     code = "import sys; sys.path.remove(''); from jaxllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    root = str(DOCS.parents[1])
+    root = str(ROOT)
     command = [sys.executable, "-c", code, "generate", "x", "--model", str(demo_model_path())]
     for path, message in (
         ("mine:absent", "has no attribute 'absent'"),
