@@ -133,6 +133,8 @@ def _parse_as_script(script: Path, arguments: Sequence[str]) -> None:
 
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse_only),
+        mock.patch.dict(os.environ),
+        mock.patch("tempfile.TemporaryDirectory"),  # nor is anything to be left of it
         mock.patch.object(sys, "argv", [str(script), *arguments]),
         mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
         contextlib.suppress(_Parsed),
