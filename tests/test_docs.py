@@ -122,6 +122,53 @@ def test_the_documented_input_is_accepted(tmp_path):
     assert [row.id for row in rows] == ["add", "ask"]
 
 
+# Figures
+
+
+def stored(name):
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def compared_rows():
+    """Of each framework the medians and ranges of all workloads, as the tables have them."""
+    values = stored("compare-cpu")
+    for backend in dict.fromkeys(row["backend"] for row in values["rows"]):
+        cells = []
+        for workload in ("short", "mixed", "long"):
+            rates = [
+                row["output_tokens_per_second"]
+                for row in values["rows"]
+                if (row["backend"], row["workload"]) == (backend, workload) and not row["partial"]
+            ]
+            best = max(rates, key=lambda rate: rate["median"])
+            cells.append(f"{best['median']:.0f} ({best['min']:.0f}..{best['max']:.0f})")
+        yield " | ".join(cells)
+
+
+def measured_rows():
+    """The same of starts, structured output and shared blocks."""
+    rows = stored("start-cpu")["rows"]
+    for start in dict.fromkeys(row["start"] for row in rows):
+        yield " | ".join(f"{row['seconds']:.1f}" for row in rows if row["start"] == start)
+    values = stored("structured-cpu")
+    for kind, seconds in values["median_seconds_per_step"].items():
+        yield f"{1e3 * seconds:.1f} | {values['over_free'][kind]:.2f}"
+    rows = stored("sharing")["rows"]
+    for length in dict.fromkeys(row["prompt_len"] for row in rows):
+        yield " | ".join(
+            f"{row['saved']:.0%}".replace("%", " %") for row in rows if row["prompt_len"] == length
+        )
+
+
+def test_figures_are_those_of_their_files():
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    compared, measured = list(compared_rows()), list(measured_rows())
+    assert (len(compared), len(measured)) == (4, 8)
+    assert [row for row in (*compared, *measured) if f"| {row} |" not in page] == []
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [row for row in compared if f"| {row} |" not in readme] == []
+
+
 # The site
 
 
