@@ -77,7 +77,7 @@ _OTHER_NAMES = {
     "stopping_criteria": "use stop or stop_token_ids",
     "use_cache": "the KV cache is always on; remove it",
     "generation_config": "pass its values as separate keywords",
-    "streamer": "use AsyncLLM, or add_request(stream=True)",
+    "streamer": "use LLM.stream",
     # vLLM and OpenAI
     "use_beam_search": _NO_BEAMS,
     "beam_width": _NO_BEAMS,
