@@ -123,13 +123,12 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
 
     max_model_len = config.max_model_len or model_config.default_max_model_len
-    has_bounds = model_config.with_max_model_len(max_model_len).has_bounds
     shape = shape_of(model_config, Path(config.model).resolve().name, dtype)
     scheduling = make_scheduling(scheduler_policy, shape, device.device_kind, config.block_size)
     heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
-    settle = functools.partial(pallas_kernels.settle_implementation, *heads, config.block_size)
-    default, _ = settle(has_bounds=has_bounds)
-    has_native_products = (config.attention_implementation or default) == "native" and dtype == "float32"
+    default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
+    kernels = config.attention_implementation or default
+    has_native_products = kernels == "native" and dtype == "float32"
     buckets = Buckets.make(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -220,7 +219,6 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     costs_source = _settle_costs(config, executor, shape, scheduling)
     files = None
     if config.prefix_cache_dir is not None:
-        kernels = config.attention_implementation or settle(has_bounds=model_config.has_bounds)[0]
         files = _keep_files(config, folder, executor, model_config, kernels)
     ledger = close_ledger = None
     if config.ledger is not None:

@@ -21,7 +21,6 @@ IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic")
 """
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_WITHOUT_BOUNDS = ("triton", "mosaic")  # without windows and soft caps
 
 
 def decode_attention(
@@ -229,18 +228,13 @@ def default_implementation() -> str:
 
 
 def settle_implementation(
-    num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, *, has_bounds: bool = False
+    num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> tuple[str, str | None]:
-    """What None stands for with a model of these sizes, and why the device's default is not it if so.
-
-    `has_bounds` says that the model's attention has windows or soft caps.
-    """
+    """What None stands for with a model of these sizes, and why the device's default is not it if so."""
     name = default_implementation()
     reason = None
     if name == "native":
         reason = _load_backend(name).why_not(num_q_heads, num_kv_heads, head_dim, block_size)
-    elif has_bounds and name in _WITHOUT_BOUNDS:
-        reason = "it has no windows and soft caps, and the model has"
     return (name, None) if reason is None else ("xla", f"not {name}: {reason}")
 
 
@@ -260,8 +254,7 @@ def _backend(
     """The back-end of a name, and the options for it: those that the name holds, and what is not None."""
     if implementation is None:
         sizes = num_q_heads, pool.shape[3], *pool.shape[5:3:-1]
-        has_bounds = window is not None or soft_cap is not None
-        implementation, _ = settle_implementation(*sizes, has_bounds=has_bounds)
+        implementation, _ = settle_implementation(*sizes)
     name, colon, tiling = implementation.partition(":")
     if name not in IMPLEMENTATIONS or (colon and name != "triton"):
         raise ConfigError(
@@ -274,9 +267,9 @@ def _backend(
         raise ConfigError(f"soft_cap is {soft_cap}: it must be above 0, or None to leave scores as they are")
     options = {"window": window, "soft_cap": soft_cap}
     options = {option: value for option, value in options.items() if value is not None}
-    if options and name in _WITHOUT_BOUNDS:
+    if options and name == "mosaic":
         raise ConfigError(
-            f"attention implementation {name!r} has no {' and no '.join(options)}: use 'native' or 'xla'"
+            f"attention implementation 'mosaic' has no {' and no '.join(options)}: use 'triton' or 'xla'"
         )
     backend = _load_backend(name)
     return backend, options | ({"tiling": backend.Tiling.parse(tiling)} if colon else {})

@@ -120,6 +120,8 @@ def decode_attention(
     *,
     layer: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash-decoding: each program reads a chunk of a row's KV; where rows may have several, these combine.
@@ -136,7 +138,15 @@ def decode_attention(
     stats = jax.ShapeDtypeStruct((num_rows, num_chunks, num_kv_heads, group), jnp.float32)
     partial = jax.ShapeDtypeStruct((*stats.shape, head_dim), jnp.float32), stats, stats
     out = _call(
-        functools.partial(_decode_kernel, layer=layer, scale=scale, chunk=chunk, kv_tile=tiling.kv_tile),
+        functools.partial(
+            _decode_kernel,
+            layer=layer,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            chunk=chunk,
+            kv_tile=tiling.kv_tile,
+        ),
         tiling,
         grid=(num_rows, num_kv_heads, num_chunks),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype),) if num_chunks == 1 else partial,
@@ -145,7 +155,7 @@ def decode_attention(
     if num_chunks == 1:
         return out[0]
     acc, peak, total = out
-    return combine_chunks(acc, peak, total, lengths, q, chunk)
+    return combine_chunks(acc, peak, total, lengths, q, chunk, window=window)
 
 
 def combine_chunks(
@@ -156,6 +166,7 @@ def combine_chunks(
     q: jax.Array,
     chunk: int,
     exp: Callable[[jax.Array], jax.Array] = jnp.exp,
+    window: int | None = None,
 ) -> jax.Array:
     """The attention of rows from that over their chunks, of which only those in use are read.
 
@@ -168,6 +179,7 @@ def combine_chunks(
         q: the queries `[num_rows, num_q_heads, head_dim]`, which are not read.
         chunk: tokens of a chunk.
         exp: what the weights were taken with, of base e or 2.
+        window: how many of the latest tokens rows see; chunks without any of them are not read.
 
     Returns:
         An array like `q`; zeros in rows of length 0.
@@ -175,7 +187,7 @@ def combine_chunks(
     num_rows, num_q_heads, _ = q.shape
     group = num_q_heads // acc.shape[2]
     return _call(
-        functools.partial(_combine_kernel, chunk=chunk, group=group, exp=exp),
+        functools.partial(_combine_kernel, chunk=chunk, group=group, exp=exp, window=window),
         Tiling(),
         grid=(num_rows, num_q_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -193,6 +205,8 @@ def prefill_attention(
     *,
     layer: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash attention over tiles of query rows; a tile holds rows of one sequence only."""
@@ -202,7 +216,13 @@ def prefill_attention(
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
     out = _call(
         functools.partial(
-            _prefill_kernel, layer=layer, scale=scale, tile_rows=tile_rows, kv_tile=tiling.kv_tile
+            _prefill_kernel,
+            layer=layer,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            tile_rows=tile_rows,
+            kv_tile=tiling.kv_tile,
         ),
         tiling,
         grid=(tiles.shape[0], num_q_heads),
@@ -269,6 +289,8 @@ def _decode_kernel(
     *out_refs: Any,
     layer: int,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
     chunk: int,
     kv_tile: int,
 ) -> None:
@@ -276,9 +298,11 @@ def _decode_kernel(
     head_dim = q_ref.shape[2]
     group = q_ref.shape[1] // pool_ref.shape[3]
     length = lengths_ref[row]
+    seen_from = _seen_from(length - 1, window)
     first = index * chunk
     last = jnp.minimum(first + chunk, length)
-    is_used = (first < length) | (len(out_refs) == 1)  # a whole row is stored even if it has no token
+    first = jnp.maximum(first, seen_from // kv_tile * kv_tile)
+    is_used = (first < last) | (len(out_refs) == 1)  # a whole row is stored even if it has no token
     heads = jnp.arange(max(_MIN_DOT, pl.next_power_of_2(group)))
     dims = jnp.arange(pl.next_power_of_2(head_dim))
     is_head = (heads < group) & is_used
@@ -289,7 +313,8 @@ def _decode_kernel(
     def body(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tokens = first + tile * kv_tile + jnp.arange(kv_tile)
         key, value = _load_tile(pool_ref, tables_ref, row, kv_head, tokens, last, layer, query.dtype)
-        return _accumulate(state, query, key, value, (tokens < last)[None, :], scale)
+        seen = (tokens >= seen_from) & (tokens < last)
+        return _accumulate(state, query, key, value, seen[None, :], scale, soft_cap)
 
     start = _empty_state(heads.shape[0], dims.shape[0])
     num_tiles = pl.cdiv(jnp.maximum(last - first, 0), kv_tile)
@@ -314,18 +339,20 @@ def _combine_kernel(
     chunk: int,
     group: int,
     exp: Callable[[jax.Array], jax.Array],
+    window: int | None,
 ) -> None:
     row, head = pl.program_id(0), pl.program_id(1)
     kv_head, member = head // group, head % group
     num_chunks, head_dim = acc_ref.shape[1], out_ref.shape[2]
     num_used = pl.cdiv(lengths_ref[row], chunk)
+    first_used = _seen_from(lengths_ref[row] - 1, window) // chunk
     at_once = min(_COMBINED_AT_ONCE, pl.next_power_of_2(num_chunks))
     dims = jnp.arange(pl.next_power_of_2(head_dim))
 
     def body(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         acc, old_peak, total = state
         chunks = step * at_once + jnp.arange(at_once)
-        is_used = chunks < num_used
+        is_used = (chunks >= first_used) & (chunks < num_used)
         peaks = plgpu.load(peak_ref.at[row, chunks, kv_head, member], mask=is_used, other=_MASKED)
         totals = plgpu.load(total_ref.at[row, chunks, kv_head, member], mask=is_used, other=0.0)
         mask = is_used[:, None] & (dims < head_dim)[None, :]
@@ -337,7 +364,7 @@ def _combine_kernel(
         return acc, peak, total * decay + (totals * weights).sum()
 
     start = jnp.zeros(dims.shape, jnp.float32), jnp.float32(_MASKED), jnp.float32(0)
-    acc, _, total = lax.fori_loop(0, pl.cdiv(num_used, at_once), body, start)
+    acc, _, total = lax.fori_loop(first_used // at_once, pl.cdiv(num_used, at_once), body, start)
     out = _quotient(acc, total).astype(out_ref.dtype)
     plgpu.store(out_ref.at[row, head, dims], out, mask=dims < head_dim)
 
@@ -351,6 +378,8 @@ def _prefill_kernel(
     *,
     layer: int,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
     tile_rows: int,
     kv_tile: int,
 ) -> None:
@@ -368,11 +397,15 @@ def _prefill_kernel(
     def body(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tokens = step * kv_tile + jnp.arange(kv_tile)
         key, value = _load_tile(pool_ref, tables_ref, seq, kv_head, tokens, kv_limit, layer, query.dtype)
-        seen = tokens[None, :] <= (position + rows)[:, None]
-        return _accumulate(state, query, key, value, seen & (tokens < kv_limit)[None, :], scale)
+        positions = (position + rows)[:, None]
+        seen = (tokens[None, :] <= positions) & (tokens < kv_limit)[None, :]
+        if window is not None:
+            seen &= tokens[None, :] > positions - window
+        return _accumulate(state, query, key, value, seen, scale, soft_cap)
 
     start = _empty_state(tile_rows, dims.shape[0])
-    acc, _, total = lax.fori_loop(0, pl.cdiv(kv_limit, kv_tile), body, start)
+    first_tile = _seen_from(position, window) // kv_tile
+    acc, _, total = lax.fori_loop(first_tile, pl.cdiv(kv_limit, kv_tile), body, start)
     out = _quotient(acc, total).astype(out_ref.dtype)
     plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out, mask=mask)
 
@@ -427,6 +460,11 @@ def _place(slot: jax.Array, pool_ref: Any) -> tuple[jax.Array, jax.Array, jax.Ar
     return is_valid, slot // block_size, slot % block_size
 
 
+def _seen_from(position: jax.Array, window: int | None) -> jax.Array:
+    """The first token that the query at a position sees."""
+    return jnp.int32(0) if window is None else jnp.maximum(position + 1 - window, 0)
+
+
 def _load_tile(
     pool_ref: Any,
     tables_ref: Any,
@@ -473,10 +511,14 @@ def _accumulate(
     value: jax.Array,
     seen: jax.Array,
     scale: float,
+    soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One step of the online softmax over a tile of KV."""
     acc, old_peak, total = state
-    scores = jnp.where(seen, _dot(query.astype(key.dtype), key, trans_b=True) * scale, _MASKED)
+    scores = _dot(query.astype(key.dtype), key, trans_b=True) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen, scores, _MASKED)
     peak = jnp.maximum(old_peak, scores.max(axis=1))
     decay = jnp.exp(old_peak - peak)
     weights = jnp.exp(scores - peak[:, None])

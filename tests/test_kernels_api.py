@@ -151,23 +151,3 @@ def test_attend_refuses(change, message):
 )
 def test_default_implementation_by_device(platform, capability, expected):
     assert api._best_for(platform, capability) == expected
-
-
-@pytest.mark.parametrize("name", ["triton", "mosaic"])
-def test_models_with_windows_take_xla_where_the_default_has_none(monkeypatch, name):
-    sizes = 8, 2, 64, 16
-    monkeypatch.setattr(api, "default_implementation", lambda: name)
-    assert pallas_kernels.settle_implementation(*sizes) == (name, None)
-    found, reason = pallas_kernels.settle_implementation(*sizes, has_bounds=True)
-    assert found == "xla"
-    assert reason == f"not {name}: it has no windows and soft caps, and the model has"
-    assert api._backend(None, 8, POOL, 4)[0].__name__.endswith(".xla")
-    with pytest.raises(ConfigError, match=f"{name!r} has no window: use 'native' or 'xla'"):
-        api._backend(name, 8, POOL, 4)
-
-
-def test_native_kernels_have_windows():
-    sizes = 8, 2, 64, 16
-    assert pallas_kernels.settle_implementation(*sizes, has_bounds=True) == (
-        pallas_kernels.settle_implementation(*sizes)
-    )

@@ -384,9 +384,7 @@ class ModelExecutor:
         config, model = self.config, self.model_config
         pool_tokens = config.num_gpu_blocks * config.block_size
         heads = model.num_heads, model.num_kv_heads, model.head_dim
-        default, _ = pallas_kernels.settle_implementation(
-            *heads, config.block_size, has_bounds=model.has_bounds
-        )
+        default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
         found: dict[AttentionShape, str] = {}
         for key in self._programs.shapes:
             if key.max_chunks:
@@ -399,8 +397,9 @@ class ModelExecutor:
                 )
             if shape not in found:
                 sizes = config.dtype, model.head_dim, config.block_size
-                # The default is the only one on its device that has them.
-                names = (default,) if model.has_bounds else candidates(default, op, self._device, *sizes)
+                names = candidates(default, op, self._device, *sizes)
+                if model.has_bounds:  # windows or soft caps
+                    names = tuple(name for name in names if name != "mosaic")
                 scale = model.head_dim**-0.5
                 found[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
             self._programs.chosen[key] = found[shape]

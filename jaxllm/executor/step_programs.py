@@ -56,7 +56,6 @@ class StepPrograms:
             model_config.num_kv_heads,
             model_config.head_dim,
             config.block_size,
-            has_bounds=model_config.has_bounds,
         )
         self._changed = threading.Condition()
         self._waiting: collections.deque[ProgramKey] = collections.deque()

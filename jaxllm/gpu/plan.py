@@ -96,7 +96,7 @@ def make_plan(
     num_gpu_blocks: int | None = None,
     utilization: float = 0.95,
     mem_fraction: float = 0.95,
-    implementation: str | None = None,
+    implementation: str = "triton",
     buckets: Buckets | None = None,
     every_bucket: bool = False,
     tell: Callable[[str], None] = lambda message: None,
@@ -115,7 +115,7 @@ def make_plan(
         utilization: share of the allocator's memory to use, as `LLM(gpu_memory_utilization=...)`.
         mem_fraction: share of the device's memory that JAX's allocator takes
             (XLA_PYTHON_CLIENT_MEM_FRACTION, which an engine sets to 0.95 unless it is set).
-        implementation: of attention; the one an engine takes on it if None.
+        implementation: of attention; by default the one an engine takes.
         buckets: sizes to compile for; the default ladders if None.
         every_bucket: compile every size, not only the largest of each kind, for random requests; the
             largest decode is compiled for requests that ask everything of sampling, too.
@@ -128,10 +128,6 @@ def make_plan(
     buckets = buckets or Buckets.make(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
-    if implementation is None:
-        implementation = "xla" if config.has_bounds else "triton"
-        if config.has_bounds:
-            tell("attention xla: the model has windows or soft caps, and triton has none")
     params = abstract_params(config, dtype)
     weight_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params.values())
     block_bytes = memory.block_bytes(config, block_size, ITEMSIZES[dtype])

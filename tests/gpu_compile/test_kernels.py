@@ -33,13 +33,14 @@ def arguments(num_q, num_kv, dim, block_size, dtype, num_rows=NUM_ROWS):
     }
 
 
-def compile_attention(compiler, op, values, implementation):
+def compile_attention(compiler, op, values, implementation, **bounds):
     q, pool = values[:2]
     call = functools.partial(
         getattr(pallas_kernels, f"{op}_attention"),
         layer=1,
         scale=q.shape[2] ** -0.5,
         implementation=implementation,
+        **bounds,
     )
     compiled = compiler.compile(jax.jit(call), *compiler.struct(values))
     called = "mosaic_gpu" if implementation == "mosaic" else "__gpu$xla.gpu.triton"
@@ -57,6 +58,21 @@ def test_attention_compiles(implementation, shape):
     with Compiler(get_target("h100")) as compiler:
         for op, values in arguments(*shape).items():
             compile_attention(compiler, op, values, implementation)
+
+
+@pytest.mark.parametrize("device", ["h100", "l40"])
+@pytest.mark.parametrize(
+    ("shape", "bounds"),
+    [
+        ((32, 8, 128, 16, "bfloat16"), {"window": 300}),  # Mistral 7B
+        ((16, 8, 256, 16, "bfloat16"), {"window": 300, "soft_cap": 50.0}),  # Gemma 2 9B
+    ],
+    ids=str,
+)
+def test_windows_and_caps_compile(device, shape, bounds):
+    with Compiler(get_target(device)) as compiler:
+        for op, values in arguments(*shape).items():
+            compile_attention(compiler, op, values, "triton", **bounds)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic"])

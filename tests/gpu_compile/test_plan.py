@@ -82,32 +82,19 @@ def test_the_command_reports_and_refuses(tmp_path, capsys):
     assert "known: a100-80gb, h100, h200, l40" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "max_model_len", "implementation"),
-    [
-        ("mistral_window", 64, "xla"),
-        ("mistral_window", 11, "triton"),  # which no sequence outgrows
-        ("qwen3", 64, "triton"),
-        ("gemma2", 64, "xla"),
-    ],
-)
-def test_other_families_compile_with_the_attention_they_can_have(name, max_model_len, implementation):
-    config = config_from_dict(CONFIGS[name]).with_max_model_len(max_model_len)
-    told = []
+@pytest.mark.parametrize("name", ["mistral_window", "qwen3", "gemma2"])
+def test_other_families_compile(name):
+    config = config_from_dict(CONFIGS[name]).with_max_model_len(64)
     found = make_plan(
         config,
         get_target("h100"),
         dtype="bfloat16",
-        max_model_len=max_model_len,
+        max_model_len=64,
         max_num_seqs=8,
         max_num_batched_tokens=32,
         block_size=16,
-        tell=told.append,
     )
-    assert found.implementation == implementation
-    assert told[0].startswith("attention xla: the model has windows or soft caps") == (
-        implementation == "xla"
-    )
+    assert found.implementation == "triton"
     assert all(program.pool_copies == 0 for program in found.programs)
 
 
