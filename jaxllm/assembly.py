@@ -61,7 +61,7 @@ _BRIEF_PROFILE_SECONDS = 10.0
 class LoadTimes:
     """Seconds spent before the first request: reading weights, and then compiling and warming up.
 
-    Unless `warm_up` is "all" programs are compiled beside both, and after them.
+    With `warm_up="background"` programs are compiled beside both, and after them.
     """
 
     load_seconds: float
@@ -123,6 +123,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
 
     max_model_len = config.max_model_len or model_config.default_max_model_len
+    model_config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
     shape = shape_of(model_config, Path(config.model).resolve().name, dtype)
     scheduling = make_scheduling(scheduler_policy, shape, device.device_kind, config.block_size)
     heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
@@ -193,6 +194,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         num_host_blocks=num_host_blocks,
         host_bandwidth_limit=config.host_bandwidth_limit,
         max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
+        has_complete_programs=config.warm_up == "everything",
         logits_processors=load_processors(config.logits_processors, model_config.vocab_size, max_model_len),
     )
     programs = StepPrograms(model_config, executor_config, device)
@@ -210,7 +212,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
             pack_linear_weights(model_config, params)
         executor = ModelExecutor(model_config, params, executor_config, device, programs)
         loaded = time.perf_counter()
-        if config.warm_up == "all":
+        if config.warm_up != "background":
             _warm_up(executor)
     except BaseException:
         programs.close()

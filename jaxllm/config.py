@@ -11,7 +11,7 @@ from jaxllm.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", "fastest")
-WARM_UPS = ("background", "all")
+WARM_UPS = ("background", "all", "everything")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 
 
@@ -74,8 +74,10 @@ class EngineConfig:
         decode_buckets: batch sizes to compile decode programs for; a ladder up to max_num_seqs by default.
         prefill_buckets: token counts to compile programs of steps with prompts for, likewise.
         warm_up: "background" compiles programs in the order of need beside an engine that already serves: a
-            step waits for its own only. "all" compiles every program and runs it once before the first
-            request, for measurements.
+            step waits for its own only. "all" compiles every program of greedy and random steps and runs it
+            once before the first request, for measurements; other sampling has programs of its own, compiled
+            when it is first asked for. "everything" adds one for each shape that serves all of it, so that
+            nothing compiles later, unless somebody asks for `logprobs=-1`.
         compilation_cache_dir: folder of JAX's persistent compilation cache; None leaves JAX's settings alone.
 
     Raises:

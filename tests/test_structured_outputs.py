@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from jaxllm import LLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jaxllm.errors import SamplingParamsError
+from jaxllm.executor import compile_stats
+from jaxllm.executor.sampler import Sampling
 from jaxllm.token_masks import TokenMask, TokenMasks, fill_masks
 
 EMAIL = r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)"
@@ -182,10 +184,48 @@ def test_nothing_is_compiled_a_second_time(llm):
         SamplingParams(temperature=0, max_tokens=9, bad_words=["the"]),
         SamplingParams(max_tokens=9, logprobs=-1),
     ]
+
+    def unusual():
+        """Programs that are not compiled beside the engine."""
+        return {key for key in llm.executor.programs if key.sampling not in Sampling.RANDOM}
+
     generate(llm, PROMPTS[:3], params)
-    programs = set(llm.engine._executor.programs)
+    programs = unusual()
+    assert programs
     generate(llm, PROMPTS[:3], params)
-    assert set(llm.engine._executor.programs) == programs
+    assert unusual() == programs
+
+
+def test_everything_warmed_up_compiles_nothing_later(llm):
+    params = [
+        SamplingParams(seed=1, max_tokens=20, structured_outputs={"regex": EMAIL}, n=2, logprobs=2),
+        SamplingParams(temperature=0, max_tokens=9, bad_words=["the"], prompt_logprobs=1),
+        SamplingParams(
+            max_tokens=9, seed=2, top_k=5, top_p=0.9, min_p=0.1, frequency_penalty=0.5, min_tokens=4
+        ),
+        SamplingParams(temperature=0, max_tokens=9, logit_bias={7: 3.0}),
+        SamplingParams(temperature=0, max_tokens=9),
+    ]
+    prompts = [*PROMPTS, "import os"]
+    expected = [
+        llm.generate(prompt, one, use_tqdm=False)[0] for prompt, one in zip(prompts, params, strict=True)
+    ]
+    sizes = {"decode_buckets": [1, 4], "prefill_buckets": [32], "max_num_seqs": 4, "max_model_len": 128}
+    with LLM(warm_up="everything", num_gpu_blocks_override=40, **sizes) as ready:
+        programs = set(ready.executor.programs)
+        before, _ = compile_stats.total()
+        outputs = ready.generate(prompts, params, use_tqdm=False)
+        for output, other in zip(outputs, expected, strict=True):
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in other.outputs]
+            assert (output.logprobs is None) == (other.logprobs is None)
+            assert (output.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        assert compile_stats.total()[0] == before
+        assert set(ready.executor.programs) == programs
+        assert (
+            len(programs) == 2 * 3 + 2 * 2
+        )  # greedy, random and complete decodes; random and complete steps
+        ready.generate(prompts[0], SamplingParams(max_tokens=2, logprobs=-1), use_tqdm=False)
+        assert set(ready.executor.programs) > programs
 
 
 def test_bad_words_do_not_come(llm):

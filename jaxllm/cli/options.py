@@ -95,7 +95,10 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
 _CHOICES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "dtype": (("auto", *DTYPES), "of weights and KV (default: auto: float32 on CPUs, else the checkpoint's)"),
     "load_format": (LOAD_FORMATS, "dummy makes random weights (default: auto)"),
-    "warm_up": (WARM_UPS, "compile programs beside the engine, or all of them first"),
+    "warm_up": (
+        WARM_UPS,
+        "compile programs beside the engine, all of them first, or those of rare sampling as well",
+    ),
 }
 _SWITCHES = {
     "download": "fetch what the cache lacks of a model that is given by id (default: off)",

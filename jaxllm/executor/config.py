@@ -15,6 +15,7 @@ class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
     `packs_weights`: linear layers are packed for native products (`registry.pack_linear_weights`).
+    `has_complete_programs`: each shape has a program that serves whatever requests ask of sampling.
     """
 
     num_gpu_blocks: int
@@ -30,6 +31,7 @@ class ExecutorConfig:
     host_bandwidth_limit: float | None = None
     max_decode_steps: int = 1
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    has_complete_programs: bool = False
 
     @property
     def max_blocks(self) -> int:
@@ -39,8 +41,8 @@ class ExecutorConfig:
     def program_keys(self, platform: str) -> list[ProgramKey]:
         """The programs of greedy and of random steps, those first that a full engine needs first.
 
-        Those of other `sampling` have the same shapes. With prompts the random ones serve for greedy steps,
-        too: noise is little beside so many tokens.
+        Complete ones come last, if there are to be any. Those of other `sampling` have the same shapes. With
+        prompts the random ones serve for greedy steps, too: noise is little beside so many tokens.
 
         A GPU's loop waits for the host to read its condition, so single steps have programs of their own
         there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
@@ -54,4 +56,7 @@ class ExecutorConfig:
         steps = [ProgramKey(rows, buckets.max_chunks(rows)) for rows in reversed(buckets.sizes)]
         keys = [step._replace(sampling=Sampling.RANDOM) for step in steps]
         pairs = [key for pair in zip(decodes, random, strict=True) for key in pair]
-        return [*keys[:1], *pairs, *keys[1:]]
+        keys = [*keys[:1], *pairs, *keys[1:]]
+        if self.has_complete_programs:
+            keys += [key.complete for key in (*decodes, *steps)]
+        return keys

@@ -158,7 +158,7 @@ class ModelExecutor:
         return self._programs.report()
 
     def warm_up(self, on_progress: Callable[[CompileProgress], None] | None = None) -> None:
-        """Compile the programs of greedy and random steps and run each once, so that these never wait.
+        """Compile the programs known to be needed and run each once, so that steps do not wait for these.
 
         Padding rows write nothing, so the pool and the history stay as they are.
         """
@@ -364,6 +364,7 @@ class ModelExecutor:
         then: Sequence[ProgramKey] = (),
         sampled: Sequence[Request] = (),
     ) -> StepOutputs:
+        key = self._programs.fitting(key)
         self._is_undisturbed = self._programs.is_settled and self._programs.has(key)
         program = self.program(key, then)
         masks = self._masks(key, sampled)

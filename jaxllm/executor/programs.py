@@ -48,6 +48,12 @@ class ProgramKey(NamedTuple):
         steps = f", up to {self.max_decode_steps} steps" if self.max_decode_steps > 1 else ""
         return f"decode of {self.rows}{steps}{sampling}"
 
+    @property
+    def complete(self) -> ProgramKey:
+        """The program of this shape that serves whatever requests ask of sampling."""
+        without = Sampling.GREEDY if self.max_chunks else Sampling.PROMPT_LOGPROBS
+        return self._replace(sampling=Sampling.COMPLETE & ~without)
+
     def num_decodes(self, max_num_seqs: int) -> int:
         """Most requests that it decodes."""
         return min(self.rows, max_num_seqs)

@@ -47,6 +47,8 @@ class Sampling(enum.IntFlag):
     """Log-probabilities of all tokens."""
     EVERYTHING = RANDOM | FILTERED | ADJUSTED | LOGPROBS | PROMPT_LOGPROBS
     """But the last two, which change the sizes of inputs or outputs."""
+    COMPLETE = EVERYTHING | MASKED
+    """What serves all requests but those that ask for all tokens' log-probabilities."""
 
     @classmethod
     def of(cls, params: SamplingParams) -> Sampling:

@@ -81,6 +81,13 @@ class StepPrograms:
         """Whether a program is compiled."""
         return key in self._compiled
 
+    def fitting(self, key: ProgramKey) -> ProgramKey:
+        """The program itself; or its shape's complete one, if only that is compiled and can do as much."""
+        complete = key.complete
+        if self.has(key) or key.sampling not in complete.sampling or not self.has(complete):
+            return key
+        return complete
+
     def progress(self) -> CompileProgress:
         """How far it is."""
         with self._changed:
