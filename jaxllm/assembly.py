@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _FILE_BYTES = 16 * 2**30
+_WRITING_SHARE = 4  # one in so many host blocks is for blocks on their way to files that nobody else holds
 _BRIEF_PROFILE_SECONDS = 10.0
 
 
@@ -158,6 +159,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     num_host_blocks = scheduling.num_host_blocks(
         config.num_host_blocks, num_blocks, needed_blocks, bytes_per_block, is_needed=has_files
     )
+    num_writing_blocks = -(-num_host_blocks // _WRITING_SHARE) if has_files else 0
     if config.host_bandwidth_limit is not None and not num_host_blocks:
         raise ConfigError(
             f"host_bandwidth_limit={config.host_bandwidth_limit:g} slows swaps down, and there are none: "
@@ -170,7 +172,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_seqs=buckets.max_prefill_seqs,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=num_host_blocks - num_writing_blocks,
         enable_prefix_caching=(
             getattr(scheduling.policy, "shares_prefixes", False)
             if config.enable_prefix_caching is None
@@ -221,7 +223,7 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     costs_source = _settle_costs(config, executor, shape, scheduling)
     files = None
     if config.prefix_cache_dir is not None:
-        files = _keep_files(config, folder, executor, model_config, kernels)
+        files = _keep_files(config, folder, executor, model_config, kernels, num_writing_blocks)
     ledger = close_ledger = None
     if config.ledger is not None:
         ledger, close_ledger = open_ledger(config.ledger, None if costs_source is None else scheduling.costs)
@@ -267,9 +269,9 @@ def _check_files(config: EngineConfig, limits: SchedulerConfig) -> None:
     folder = str(config.prefix_cache_dir)
     if not (limits.enable_prefix_caching and limits.num_host_blocks):
         raise ConfigError(
-            f"prefix_cache_dir={folder!r} needs the prefix cache and host memory, and there are "
-            f"enable_prefix_caching={limits.enable_prefix_caching} and num_host_blocks="
-            f"{limits.num_host_blocks}: set these, or leave the folder out"
+            f"prefix_cache_dir={folder!r} needs the prefix cache and host memory of two blocks or more, and "
+            f"there are enable_prefix_caching={limits.enable_prefix_caching} and num_host_blocks="
+            f"{config.num_host_blocks or 0}: set these, or leave the folder out"
         )
     if config.load_format == "dummy":
         raise ConfigError(
@@ -279,7 +281,12 @@ def _check_files(config: EngineConfig, limits: SchedulerConfig) -> None:
 
 
 def _keep_files(
-    config: EngineConfig, folder: Path, executor: ModelExecutor, model_config: AnyConfig, kernels: str
+    config: EngineConfig,
+    folder: Path,
+    executor: ModelExecutor,
+    model_config: AnyConfig,
+    kernels: str,
+    most_writing: int,
 ) -> BlockFiles:
     """The files of the prefix cache, those of engines that compute the same keys and values."""
     assert config.prefix_cache_dir is not None
@@ -300,6 +307,7 @@ def _keep_files(
         Path(config.prefix_cache_dir).expanduser(),
         json.dumps(about, default=str),
         config.prefix_cache_dir_bytes or _FILE_BYTES,
+        most_writing,
     )
 
 

@@ -49,7 +49,8 @@ class EngineConfig:
             computing it. By default they do, unless the scheduling policy is a system that did not.
         prefix_cache_dir: folder in which the prefix cache outlives the engine, in files that other engines of
             the same model and weights may read and write at the same time. Every full block is copied to the
-            host, and from there to a file. `LLM.reset_prefix_cache` leaves the files alone.
+            host, and from there to a file; a quarter of `num_host_blocks` is for those on that way.
+            `LLM.reset_prefix_cache` leaves the files alone.
         prefix_cache_dir_bytes: most bytes of these files, 16 GiB by default; the least recently used ones go
             first.
         host_bandwidth_limit: for experiments only: bytes per second that the link to the host is slowed down

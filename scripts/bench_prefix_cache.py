@@ -188,7 +188,8 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for kind in sorted(kinds, key=KINDS.index):
         if kind == "turns-files":  # the last one: from now on all that is copied out is written
-            files = llm.executor.keep_files(pathlib.Path(folder.name), "benchmark", 2**40)
+            path = pathlib.Path(folder.name)
+            files = llm.executor.keep_files(path, "benchmark", 2**40, most_writing=2**20)
         runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         for number in range(args.repetitions):
             for caches in (False, True) if number % 2 else (True, False):

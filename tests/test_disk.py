@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.executor import disk
 from jaxllm.executor.disk import BlockFiles, weights_fingerprint
+from jaxllm.executor.file_io import FileTransfers
 from jaxllm.sched.cache.names import BlockName, names_of, root
 
 SHAPE = (2, 3, 4)
@@ -791,3 +792,27 @@ def test_threads_share_an_object(tmp_path):
     assert total(tmp_path) <= max_bytes
     assert files.num_bytes == total(tmp_path)
     assert check_whole(files, 30, shape) > 0
+
+
+def test_no_more_blocks_wait_to_be_written_than_may():
+    """Pieces beyond the limit are left out, whole, and what is written makes room."""
+
+    class Slow:
+        shape, dtype, written = (2,), np.dtype(np.float32), []
+
+        def write(self, name, block):
+            gate.wait()
+            self.written.append(name)
+
+    gate, files = threading.Event(), Slow()
+    transfers = FileTransfers(files, most_writing=5)
+    pieces = [np.zeros((size, 2), np.float32) for size in (4, 2, 1)]
+    transfers.write(pieces, ["a", "b", None, "c", "d", "e", "f"])
+    transfers.write(pieces[2:], ["g"])
+    gate.set()
+    transfers.flush()
+    assert files.written == ["a", "b", "c", "g"]
+    transfers.write(pieces[:1], ["h", "i", "j"])  # with a row of padding
+    transfers.flush()
+    assert files.written[4:] == ["h", "i", "j"]
+    transfers.close()

@@ -229,7 +229,7 @@ def test_reading_is_weighed_against_computing():
 
 
 def keeping(folder, name="llama_gqa", **changes):
-    settings = {"enable_prefix_caching": None, "num_host_blocks": 40, "prefix_cache_dir": str(folder)}
+    settings = {"enable_prefix_caching": None, "num_host_blocks": 80, "prefix_cache_dir": str(folder)}
     return make_llm(golden_checkpoint(name), **(settings | changes))
 
 
@@ -297,7 +297,7 @@ def test_what_is_under_way_ends_with_the_last_request(kept):
     engine.scheduler.check()
     assert not engine.scheduler.is_reading
     assert not llm.executor.copies().read
-    assert engine.scheduler.num_available_host_blocks == 40
+    assert engine.scheduler.num_available_host_blocks == 60  # a quarter is for what is being written
     engine.add_request("b", PROMPT, GREEDY)
     while engine.has_unfinished_requests:
         engine.step()
@@ -324,6 +324,7 @@ def test_other_weights_find_nothing(kept):
 def test_a_folder_has_conditions(tmp_path):
     for changes, message in (
         ({"num_host_blocks": 0}, "needs the prefix cache and host memory"),
+        ({"num_host_blocks": 1}, "needs the prefix cache and host memory of two blocks or more"),
         ({"enable_prefix_caching": False}, "needs the prefix cache and host memory"),
         ({"load_format": "dummy"}, "cannot keep blocks of load_format"),
         ({"prefix_cache_dir_bytes": 0}, "prefix_cache_dir_bytes=0"),

@@ -37,11 +37,14 @@ class FileTransfers:
 
     def write(self, pieces: Sequence[jax.Array], names: Sequence[BlockName | None]) -> None:
         """Write blocks that have names, in pieces one after another, when they have reached the host."""
-        with self._lock:
-            if self._num_writing + len(names) > self._most_writing:
-                return
-            self._num_writing += len(names)
-        self._writer.submit(self._write, list(pieces), list(names))
+        rest = iter(names)
+        for piece in pieces:
+            inside = list(itertools.islice(rest, piece.shape[0]))
+            with self._lock:
+                if self._num_writing + piece.shape[0] > self._most_writing:
+                    return
+                self._num_writing += piece.shape[0]
+            self._writer.submit(self._write, piece, inside)
 
     def read(self, read: Read) -> None:
         """Start to read blocks."""
@@ -92,14 +95,11 @@ class FileTransfers:
             pieces.append(piece)
         return pieces, was_there
 
-    def _write(self, pieces: list[jax.Array], names: list[BlockName | None]) -> None:
-        rows = iter(names)
+    def _write(self, piece: jax.Array, names: list[BlockName | None]) -> None:
         try:
-            for piece in pieces:
-                blocks = np.asarray(piece)
-                for block, name in zip(blocks, rows, strict=False):
-                    if name is not None:
-                        self._files.write(name, block)
+            for block, name in zip(np.asarray(piece), names, strict=False):  # the rest of a piece is padding
+                if name is not None:
+                    self._files.write(name, block)
         finally:
             with self._lock:
-                self._num_writing -= len(names)
+                self._num_writing -= piece.shape[0]

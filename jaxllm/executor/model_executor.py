@@ -210,20 +210,23 @@ class ModelExecutor:
         for name in ("_state", "_slot_params"):
             vars(self).pop(name, None)
 
-    def keep_files(self, folder: pathlib.Path, fingerprint: str, max_bytes: int) -> BlockFiles:
+    def keep_files(
+        self, folder: pathlib.Path, fingerprint: str, max_bytes: int, most_writing: int
+    ) -> BlockFiles:
         """Write what of the prefix cache is copied to the host to files, too, and read these when told to.
 
         Args:
             folder: where they are, with those of others.
             fingerprint: of all that makes these blocks others than those of another engine.
             max_bytes: most bytes of all of them.
+            most_writing: blocks of host memory that may wait to be written; of more than that some never are.
 
         Raises:
             ConfigError: the folder cannot be made, or describes other blocks.
         """
         pool = self._state.pool
         files = BlockFiles(folder, fingerprint, pool.shape[1:], np.dtype(pool.dtype), max_bytes)
-        self._transfers = FileTransfers(files, self.config.num_host_blocks)
+        self._transfers = FileTransfers(files, most_writing)
         return files
 
     def transfer(self, scheduled: SchedulerOutput) -> None:
