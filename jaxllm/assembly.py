@@ -35,7 +35,7 @@ from jaxllm.generation_config import default_sampling_params
 from jaxllm.ledgers import open_ledger
 from jaxllm.loading import load_params
 from jaxllm.logits_processors import load_processors
-from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict, read_hf_config
+from jaxllm.models.config import LlamaConfig, ModelConfig, OPTConfig, config_from_dict, read_hf_config
 from jaxllm.models.registry import AnyConfig, pack_linear_weights, weight_bytes
 from jaxllm.predictors.base import ITEMSIZES, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
@@ -44,6 +44,7 @@ from jaxllm.predictors.table import TableCostModel
 from jaxllm.profiling import Profiler
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.scheduling import Scheduling, make_scheduling
@@ -108,6 +109,22 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         WeightsError: the weights are missing, truncated or do not match.
         CapacityError: the device cannot hold the model and one KV block.
     """
+    if config.ledger is None:
+        return _assemble(config, scheduler_policy, None)
+    ledger, close = open_ledger(config.ledger)  # now rather than after loading
+    try:
+        made = _assemble(config, scheduler_policy, ledger)
+    except BaseException:
+        close()
+        os.unlink(config.ledger)
+        raise
+    weakref.finalize(made.engine, close)
+    return made
+
+
+def _assemble(
+    config: EngineConfig, scheduler_policy: SchedulingPolicy | str | None, ledger: Ledger | None
+) -> Assembly:
     started = time.perf_counter()
     folder, tokenizer_folder = _folders(config)
     default_params = default_sampling_params(folder)
@@ -119,18 +136,21 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     model_config = config_from_dict(hf_config, config.hf_overrides)
     dtype = _resolve_dtype(config.dtype, {**hf_config, **(config.hf_overrides or {})}, device.platform)
     itemsize, num_weight_bytes = ITEMSIZES[dtype], weight_bytes(model_config, dtype)
+    memory.check_fits(device, num_weight_bytes, 0)
     defaults = memory.device_limits(device, model_config, itemsize, num_weight_bytes)
     max_num_seqs = config.max_num_seqs or defaults[0]
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
 
     max_model_len = config.max_model_len or model_config.default_max_model_len
-    model_config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
+    bounded = model_config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
     shape = shape_of(model_config, Path(config.model).resolve().name, dtype)
     scheduling = make_scheduling(scheduler_policy, shape, device.device_kind, config.block_size)
     heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
     default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
     kernels = config.attention_implementation or default
     has_native_products = kernels == "native" and dtype == "float32"
+    if config.attention_implementation not in (None, FASTEST):
+        _check_attention(config, bounded, dtype)
     buckets = Buckets.make(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -154,11 +174,13 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         kv_cache_memory=config.kv_cache_memory,
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
+    memory.check_fits(device, num_weight_bytes, num_blocks * bytes_per_block)
     max_model_len = _fit_length(max_model_len, num_blocks * config.block_size, config.max_model_len)
     has_files = config.prefix_cache_dir is not None
     num_host_blocks = scheduling.num_host_blocks(
         config.num_host_blocks, num_blocks, needed_blocks, bytes_per_block, is_needed=has_files
     )
+    memory.check_host_fits(num_host_blocks * bytes_per_block)
     num_writing_blocks = -(-num_host_blocks // _WRITING_SHARE) if has_files else 0
     if config.host_bandwidth_limit is not None and not num_host_blocks:
         raise ConfigError(
@@ -224,9 +246,8 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
     files = None
     if config.prefix_cache_dir is not None:
         files = _keep_files(config, folder, executor, model_config, kernels, num_writing_blocks)
-    ledger = close_ledger = None
-    if config.ledger is not None:
-        ledger, close_ledger = open_ledger(config.ledger, None if costs_source is None else scheduling.costs)
+    if ledger is not None:
+        ledger.costs = None if costs_source is None else scheduling.costs
     engine = Engine(
         executor,
         Scheduler(scheduler_config, scheduling.policy, ledger=ledger, files=files),
@@ -238,8 +259,6 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         num_scheduler_steps=config.num_scheduler_steps,
         has_rotary_positions=isinstance(model_config, LlamaConfig),
     )
-    if close_ledger is not None:
-        weakref.finalize(engine, close_ledger)
     return Assembly(
         engine,
         executor,
@@ -258,6 +277,26 @@ def _folders(config: EngineConfig) -> tuple[Path, Path]:
     find = functools.partial(checkpoint_folder, download=config.download, cache_dir=config.download_dir)
     folder = find(config.model, revision=config.revision)
     return folder, folder if config.tokenizer is None else find(config.tokenizer)
+
+
+def _check_attention(config: EngineConfig, model_config: ModelConfig, dtype: str) -> None:
+    """Find out, by tracing it, whether an implementation that was asked for can be had of this model.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    heads, head_dim = model_config.num_kv_heads, model_config.head_dim
+    q = jax.ShapeDtypeStruct((1, model_config.num_heads, head_dim), dtype)
+    pool = jax.ShapeDtypeStruct((1, 1, 2, heads, config.block_size, head_dim), dtype)
+    tables, lengths = jax.ShapeDtypeStruct((1, 1), "int32"), jax.ShapeDtypeStruct((1,), "int32")
+    attend = functools.partial(
+        pallas_kernels.decode_attention,
+        layer=0,
+        scale=1.0,
+        window=1 if model_config.has_bounds else None,
+        implementation=config.attention_implementation,
+    )
+    jax.eval_shape(attend, q, pool, tables, lengths)
 
 
 def _check_files(config: EngineConfig, limits: SchedulerConfig) -> None:
@@ -343,7 +382,9 @@ def _settle_costs(
         scheduling.costs.model = profiler.costs_of(profile)
         return f"profile of {seconds:g} s at start"
     if scheduling.weighs_costs and (source or "").startswith("roofline"):
-        _logger.warning("predicted costs are a %s, not measured; `jaxllm profile` measures them", source)
+        is_chosen = scheduling.is_chosen or config.num_host_blocks is not None
+        level = logging.WARNING if is_chosen else logging.INFO
+        _logger.log(level, "predicted costs are a %s, not measured; `jaxllm profile` measures them", source)
     return source
 
 
@@ -391,5 +432,12 @@ def _set_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
     if folder == "auto":
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = str(Path(base) / "jaxllm" / f"xla-{jax.__version__}")
+    else:
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"compilation_cache_dir={folder!r} cannot be made: {error.strerror}; name a folder, or None"
+            ) from error
     jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

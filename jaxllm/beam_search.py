@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 """Largest `beam_width` of a model with one end-of-sequence token."""
+MAX_PENALTY = 40.0
+"""Largest `length_penalty`: the longest sequence to this power is still a number of 64 bits."""
 _MAX_INT32 = 2**31 - 1
 
 
@@ -34,7 +36,7 @@ class BeamSearchParams:
         ignore_eos: go on past end-of-sequence tokens.
         temperature: only 0; the search samples nothing.
         length_penalty: a hypothesis's score is the sum of its log-probabilities over its output tokens, the
-            last one included, to this power, -100..100.
+            last one included, to this power, -40..40.
         early_stopping: True ends the search when `beam_width` hypotheses have ended; False when no beam would
             beat the worst of these if it ended now; "never" when none could, however long it became.
 
@@ -54,7 +56,7 @@ class BeamSearchParams:
         check_integer("max_tokens", self.max_tokens, 1, _MAX_INT32)
         check_boolean("ignore_eos", self.ignore_eos)
         check_number("temperature", self.temperature, 0, 0, "the search samples nothing")
-        check_number("length_penalty", self.length_penalty, -100, 100)
+        check_number("length_penalty", self.length_penalty, -MAX_PENALTY, MAX_PENALTY)
         if self.early_stopping != "never":
             check_boolean("early_stopping", self.early_stopping)
 
@@ -65,15 +67,16 @@ class BeamSearchSequence:
 
     `tokens` are the prompt's and the output's, and `text` is of all of them but special ones, as in vLLM.
     `cum_logprob` is the sum over the output's, `score` that over its length to the power of the penalty.
-    `stop_reason` is the end-of-sequence token that ended it.
+    `stop_reason` is the end-of-sequence token that ended it, or what was wrong: with an "error" nothing can
+    follow a beam, and the hypotheses are the beams so far.
     """
 
     tokens: list[int]
     cum_logprob: float
     score: float
     text: str
-    finish_reason: Literal["stop", "length"]
-    stop_reason: int | None = None
+    finish_reason: Literal["stop", "length", "error"]
+    stop_reason: int | str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class BeamSearch:
         self.running = [Hypothesis(0.0, (), 0.0)]
         self.finished: list[Hypothesis] = []
         self._num_blocks = self._num_blocks_unshared = 0
+        self._problem: int | str | None = None
 
     @property
     def step(self) -> SamplingParams:
@@ -161,6 +165,10 @@ class BeamSearch:
     def advance(self, outputs: Sequence[RequestOutput]) -> None:
         """Go on by one token, by the outputs of the running beams' requests."""
         params, width = self._params, self._params.beam_width
+        failed = next((output for output in outputs if output.finish_reason == "error"), None)
+        if failed is not None:
+            self._problem, self.finished, self.running = failed.stop_reason, self.running, []
+            return
         candidates = heapq.nlargest(
             self._num_candidates,
             (
@@ -192,10 +200,13 @@ class BeamSearch:
         """What was found; without a tokenizer there is no text."""
         sequences = []
         for found in self.finished:
-            tokens, last = [*self._prompt, *found.tokens], found.tokens[-1]
+            tokens = [*self._prompt, *found.tokens]
             text = "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
-            ended_by = last if last in self._ends else None
-            reason: Literal["stop", "length"] = "length" if ended_by is None else "stop"
+            ended_by: int | str | None = self._problem
+            reason: Literal["stop", "length", "error"] = "error"
+            if ended_by is None:
+                ended_by = tokens[-1] if tokens[-1] in self._ends else None
+                reason = "length" if ended_by is None else "stop"
             sequences.append(
                 BeamSearchSequence(tokens, found.cum_logprob, found.score, text, reason, ended_by)
             )

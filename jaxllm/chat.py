@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, did_you_mean
 from jaxllm.tokenizer import encode, quiet_transformers, summary
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def render(
     """The text that a chat template makes of a conversation.
 
     The template runs in jinja2's immutable sandbox: it can neither reach Python's internals nor change
-    the messages.
+    the messages. It is stopped after two seconds, and where it makes something of millions of characters.
 
     Args:
         tokenizer: the checkpoint's, with its template.
@@ -90,21 +89,24 @@ def render(
     with quiet_transformers():
         from jinja2.exceptions import TemplateError
 
+        from jaxllm.chat_templates import bounded
+
         try:
             parsed = _parse(template)
             _check_variables([*variables, *(["tools"] if tools else [])], parsed)
             is_openai = content_format == "openai" or (content_format == "auto" and _reads_parts(parsed))
-            return str(
-                tokenizer.apply_chat_template(
-                    [_as_read(message, is_openai) for message in messages],
-                    tools=[dict(tool) for tool in tools] if tools else None,
-                    chat_template=template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **variables,
+            with bounded():
+                return str(
+                    tokenizer.apply_chat_template(
+                        [_as_read(message, is_openai) for message in messages],
+                        tools=[dict(tool) for tool in tools] if tools else None,
+                        chat_template=template,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        tokenize=False,
+                        **variables,
+                    )
                 )
-            )
         except RequestError:
             raise
         except Exception as error:  # a template can raise anything Python can
@@ -234,9 +236,9 @@ def _template(
 
 def _parse(template: str) -> Template:
     """The template as transformers reads it, with its extensions."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+    from jaxllm.chat_templates import compile_template
 
-    return _compile_jinja_template(template).environment.parse(template)
+    return compile_template(template).environment.parse(template)
 
 
 def _check_variables(given: Sequence[str], parsed: Template) -> None:
@@ -252,10 +254,9 @@ def _check_variables(given: Sequence[str], parsed: Template) -> None:
     for name in given:
         if name not in known:
             others = sorted(known - {"messages", *_ARGUMENTS})
-            near = difflib.get_close_matches(str(name), others, n=1)
-            meant = f"did you mean {near[0]}?" if near else "leave it out."
+            meant = did_you_mean(name, others) or "leave it out. "
             names = ", ".join(others) or "no variables of its own"
-            raise RequestError(f"the chat template does not read {name!r}; {meant} It reads {names}")
+            raise RequestError(f"the chat template does not read {name!r}; {meant}It reads {names}")
 
 
 def _reads_parts(parsed: Template) -> bool:

@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, did_you_mean, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", "fastest")
 WARM_UPS = ("background", "all", "everything")
+_MAX_PATH, _MAX_NAME = 4095, 255  # bytes, as Linux has it
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 
 
@@ -71,7 +72,7 @@ class EngineConfig:
         logits_processors: pure JAX functions that change the logits of every request before all else, by
             import path "module:function" or themselves (`jaxllm.logits_processors`); they are compiled into
             the programs.
-        ledger: file to write the scheduler's decisions to, as JSON lines (`jaxllm.sched.ledger`).
+        ledger: new file to write the scheduler's decisions to, as JSON lines (`jaxllm.sched.ledger`).
         decode_buckets: batch sizes to compile decode programs for; a ladder up to max_num_seqs by default.
         prefill_buckets: token counts to compile programs of steps with prompts for, likewise.
         warm_up: "background" compiles programs in the order of need beside an engine that already serves: a
@@ -119,19 +120,11 @@ class EngineConfig:
     compilation_cache_dir: str | os.PathLike[str] | None = "auto"
 
     def __post_init__(self) -> None:
-        strings = (
-            "tokenizer",
-            "revision",
-            "download_dir",
-            "compilation_cache_dir",
-            "attention_implementation",
-            "ledger",
-            "prefix_cache_dir",
-        )
-        for name in ("model", *strings):
+        paths = ("tokenizer", "download_dir", "compilation_cache_dir", "ledger", "prefix_cache_dir")
+        for name in ("model", *paths):
             value = getattr(self, name)
-            if not isinstance(value, str | os.PathLike) and (value is not None or name == "model"):
-                raise ConfigError(f"{name}={value!r} must be a string")
+            if value is not None or name == "model":
+                object.__setattr__(self, name, _path(name, value))
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ConfigError(
                 f"hf_overrides={self.hf_overrides!r} must be a dictionary of config.json fields"
@@ -139,7 +132,7 @@ class EngineConfig:
         for name in ("decode_buckets", "prefill_buckets"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Sequence) or isinstance(value, str)):
-                raise ConfigError(f"{name}={value!r} must be a list of sizes")
+                raise ConfigError(f"{name}={shown(value)} must be a list of sizes")
         processors = self.logits_processors
         if processors is not None and (not isinstance(processors, Sequence) or isinstance(processors, str)):
             raise ConfigError(
@@ -151,6 +144,8 @@ class EngineConfig:
         implementation = self.attention_implementation
         if implementation is not None and not str(implementation).startswith("triton:"):
             _choice("attention_implementation", implementation, ATTENTION_IMPLEMENTATIONS)
+        if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
+            raise ConfigError(f"revision={shown(self.revision)} must be the name of a branch, tag or commit")
         _integer("seed", self.seed, 0, 2**63 - 1)
         _integer("block_size", self.block_size, 1, 1024)
         _integer("max_model_len", self.max_model_len, 2, 2**24)
@@ -161,10 +156,7 @@ class EngineConfig:
         _integer("num_scheduler_steps", self.num_scheduler_steps, 1, self.block_size)
         _integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
         _integer("prefix_cache_dir_bytes", self.prefix_cache_dir_bytes, 1, 2**60)
-        folder = self.prefix_cache_dir
-        if folder is not None and (not os.fspath(folder) or "\0" in os.fspath(folder)):
-            raise ConfigError(f"prefix_cache_dir={folder!r} must be the path of a folder")
-        if folder is None and self.prefix_cache_dir_bytes is not None:
+        if self.prefix_cache_dir is None and self.prefix_cache_dir_bytes is not None:
             raise ConfigError(
                 f"prefix_cache_dir_bytes={self.prefix_cache_dir_bytes} limits files, and prefix_cache_dir "
                 "names no folder for any: set it, or leave both out"
@@ -174,23 +166,40 @@ class EngineConfig:
         for name in ("download", "skip_tokenizer_init", "async_scheduling", "enable_prefix_caching"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name != "enable_prefix_caching"):
-                raise ConfigError(f"{name}={value!r} must be True or False")
+                raise ConfigError(f"{name}={shown(value)} must be True or False")
+
+
+def _path(name: str, value: object) -> str:
+    """A path, with the user's home for a tilde at its front."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError(f"{name}={shown(value)} must be a path")
+    path = os.path.expanduser(path)
+    if len(os.fsencode(path)) > _MAX_PATH or any(len(os.fsencode(p)) > _MAX_NAME for p in path.split(os.sep)):
+        raise ConfigError(
+            f"{name} is a path of {len(path)} characters ({path[:40]!r}...); at most {_MAX_PATH} bytes, and "
+            f"{_MAX_NAME} between two slashes, can be one"
+        )
+    return path
 
 
 def _choice(name: str, value: str, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name}={value!r} is not supported; use one of {', '.join(choices)}")
+        raise ConfigError(
+            f"{name}={shown(value)} is not supported; {did_you_mean(value, choices)}use one of "
+            f"{', '.join(choices)}"
+        )
 
 
 def _integer(name: str, value: int | None, low: int, high: int) -> None:
     if value is not None and (
         isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
     ):
-        raise ConfigError(f"{name}={value!r} must be an integer from {low} to {high}")
+        raise ConfigError(f"{name}={shown(value)} must be an integer from {low} to {high}")
 
 
 def _number(name: str, value: float | None, low: float, high: float) -> None:
     if value is not None and (
         isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high
     ):
-        raise ConfigError(f"{name}={value!r} must be a number from {low:g} to {high:g}")
+        raise ConfigError(f"{name}={shown(value)} must be a number from {low:g} to {high:g}")

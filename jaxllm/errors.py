@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A value as Python writes it, short enough for a message."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more than 4300 digits, or an object that cannot tell
+        text = f"something of type {type(value).__name__}"
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Which of the known names a wrong one may stand for."""
+    near = difflib.get_close_matches(str(name)[:100], list(known), n=1)
+    return near[0] if near else None
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The same as a question, with a space after it; empty if none is near."""
+    near = nearest(name, known)
+    return "" if near is None else f"did you mean {near}? "
 
 
 class JaxllmError(Exception):

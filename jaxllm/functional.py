@@ -13,7 +13,7 @@ The steps are the engine's own, so greedy tokens are the engine's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxllm.errors import ConfigError, RequestError, shown
 from jaxllm.executor.sampler import Sampling, SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, chunk_of, forward, run_step
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.registry import AnyConfig
 from jaxllm.sampling_params import MAX_LOGIT_BIAS
 
 Params = Mapping[str, jax.Array]
+_MAX_TEMPERATURE = 1e6
 
 
 class KVCache(NamedTuple):
@@ -40,7 +43,10 @@ class KVCache(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """`tokens` [B, max_new_tokens] int32, 0 after a row's end; `lengths` [B] int32."""
+    """`tokens` [B, max_new_tokens] int32, 0 after a row's end; `lengths` [B] int32.
+
+    A token of -1 ends a row whose logits hold a NaN or infinity, so that there is none to sample.
+    """
 
     tokens: jax.Array
     lengths: jax.Array
@@ -49,7 +55,12 @@ class Generated(NamedTuple):
 def init_pool(
     config: AnyConfig, num_blocks: int, block_size: int = 16, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """An empty KV pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    """An empty KV pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+
+    Raises:
+        ConfigError: a size is no positive integer.
+    """
+    _check_sizes(config, num_blocks=num_blocks, block_size=block_size)
     shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
     return jnp.zeros(shape, dtype)
 
@@ -57,7 +68,12 @@ def init_pool(
 def init_cache(
     config: AnyConfig, batch_size: int, max_len: int, block_size: int = 16, dtype: Any = jnp.float32
 ) -> KVCache:
-    """A cache in which each of `batch_size` rows owns blocks for `max_len` tokens."""
+    """A cache in which each of `batch_size` rows owns blocks for `max_len` tokens.
+
+    Raises:
+        ConfigError: a size is no positive integer.
+    """
+    _check_sizes(config, batch_size=batch_size, max_len=max_len, block_size=block_size)
     blocks_per_row = -(-max_len // block_size)
     tables = jnp.arange(batch_size * blocks_per_row, dtype=jnp.int32).reshape(batch_size, blocks_per_row)
     return KVCache(init_pool(config, batch_size * blocks_per_row, block_size, dtype), tables)
@@ -84,7 +100,14 @@ def prefill(
 
     Returns:
         The cache, and the logits [B, vocab_size] float32 after each prompt's last token.
+
+    Raises:
+        ConfigError, RequestError: shapes do not fit one another, or (outside of a caller's `jax.jit`, where
+            values are known) tokens or lengths are out of range.
     """
+    _check_params(params, config)
+    tokens, lengths = _checked_prompts(config, tokens, lengths)
+    _check_cache(config, cache, lengths)
     inputs = _ragged_prefill(cache.block_tables, tokens, lengths)
     pool, hidden, model = forward(
         config, params, cache.pool, None, inputs.tokens, inputs, implementation=implementation
@@ -114,9 +137,21 @@ def decode(
 
     Returns:
         The cache, and the logits [B, vocab_size] float32 of the next token.
+
+    Raises:
+        ConfigError, RequestError: as `prefill`.
     """
+    _check_params(params, config)
+    tokens, lengths = _integers("tokens", tokens, 1), _integers("lengths", lengths, 1)
+    if tokens.shape != lengths.shape:
+        raise RequestError(f"tokens {tokens.shape} and lengths {lengths.shape} must both be [B]")
+    _check_cache(config, cache, lengths)
+    if _is_known(tokens, lengths):
+        _check_range("tokens", np.asarray(tokens)[np.asarray(lengths) > 0], 0, config.vocab_size - 1)
+        _check_range("lengths", lengths, 0, math.inf)
+    tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    inputs = DecodeInputs(rows, lengths.astype(jnp.int32), cache.block_tables)
+    inputs = DecodeInputs(rows, lengths, cache.block_tables)
     pool, hidden, model = forward(
         config, params, cache.pool, inputs, tokens, None, implementation=implementation
     )
@@ -157,27 +192,36 @@ def generate(
         implementation: of attention.
 
     Raises:
-        ValueError: shapes do not fit, the result would exceed the model's positions, or (outside of a
-            caller's `jax.jit`, where values are known) lengths or a temperature are out of range.
+        ConfigError, RequestError: shapes do not fit, the result would exceed the model's positions, or
+            (outside of a caller's `jax.jit`, where values are known) a value is out of range.
     """
-    if tokens.ndim != 2 or lengths.shape != (tokens.shape[0],):
-        raise ValueError(f"tokens {tokens.shape} must be [B, L] and lengths {lengths.shape} [B]")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if block_size < 1:
-        raise ValueError(f"block_size={block_size} must be at least 1")
-    _check_range("lengths", lengths, 1, tokens.shape[1])
-    _check_range("temperature", temperature, 0, math.inf)
+    _check_params(params, config)
+    tokens, lengths = _checked_prompts(config, tokens, lengths)
+    _check_sizes(config, max_new_tokens=max_new_tokens, block_size=block_size)
     batch_size, prompt_len = tokens.shape
+    _check_key(key)
+    for name, value, low, high in (
+        ("temperature", temperature, 0, _MAX_TEMPERATURE),
+        ("top_k", top_k, 0, 2**31 - 1),
+        ("top_p", top_p, float(np.finfo(np.float32).tiny), 1),
+        ("min_p", min_p, 0, 1),
+    ):
+        if np.shape(value) not in ((), (batch_size,)):
+            raise RequestError(
+                f"{name} {np.shape(value)} must be a number, or one for each row [{batch_size}]"
+            )
+        _check_range(name, value, low, high)
+    ends = _integers("eos_token_ids", [*eos_token_ids] if isinstance(eos_token_ids, Iterable) else 0, 1)
+    _check_range("eos_token_ids", ends, 0, config.vocab_size - 1)
     max_len = prompt_len + max_new_tokens
     if max_len > config.max_model_len:
-        raise ValueError(
+        raise RequestError(
             f"prompts of {prompt_len} and {max_new_tokens} new tokens exceed the model's "
             f"{config.max_model_len} positions; lower max_new_tokens or shorten the prompts"
         )
     rope = getattr(config, "rope", None)
     if rope is not None and rope.depends_on_length and rope.max_model_len is None:
-        raise ValueError(
+        raise ConfigError(
             f"rope type {rope.rope_type!r} needs the longest sequence its frequencies are to be made for; "
             f"pass config.with_max_model_len({max_len}), or the engine's max_model_len for its tokens"
         )
@@ -188,10 +232,10 @@ def generate(
     history = jnp.zeros((batch_size + 1, max_len + 1), jnp.int32)
     rows = jnp.arange(batch_size, dtype=jnp.int32)
     inputs = _ragged_prefill(cache.block_tables, tokens, lengths)
-    stops = jnp.asarray(tuple(eos_token_ids), jnp.int32)
+    stops = jnp.asarray(ends, jnp.int32)
 
     def is_end(new: jax.Array) -> jax.Array:
-        return jnp.any(new[:, None] == stops[None, :], axis=-1)
+        return (new < 0) | jnp.any(new[:, None] == stops[None, :], axis=-1)
 
     state, outputs = run_step(
         config,
@@ -237,9 +281,81 @@ def generate(
 def _check_range(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, jax.core.Tracer):
         return
-    values = np.asarray(value)
-    if not np.all((values >= low) & (values <= high)):
-        raise ValueError(f"{name}={value} must be from {low} to {high}")
+    try:
+        is_inside = bool(np.all((np.asarray(value) >= low) & (np.asarray(value) <= high)))
+    except (TypeError, ValueError):  # no numbers
+        is_inside = False
+    if not is_inside:
+        raise RequestError(f"{name}={shown(value)} must be from {low:g} to {high:g}")
+
+
+def _is_known(*values: Any) -> bool:
+    """Whether these are values and not what a program is traced with."""
+    return not any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def _check_sizes(config: AnyConfig, **sizes: int) -> None:
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(
+            f"config={shown(config)} must be a model's: config_from_dict(read_hf_config(folder)) makes it"
+        )
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 2**31:
+            raise ConfigError(f"{name}={shown(size)} must be an integer of at least 1")
+
+
+def _check_params(params: Params, config: AnyConfig) -> None:
+    _check_sizes(config)
+    if not isinstance(params, Mapping) or not params or not all(isinstance(name, str) for name in params):
+        raise ConfigError(
+            "params must be weights by name, as jaxllm.loading.load_params returns, not "
+            f"{shown(list(params)[:3]) if isinstance(params, Mapping) else type(params).__name__}"
+        )
+
+
+def _integers(name: str, value: Any, num_dims: int) -> Any:
+    """As an array of that many dimensions."""
+    found = value if hasattr(value, "dtype") else np.asarray(value)
+    if not np.size(found) and not hasattr(value, "dtype"):
+        found = found.astype(np.int32)
+    if found.ndim != num_dims or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise RequestError(
+            f"{name} of shape {found.shape} and dtype {found.dtype} must be "
+            f"{'[B, L]' if num_dims == 2 else '[B]'}, integers"
+        )
+    return found
+
+
+def _checked_prompts(config: AnyConfig, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
+    """Prompts [B, L] and their lengths [B], as arrays; padding may be anything."""
+    tokens, lengths = _integers("tokens", tokens, 2), _integers("lengths", lengths, 1)
+    if lengths.shape != tokens.shape[:1] or not tokens.size:
+        raise RequestError(f"tokens {tokens.shape} must be [B, L] and lengths {lengths.shape} [B], not empty")
+    _check_range("lengths", lengths, 1, tokens.shape[1])
+    if _is_known(tokens, lengths):
+        is_token = np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None]
+        _check_range("tokens", np.asarray(tokens)[is_token], 0, config.vocab_size - 1)
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def _check_cache(config: AnyConfig, cache: KVCache, lengths: jax.Array) -> None:
+    """Verify that a cache is of the model, and has room for rows of these lengths."""
+    pool, tables = cache
+    block_size = pool.shape[4] if pool.ndim == 6 else 0
+    expected = config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim
+    if pool.ndim != 6 or pool.shape[1:] != expected or tables.shape[:1] != lengths.shape:
+        raise ConfigError(
+            f"a cache of shape {pool.shape} with block tables {tables.shape} is not of this model and "
+            f"{lengths.shape[0]} rows: make it with init_cache(config, {lengths.shape[0]}, max_len)"
+        )
+    _check_range("lengths (of a cache with so much room)", lengths, 0, tables.shape[1] * block_size)
+
+
+def _check_key(key: Any) -> None:
+    is_typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_raw = getattr(key, "dtype", None) == np.uint32 and key.ndim == 1
+    if not (is_typed and key.ndim == 0) and not is_raw:
+        raise RequestError(f"key={shown(key)} must be a PRNG key: jax.random.key(0)")
 
 
 def _sampling(temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Sampling:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from jaxllm.errors import ConfigError, SamplingParamsError
+from jaxllm.json_text import read_object
 from jaxllm.sampling_params import SamplingParams
 
 _NAMES = {
@@ -29,12 +29,7 @@ def default_sampling_params(model_dir: str | os.PathLike[str]) -> SamplingParams
     path = Path(model_dir) / "generation_config.json"
     if not path.exists():
         return SamplingParams()
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {str(path)!r} ({error}). Download the file again.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{str(path)!r} must hold a JSON object, not {type(content).__name__}")
+    content = read_object(path)
     values = {name: content.get(field) for field, name in _NAMES.items()}
     try:
         return SamplingParams.from_optional(**values)

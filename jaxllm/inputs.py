@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from jaxllm import tokenizer as tokenization
-from jaxllm.errors import RequestError, SamplingParamsError
+from jaxllm.errors import RequestError, RequestTooLargeError, SamplingParamsError, shown
 from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.token_masks import TokenMasks
@@ -39,6 +38,8 @@ class TokensPrompt(TypedDict):
 
 
 _OPTIONS = ("cache_salt", "num_dropped_tokens")
+_MAX_TOKENS = 2**24
+_MAX_SECONDS = 1e12
 _MAX_PRIORITY = 2**31 - 1
 _MAX_DROPPED_TOKENS = 2**18
 """Beyond this position float32 is too coarse for the angles that keys and queries are turned by."""
@@ -104,9 +105,14 @@ class InputProcessor:
             self.check_priority(priority)
         if deadline is not None:
             self._check_read("deadline", deadline)
-            is_number = isinstance(deadline, numbers.Real) and not isinstance(deadline, bool)
-            if not is_number or not 0.0 < deadline < math.inf:
-                raise RequestError(f"deadline={deadline!r} must be seconds from now, above 0 and finite")
+            if not _is_time(deadline) or deadline <= 0:
+                raise RequestError(f"deadline={shown(deadline)} must be seconds from now, above 0 and finite")
+            deadline = float(deadline)
+        if not _is_time(arrival_time):
+            raise RequestError(
+                f"arrival_time={shown(arrival_time)} must be a finite number, seconds of the engine's clock; "
+                "leave it out for now"
+            )
         text, token_ids, options = self._tokenize(prompt)
         num_dropped = options["num_dropped_tokens"] or 0
         token_ids = list(self.truncated(token_ids, params, num_dropped))
@@ -124,7 +130,7 @@ class InputProcessor:
                 sample_id,
                 token_ids[num_dropped:],
                 of_sample,
-                arrival_time=arrival_time,
+                arrival_time=float(arrival_time),
                 arrival_index=index,
                 group_index=indices[0],
                 token_mask=self._masks.make(of_sample),
@@ -184,7 +190,7 @@ class InputProcessor:
         self._check_read("priority", priority)
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
             raise RequestError(
-                f"priority={priority!r} must be an integer from -{_MAX_PRIORITY} to {_MAX_PRIORITY}; "
+                f"priority={shown(priority)} must be an integer from -{_MAX_PRIORITY} to {_MAX_PRIORITY}; "
                 "lower is more urgent"
             )
 
@@ -197,8 +203,8 @@ class InputProcessor:
         """
         if isinstance(num_dropped, bool) or not isinstance(num_dropped, numbers.Integral):
             raise RequestError(
-                f"num_dropped_tokens={num_dropped!r} must be an integer: how many tokens at the prompt's "
-                "front are cut"
+                f"num_dropped_tokens={shown(num_dropped)} must be an integer: how many tokens at the "
+                "prompt's front are cut"
             )
         if not num_dropped:
             return
@@ -232,7 +238,7 @@ class InputProcessor:
     def _check_read(self, name: str, value: object) -> None:
         if name not in self._reads:
             raise RequestError(
-                f"{name}={value!r} would be ignored: the scheduler policy does not look at it; choose "
+                f"{name}={shown(value)} would be ignored: the scheduler policy does not look at it; choose "
                 f"scheduler_policy={name!r}, or one of your own that does"
             )
 
@@ -278,6 +284,10 @@ class InputProcessor:
             raise RequestError(
                 f"a prompt must be text or a list of token ids, not {type(prompt).__name__}{shape}"
             )
+        if len(prompt) > _MAX_TOKENS:
+            raise RequestTooLargeError(
+                f"a prompt of {len(prompt)} tokens is longer than any model takes, {_MAX_TOKENS}: shorten it"
+            )
         values = prompt.tolist() if is_array else list(prompt)
         if not values:
             raise RequestError("the prompt is empty; send at least one token id")
@@ -285,14 +295,22 @@ class InputProcessor:
             if isinstance(value, bool) or not isinstance(value, int):
                 index = getattr(value, "__index__", None)
                 if index is None or isinstance(value, bool) or (hasattr(value, "tolist") and value.ndim):
-                    raise RequestError(f"prompt token {value!r} at position {position} is not an integer")
+                    raise RequestError(
+                        f"prompt token {shown(value)} at position {position} is not an integer"
+                    )
                 values[position] = value = index()
             if not 0 <= value < self._vocab_size:
                 raise RequestError(
-                    f"prompt token id {value} at position {position} is out of range; "
+                    f"prompt token id {shown(value)} at position {position} is out of range; "
                     f"this model's vocabulary has ids 0 to {self._vocab_size - 1}"
                 )
         return values
+
+
+def _is_time(value: object) -> bool:
+    """Whether it is a number of seconds that clocks can tell apart from others."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and -_MAX_SECONDS < value < _MAX_SECONDS  # type: ignore[operator]
 
 
 def _is_salt(value: object) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import COST_KINDS, CostModel
+from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.online import KindReport
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, Record, StepRecord
 from jaxllm.sched.policies import PreemptionAction, ResumeAction
@@ -114,17 +114,22 @@ def _check_types(record: Record) -> None:
             raise TypeError(f"resume_action={record.resume_action!r} is none of {_RESUME_ACTIONS}")
 
 
-def open_ledger(path: str | Path, costs: CostModel | None = None) -> tuple[Ledger, Callable[[], None]]:
-    """A ledger written to a new file, and what ends both; `costs` as for `Ledger`.
+def open_ledger(path: str | Path) -> tuple[Ledger, Callable[[], None]]:
+    """A ledger written to a new file, and what ends both.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file is there already, or cannot be written.
     """
     try:
-        file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115, open as long as the ledger
+        file = open(path, "x", encoding="utf-8", buffering=1)  # noqa: SIM115, open as long as the ledger
+    except FileExistsError:
+        raise ConfigError(
+            f"the ledger {str(path)!r} is there already, and no file is ever overwritten: name another, or "
+            "delete it"
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot write the ledger {str(path)!r}: {error.strerror}") from error
-    ledger = Ledger(file, costs)
+    ledger = Ledger(file)
 
     def close() -> None:
         ledger.close()

@@ -28,7 +28,7 @@ from jaxllm.vllm_names import check_chat_arguments, translate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ID_PREFIX = "llm-"  # of requests made here, so that ids queued on the engine itself stay the user's
+_MAX_PROMPTS = 2**24
 
 Prompts = str | Mapping[str, Any] | Sequence[Prompt] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -78,8 +78,7 @@ class LLM:
         known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
         translated = translate({"tokenizer": tokenizer, **settings}, known)
         chosen = demo_model_path() if model is None else model
-        name = os.fspath(chosen) if isinstance(chosen, os.PathLike) else chosen
-        self.config = EngineConfig(model=name, **translated)
+        self.config = EngineConfig(model=chosen, **translated)  # type: ignore[arg-type]
         made = assemble(self.config, scheduler_policy)
         self.engine, self.executor, self.tokenizer = made.engine, made.executor, made.tokenizer
         self.model_config, self.dtype = made.model_config, made.dtype
@@ -237,18 +236,23 @@ class LLM:
             )
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = []
-        for conversation in conversations:
-            text = render(
-                self.tokenizer,
-                conversation,
-                chat_template=chat_template,
-                content_format=chat_template_content_format,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=None if tool_choice == "none" else tools,
-                template_variables=chat_template_kwargs,
-            )
-            token_ids = tokenization.encode(self.tokenizer, text, add_special_tokens=False)
+        for place, conversation in enumerate(conversations):
+            try:
+                text = render(
+                    self.tokenizer,
+                    conversation,
+                    chat_template=chat_template,
+                    content_format=chat_template_content_format,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=None if tool_choice == "none" else tools,
+                    template_variables=chat_template_kwargs,
+                )
+                token_ids = tokenization.encode(self.tokenizer, text, add_special_tokens=False)
+            except RequestError as error:
+                if conversations is not messages:
+                    raise
+                raise RequestError(f"conversation {place}: {error}") from error
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority, deadline=deadline)
 
@@ -338,9 +342,10 @@ class LLM:
             "priority": _one_each("priority", priority, len(items)),
             "deadline": _one_each("deadline", deadline, len(items)),
         }
+        call = next(self._ids)
         requests = [
-            (f"{_ID_PREFIX}{next(self._ids)}", dict(zip(columns, row, strict=True)))
-            for row in zip(*columns.values(), strict=True)
+            (f"prompts[{place}]/{call}", dict(zip(columns, row, strict=True)))  # as messages name it
+            for place, row in enumerate(zip(*columns.values(), strict=True))
         ]
         return self._thread.submit(requests, stream=stream)
 
@@ -367,7 +372,9 @@ def _as_prompts(prompts: Prompts) -> list[Any]:
         raise RequestError(f"prompts must be one prompt or a list of them, not {type(prompts).__name__}")
     if isinstance(prompts, bytes | bytearray | Set):
         raise RequestError(f"prompts must be a list, not {type(prompts).__name__}: their order matters")
-    items = list(prompts)
+    items = list(itertools.islice(prompts, _MAX_PROMPTS + 1))
+    if len(items) > _MAX_PROMPTS:
+        raise RequestError(f"prompts has more than {_MAX_PROMPTS} entries: give fewer at once")
     is_one = bool(items) and all(
         hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0 for item in items
     )

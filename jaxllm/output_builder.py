@@ -216,7 +216,10 @@ class Samples:
         return dataclasses.replace(first, outputs=completions, finished=is_finished, metrics=metrics)
 
     def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
-        best = sorted(completions, key=lambda one: one.cumulative_logprob or 0.0, reverse=True)
+        def rank(one: CompletionOutput) -> tuple[bool, float]:
+            return one.finish_reason != "error", one.cumulative_logprob or 0.0
+
+        best = sorted(completions, key=rank, reverse=True)
         return [
             CompletionOutput(
                 index=index,

@@ -32,7 +32,8 @@ class CompletionOutput:
     `logprobs` has one entry per token id, `cumulative_logprob` is the sum over the chosen tokens; both
     are None unless asked for. `finish_reason` is None while the request runs, else "stop" (an
     end-of-sequence token, a stop token or a stop string), "length", "abort" or "error". `stop_reason` is the
-    stop string or stop token id that ended it, or what was wrong; None for end of sequence.
+    stop string or stop token id that ended it, or what was wrong (a grammar that cannot go on, logits that
+    are no finite numbers); None for end of sequence.
     """
 
     index: int

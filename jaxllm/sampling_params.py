@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxllm.errors import SamplingParamsError
+from jaxllm.errors import SamplingParamsError, nearest, shown
 from jaxllm.structured_outputs import StructuredOutputsParams
 
 MAX_LOGIT_BIAS = 300
@@ -410,17 +409,14 @@ def _describe_unknown(name: str) -> str:
         return f"{name} is not a sampling parameter of jaxllm: {_OTHER_NAMES[name]}."
     if name.startswith("guided_"):
         return f"{name} is not a sampling parameter of jaxllm: {_GUIDED}."
-    near = difflib.get_close_matches(name, PARAMETER_NAMES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(PARAMETER_NAMES)}."
+    near = nearest(name, PARAMETER_NAMES)
+    hint = f"did you mean {near}?" if near else f"choose from {', '.join(PARAMETER_NAMES)}."
     return f"{name} is not a sampling parameter of jaxllm: {hint}"
 
 
 def _show(value: object) -> str:
     """A value and its type, short enough for a message."""
-    text = repr(value)
-    if len(text) > 80:
-        text = text[:77] + "..."
-    return f"{text} ({type(value).__name__})"
+    return f"{shown(value, 80)} ({type(value).__name__})"
 
 
 def _as_python(value: Any) -> Any:

@@ -24,7 +24,8 @@ class Scheduling:
 
     `costs` are predicted seconds, corrected as the engine runs, for the policy if it asks for them, and for
     the ledger. `source` says where they come from; None if nothing is known of this device. `weighs_costs`
-    is whether the policy compares them, `is_ready_made` whether it was given as an object, which cannot ask.
+    is whether the policy compares them, `is_ready_made` whether it was given as an object, which cannot ask,
+    and `is_chosen` whether it is anything but the default.
     """
 
     policy: SchedulingPolicy
@@ -32,6 +33,7 @@ class Scheduling:
     source: str | None
     weighs_costs: bool
     is_ready_made: bool
+    is_chosen: bool = True
 
     @property
     def needs_measuring(self) -> bool:
@@ -114,7 +116,7 @@ def make_scheduling(
         predicted, source = found
     costs = OnlineCalibration(predicted)
     policy = cast(SchedulingPolicy, choice) if is_ready_made else make_preset(name, costs)
-    return Scheduling(policy, costs, source, weighs_costs, is_ready_made)
+    return Scheduling(policy, costs, source, weighs_costs, is_ready_made, choice is not None)
 
 
 class UnknownCosts:

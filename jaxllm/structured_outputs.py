@@ -9,7 +9,8 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import SamplingParamsError
+from jaxllm.errors import SamplingParamsError, did_you_mean, shown
+from jaxllm.json_text import parse
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -94,7 +95,10 @@ class StructuredOutputsParams:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in value:
             if name not in known:
-                raise SamplingParamsError(f"structured_outputs has no {name!r}; it takes {', '.join(known)}.")
+                raise SamplingParamsError(
+                    f"structured_outputs has no {shown(name)}; {did_you_mean(name, known)}it takes "
+                    f"{', '.join(known)}."
+                )
         return cls(**value)
 
     def grammar_text(self) -> str:
@@ -136,8 +140,8 @@ def _schema(value: object) -> str:
     if isinstance(value, str):
         _check_text("json", value)
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = parse(value)
+        except ValueError as error:
             raise SamplingParamsError(f"structured_outputs: json is no JSON: {error}.") from None
     if not isinstance(value, Mapping | bool):
         raise SamplingParamsError(

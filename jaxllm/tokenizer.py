@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import ConfigError, RequestError
+from jaxllm.json_text import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,13 +110,7 @@ def eos_token_ids(
             continue
         if not path.exists():
             continue
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {str(path)!r} ({error}). Download the file again.") from error
-        if not isinstance(content, dict):
-            raise ConfigError(f"{str(path)!r} must hold a JSON object. Download the file again.")
-        found |= _token_id_set(content.get("eos_token_id"), repr(str(path)))
+        found |= _token_id_set(read_object(path).get("eos_token_id"), repr(str(path)))
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     return frozenset(found)

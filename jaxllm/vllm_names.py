@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.errors import ConfigError, JaxllmError, RequestError
+from jaxllm.errors import ConfigError, JaxllmError, RequestError, nearest
 
 _logger = logging.getLogger(__name__)
 
@@ -147,8 +146,7 @@ def _check_neutral(
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
     hint = _OTHER_NAMES.get(name) if what == "setting" else None
-    hint = hint or (near[0] if near else None)
+    hint = hint or nearest(name, known)
     meant = "" if hint is None else f"did you mean {hint}? "
     return f"unknown {what} {name!r}; {meant}known {what}s: {', '.join(sorted({*known}))}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
@@ -74,6 +76,50 @@ class CostModel(Protocol):
     def swap_in_seconds(self, num_blocks: int) -> float:
         """Seconds to copy `num_blocks` KV blocks from the host to the device."""
         ...
+
+
+class CheckedCosts:
+    """A cost model whose every answer must be seconds.
+
+    Args:
+        model: is asked.
+
+    Raises:
+        ConfigError: by its methods, of an answer that is negative, no finite number, or no number at all.
+    """
+
+    def __init__(self, model: CostModel) -> None:
+        self._model = model
+
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """The model's."""
+        work: tuple[int, ...] = batch, context_tokens
+        if prompt_tokens:
+            work = *work, prompt_tokens, num_prompts, prompt_context
+        return self._checked("step_seconds", self._model.step_seconds(*work), work)
+
+    def swap_out_seconds(self, num_blocks: int) -> float:
+        """The model's."""
+        return self._checked("swap_out_seconds", self._model.swap_out_seconds(num_blocks), (num_blocks,))
+
+    def swap_in_seconds(self, num_blocks: int) -> float:
+        """The model's."""
+        return self._checked("swap_in_seconds", self._model.swap_in_seconds(num_blocks), (num_blocks,))
+
+    def _checked(self, name: str, seconds: float, work: tuple[int, ...]) -> float:
+        if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
+            raise ConfigError(
+                f"{type(self._model).__name__}.{name}{work} is {seconds!r}: it must be seconds, a finite "
+                "number of at least 0"
+            )
+        return seconds
 
 
 def step_kind(batch: int, prompt_tokens: int) -> CostKind:

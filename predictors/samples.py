@@ -55,7 +55,7 @@ def load_samples(path: str | os.PathLike[str]) -> dict[CostKind, list[Sample]]:
         }
     except OSError as error:
         raise ConfigError(f"cannot read the samples {os.fspath(path)!r}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not a file of samples: {type(error).__name__}: {error}") from error

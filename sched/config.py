@@ -69,29 +69,29 @@ class SchedulerConfig:
             RequestTooLargeError: it exceeds `max_model_len` or the pool.
             RequestError: its prompt is empty, or it has nothing to generate.
         """
-        request_id, num_prompt = request.request_id, request.num_prompt_tokens
+        num_prompt = request.num_prompt_tokens
         if num_prompt == 0:
-            raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
+            raise RequestError("the prompt is empty; give at least one token")
         if num_prompt >= self.max_model_len:
             raise RequestTooLargeError(
-                f"request {request_id!r} has {num_prompt} prompt tokens; max_model_len={self.max_model_len} "
+                f"the request has {num_prompt} prompt tokens; max_model_len={self.max_model_len} "
                 f"leaves room for an output token after at most {self.max_model_len - 1}: shorten the prompt"
             )
         if request.max_total_tokens > self.max_model_len:
             raise RequestTooLargeError(
-                f"request {request_id!r} may grow to {request.max_total_tokens} tokens, more than "
+                f"the request may grow to {request.max_total_tokens} tokens, more than "
                 f"max_model_len={self.max_model_len}; lower max_tokens or shorten the prompt"
             )
         if request.max_total_tokens <= num_prompt:
             raise RequestError(
-                f"request {request_id!r} ends at {request.max_total_tokens} tokens and its prompt has "
+                f"the request ends at {request.max_total_tokens} tokens and its prompt has "
                 f"{num_prompt}: nothing to generate; raise max_tokens"
             )
         # The last token is sampled but never fed back: it needs no KV.
         num_blocks = -(-(request.max_total_tokens - 1) // self.block_size)
         if num_blocks > self.num_gpu_blocks:
             raise RequestTooLargeError(
-                f"request {request_id!r} may grow to {request.max_total_tokens} tokens, which takes "
+                f"the request may grow to {request.max_total_tokens} tokens, which takes "
                 f"{num_blocks} blocks of {self.block_size} tokens; the pool has {self.num_gpu_blocks}: "
                 "lower max_tokens, shorten the prompt or enlarge the pool"
             )

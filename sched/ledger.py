@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 from typing import IO, Any
 
@@ -12,6 +13,8 @@ from jaxllm.predictors.online import KindReport, OnlineCalibration
 from jaxllm.sched.policies import Decision, ResumeDecision
 from jaxllm.sched.policies.actions import serial_costs
 from jaxllm.types import Request
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,7 +104,8 @@ class Ledger:
         self.steps: list[StepRecord] = []
         self.predictions: dict[str, KindReport] = {}
         self._file = file
-        self._costs = costs
+        self._is_broken = False
+        self.costs = costs
         self._open: dict[str, PreemptionRecord] = {}
 
     def preempted(
@@ -115,9 +119,9 @@ class Ledger:
         """Open a record; `victim` still holds its blocks."""
         self.finished(victim.request_id)
         swap, recompute = decision.swap_seconds, decision.recompute_seconds
-        if self._costs is not None and swap is None and recompute is None:
+        if self.costs is not None and swap is None and recompute is None:
             _, swap, recompute = serial_costs(
-                self._costs, victim.num_computed_tokens + 1, len(victim.block_ids), len(victim.block_ids)
+                self.costs, victim.num_computed_tokens + 1, len(victim.block_ids), len(victim.block_ids)
             )
         self._open[victim.request_id] = PreemptionRecord(
             step_id,
@@ -172,12 +176,18 @@ class Ledger:
         """Write what is still open, and how well costs were predicted; the file stays the caller's."""
         for request_id in list(self._open):
             self.finished(request_id)
-        if isinstance(self._costs, OnlineCalibration):
-            for kind, report in self._costs.report().items():
+        if isinstance(self.costs, OnlineCalibration):
+            for kind, report in self.costs.report().items():
                 self.predictions[kind] = report
                 if self._file is not None:
                     self._write("predictions", report, kind=kind)
 
     def _write(self, name: str, record: Record, **more: Any) -> None:
+        if self._is_broken:
+            return
         assert self._file is not None
-        self._file.write(json.dumps({"record": name, **more, **dataclasses.asdict(record)}) + "\n")
+        try:
+            self._file.write(json.dumps({"record": name, **more, **dataclasses.asdict(record)}) + "\n")
+        except OSError as error:  # which is no reason to end requests
+            self._is_broken = True
+            _logger.error("the ledger ends here, what follows is not recorded: %s", error)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, did_you_mean
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.lengths import RankPredictor
 from jaxllm.sched.baselines import VLLM025
@@ -239,8 +239,8 @@ def make_preset(name: str, costs: CostModel | None = None) -> SchedulingPolicy:
         return import_policy(name, functools.partial(adaptive, costs), costs)
     if name not in PRESETS:
         raise ConfigError(
-            f"there is no preset {name!r}; presets: {', '.join(sorted(PRESETS))}; your own policy is named "
-            "as 'module:attribute'"
+            f"there is no preset {name!r}; {did_you_mean(name, PRESETS)}presets: "
+            f"{', '.join(sorted(PRESETS))}; your own policy is named as 'module:attribute'"
         )
     return PRESETS[name](costs)
 

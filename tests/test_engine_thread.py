@@ -388,7 +388,7 @@ def test_a_lost_token_is_an_error(llm, prompts):
 
 
 def test_priorities_and_deadlines_are_for_policies_that_look_at_them(llm, prompts):
-    with pytest.raises(RequestError, match="prompt 0: priority=1 would be ignored"):
+    with pytest.raises(RequestError, match=r"prompts\[0\]: priority=1 would be ignored"):
         llm.generate(prompts[:2], GREEDY, use_tqdm=False, priority=1)
     with pytest.raises(RequestError, match=r"deadline=2\.0 would be ignored"):
         llm.stream(prompts[:2], GREEDY, deadline=[2.0, 3.0])

@@ -7,6 +7,7 @@ import pytest
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import functional
+from jaxllm.errors import ConfigError, RequestError
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
 
@@ -110,3 +111,98 @@ def test_windows_hold_in_xla_too(name):
         params, config, tokens, lengths, 32, jax.random.key(0), implementation="xla"
     )
     assert generated.tokens.tolist() == [row[:32] for row in golden["greedy"]]
+
+
+BAD_GENERATE = [
+    ({"tokens": [[1, 9999]]}, "tokens=.*9999.* must be from 0 to"),
+    ({"tokens": [[1, -1]]}, "tokens=.* must be from 0 to"),
+    ({"tokens": [[1.5, 2.0]]}, "tokens of shape .* and dtype float64 must be .B, L., integers"),
+    ({"tokens": np.zeros((0, 2), int)}, "must be .* not empty"),
+    ({"tokens": [1, 2]}, "must be .B, L., integers"),
+    ({"lengths": [3]}, "lengths=.* must be from 1 to 2"),
+    ({"lengths": [0]}, "lengths=.* must be from 1 to 2"),
+    ({"lengths": 2}, "must be .B., integers"),
+    ({"top_p": float("nan")}, "top_p=nan must be from"),
+    ({"top_p": 0}, "top_p=0 must be from"),
+    ({"top_k": -1}, "top_k=-1 must be from 0"),
+    ({"min_p": 2.0}, "min_p=2.0 must be from 0 to 1"),
+    ({"temperature": float("inf")}, "temperature=inf must be from"),
+    ({"temperature": "hot"}, "temperature='hot' must be from"),
+    ({"temperature": [1.0, 1.0, 1.0]}, "one for each row"),
+    ({"key": 0}, "key=0 must be a PRNG key"),
+    ({"key": np.zeros(2)}, "must be a PRNG key"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens=1.5 must be an integer"),
+    ({"block_size": 0}, "block_size=0 must be an integer"),
+    ({"eos_token_ids": 5}, "eos_token_ids of shape"),
+    ({"eos_token_ids": [10**6]}, "eos_token_ids=.* must be from 0 to"),
+    ({"params": {}}, "params must be weights by name"),
+    ({"params": {0: np.zeros(3)}}, "params must be weights by name"),
+    ({"params": None}, "params must be weights by name"),
+    ({"config": {"hidden_size": 1}}, "must be a model's"),
+    ({"implementation": "fast"}, "fast"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_GENERATE, ids=range(len(BAD_GENERATE)))
+def test_bad_values_are_named(model, changes, message):
+    config, params = model
+    arguments = {
+        "params": params,
+        "config": config,
+        "tokens": [[1, 2]],
+        "lengths": [2],
+        "max_new_tokens": 2,
+        "key": jax.random.key(0),
+    }
+    with pytest.raises(ValueError, match=message):
+        functional.generate(**(arguments | changes))
+
+
+def test_numpy_arrays_lists_and_raw_keys_are_taken(model):
+    config, params = model
+    tokens, lengths = np.array([[1, 2, 10**6], [3, 4, 5]]), np.array([2, 3])  # padded with anything
+    expected = functional.generate(
+        params, config, jnp.array([[1, 2, 0], [3, 4, 5]]), jnp.array([2, 3]), 4, jax.random.key(0)
+    ).tokens
+    for given in (
+        (tokens, lengths),
+        (tokens.tolist(), lengths.tolist()),
+        (tokens.astype(np.uint16), lengths),
+    ):
+        made = functional.generate(params, config, *given, 4, jax.random.PRNGKey(0))
+        assert made.tokens.tolist() == expected.tolist()
+    cache, logits = functional.prefill(params, config, functional.init_cache(config, 2, 8), tokens, lengths)
+    _, logits = functional.decode(params, config, cache, np.asarray(expected)[:, 0], lengths + 1)
+    assert logits.argmax(axis=-1).tolist() == expected[:, 1].tolist()
+
+
+def test_a_cache_must_be_the_models_and_have_room(model):
+    config, params = model
+    tokens, lengths = np.array([[1, 2, 3, 4, 5]]), np.array([5])
+    small = functional.init_cache(config, 1, 4, block_size=4)
+    with pytest.raises(RequestError, match=r"so much room.* must be from 0 to 4"):
+        functional.prefill(params, config, small, tokens, lengths)
+    with pytest.raises(RequestError, match=r"so much room.* must be from 0 to 4"):
+        functional.decode(params, config, small, tokens[:, 0], lengths)
+    with pytest.raises(ConfigError, match="is not of this model and 1 rows"):
+        functional.prefill(params, config, functional.init_cache(config, 2, 8), tokens, lengths)
+    other = functional.KVCache(small.pool[:, :1], small.block_tables)
+    with pytest.raises(ConfigError, match="is not of this model"):
+        functional.prefill(params, config, other, tokens, lengths)
+    for sizes in ((0, 4), (1, 0), (1, -4), (1.5, 4)):
+        with pytest.raises(ConfigError, match="must be an integer of at least 1"):
+            functional.init_cache(config, *sizes)
+    with pytest.raises(RequestError, match=r"tokens=.* must be from 0"):
+        functional.decode(params, config, small, np.array([10**6]), np.array([2]))
+
+
+def test_traced_values_are_taken_as_they_are(model):
+    config, params = model
+
+    @jax.jit
+    def run(tokens, lengths, key, top_p):
+        return functional.generate(
+            params, config, tokens, lengths, 3, key, temperature=1.0, top_p=top_p, eos_token_ids=[1]
+        ).tokens
+
+    assert run(np.array([[1, 2]]), np.array([2]), jax.random.key(0), 0.5).shape == (1, 3)

@@ -284,7 +284,7 @@ def test_bad_prompts_are_refused_and_the_engine_lives(llm, prompts, prompt, erro
 
 
 def test_one_bad_prompt_stops_the_call_before_anything_runs(llm, prompts):
-    with pytest.raises(RequestError, match="prompt 2"):
+    with pytest.raises(RequestError, match=r"prompts\[2\]: "):
         llm.generate([prompts[0], prompts[1], [10**6]], GREEDY, use_tqdm=False)
     assert not llm.engine.has_unfinished_requests
 

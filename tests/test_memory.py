@@ -6,6 +6,7 @@ import jax
 import pytest
 from published import LLAMA_3_8B
 
+from jaxllm import LLM
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import decode_ladder, prefill_ladder
@@ -121,3 +122,12 @@ def test_steps_with_prompts_are_padded_by_less_than_a_quarter_where_they_are_lar
     assert max(large / small for small, large in itertools.pairwise(sizes) if small >= 2048) == 1.25
     assert prefill_ladder(512, is_padding_cheap=True) == (32, 128, 512)
     assert decode_ladder(64, is_padding_cheap=True) == (1, 8, 16, 32, 64)
+
+
+def test_what_no_device_holds_is_refused_before_it_is_made():
+    with pytest.raises(CapacityError, match=r"weights of 1048576.0 GiB and a KV pool of 0.0 GiB"):
+        memory.check_fits(jax.devices()[0], 2**50, 0)
+    with pytest.raises(CapacityError, match="smaller pool"):
+        LLM(load_format="dummy", skip_tokenizer_init=True, num_gpu_blocks_override=2**31 - 1)
+    with pytest.raises(CapacityError, match="smaller model"):
+        LLM(load_format="dummy", skip_tokenizer_init=True, hf_overrides={"vocab_size": 2**31 - 1})

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from variants import CONFIGS, VARIANTS
+from variants import CONFIGS, VARIANTS, golden_checkpoint
 
 from jaxllm.errors import ConfigError, UnsupportedModelError
 from jaxllm.models.config import SUPPORTED_ARCHITECTURES, config_from_dict, read_hf_config
@@ -352,3 +352,32 @@ def test_wrong_folders_and_files_are_explained(tmp_path):
             read_hf_config(tmp_path)
     file.write_text(json.dumps(LLAMA))
     assert read_hf_config(str(tmp_path)) == LLAMA
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be .* at most 512"),
+        ({"num_hidden_layers": 2000}, "num_hidden_layers=2000 must be .* at most 512"),
+        ({"num_hidden_layers": 1e9}, "num_hidden_layers=1000000000.0 must be"),
+        ({"hidden_size": 10**400}, "hidden_size=1000"),
+        ({"hidden_size": 10**5000}, "hidden_size=something of type int must"),
+        ({"head_dim": 2**31 - 2}, "head_dim=2147483646 must be .* at most 65536"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+        ({"rope_theta": 10**400}, "positive 'rope_theta', not 1"),
+        ({"rope_theta": 1e300}, "positive 'rope_theta', not 1"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 10**400}}, "positive 'factor', not 1"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2}, "no finite frequencies"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "no finite frequencies"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [10**400], "long_factor": [1.0]}},
+            "longrope",
+        ),
+    ],
+    ids=range(13),
+)
+def test_numbers_that_nothing_can_be_computed_with_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(
+            {**read_hf_config(golden_checkpoint("llama_gqa")), "rope_parameters": None, **overrides}
+        )

@@ -336,17 +336,24 @@ def test_the_first_of_the_largest_is_found(num_rows, features, seed):
     for x in (
         rng.normal(size=(num_rows, features)),
         rng.integers(-3, 3, size=(num_rows, features)),  # ties
-        np.full((num_rows, features), -np.inf),
         np.where(rng.random((num_rows, features)) < 0.5, -np.inf, -1e30),
     ):
         found = native.argmax(jnp.asarray(x, jnp.float32))
+        largest = np.max(x.astype(np.float32), axis=1)
         assert found.dtype == jnp.int32
-        np.testing.assert_array_equal(found, np.argmax(x.astype(np.float32), axis=1))
+        expected = np.where(np.isfinite(largest), np.argmax(x.astype(np.float32), axis=1), -1)
+        np.testing.assert_array_equal(found, expected)
 
 
-def test_a_row_of_nan_has_some_place():
-    x = jnp.full((3, 70), jnp.nan).at[1, 5].set(0.0)
-    assert all(0 <= place < 70 for place in native.argmax(x).tolist())
+@settings(max_examples=20)
+@given(st.integers(1, 3000), st.integers(0, 9))
+def test_nothing_is_found_where_the_largest_is_no_finite_number(features, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(5, features)).astype(np.float32)
+    for row, wrong in enumerate((np.nan, np.inf, -np.nan)):
+        x[row, rng.integers(features)] = wrong
+    x[3] = -np.inf
+    assert native.argmax(jnp.asarray(x)).tolist() == [-1, -1, -1, -1, np.argmax(x[4])]
 
 
 @settings(max_examples=25)

@@ -399,7 +399,7 @@ class Scored(OldestVictim):
         return self.answer
 
 
-@pytest.mark.parametrize("answer", [None, math.nan])
+@pytest.mark.parametrize("answer", [None, math.nan, "1"])
 def test_a_victim_score_must_be_a_number(answer):
     scheduler = full(dataclasses.replace(V1, victim=Scored(answer)))
     with pytest.raises(ConfigError, match="which is not a number"):

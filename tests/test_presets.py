@@ -39,7 +39,9 @@ def test_presets_that_weigh_costs_need_them(name):
 
 
 def test_an_unknown_preset_is_an_error_that_lists_them():
-    with pytest.raises(ConfigError, match=r"no preset 'vllm_s'; presets: adaptive, .*, vllm, vllm_swap"):
+    with pytest.raises(
+        ConfigError, match=r"no preset 'vllm_s'; did you mean .* presets: adaptive, .*, vllm, vllm_swap"
+    ):
         make_preset("vllm_s", LinearCosts())
 
 

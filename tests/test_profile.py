@@ -261,7 +261,8 @@ def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog, monke
     assert find_costs(dataclasses.replace(shape, dtype="bfloat16"), "cpu", 4, tmp_path) is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for settings, warns in (
-        ({"num_gpu_blocks_override": 30}, True),
+        ({"num_gpu_blocks_override": 30}, False),
+        ({"num_gpu_blocks_override": 30, "scheduler_policy": "adaptive"}, True),
         ({"scheduler_policy": "vllm_swap"}, False),
     ):
         caplog.clear()

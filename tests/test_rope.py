@@ -119,7 +119,7 @@ def test_frequencies_of_a_length_ask_for_it_in_one_program():
     config = config_from_dict({**LLAMA, "rope_scaling": scaling})
     tokens = jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(ValueError, match=r"'longrope' needs the longest sequence.*with_max_model_len\(8\)"):
-        functional.generate({}, config, tokens, jnp.full(1, 4), 4, jax.random.key(0))
+        functional.generate({"w": tokens}, config, tokens, jnp.full(1, 4), 4, jax.random.key(0))
 
 
 def test_yarn_lengths_and_attention_factors():

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import SamplingParams
-from jaxllm.executor.sampler import Sampling, SlotParams, gumbel, least_kept, sample
+from jaxllm.executor.sampler import (
+    Sampling,
+    SlotParams,
+    argmax_in_two_passes,
+    argmax_of_pairs,
+    gumbel,
+    least_kept,
+    sample,
+)
 
 VOCAB, SLOTS, MAX_LEN = 50, 6, 24
 sample_jit = jax.jit(sample, static_argnums=5)
@@ -292,3 +300,38 @@ def test_a_token_is_the_same_whichever_program_computes_it(params, number):
         alone[row] = one
         found = run_sampler(alone, logits, history, lengths=lengths, seeds=range(SLOTS), eos=eos)
         assert found[0][row] == together[0][row]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0, "logit_bias": {1: 2.0}, "repetition_penalty": 1.5},
+        {"temperature": 0, "logprobs": 3},
+    ],
+    ids=["greedy", "random", "filtered", "adjusted", "logprobs"],
+)
+def test_a_row_that_is_not_finite_has_no_token(params, logits):
+    """Others have theirs; that some tokens are excluded is no fault."""
+    bad = np.vstack([logits, logits[:1]])
+    bad[0, 7], bad[1, 7], bad[2], bad[3, :40] = np.nan, np.inf, -np.inf, -np.inf
+    tokens, *_ = run_sampler([SamplingParams(**params)] * 5, bad, seeds=[1] * 5)
+    alone, *_ = run_sampler([SamplingParams(**params)] * 5, np.tile(logits[:1], (5, 1)), seeds=[1] * 5)
+    assert tokens[:3].tolist() == [-1, -1, -1]
+    assert tokens[3] >= 40
+    assert tokens[4] == alone[4]
+
+
+@pytest.mark.parametrize("find", [argmax_in_two_passes, argmax_of_pairs])
+@pytest.mark.parametrize("size", [2, 50, 5000])
+def test_the_first_of_the_largest_is_found(find, size):
+    rng = np.random.default_rng(size)
+    scores = rng.integers(-3, 3, size=(8, size)).astype(np.float32)
+    scores[1, : size // 2] = -np.inf
+    expected = scores.argmax(axis=1)
+    scores[2], scores[3, size // 3], scores[4, size // 2], scores[5, 0] = -np.inf, np.nan, np.inf, np.nan
+    scores[6, [0, -1]] = np.nan, np.inf
+    expected[2:7] = -1
+    assert find(jnp.asarray(scores)).tolist() == expected.tolist()

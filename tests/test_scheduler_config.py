@@ -13,7 +13,7 @@ from jaxllm.sched.config import SchedulerConfig
         (256, 1, RequestTooLargeError, r"256 prompt tokens; max_model_len=256 .* at most 255"),
         (250, 7, RequestTooLargeError, r"grow to 257 tokens, more than max_model_len=256"),
         (30, 12, RequestTooLargeError, r"grow to 42 tokens, which takes 11 blocks of 4 .* pool has 10"),
-        (0, 4, RequestError, "empty prompt"),
+        (0, 4, RequestError, "prompt is empty"),
         (4, 0, RequestError, "nothing to generate"),
     ],
 )

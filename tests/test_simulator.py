@@ -509,3 +509,14 @@ def test_what_host_memory_has_no_room_for_is_found_in_files(preset):
     assert without.num_disk_cached_tokens == 0 < with_files.num_disk_cached_tokens
     assert with_files.num_cached_tokens > without.num_cached_tokens
     assert with_files.num_prefill_tokens < without.num_prefill_tokens
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0, float("inf"), None, "1"])
+@pytest.mark.parametrize("method", ["step_seconds", "swap_out_seconds", "swap_in_seconds"])
+def test_costs_that_are_no_seconds_are_refused_by_name(method, seconds):
+    class Broken(ConstantCosts):
+        pass
+
+    setattr(Broken, method, lambda self, *work: seconds)
+    with pytest.raises(ConfigError, match=rf"Broken.{method}\(.*\) is {seconds!r}: it must be seconds"):
+        simulate(TWO, config(), SWAP, Broken(), overlap_swaps=False)

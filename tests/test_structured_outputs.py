@@ -349,7 +349,7 @@ def conforms(value, schema):
     [
         ({}, "holds nothing: give exactly one of json, regex"),
         ({"json": "{}", "regex": "a"}, "holds json and regex: give exactly one"),
-        ({"regexp": "a"}, "has no 'regexp'; it takes json, regex"),
+        ({"regexp": "a"}, "has no 'regexp'; did you mean regex. it takes json, regex"),
         ("a+", "must be a StructuredOutputsParams or an object, not str"),
         ({"regex": ""}, "regex must be text that is not empty"),
         ({"regex": "a" * 1_000_001}, "regex has 1000001 characters: at most 1000000"),

@@ -135,7 +135,11 @@ def test_defaults_are_those_of_the_checkpoint(tmp_path):
         '{"temperature": 0.6, "top_p": 0.9, "top_k": null, "do_sample": true, "max_new_tokens": 7}'
     )
     assert default_sampling_params(tmp_path) == SamplingParams(temperature=0.6, top_p=0.9, max_tokens=7)
-    for text, problem in (("[", "cannot read"), ("[]", "JSON object"), ('{"top_p": 7}', "top_p=7 .*Repair")):
+    for text, problem in (
+        ("[", "is not valid JSON"),
+        ("[]", "JSON object"),
+        ('{"top_p": 7}', "top_p=7 .*Repair"),
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=problem):
             default_sampling_params(tmp_path)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxllm.engine.engine import Engine
     from jaxllm.llm import LLM
 
+_MAX_PROMPTS, _MAX_LENGTH = 10**7, 2**24
 _PERCENTILES = (50, 90, 99)
 
 
@@ -46,12 +47,14 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_prompts < 1:
-            raise ConfigError(f"num_prompts={self.num_prompts} must be at least 1")
+        if not 1 <= self.num_prompts <= _MAX_PROMPTS:
+            raise ConfigError(f"num_prompts={self.num_prompts} must be from 1 to {_MAX_PROMPTS}")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must be at least 0")
         for name in ("input_len", "output_len"):
             low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise ConfigError(f"{name}={low}:{high} must be a range of lengths of at least 1")
+            if not 1 <= low <= high <= _MAX_LENGTH:
+                raise ConfigError(f"{name}={low}:{high} must be a range of lengths from 1 to {_MAX_LENGTH}")
 
     def requests(self, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
         """Prompts and their parameters; the same for the same workload."""
@@ -121,7 +124,13 @@ def measure_throughput(
     Raises:
         ConfigError: the workload's longest request does not fit max_model_len, or nothing is repeated.
     """
-    _check(llm, workload, repetitions, warm_up_repetitions)
+    check_options(
+        workload,
+        repetitions,
+        warm_up_repetitions,
+        prefix_cache_dir=llm.config.prefix_cache_dir,
+        max_model_len=llm.max_model_len,
+    )
     requests = workload.requests(llm.model_config.vocab_size)
     for number in range(warm_up_repetitions):
         passed = _repetition(llm, requests)
@@ -165,21 +174,34 @@ def _repetition(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) 
         return run_once(llm.engine, timer, requests)
 
 
-def _check(llm: LLM, workload: Workload, repetitions: int, warm_up_repetitions: int) -> None:
+def check_options(
+    workload: Workload,
+    repetitions: int,
+    warm_up_repetitions: int,
+    *,
+    prefix_cache_dir: object = None,
+    max_model_len: int | None = None,
+) -> None:
+    """Verify what `measure_throughput` is to do, before or after a model is loaded.
+
+    Raises:
+        ConfigError: nothing is repeated, passes would share the files of a cache, or the longest request does
+            not fit `max_model_len`.
+    """
     if repetitions < 1 or warm_up_repetitions < 0:
         raise ConfigError(
             f"repetitions={repetitions} must be at least 1, "
             f"warm_up_repetitions={warm_up_repetitions} at least 0"
         )
-    if llm.config.prefix_cache_dir is not None:
+    if prefix_cache_dir is not None:
         raise ConfigError(
-            f"prefix_cache_dir={llm.config.prefix_cache_dir!r} would let a pass find what the one before it "
+            f"prefix_cache_dir={prefix_cache_dir!r} would let a pass find what the one before it "
             "computed; leave it out"
         )
     longest = workload.input_len[1] + workload.output_len[1]
-    if longest > llm.max_model_len:
+    if max_model_len is not None and longest > max_model_len:
         raise ConfigError(
-            f"the longest request has {longest} tokens, more than max_model_len={llm.max_model_len}; "
+            f"the longest request has {longest} tokens, more than max_model_len={max_model_len}; "
             "shorten input_len or output_len"
         )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import (
     add_engine_options,
+    check_distinct,
     engine_settings,
     load_llm,
     model_name,
@@ -73,15 +74,18 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run_throughput(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit code."""
     from jaxllm.bench.results import command_line
-    from jaxllm.bench.throughput import Workload, measure_throughput
+    from jaxllm.bench.throughput import Workload, check_options, measure_throughput
 
     workload = Workload(
         num_prompts=args.num_prompts, input_len=args.input_len, output_len=args.output_len, seed=args.seed
     )
-    if args.output is not None:
-        Path(args.output).touch()  # now rather than after the measurement
     settings: dict[str, Any] = {"seed": args.seed, "skip_tokenizer_init": not args.detokenize}
     settings |= engine_settings(args)
+    named = {name: settings.get(name) for name in ("prefix_cache_dir", "max_model_len")}
+    check_options(workload, args.repetitions, args.warm_up_repetitions, **named)
+    check_distinct({"--output": args.output, "--ledger": settings.get("ledger")})
+    if args.output is not None:
+        Path(args.output).touch()  # now rather than after the measurement
     llm = load_llm({"warm_up": "all", **settings})
     if args.compile_report:
         note_compile_report(llm)

@@ -18,12 +18,14 @@ from jaxllm import tokenizer as tokenization
 from jaxllm.chat import apply_chat_template
 from jaxllm.cli.options import (
     add_engine_options,
+    check_distinct,
     engine_settings,
     json_object,
     load_llm,
     model_folder,
     note,
     note_compile_report,
+    only_errors,
 )
 from jaxllm.cli.prompts_io import (
     OutputFile,
@@ -101,7 +103,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--text", action="store_true", help="write readable text to stdout instead of JSON lines"
     )
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user message")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
     sampling = parser.add_argument_group("sampling options")
     sampling.add_argument(
         "--max-tokens", type=int, metavar="N", default=_DEFAULT_MAX_TOKENS, help="default: %(default)s"
@@ -131,8 +133,11 @@ def run(args: argparse.Namespace) -> int:
     if args.text and args.output is not None:
         raise ConfigError("--text is for stdout, and --output holds JSON lines: drop one of the two")
     settings = {"seed": args.seed, **engine_settings(args)}
+    check_distinct({"--input": args.input, "--output": args.output, "--ledger": settings.get("ledger")})
     rows = _read_rows(args)
     with contextlib.ExitStack() as stack:
+        if args.quiet:
+            stack.enter_context(only_errors())
         sink: _Sink = _Stdout(rows, as_text=args.text)
         if args.output is not None:
             context = _context(settings, args.chat)

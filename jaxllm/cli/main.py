@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import jaxllm
 from jaxllm.cli import bench, convert, explain, generate, plan, profile
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import JaxllmError, did_you_mean
 
 EXIT_OK = 0
 EXIT_BROKEN_PIPE = 1
@@ -18,9 +18,24 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
+_UNRECOGNIZED = "unrecognized arguments: "
+
+
+def _flags(parser: argparse.ArgumentParser) -> set[str]:
+    """All options of a parser and of its commands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found.update(*(_flags(one) for one in action.choices.values()))
+    return found
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report a usage error in one line, as every other error."""
+        if message.startswith(_UNRECOGNIZED):
+            option = message.removeprefix(_UNRECOGNIZED).split()[0].partition("=")[0]
+            message += f"; {did_you_mean(option, _flags(self))}".rstrip("; ")
         self.exit(EXIT_ERROR, f"jaxllm: error: {message} (see `{self.prog} --help`)\n")
 
 

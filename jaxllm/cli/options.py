@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import logging
 import math
+import os
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.checkpoints import checkpoint_folder, demo_model_path
 from jaxllm.config import ATTENTION_IMPLEMENTATIONS, DTYPES, LOAD_FORMATS, WARM_UPS
+from jaxllm.errors import ConfigError
+from jaxllm.json_text import parse
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -34,10 +38,13 @@ def _sizes(text: str) -> list[int]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """An option's value that is a JSON object; raises a ValueError of any other."""
-    values = json.loads(text)
+    """An option's value that is a JSON object."""
+    try:
+        values = parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"invalid JSON object: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"invalid JSON object: {text[:80]!r} is of another type")
     return values
 
 
@@ -77,7 +84,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     ),
     "num_scheduler_steps": (int, "N", "most decode steps in one device program (default: what takes 50 ms)"),
     "logits_processors": (_paths, "PATH,PATH,...", "module:function of JAX functions that change logits"),
-    "ledger": (str, "FILE", "write the scheduler's decisions there; see `jaxllm explain`"),
+    "ledger": (str, "FILE", "write the scheduler's decisions to this new file; see `jaxllm explain`"),
     "decode_buckets": (_sizes, "N,N,...", "batch sizes to compile decode programs for"),
     "attention_implementation": (
         str,
@@ -149,6 +156,39 @@ def model_folder(settings: Mapping[str, Any], name: str = "model") -> Path:
         download=settings.get("download", False),
         cache_dir=settings.get("download_dir"),
     )
+
+
+def check_distinct(files: Mapping[str, str | None]) -> None:
+    """Verify that options name different files, whatever the spelling.
+
+    Raises:
+        ConfigError: two are one file.
+    """
+    seen: dict[object, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        try:
+            found = os.stat(path)
+            key: object = found.st_dev, found.st_ino
+        except OSError:  # it is still to be made, or will be refused
+            key = os.path.realpath(os.path.expanduser(path))
+        other = seen.setdefault(key, option)
+        if other != option:
+            raise ConfigError(f"{other} and {option} are one file, {path!r}: name another for one of them")
+
+
+@contextlib.contextmanager
+def only_errors() -> Iterator[None]:
+    """Keep logs and warnings below errors to themselves."""
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 def load_llm(settings: Mapping[str, Any], *, quiet: bool = False) -> LLM:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxllm.cli.options import note
+from jaxllm.cli.options import check_distinct, note
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     folder = args.model.parent if args.model.name == "config.json" else checkpoint_folder(args.model)
+    if args.json is not None:
+        check_distinct({"MODEL": str(folder / "config.json"), "--json": str(args.json)})
+        with args.json.open("a"):  # now rather than after compiling
+            pass
     config = config_from_dict(read_hf_config(folder))
     max_model_len = args.max_model_len or config.default_max_model_len
     config = config.with_max_model_len(max_model_len)  # type: ignore[assignment]

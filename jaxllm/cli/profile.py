@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import (
     add_engine_options,
+    check_distinct,
     engine_settings,
     load_llm,
     model_name,
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing here: {reason}")
     folder = args.output_dir or profile_folder()
     _check_writable(folder, args.samples)
+    for path in args.with_samples:
+        check_distinct({"--samples": args.samples and str(args.samples), "--with-samples": str(path)})
     others = [load_samples(path) for path in args.with_samples]
     settings["scheduler_policy"] = SchedulerPolicy()  # what is measured does not depend on it
     llm = load_llm({"warm_up": "all", **settings})

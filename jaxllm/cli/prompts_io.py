@@ -11,7 +11,6 @@ with `index` (the prompt's position in the input, from 0), `id` (the prompt's, o
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fcntl
 import hashlib
 import json
@@ -21,7 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxllm.chat import check_messages
-from jaxllm.errors import ConfigError, JaxllmError, RequestError, SamplingParamsError
+from jaxllm.errors import ConfigError, JaxllmError, RequestError, SamplingParamsError, nearest
+from jaxllm.json_text import parse
 from jaxllm.sampling_params import PARAMETER_NAMES, SamplingParams
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -303,15 +303,15 @@ def _read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
 
 def _parse_row(index: int, source: str, line: str, defaults: SamplingParams) -> PromptRow:
     try:
-        row = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        row = parse(line)
+    except ValueError as error:
         raise RequestError(f"{source}: no valid JSON ({error}). Write one object per line.") from error
     if not isinstance(row, dict):
         raise RequestError(f"{source}: must be a JSON object, not {type(row).__name__}.")
     for key in row:
         if key not in _ROW_KEYS:
-            near = difflib.get_close_matches(key, _ROW_KEYS, n=1)
-            hint = f'Did you mean "{near[0]}"?' if near else f"Choose from {', '.join(_ROW_KEYS)}."
+            near = nearest(key, _ROW_KEYS)
+            hint = f'Did you mean "{near}"?' if near else f"Choose from {', '.join(_ROW_KEYS)}."
             raise RequestError(f'{source}: unknown key "{key}". {hint}')
     given = [key for key in _PROMPT_KEYS if key in row]
     if len(given) != 1:
@@ -333,10 +333,6 @@ def _parse_row(index: int, source: str, line: str, defaults: SamplingParams) -> 
         )
     except JaxllmError as error:
         raise type(error)(f"{source}: {error}") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
 
 
 def _override(defaults: SamplingParams, overrides: object) -> SamplingParams:

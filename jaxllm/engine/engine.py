@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.observer import StepObserver
-from jaxllm.engine.output_processor import RequestState, Sink
+from jaxllm.engine.output_processor import NOT_FINITE, RequestState, Sink
 from jaxllm.engine.owner import Owner
 from jaxllm.errors import ConfigError, EngineError, RequestError
 from jaxllm.inputs import InputProcessor, Prompt
@@ -559,7 +559,9 @@ class Engine:
             request_id = chunk.request.request_id
             scores = (sampled.prompt_logprobs or {}).get(request_id)
             if scores and not chunk.request.is_finished:
-                self._states[request_id].add_prompt_logprobs(scores, chunk.start + 1)
+                state = self._states[request_id]
+                if not state.add_prompt_logprobs(scores, chunk.start + 1):
+                    self._finish(state, "error", NOT_FINITE)
 
     def _finish(self, state: RequestState, reason: FinishReason, stop_reason: int | str | None) -> None:
         request = state.request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,12 @@ from jaxllm.types import FinishReason, Request, TokenLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+NOT_FINITE = (
+    "the model's logits hold a NaN or infinity, or a logits processor excluded all tokens: check the weights "
+    "(and processors), or choose a dtype of a wider range, bfloat16 or float32"
+)
+"""Why a request ended whose next token there is none to sample for."""
 
 Sink = Callable[["RequestState", Delta | BaseException], None]
 """Where a request's deltas go, or the error that ended it."""
@@ -61,9 +68,11 @@ class RequestState:
         """Take one sampled token; returns (finish_reason, stop_reason) if it ends the request.
 
         As in vLLM, `stop_reason` is the stop string or token id that matched, and None for the tokenizer's
-        end-of-sequence token. Of an "error" it says what is wrong.
+        end-of-sequence token. Of an "error" it says what is wrong; a token below 0 is none.
         """
         outputs = self._outputs
+        if token_id < 0:
+            return "error", NOT_FINITE
         outputs.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -88,12 +97,13 @@ class RequestState:
             return "length", None
         return None
 
-    def add_prompt_logprobs(self, scores: list[TokenLogprobs], first_position: int) -> None:
-        """Take the scores of prompt positions `first_position...`; repeats are dropped."""
+    def add_prompt_logprobs(self, scores: list[TokenLogprobs], first_position: int) -> bool:
+        """Take the scores of positions `first_position...`; repeats are dropped. Whether none is NaN."""
         known = self._num_prompt_logprobs + 1 - first_position
         assert known >= 0  # chunks follow one another, from the start after a drop
         self._num_prompt_logprobs += len(scores[known:])
         self._prompt_logprobs += scores[known:]
+        return not any(math.isnan(one.logprob) for one in scores)
 
     def delta(self) -> Delta:
         """What is new since the last time."""

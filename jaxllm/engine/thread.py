@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.output_processor import RequestState
-from jaxllm.errors import EngineError, RequestError
+from jaxllm.errors import EngineError, RequestError, SamplingParamsError
 from jaxllm.output_builder import Delta, OutputBuilder
 from jaxllm.outputs import RequestOutput
 
@@ -58,8 +58,12 @@ class EngineThread:
                 prepared += self._engine.prepare(
                     request_id, stream=stream, sink=sink, output_id=str(place), **arguments
                 )
-            except RequestError as error:
-                raise type(error)(f"prompt {place}: {error}") from error
+            except (RequestError, SamplingParamsError) as error:
+                given = [one.get("sampling_params") for _, one in requests]
+                name = f"prompts[{place}]"
+                if isinstance(error, SamplingParamsError):
+                    name = f"sampling_params[{place}]" if any(one is not given[0] for one in given) else name
+                raise type(error)(f"{name}: {error}") from error
         states = [state for state, _ in prepared]
         # Made first: should the caller be interrupted below, its requests end when this is collected.
         builders = {state.request.request_id: builder for state, builder in prepared}

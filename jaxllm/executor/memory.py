@@ -9,6 +9,7 @@ import jax
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.models.config import ModelConfig
 
+_GIB = 2**30
 _CPU_KV_CACHE_BYTES = 4 * 2**30
 _DEFAULT_UTILIZATION = 0.95
 _LIMITS = ((1024, 8192), (512, 8192), (256, 2048))  # sequences, tokens of a step
@@ -71,6 +72,35 @@ def _device_memory(device: jax.Device) -> tuple[int, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     return total, total - page * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def check_fits(device: jax.Device, weight_bytes: int, pool_bytes: int) -> None:
+    """Verify that a device's memory, be it empty, holds the weights and the pool.
+
+    Raises:
+        CapacityError: it does not.
+    """
+    total, _ = _device_memory(device)
+    if weight_bytes + pool_bytes > total:
+        raise CapacityError(
+            f"weights of {weight_bytes / _GIB:.1f} GiB and a KV pool of {pool_bytes / _GIB:.1f} GiB are more "
+            f"than the {total / _GIB:.1f} GiB of the device: choose a smaller model or dtype, or a smaller "
+            "pool (num_gpu_blocks_override, kv_cache_memory, gpu_memory_utilization)"
+        )
+
+
+def check_host_fits(pool_bytes: int) -> None:
+    """Verify that this machine's memory holds blocks of so many bytes.
+
+    Raises:
+        CapacityError: it does not.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if pool_bytes > total:
+        raise CapacityError(
+            f"blocks of {pool_bytes / _GIB:.1f} GiB are more than the {total / _GIB:.1f} GiB of this "
+            "machine: lower num_host_blocks"
+        )
 
 
 def num_blocks_that_fit(

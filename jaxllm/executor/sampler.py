@@ -12,7 +12,6 @@ numbers finds. Tokens that are as likely as the last one kept are kept, too.
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -220,7 +219,10 @@ class Logprobs(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """Tokens [R] int32, and with `Sampling.LOGPROBS` their log-probabilities."""
+    """Tokens [R] int32, and with `Sampling.LOGPROBS` their log-probabilities.
+
+    A token is -1 where a row's scores hold a NaN or infinity, or exclude all tokens: nothing can be sampled.
+    """
 
     tokens: jax.Array
     logprobs: Logprobs | None
@@ -276,16 +278,36 @@ def _bits(masks: jax.Array, size: int) -> jax.Array:
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """The first of the largest in each row; [R] int32."""
-
-    def in_two_passes(scores: jax.Array) -> jax.Array:
-        ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        is_largest = scores == scores.max(axis=-1, keepdims=True)
-        return jnp.min(jnp.where(is_largest, ids, scores.shape[1] - 1), axis=-1)
-
+    """The first of the largest in each row, or -1 where that is no finite number; [R] int32."""
     # CPUs have vectors for reductions of numbers, not of pairs; GPUs compute scores while they reduce them.
-    default = functools.partial(lax.argmax, axis=1, index_dtype=np.int32)
-    return lax.platform_dependent(scores, cpu=in_two_passes, default=default)
+    return lax.platform_dependent(scores, cpu=argmax_in_two_passes, default=argmax_of_pairs)
+
+
+def argmax_in_two_passes(scores: jax.Array) -> jax.Array:
+    """As `_argmax`."""
+    ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    scores = jnp.where(scores < jnp.inf, scores, jnp.inf)  # reductions lose a NaN
+    largest = scores.max(axis=-1, keepdims=True)
+    places = jnp.min(jnp.where(scores == largest, ids, scores.shape[1] - 1), axis=-1)
+    return jnp.where(jnp.isfinite(largest[:, 0]), places, -1)
+
+
+def argmax_of_pairs(scores: jax.Array) -> jax.Array:
+    """As `_argmax`."""
+    ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    least = jnp.array(-jnp.inf, scores.dtype), jnp.int32(-1)
+    return lax.reduce((scores, ids), least, _larger_pair, (1,))[1]
+
+
+def _larger_pair(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    """Of two scores with their places the larger, the first of equals; a NaN is larger than all.
+
+    Its place is -1 where it is no finite number: so no kernel has to look at it after the reduction.
+    """
+    is_larger = (one[0] > other[0]) | (one[0] != one[0])
+    is_first = is_larger | ((one[0] == other[0]) & (one[1] < other[1]))
+    larger = jnp.where(is_larger, one[0], other[0])
+    return larger, jnp.where(larger < jnp.inf, jnp.where(is_first, one[1], other[1]), -1)
 
 
 def _adjust(logits: jax.Array, rows: SlotParams, tokens: jax.Array, lengths: jax.Array) -> jax.Array:

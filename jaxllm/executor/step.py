@@ -326,9 +326,9 @@ def run_decode_steps(
 
     def ends(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """Whether tokens at places `lengths` of the history end their requests, as the host decides."""
-        is_end = jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1) & (tokens >= 0)
+        is_end = jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1)
         least = jnp.maximum(slot_params.prompt_length + 1, slot_params.min_length)[decode.slots]
-        return is_end & (lengths + 1 >= least)
+        return (tokens < 0) | (is_end & (lengths + 1 >= least))
 
     newest = jnp.maximum(decode.lengths - 1, 0)
     tokens = state.history[decode.slots, newest]

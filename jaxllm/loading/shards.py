@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxllm.errors import WeightsError
+from jaxllm.json_text import parse
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -88,7 +88,7 @@ def _shard_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if not index_file.is_file():
         raise _no_weights(folder)
     try:
-        index = json.loads(index_file.read_text(encoding="utf-8"))
+        index = parse(index_file.read_bytes())
         weight_map = {str(name): str(file) for name, file in index["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxllm.errors import ConfigError, UnsupportedModelError
-from jaxllm.models.fields import INERT_FIELDS, Fields
+from jaxllm.errors import ConfigError, UnsupportedModelError, shown
+from jaxllm.json_text import read_object
+from jaxllm.models.fields import INERT_FIELDS, Fields, check_size
 from jaxllm.models.rope import RopeConfig
 
 # Of the inert fields, what others than the model itself read.
@@ -39,8 +39,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(ModelConfig):
             value = getattr(self, field.name)
-            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"config.json: {field.name}={value!r} must be a positive integer")
+            if field.type == "int":
+                check_size(field.name, value)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"config.json: num_attention_heads={self.num_heads} is not a multiple of "
@@ -513,6 +513,9 @@ def config_from_dict(
 def _override(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(overrides, Mapping):
         raise ConfigError(f"hf_overrides={overrides!r} must be a dictionary of config.json fields")
+    for name in overrides:
+        if not isinstance(name, str):
+            raise ConfigError(f"hf_overrides has {shown(name)}, which is no name of a config.json field")
     idle = sorted(overrides.keys() & (INERT_FIELDS - _OVERRIDABLE))
     if idle:
         raise ConfigError(f"hf_overrides has {', '.join(idle)}, which jaxllm does not read: leave them out")
@@ -531,18 +534,16 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         ConfigError: the folder or the file is missing, or the file is not a JSON object.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model folder {str(folder)!r} does not exist; pass the path of a folder with config.json "
-            "and *.safetensors (models are not downloaded)"
-        )
     file = folder / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{str(folder)!r} has no config.json; it is not a Hugging Face checkpoint folder")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{str(file)!r} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{str(file)!r} must hold a JSON object, not {type(values).__name__}")
-    return values
+        is_folder, exists, is_file = folder.is_dir(), folder.exists(), file.is_file()
+    except OSError as error:
+        raise ConfigError(f"cannot read the model folder {str(folder)!r}: {error.strerror}") from error
+    if not is_folder:
+        raise ConfigError(
+            f"model folder {str(folder)!r} {'is a file' if exists else 'does not exist'}; pass the path of a "
+            "folder with config.json and *.safetensors (models are not downloaded)"
+        )
+    if not is_file:
+        raise ConfigError(f"{str(folder)!r} has no config.json; it is not a Hugging Face checkpoint folder")
+    return read_object(file)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.errors import ConfigError, UnsupportedModelError
+from jaxllm.errors import ConfigError, UnsupportedModelError, did_you_mean, shown
 
 # Fields every Hugging Face config may carry that do not change what inference computes.
 INERT_FIELDS = frozenset(
@@ -22,6 +21,27 @@ INERT_FIELDS = frozenset(
     typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attention
     use_return_dict""".split()  # noqa: SIM905
 )
+
+
+_MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 512
+"""Layers are unrolled: so many make programs that take hours to compile."""
+_LARGEST = 1e30  # beyond which float32 has no room to compute
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number that float32 can compute with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
+
+
+def check_size(name: str, value: object, most: int = _MAX_SIZE) -> None:
+    """Verify that a field is a positive integer up to `most`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"config.json: {name}={shown(value)} must be a positive integer, at most {most}")
 
 
 class Fields:
@@ -61,15 +81,16 @@ class Fields:
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.require(name) if default is None else self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"config.json: {name}={value!r} must be a positive integer")
-        return value
+        check_size(name, value, MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE)
+        return int(value)
 
     def positive(self, name: str, default: float) -> float:
         """A positive number."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(f"config.json: {name}={value!r} must be a positive number")
+        if not is_number(value) or value <= 0:
+            raise ConfigError(
+                f"config.json: {name}={shown(value)} must be a positive number below {_LARGEST:g}"
+            )
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -100,9 +121,10 @@ class Fields:
             and not (value is None or value is False or value in ("", [], {}))
         }
         if unread:
-            listed = ", ".join(f"{name}={value!r}" for name, value in sorted(unread.items()))
+            listed = ", ".join(f"{name}={shown(value)}" for name, value in sorted(unread.items()))
+            meant = "".join(did_you_mean(name, self._read) for name in sorted(unread))
             raise UnsupportedModelError(
-                f"config.json has fields jaxllm does not implement: {listed}; "
+                f"config.json has fields jaxllm does not implement: {listed}; {meant}"
                 f"supported fields: {', '.join(sorted(self._read))}. "
                 "If a field does not change the computation, drop it with hf_overrides={'<field>': None}"
             )

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import ConfigError, UnsupportedModelError
+from jaxllm.errors import ConfigError, UnsupportedModelError, shown
+from jaxllm.models.fields import check_size, is_number
 from jaxllm.pallas_kernels.heads import RopeTable
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_MAX_HEAD_DIM = 2**16
 _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -77,6 +79,7 @@ class RopeConfig:
 
         `original_max_position_embeddings` is that of Phi 3, beside them; it counts more than one in them.
         """
+        check_size("head_dim", head_dim, _MAX_HEAD_DIM)
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim={head_dim} must be even for rotary embeddings")
         for value in (rope_scaling, rope_parameters):
@@ -118,13 +121,24 @@ class RopeConfig:
             )
         if known.get("factor", 1.0) < 1.0:
             raise ConfigError(f"config.json: rope factor={known['factor']} must be at least 1")
-        return cls(
+        rope = cls(
             head_dim=head_dim,
             max_position_embeddings=max_position_embeddings,
             rope_type=rope_type,
             theta=float(theta),
             **known,
         )
+        with np.errstate(all="ignore"):
+            try:
+                is_finite = bool(np.isfinite([*rope.inverse_frequencies(), rope.attention_factor]).all())
+            except (OverflowError, ZeroDivisionError):
+                is_finite = False
+        if not is_finite:
+            raise ConfigError(
+                f"config.json: rope_theta={theta} and {shown(known)} of rope type {rope_type!r} give no "
+                "finite frequencies; correct them, or replace them with hf_overrides"
+            )
+        return rope
 
     def inverse_frequencies(self) -> np.ndarray:
         """Rotation per position of each pair of dimensions: `[head_dim / 2]` float32, in radians."""
@@ -208,17 +222,20 @@ def _stretched(
 
 def _factors(values: Any, name: str, count: int) -> tuple[float, ...]:
     is_list = isinstance(values, list | tuple) and len(values) == count
-    if not is_list or not all(isinstance(one, int | float) and 0 < one < math.inf for one in values):
+    if not is_list or not all(is_number(one) and one > 0 for one in values):
         raise ConfigError(
-            f"config.json: rope type 'longrope' needs {count} positive numbers as {name!r}, not {values!r}"
+            f"config.json: rope type 'longrope' needs {count} positive numbers as {name!r}, not "
+            f"{shown(values)}"
         )
     return tuple(float(one) for one in values)
 
 
 def _positive(values: dict[str, Any], name: str, rope_type: str) -> Any:
     value = values.pop(name, None)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"config.json: rope type {rope_type!r} needs a positive {name!r}, not {value!r}")
+    if not is_number(value) or value <= 0:
+        raise ConfigError(
+            f"config.json: rope type {rope_type!r} needs a positive {name!r}, not {shown(value)}; below 1e30"
+        )
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from jaxllm.errors import ConfigError
 from jaxllm.executor.copy_timer import CopyTimer
-from jaxllm.predictors.base import CostModel, check_integer
+from jaxllm.predictors.base import CheckedCosts, CostModel, check_integer
 from jaxllm.sched.ledger import Ledger
 from jaxllm.simulator.files import SimulatedFiles
 from jaxllm.simulator.truth import Residuals, key_of
@@ -76,7 +76,7 @@ class SimulatedExecutor:
         self.block_size = block_size
         self.now = 0.0
         self.spent = TimeSpent()
-        self._costs = costs
+        self._costs = CheckedCosts(costs)
         self._residuals = residuals
         self._overlap_swaps = overlap_swaps
         self._ledger = ledger

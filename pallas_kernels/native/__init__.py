@@ -199,6 +199,7 @@ def norm(
 def argmax(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
     """Where the largest of each row of `x` [rows, features] float32 is, the first of equals -> [rows] int32.
 
+    -1 where it is no finite number; a NaN is larger than all.
     `num_rows` as for `gated`.
     """
     out = jax.ShapeDtypeStruct((x.shape[0],), jnp.int32)

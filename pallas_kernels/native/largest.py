@@ -1,6 +1,6 @@
 """Where the largest number of a row is, the first of equals, as items of a job: a row each.
 
-The oracle is `numpy.argmax`; a row with a NaN in it has any place.
+The oracle is `numpy.argmax`; of a row whose largest is no finite number, as a NaN makes it, the place is -1.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from jaxllm.pallas_kernels.native import ffi
@@ -24,12 +25,12 @@ _X, _OUT, _FEATURES = range(ARGUMENTS, ARGUMENTS + 3)
 
 @vector_code
 def _largest(b: Builder, x: Any, count: Any, target: Any) -> None:
-    """Store the largest of `count` numbers, a multiple of the lanes."""
+    """Store the largest of `count` numbers, a multiple of the lanes; NaN if one of them is."""
     largest = b.registers(1)
     largest[0] = b.floats(x).load()
     with b.loop(count, step=LANES) as index:
-        largest[0] = b.maximum(largest[0], b.floats(x).load(index))
-    b.floats(target).put(b.largest(largest[0]))
+        largest[0] = b.maximum_or_nan(largest[0], b.floats(x).load(index))
+    b.floats(target).put(b.largest_or_nan(largest[0]))
 
 
 @njit(error_model="numpy")
@@ -51,14 +52,15 @@ def item(shape: RowsShape) -> Callable[[int, int, int], None]:
         largest, part, whole = row[0], 0, features // LANES * LANES
         for start in range(0, whole, _PART):
             _largest(address + 4 * start, min(_PART, whole - start), scratch)
-            if floats(scratch)[0] > largest:
-                largest, part = floats(scratch)[0], start
+            found = floats(scratch)[0]
+            if found > largest or np.isnan(found):  # and is never left again
+                largest, part = found, start
         place = part
         while place < features - 1 and row[place] != largest:
             place += 1
         for i in range(whole, features):
-            if row[i] > largest:
+            if row[i] > largest or np.isnan(row[i]):
                 largest, place = row[i], i
-        int32s(words[_OUT])[index] = place
+        int32s(words[_OUT])[index] = place if np.isfinite(largest) else -1
 
     return argmax

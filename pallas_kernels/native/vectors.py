@@ -249,6 +249,10 @@ class Builder:
         """The larger of each lane; undefined where one is NaN."""
         return self._call("llvm.maxnum.v16f32", _FLOATS, (x, y), ("nnan", "nsz"))
 
+    def maximum_or_nan(self, x: Any, y: Any) -> Any:
+        """The larger of each lane; NaN where one is."""
+        return self._call("llvm.maximum.v16f32", _FLOATS, (x, y), ("nsz",))
+
     def larger(self, x: Any, y: Any) -> Any:
         """The larger of two scalars."""
         return self._b.select(self._b.fcmp_ordered(">", x, y), x, y)
@@ -256,6 +260,10 @@ class Builder:
     def largest(self, x: Any) -> Any:
         """Of all lanes; undefined if one is NaN."""
         return self._call("llvm.vector.reduce.fmax.v16f32", _FLOAT, (x,), ("nnan", "nsz"))
+
+    def largest_or_nan(self, x: Any) -> Any:
+        """Of all lanes; NaN if one is."""
+        return self._call("llvm.vector.reduce.fmaximum.v16f32", _FLOAT, (x,), ("nsz",))
 
     def total(self, x: Any) -> Any:
         """Of all lanes."""

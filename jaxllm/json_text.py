@@ -1,0 +1,75 @@
+"""JSON as people write it: what Python's parser would let pass, or fail of, is an error in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxllm.errors import ConfigError
+
+_MAX_DIGITS = 100
+
+
+def parse(text: str | bytes) -> Any:
+    """A JSON value.
+
+    Raises:
+        ValueError: it is none, names a key twice, is nested too deeply, or holds a number that is too large.
+    """
+    try:
+        return json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_int=_integer,
+            parse_float=_number,
+            object_pairs_hook=_object,
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no such thing.
+    """
+    try:
+        values = parse(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is not valid JSON: {error}; download the file again") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{str(path)!r} must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(
+            f"an integer of {len(digits)} digits ({digits[:10]}...); at most {_MAX_DIGITS} are read"
+        )
+    return int(digits)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), -float("inf")):
+        raise ValueError(f"{text[:20]} is larger than all numbers of 64 bits")
+    return number
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} is there twice; keep one")
+    return values
