@@ -175,6 +175,10 @@ def _path(name: str, value: object) -> str:
     if not isinstance(path, str) or not path or "\0" in path:
         raise ConfigError(f"{name}={shown(value)} must be a path")
     path = os.path.expanduser(path)
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name}={path[:80]!r} holds characters that no path has") from error
     if len(os.fsencode(path)) > _MAX_PATH or any(len(os.fsencode(p)) > _MAX_NAME for p in path.split(os.sep)):
         raise ConfigError(
             f"{name} is a path of {len(path)} characters ({path[:40]!r}...); at most {_MAX_PATH} bytes, and "
