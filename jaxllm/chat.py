@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import ConfigError, RequestError, did_you_mean
+from jaxllm.errors import ConfigError, RequestError, did_you_mean, shown
 from jaxllm.tokenizer import encode, quiet_transformers, summary
 
 if TYPE_CHECKING:
@@ -222,11 +222,11 @@ def _template(
                 "prompt, give chat_template, or add the family's chat_template.jinja to its folder."
             )
     elif not isinstance(chat_template, str):
-        raise RequestError(f"chat_template={chat_template!r} must be a template's text")
+        raise RequestError(f"chat_template={shown(chat_template)} must be a template's text")
     elif "{" not in chat_template and not (isinstance(own, Mapping) and chat_template in own):
         raise RequestError(
-            f"chat_template={chat_template!r} has no jinja in it and would say the same of all messages: "
-            "give a template's text; of a file, Path(...).read_text()"
+            f"chat_template={shown(chat_template)} has no jinja in it and would say the same of all "
+            "messages: give a template's text; of a file, Path(...).read_text()"
         )
     try:
         return str(tokenizer.get_chat_template(chat_template, [*tools] if tools else None))

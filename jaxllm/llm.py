@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -17,13 +16,13 @@ from jaxllm.chat import render
 from jaxllm.checkpoints import demo_model_path
 from jaxllm.config import EngineConfig
 from jaxllm.engine.thread import EngineThread, OutputStream
-from jaxllm.errors import ConfigError, RequestError, SamplingParamsError
+from jaxllm.errors import ConfigError, RequestError, SamplingParamsError, shown
 from jaxllm.executor.step_programs import CompileProgress
 from jaxllm.inputs import Prompt
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.policies import SchedulingPolicy
-from jaxllm.vllm_names import check_chat_arguments, translate
+from jaxllm.vllm_names import CHAT_ARGUMENTS, check_call_arguments, translate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,6 +150,7 @@ class LLM:
         *,
         priority: Priorities = None,
         deadline: Deadlines = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete prompts, and return the outputs in the order of the prompts.
 
@@ -162,12 +162,14 @@ class LLM:
             priority: lower is more urgent, as in vLLM; for all prompts, or one for each. Only for policies
                 that look at it, such as preset "priority".
             deadline: seconds from now by which a request should end; likewise, such as preset "deadline".
+            **others: vLLM's other arguments are taken with the values that change nothing.
 
         Raises:
             RequestError, SamplingParamsError: an input is invalid; nothing was run.
             EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
             Exception: what a scheduling policy raised.
         """
+        check_call_arguments(others, LLM.generate)
         stream = self._submit(prompts, sampling_params, priority, deadline, stream=False)
         outputs: dict[int, RequestOutput] = {}
         with (
@@ -222,7 +224,8 @@ class LLM:
             ConfigError: there is no tokenizer or no template, or the template is broken.
             EngineError, SamplingParamsError: as `generate`.
         """
-        check_chat_arguments({"tool_choice": tool_choice, **others}, _CHAT_NAMES)
+        check_call_arguments(others, LLM.chat)
+        check_call_arguments({"tool_choice": tool_choice}, LLM.chat, CHAT_ARGUMENTS)
         if self.tokenizer is None:
             raise ConfigError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init=True")
         if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -261,6 +264,7 @@ class LLM:
         prompts: Prompts,
         params: BeamSearchParams,
         use_tqdm: bool = False,
+        **others: Any,
     ) -> list[BeamSearchOutput]:
         """The most likely completions of each prompt, as `transformers` finds them.
 
@@ -268,11 +272,13 @@ class LLM:
             prompts: as in `generate`.
             params: how to search; outputs end at the model's length, too.
             use_tqdm: show a progress bar, over tokens.
+            **others: as in `generate`.
 
         Raises:
             RequestError, SamplingParamsError: an input is invalid; nothing was run.
             EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
         """
+        check_call_arguments(others, LLM.beam_search)
         if not isinstance(params, BeamSearchParams):
             raise SamplingParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
         items, ends = _as_prompts(prompts), self.engine.eos_token_ids
@@ -350,9 +356,6 @@ class LLM:
         return self._thread.submit(requests, stream=stream)
 
 
-_CHAT_NAMES = [name for name in inspect.signature(LLM.chat).parameters if name not in ("self", "others")]
-
-
 @contextlib.contextmanager
 def _progress(total: int, title: str, unit: str, *, is_shown: bool) -> Iterator[Callable[[], object]]:
     """Something to call at each step, which advances a bar if one is shown."""
@@ -368,8 +371,8 @@ def _progress(total: int, title: str, unit: str, *, is_shown: bool) -> Iterator[
 def _as_prompts(prompts: Prompts) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts must be one prompt or a list of them, not {type(prompts).__name__}")
+    if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
+        raise RequestError(f"prompts must be one prompt or a list of them, not {shown(prompts)}")
     if isinstance(prompts, bytes | bytearray | Set):
         raise RequestError(f"prompts must be a list, not {type(prompts).__name__}: their order matters")
     items = list(itertools.islice(prompts, _MAX_PROMPTS + 1))

@@ -148,9 +148,22 @@ def _schema(value: object) -> str:
             f"structured_outputs: json must be a schema, an object, not {type(value).__name__}."
         )
     try:
-        return json.dumps(value)
+        text = json.dumps(value, allow_nan=False)
+        _check_keys(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise SamplingParamsError(f"structured_outputs: json is no JSON schema: {error}.") from None
+    return text
+
+
+def _check_keys(value: object) -> None:
+    """Verify that names are text; Python's encoder would make it of numbers."""
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise TypeError(f"the name {shown(name)} is no text")
+    if isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            _check_keys(one)
 
 
 def _choices(value: object) -> tuple[str, ...]:

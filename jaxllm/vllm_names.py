@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxllm.errors import ConfigError, JaxllmError, RequestError, nearest
+from jaxllm.errors import ConfigError, JaxllmError, RequestError, nearest, shown
 
 _logger = logging.getLogger(__name__)
 
@@ -64,16 +65,21 @@ SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
 }
 """By name: values that change nothing, and the way out from others."""
 
-CHAT_ARGUMENTS: Mapping[str, tuple[Sequence[Any], str]] = {
+CALL_ARGUMENTS: Mapping[str, tuple[Sequence[Any], str]] = {
     "lora_request": ((None,), "there are no LoRA adapters; merge them into the weights"),
     "mm_processor_kwargs": ((None, {}), _MULTIMODAL),
     "tokenization_kwargs": ((None, {}), "use generate with token ids; leave it out"),
+    "concurrency_limit": ((None,), "max_num_seqs is how many sequences run at a time; leave it out"),
+}
+"""The same of `LLM.generate`, `chat` and `beam_search`."""
+
+CHAT_ARGUMENTS: Mapping[str, tuple[Sequence[Any], str]] = {
     "tool_choice": (
         (None, "auto", "none"),
         "the model chooses by itself among tools; 'none' shows it none of them",
     ),
 }
-"""The same of `LLM.chat`."""
+"""The same of `LLM.chat` alone."""
 
 _OTHER_NAMES = {
     "kv_cache_memory_bytes": "kv_cache_memory",
@@ -119,19 +125,24 @@ def translate(settings: Mapping[str, Any], known: Sequence[str]) -> dict[str, An
     return translated
 
 
-def check_chat_arguments(arguments: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Verify that arguments of `LLM.chat` beside its own, the `known` ones, are vLLM's and change nothing.
+def check_call_arguments(
+    arguments: Mapping[str, Any],
+    method: Callable[..., Any],
+    neutral: Mapping[str, tuple[Sequence[Any], str]] = CALL_ARGUMENTS,
+) -> None:
+    """Verify that arguments of a method of `LLM` are vLLM's `neutral` ones, and change nothing.
 
     Raises:
         RequestError: one is not, or does; the message says what to do.
     """
     for name, value in arguments.items():
-        if name not in CHAT_ARGUMENTS:
-            raise RequestError(
-                _unknown("argument", name, [*known, *CHAT_ARGUMENTS])
-                + "; variables of the template go into chat_template_kwargs"
-            )
-        _check_neutral(name, value, CHAT_ARGUMENTS, RequestError)
+        if name not in neutral:
+            own = [name for name in inspect.signature(method).parameters if name not in ("self", "others")]
+            message = _unknown("argument", name, [*own, *neutral])
+            if "chat_template_kwargs" in own:
+                message += "; variables of the template go into chat_template_kwargs"
+            raise RequestError(message)
+        _check_neutral(name, value, neutral, RequestError)
 
 
 def _check_neutral(
@@ -142,7 +153,7 @@ def _check_neutral(
 ) -> None:
     values, way_out = neutral[name]
     if not any(type(value) in (type(one), int, float) and value == one for one in values):
-        raise error(f"{name}={value!r} is not supported: {way_out}")
+        raise error(f"{name}={shown(value)} is not supported: {way_out}")
 
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:

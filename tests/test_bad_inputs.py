@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 
+import numpy as np
 import pytest
 from engine_helpers import SMALL, make_llm, run
 from variants import golden_checkpoint
@@ -224,6 +225,12 @@ def test_errors_name_the_place_in_a_list(llm):
 def test_lists_without_an_end_are_read_up_to_their_limit(make):
     with pytest.raises(ValueError, match="at most"):
         make()
+
+
+def test_an_array_without_axes_is_no_list_of_prompts(llm):
+    for prompts in (np.array(3), np.array("a")):
+        with pytest.raises(RequestError, match="prompts must be one prompt or a list of them, not array"):
+            llm.generate(prompts)
 
 
 def test_so_are_prompts(llm, monkeypatch):

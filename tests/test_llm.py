@@ -240,8 +240,9 @@ def test_abort_in_every_state(llm, prompts):
         engine.scheduler.check()
     assert {i for i, o in outputs.items() if o.finish_reason == "abort"} == {"1", "5"}
     assert len(outputs) == 6
-    with pytest.raises(RequestError, match="no live request"):
-        engine.abort("1")
+    for ended_or_no_id in ("1", None, ["0"]):
+        with pytest.raises(RequestError, match="no live request"):
+            engine.abort(ended_or_no_id)
 
 
 def test_closing_a_stream_frees_everything(llm, prompts):
@@ -264,7 +265,7 @@ def test_closing_a_stream_frees_everything(llm, prompts):
         ("text", RequestError, "no tokenizer"),
         ({"prompt_ids": [1]}, RequestError, "prompt_token_ids"),
         ([[1] * 112], RequestTooLargeError, "112 prompt tokens.*max_model_len=112"),
-        (None, RequestError, "NoneType"),
+        (None, RequestError, "a list of them, not None"),
         ([None], RequestError, "NoneType"),
         ([b"text"], RequestError, "bytes"),
         ([{3, 1}], RequestError, "set"),

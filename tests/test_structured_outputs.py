@@ -357,6 +357,8 @@ def conforms(value, schema):
         ({"json": "[" * 100_000}, "json is no JSON"),
         ({"json": 5}, "must be a schema, an object, not int"),
         ({"json": {"a": {1, 2}}}, "json is no JSON schema"),
+        ({"json": {"enum": [{1: 2}]}}, "json is no JSON schema: the name 1 is no text"),
+        ({"json": {"const": float("nan")}}, "json is no JSON schema"),
         ({"choice": "yes"}, "choice must be a list of strings"),
         ({"choice": []}, "choice is empty"),
         ({"choice": [1]}, "choice must hold strings"),

@@ -14,11 +14,11 @@ import jaxllm
 from jaxllm import LLM, SamplingParams, TextPrompt, TokensPrompt
 from jaxllm.checkpoints import demo_model_path
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError, EngineError, SamplingParamsError
+from jaxllm.errors import ConfigError, EngineError, RequestError, SamplingParamsError
 from jaxllm.generation_config import default_sampling_params
 from jaxllm.sampling_params import NEUTRAL_VALUES as NOT_SUPPORTED
 from jaxllm.sampling_params import PARAMETER_NAMES
-from jaxllm.vllm_names import CHAT_ARGUMENTS, SETTINGS, translate
+from jaxllm.vllm_names import CALL_ARGUMENTS, CHAT_ARGUMENTS, SETTINGS, check_call_arguments, translate
 
 VLLM_SETTINGS = {
     *("tokenizer", "skip_tokenizer_init", "dtype", "load_format", "hf_overrides", "seed", "max_model_len"),
@@ -72,6 +72,18 @@ def test_values_that_change_nothing_are_taken(caplog):
 def test_what_there_is_not_is_said_by_name(settings, message):
     with pytest.raises(ConfigError, match=message):
         translate(settings, KNOWN)
+
+
+@pytest.mark.parametrize("method", [LLM.generate, LLM.chat, LLM.beam_search])
+def test_arguments_of_calls(method):
+    check_call_arguments({"lora_request": None, "tokenization_kwargs": {}}, method)
+    with pytest.raises(RequestError, match=r"lora_request='a' is not supported: .*merge them"):
+        check_call_arguments({"lora_request": "a"}, method)
+    with pytest.raises(RequestError, match="unknown argument 'use_tqmd'; did you mean use_tqdm"):
+        check_call_arguments({"use_tqmd": True}, method)
+    if method is not LLM.chat:
+        with pytest.raises(RequestError, match="unknown argument 'tool_choice'"):
+            check_call_arguments({"tool_choice": "auto"}, method)
 
 
 def test_sampling_parameters_that_change_nothing():
@@ -158,10 +170,10 @@ def test_requests_without_parameters_take_the_defaults(tmp_path):
 def test_the_page_for_those_who_come_from_vllm_names_everything():
     page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name in VLLM_SETTINGS]
-    for name in (*SETTINGS, *CHAT_ARGUMENTS, *fields, *PARAMETER_NAMES, *NOT_SUPPORTED):
+    for name in (*SETTINGS, *CALL_ARGUMENTS, *CHAT_ARGUMENTS, *fields, *PARAMETER_NAMES, *NOT_SUPPORTED):
         assert f"`{name}`" in page, name
-    for name in (*SETTINGS, *CHAT_ARGUMENTS):
-        values, way_out = {**SETTINGS, **CHAT_ARGUMENTS}[name]
+    for name in (*SETTINGS, *CALL_ARGUMENTS, *CHAT_ARGUMENTS):
+        values, way_out = {**SETTINGS, **CALL_ARGUMENTS, **CHAT_ARGUMENTS}[name]
         assert f"| `{name}` | {', '.join(f'`{value!r}`' for value in values) or 'none'} | {way_out} |" in page
     named = set(re.findall(r"`llm\.(\w+)\(", page))
     assert named >= {"generate", "chat", "beam_search", "get_tokenizer", "reset_prefix_cache"}

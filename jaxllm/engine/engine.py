@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.output_processor import NOT_FINITE, RequestState, Sink
 from jaxllm.engine.owner import Owner
-from jaxllm.errors import ConfigError, EngineError, RequestError
+from jaxllm.errors import ConfigError, EngineError, RequestError, shown
 from jaxllm.inputs import InputProcessor, Prompt
 from jaxllm.output_builder import Delta, OutputBuilder, Samples
 from jaxllm.outputs import RequestOutput
@@ -155,7 +155,7 @@ class Engine:
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request was added and has not ended."""
-        return request_id in self._states or request_id in self._samples
+        return isinstance(request_id, str) and (request_id in self._states or request_id in self._samples)
 
     def add_request(
         self,
@@ -466,7 +466,7 @@ class Engine:
     def _live(self, request_id: str) -> list[RequestState]:
         """A live request, or those of its samples that have not ended."""
         if not self.is_live(request_id):
-            raise RequestError(f"there is no request {request_id!r}: no live request has this id")
+            raise RequestError(f"there is no request {shown(request_id)}: no live request has this id")
         return [self._states[name] for name in self._samples.get(request_id, [request_id])]
 
     def _max_decode_steps(self) -> int:
