@@ -151,7 +151,7 @@ class PolicyPlanner:
             for request, score in zip(holders, scores, strict=True)
         ]
         for score in scores:
-            if not isinstance(score, numbers.Real) or score != score:
+            if (type(score) is not float and not isinstance(score, numbers.Real)) or score != score:
                 raise ConfigError(f"{policy} scored a request with {score!r}, which is not a number")
         heapq.heapify(order)
         return order
