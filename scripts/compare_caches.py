@@ -19,7 +19,6 @@ import argparse
 import collections
 import dataclasses
 import itertools
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from typing import Any
 
 from sweep.conversations import MAX_LEN as ENGINE_MAX_LEN
 from sweep.conversations import NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, RATE, EngineSystem, figures, play
-from sweep.options import list_of
+from sweep.options import list_of, out_folder
 from sweep.simulated import BLOCK_SIZE, run_all
 
 from jaxllm.bench.results import command_line, write_json
@@ -322,7 +321,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--engine-profile-seconds", type=float, default=10.0, help="before them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--out-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--out-dir", type=out_folder, required=True)
     args = parser.parse_args(argv)
     if (
         min(args.engine_repetitions, args.engine_profile_seconds, args.engine_think) < 0

@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import pathlib
 import sys
 import time
 from importlib.metadata import version
 from typing import Any
 
 from compare_caches import DEVICE, GPU_BYTES, HOST_BYTES, NUM_DEVICES, Cell, costs_of, run_cell
-from sweep.options import list_of
+from sweep.options import list_of, out_folder
 from sweep.simulated import run_all
 
 from jaxllm.bench.results import command_line, write_json
@@ -97,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--out-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--out-dir", type=out_folder, required=True)
     args = parser.parse_args(argv)
     pairs = [text.partition(":") for text in args.cells]
     if args.conversations < 1 or args.jobs < 1 or args.seed < 0:

@@ -34,7 +34,7 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-from sweep.options import list_of
+from sweep.options import list_of, out_folder
 
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.predictors.base import CostModel, model_shape
@@ -319,7 +319,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--noise", type=float, default=0.3, help="of output lengths, see TopicOutputs")
     parser.add_argument("--seeds", type=list_of(int), default="0,1")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--out-dir", type=out_folder, required=True)
     args = parser.parse_args(argv)
     if not set(args.arrivals) <= set(ARRIVALS):
         parser.error(f"--arrivals {','.join(args.arrivals)}: name some of {', '.join(ARRIVALS)}")

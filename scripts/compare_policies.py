@@ -21,7 +21,7 @@ from importlib.metadata import version
 
 from policies.cells import MODEL, make_cells, run_cell
 from policies.report import MEASURES, report
-from sweep.options import list_of
+from sweep.options import list_of, out_folder
 from sweep.simulated import DEVICE, Device, run_all
 
 from jaxllm.bench.results import command_line, write_json
@@ -41,7 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=list_of(int), default="0", help="default: %(default)s")
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--out-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--out-dir", type=out_folder, required=True)
     args = parser.parse_args(argv)
     if not set(args.parts) <= set(PARTS):
         parser.error(f"--parts {','.join(args.parts)}: name some of {', '.join(PARTS)}")

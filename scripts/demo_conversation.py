@@ -5,6 +5,7 @@ python scripts/demo_conversation.py
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Sequence
 
@@ -23,8 +24,11 @@ NUM_BLOCKS = 20
 """Of 16 tokens, on the device: for one long conversation, or for others."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Turns of a conversation: at once, after others took the device, and with nothing left but files."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
             max_num_seqs=4,

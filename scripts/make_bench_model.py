@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from sweep.options import out_folder
 
 EMBEDDING_STD = 0.05
 BIAS_STD = 0.02
@@ -173,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("folder", type=out_folder, help="folder to write")
     parser.add_argument("--size", choices=sorted(SIZES | OPT_SIZES), default="107m")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

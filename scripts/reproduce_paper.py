@@ -55,7 +55,7 @@ from paper.cells import (
 from paper.control import control, time_control
 from paper.models import model_folder
 from paper.page import html_of
-from sweep.options import list_of
+from sweep.options import list_of, out_folder
 from sweep.simulated import DEVICE, Device, run_all
 
 from jaxllm.bench.results import command_line, write_json
@@ -186,7 +186,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--measured", type=pathlib.Path, help="folder with ladder-cpu.json, link-cpu.json, paging-cpu.json"
     )
     parser.add_argument("--jobs", type=int, help="processes, with sim (default: 2)")
-    parser.add_argument("--out-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--out-dir", type=out_folder, required=True)
     args = parser.parse_args(argv)
     try:
         check(args)

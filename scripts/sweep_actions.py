@@ -36,7 +36,7 @@ from sweep.cells import (
     make_cells,
     run_cell,
 )
-from sweep.options import list_of
+from sweep.options import list_of, out_folder
 from sweep.report import load_near, places, report
 from sweep.simulated import DEVICE, MAX_MODEL_LEN, run_all
 
@@ -85,7 +85,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--out-dir", type=out_folder, required=True)
     args = parser.parse_args(argv)
     if not set(args.parts) <= set(PARTS):
         parser.error(f"--parts {','.join(args.parts)}: name some of {', '.join(PARTS)}")

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sweep.options import ARRIVALS_HELP, in_words, list_of
+from sweep.options import ARRIVALS_HELP, in_words, list_of, out_folder
 from sweep.report import Place, shares_report
 
 from jaxllm import LLM, hardware
@@ -74,7 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu-blocks", type=int, default=36)
     parser.add_argument("--profile-seconds", type=float, default=30.0)
     parser.add_argument("--seeds", type=list_of(int), default="0,1,2,3,4")
-    parser.add_argument("--out-dir", type=pathlib.Path, required=True)
+    parser.add_argument("--out-dir", type=out_folder, required=True)
     args = parser.parse_args(argv)
     try:
         parse_arrivals(args.arrivals)

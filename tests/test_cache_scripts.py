@@ -72,7 +72,7 @@ def test_layers_one_by_one_are_compared_with_whole_blocks(tmp_path):
 
 
 def test_the_demo_finds_the_first_turn(capsys):
-    demo_conversation.main()
+    demo_conversation.main([])
     lines = capsys.readouterr().out.splitlines()[-4:]
     found = [re.findall(r"\d+ found on the (\w+)", line) for line in lines]
     assert found == [[], ["device"], ["host"], ["disk"]]

@@ -137,3 +137,9 @@ def test_wrong_arguments(tmp_path, capsys):
         with pytest.raises(SystemExit):
             compare_policies.main([*wrong, "--out-dir", str(tmp_path)])
         assert message in capsys.readouterr().err
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below"):
+        with pytest.raises(SystemExit):
+            compare_policies.main(["--out-dir", str(folder)])
+        assert f"{str(file)!r} is a file; name a folder" in capsys.readouterr().err

@@ -188,6 +188,8 @@ def test_arguments_at_odds(tmp_path):
         load_dataset_file(path, "text")
     with pytest.raises(ConfigError, match="give a tokenizer or a length_column, and not both"):
         load_dataset_file(path, "text", WordTokenizer(), length_column="n")
+    with pytest.raises(ConfigError, match="tokenizer=5 must be a tokenizer"):
+        load_dataset_file(path, "text", 5)
     with pytest.raises(ConfigError, match="column must name the text"):
         load_dataset_file(path, None, WordTokenizer())
     with pytest.raises(ConfigError, match="on_bad='warn' is unknown; choose from raise, skip"):

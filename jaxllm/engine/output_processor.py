@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NOT_FINITE = (
-    "the model's logits hold a NaN or infinity, or a logits processor excluded all tokens: check the weights "
-    "(and processors), or choose a dtype of a wider range, bfloat16 or float32"
+    "the logits hold a NaN or infinity, or a logits processor excluded all tokens: check the weights, "
+    "processors and extreme penalties, or choose a dtype of a wider range, bfloat16 or float32"
 )
 """Why a request ended whose next token there is none to sample for."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from jaxllm.errors import ConfigError, JaxllmError, RequestError
+from jaxllm.errors import ConfigError, JaxllmError, RequestError, shown
 from jaxllm.tokenizer import encode
 from jaxllm.workloads.checks import MAX_LEN, MAX_REQUESTS, BadRows, check_choice, check_integer
 from jaxllm.workloads.trace import as_lengths, as_texts, as_token_ids
@@ -101,6 +101,10 @@ def load_dataset_file(
     """
     if (tokenizer is None) == (length_column is None):
         raise ConfigError("give a tokenizer or a length_column, and not both: one says how long prompts are")
+    if tokenizer is not None and not hasattr(tokenizer, "encode"):
+        raise ConfigError(
+            f"tokenizer={shown(tokenizer)} must be a tokenizer: jaxllm.tokenizer.load_tokenizer"
+        )
     if tokenizer is not None and column is None:
         raise ConfigError("column must name the text that the tokenizer is to read, got None")
     max_prompt_len = check_integer("max_prompt_len", max_prompt_len, 1, MAX_LEN)
