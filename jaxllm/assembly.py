@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ from jaxllm.predictors.table import TableCostModel
 from jaxllm.profiling import Profiler
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import Ledger
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.scheduling import Scheduling, make_scheduling
@@ -84,6 +84,7 @@ class Assembly:
         costs_source: where they come from; None if nothing is known.
         load_times: seconds it took.
         default_params: the checkpoint's own sampling parameters.
+        files: of the prefix cache; None if there are none.
     """
 
     engine: Engine
@@ -95,14 +96,20 @@ class Assembly:
     costs_source: str | None
     load_times: LoadTimes
     default_params: SamplingParams
+    files: BlockFiles | None = None
 
 
-def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | None = None) -> Assembly:
+def assemble(
+    config: EngineConfig,
+    scheduler_policy: SchedulingPolicy | str | None = None,
+    on_record: Callable[[PreemptionRecord | StepRecord], None] | None = None,
+) -> Assembly:
     """Size the pool, load the model while its programs compile, and put an engine together.
 
     Args:
         config: how.
         scheduler_policy: as for `LLM`.
+        on_record: told of the scheduler's decisions (`Ledger`), in the thread that runs the engine.
 
     Raises:
         ConfigError: a setting or the checkpoint's configuration is invalid or unsupported.
@@ -110,8 +117,8 @@ def assemble(config: EngineConfig, scheduler_policy: SchedulingPolicy | str | No
         CapacityError: the device cannot hold the model and one KV block.
     """
     if config.ledger is None:
-        return _assemble(config, scheduler_policy, None)
-    ledger, close = open_ledger(config.ledger)  # now rather than after loading
+        return _assemble(config, scheduler_policy, on_record and Ledger(on_record=on_record))
+    ledger, close = open_ledger(config.ledger, on_record)  # now rather than after loading
     try:
         made = _assemble(config, scheduler_policy, ledger)
     except BaseException:
@@ -269,6 +276,7 @@ def _assemble(
         costs_source,
         load_times,
         default_params,
+        files,
     )
 
 

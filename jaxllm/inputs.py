@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
@@ -75,7 +74,6 @@ class InputProcessor:
         self._eos_token_ids = eos_token_ids
         self._reads = reads
         self._masks = TokenMasks(tokenizer, vocab_size, eos_token_ids)
-        self._lock = threading.Lock()  # tokenizers encode for one thread at a time
 
     def make(
         self,
@@ -270,8 +268,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("this engine has no tokenizer; pass the prompt as token ids")
-            with self._lock:
-                token_ids = tokenization.encode(self._tokenizer, prompt) if prompt else []
+            token_ids = tokenization.encode(self._tokenizer, prompt) if prompt else []
             if not token_ids:
                 raise RequestError("the prompt is empty; send text, or the token ids to start from")
             return prompt, self._check_token_ids(token_ids), options

@@ -114,8 +114,10 @@ def _check_types(record: Record) -> None:
             raise TypeError(f"resume_action={record.resume_action!r} is none of {_RESUME_ACTIONS}")
 
 
-def open_ledger(path: str | Path) -> tuple[Ledger, Callable[[], None]]:
-    """A ledger written to a new file, and what ends both.
+def open_ledger(
+    path: str | Path, on_record: Callable[[PreemptionRecord | StepRecord], None] | None = None
+) -> tuple[Ledger, Callable[[], None]]:
+    """A ledger written to a new file, and what ends both; `on_record` is told as by `Ledger`.
 
     Raises:
         ConfigError: the file is there already, or cannot be written.
@@ -129,7 +131,7 @@ def open_ledger(path: str | Path) -> tuple[Ledger, Callable[[], None]]:
         ) from None
     except OSError as error:
         raise ConfigError(f"cannot write the ledger {str(path)!r}: {error.strerror}") from error
-    ledger = Ledger(file)
+    ledger = Ledger(file, on_record=on_record)
 
     def close() -> None:
         ledger.close()

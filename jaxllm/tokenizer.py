@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the same class, by its names of two versions
+_encoding = threading.Lock()  # tokenizers encode for one thread at a time
 _WITHOUT_TOKENIZER = "pass skip_tokenizer_init=True and give prompts as token ids"
 
 
@@ -132,7 +134,8 @@ def _token_id_set(value: Any, source: str) -> set[int]:
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
     try:
         # verbose=False: no warning about model_max_length; the engine has its own limit and error.
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        with _encoding:
+            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
     except (TypeError, UnicodeError) as error:
         try:
             text.encode("utf-8")

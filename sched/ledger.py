@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from jaxllm.predictors.base import CostModel
@@ -66,7 +66,11 @@ class PreemptionRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The state in which one iteration starts to run, and what it is to do."""
+    """The state in which one iteration starts to run, and what it is to do.
+
+    Of its `num_prefill_tokens`, `num_recomputed_tokens` repeat what preemptions threw away. `num_blocks_out`
+    and `num_blocks_in` are copied to the host and back, those of the prefix cache included.
+    """
 
     step_id: int
     time: float
@@ -80,6 +84,9 @@ class StepRecord:
     num_dropped: int
     num_swapped_out: int
     num_swapped_in: int
+    num_recomputed_tokens: int = 0
+    num_blocks_out: int = 0
+    num_blocks_in: int = 0
 
 
 Record = PreemptionRecord | StepRecord | KindReport
@@ -97,13 +104,20 @@ class Ledger:
         costs: predicts what swapping and recomputing cost one after the other (`AdaptiveAction`) where the
             policy predicts nothing, and knows how well if it is an `OnlineCalibration`; None leaves that
             unknown.
+        on_record: told of each step, and of each preemption as soon as its record is opened; what is known
+            later is filled in there. Then nothing is kept in memory.
     """
 
-    def __init__(self, file: IO[str] | None = None, costs: CostModel | None = None) -> None:
+    def __init__(
+        self,
+        file: IO[str] | None = None,
+        costs: CostModel | None = None,
+        on_record: Callable[[PreemptionRecord | StepRecord], None] | None = None,
+    ) -> None:
         self.preemptions: list[PreemptionRecord] = []
         self.steps: list[StepRecord] = []
         self.predictions: dict[str, KindReport] = {}
-        self._file = file
+        self._file, self._on_record = file, on_record
         self._is_broken = False
         self.costs = costs
         self._open: dict[str, PreemptionRecord] = {}
@@ -123,7 +137,7 @@ class Ledger:
             _, swap, recompute = serial_costs(
                 self.costs, victim.num_computed_tokens + 1, len(victim.block_ids), len(victim.block_ids)
             )
-        self._open[victim.request_id] = PreemptionRecord(
+        self._open[victim.request_id] = record = PreemptionRecord(
             step_id,
             now,
             victim.request_id,
@@ -134,6 +148,8 @@ class Ledger:
             swap,
             recompute,
         )
+        if self._on_record is not None:
+            self._on_record(record)
 
     def returns(self, request_id: str, decision: ResumeDecision) -> None:
         """Note how a swapped request comes back."""
@@ -160,17 +176,21 @@ class Ledger:
     def finished(self, request_id: str) -> None:
         """Write the record of a request that ended, or was preempted again."""
         record = self._open.pop(request_id, None)
-        if record is not None and self._file is None:
-            self.preemptions.append(record)
-        elif record is not None:
+        if record is None:
+            return
+        if self._file is not None:
             self._write("preemption", record, regret_seconds=record.regret_seconds)
+        elif self._on_record is None:
+            self.preemptions.append(record)
 
     def step(self, record: StepRecord) -> None:
         """Take the record of an iteration."""
-        if self._file is None:
-            self.steps.append(record)
-        else:
+        if self._on_record is not None:
+            self._on_record(record)
+        if self._file is not None:
             self._write("step", record)
+        elif self._on_record is None:
+            self.steps.append(record)
 
     def close(self) -> None:
         """Write what is still open, and how well costs were predicted; the file stays the caller's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.sched.cache.names import FileIndex
@@ -37,6 +38,15 @@ from jaxllm.types import (
 )
 
 _DEFAULT_POLICY = SchedulerPolicy()
+
+
+class PoolUsage(NamedTuple):
+    """Blocks of a pool: held by requests, kept by the prefix cache alone, and holding nothing."""
+
+    total: int
+    held: int
+    cached: int
+    free: int
 
 
 class Scheduler:
@@ -152,6 +162,25 @@ class Scheduler:
     def num_available_host_blocks(self) -> int:
         """Host blocks that are free, or that only the prefix cache keeps."""
         return self._state.host.num_available
+
+    def live_requests(self) -> list[Request]:
+        """Requests that were added and have not finished, in no order; any thread may ask."""
+        return list(self._state.live.values())
+
+    def usage(self) -> tuple[PoolUsage, PoolUsage]:
+        """Blocks of the device and of host memory, by what they are; any thread may ask."""
+        pool, host = self._state.pool, self._state.host
+        num_free, num_cached = pool.num_free, min(pool.num_cached, pool.num_free)
+        num_available, num_host_free = host.num_available, host.num_free
+        return (
+            PoolUsage(pool.num_blocks, pool.num_blocks - num_free, num_cached, num_free - num_cached),
+            PoolUsage(
+                host.num_blocks,
+                max(0, host.num_blocks - num_available),
+                max(0, num_available - num_host_free),
+                num_host_free,
+            ),
+        )
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -547,6 +576,9 @@ class Scheduler:
             num_dropped=len(output.preempted) - output.num_swapped,
             num_swapped_out=output.num_swapped,
             num_swapped_in=len(output.swap_in) + len(output.joined),
+            num_recomputed_tokens=sum([chunk.num_recomputed for chunk in output.prefill]),
+            num_blocks_out=sum([len(swap.block_ids) for swap in output.swap_out]),
+            num_blocks_in=sum([len(swap.block_ids) for swap in (*output.swap_in, *output.load)]),
         )
         ledger.step(record)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import jaxllm
-from jaxllm.cli import bench, convert, explain, generate, plan, profile
+from jaxllm.cli import bench, convert, explain, generate, plan, profile, serve
 from jaxllm.errors import JaxllmError, did_you_mean
 
 EXIT_OK = 0
@@ -43,12 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = _Parser(
         prog="jaxllm",
-        description="LLM inference in JAX: complete prompts, convert checkpoints, measure throughput.",
+        description="LLM inference in JAX: complete prompts, serve models, convert checkpoints, measure.",
         epilog="`jaxllm COMMAND --help` explains a command.",
     )
     parser.add_argument("--version", action="version", version=f"jaxllm {jaxllm.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
-    for command in (generate, convert, bench, profile, plan, explain):
+    for command in (generate, serve, convert, bench, profile, plan, explain):
         command.add_command(commands)
     return parser
 

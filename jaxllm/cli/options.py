@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 
-def _bytes(text: str) -> int:
+def byte_count(text: str) -> int:
     """A number of bytes, with an optional suffix KiB, MiB or GiB."""
     for suffix, factor in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
         if text.endswith(suffix):
@@ -57,7 +57,7 @@ def _cache_folder(text: str) -> str | None:
 
 
 # What argparse calls them in "invalid ... value".
-_bytes.__name__, _sizes.__name__ = "byte count", "list of sizes"
+byte_count.__name__, _sizes.__name__ = "byte count", "list of sizes"
 json_object.__name__ = "JSON object"
 
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
@@ -70,10 +70,10 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "max_num_batched_tokens": (int, "N", "most prompt tokens in one prefill step"),
     "block_size": (int, "N", "tokens per KV block (default: 16)"),
     "num_gpu_blocks_override": (int, "N", "size of the KV pool in blocks, on any device"),
-    "kv_cache_memory": (_bytes, "BYTES", "size of the KV pool; takes KiB, MiB and GiB"),
+    "kv_cache_memory": (byte_count, "BYTES", "size of the KV pool; takes KiB, MiB and GiB"),
     "num_host_blocks": (int, "N", "pinned host memory for KV, in blocks (default: 4 GiB)"),
     "prefix_cache_dir": (str, "DIR", "folder in which the prefix cache outlives the engine"),
-    "prefix_cache_dir_bytes": (_bytes, "BYTES", "most bytes of its files (default: 16 GiB)"),
+    "prefix_cache_dir_bytes": (byte_count, "BYTES", "most bytes of its files (default: 16 GiB)"),
     "host_bandwidth_limit": (float, "BYTES/S", "for experiments: slow the link to the host down to this"),
     "profile_seconds": (float, "S", "measure costs so long at start if no profile is stored"),
     "gpu_memory_utilization": (float, "F", "fraction to use of what JAX takes (default: 0.95)"),
@@ -199,7 +199,7 @@ def load_llm(settings: Mapping[str, Any], *, quiet: bool = False) -> LLM:
 
     if not quiet:
         note(f"loading {model_name(settings)} and compiling its programs")
-        _tell_of_programs()
+        tell_of_programs()
     llm = LLM(**settings)
     if not quiet:
         device = jax.devices()[0].device_kind
@@ -227,7 +227,7 @@ def note_compile_report(llm: LLM) -> None:
         )
 
 
-def _tell_of_programs() -> None:
+def tell_of_programs() -> None:
     """Tell of each program that is compiled from now on."""
     logger = logging.getLogger("jaxllm.executor.step_programs")
     if not logger.handlers:

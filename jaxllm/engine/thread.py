@@ -17,8 +17,9 @@ from jaxllm.output_builder import Delta, OutputBuilder
 from jaxllm.outputs import RequestOutput
 
 _SECONDS_TO_LOOK_UP = 1.0  # after which a reader asks whether there is anything to wait for
-_Item = tuple[str, Delta | BaseException]
-_Queue = queue.SimpleQueue[_Item]  # its put may interrupt anything, itself included: the collector calls it
+Item = tuple[str, Delta | BaseException]
+"""The id of a request, and what is new of it, or what ended it."""
+_Queue = queue.SimpleQueue[Item]  # its put may interrupt anything, itself included: the collector calls it
 
 
 class EngineThread:
@@ -51,7 +52,24 @@ class EngineThread:
             EngineError: the engine has failed, or belongs to a thread that is not the caller.
         """
         items: _Queue = queue.SimpleQueue()
-        sink = functools.partial(self._forward, items)
+        states, builders = self.prepare(requests, stream=stream, put=items.put)
+        # Made first: should the caller be interrupted below, its requests end when this is collected.
+        outputs = OutputStream(self, items, builders)
+        self.queue(states)
+        return outputs
+
+    def prepare(
+        self, requests: Sequence[tuple[str, dict[str, Any]]], *, stream: bool, put: Callable[[Item], object]
+    ) -> tuple[list[RequestState], dict[str, OutputBuilder]]:
+        """Check requests, all or none, for `queue` to take; arguments and errors as `submit`.
+
+        Args beside those:
+            put: given the id of a request and what is new of it, or what ended it; in the engine's thread.
+
+        Returns:
+            What `queue` takes, and what puts the deltas together, by id.
+        """
+        sink = functools.partial(self._forward, put)
         prepared: list[tuple[RequestState, OutputBuilder]] = []
         for place, (request_id, arguments) in enumerate(requests):
             try:
@@ -64,15 +82,19 @@ class EngineThread:
                 if isinstance(error, SamplingParamsError):
                     name = f"sampling_params[{place}]" if any(one is not given[0] for one in given) else name
                 raise type(error)(f"{name}: {error}") from error
-        states = [state for state, _ in prepared]
-        # Made first: should the caller be interrupted below, its requests end when this is collected.
         builders = {state.request.request_id: builder for state, builder in prepared}
-        outputs = OutputStream(self, items, builders)
+        return [state for state, _ in prepared], builders
+
+    def queue(self, states: Sequence[RequestState]) -> None:
+        """Run requests that were prepared.
+
+        Raises:
+            EngineError: the engine belongs to a thread that is not the caller.
+        """
         with self._lock:
             if self._thread is None:
                 self._start()
             self._commands.put(functools.partial(self._add, states))
-        return outputs
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests, and wait until they have; those that have ended are left alone."""
@@ -163,12 +185,14 @@ class EngineThread:
                 for event in waiting:
                     event.set()
 
-    def _forward(self, items: _Queue, state: RequestState, item: Delta | BaseException) -> None:
-        """Put what is new of a request in its queue."""
+    def _forward(
+        self, put: Callable[[Item], object], state: RequestState, item: Delta | BaseException
+    ) -> None:
+        """Pass on what is new of a request."""
         request_id = state.request.request_id
         if isinstance(item, BaseException) or item.finish_reason is not None:
             self._live.pop(request_id, None)
-        items.put((request_id, item))
+        put((request_id, item))
 
     def _end(self, error: BaseException) -> None:
         """End all requests with what went wrong. If the engine has failed it has done so already."""

@@ -70,6 +70,12 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        """Blocks nobody holds that have a name, and are found again until they are needed; counts them."""
+        names = self._names
+        return sum([names[block_id] is not None for block_id in list(self._free)])
+
+    @property
     def has_shared(self) -> bool:
         """Whether several requests hold one block."""
         return self._num_shared > 0

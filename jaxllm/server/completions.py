@@ -1,0 +1,139 @@
+"""/v1/completions: prompts continued."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.server.errors import refused
+from jaxllm.server.generation import Call
+from jaxllm.server.parameters import completion_params
+from jaxllm.server.protocol import CompletionRequest
+from jaxllm.server.scores import completion_logprobs, prompt_logprobs
+from jaxllm.server.service import Service
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class _CompletionForm:
+    """OpenAI's text completions, with vLLM's further fields."""
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionRequest, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._body, self._tokenizer = body, tokenizer
+        self._is_scored = body.logprobs is not None
+        self._has_output = body.max_tokens != 0
+        self._offsets: dict[int, int] = {}
+        self._hidden = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
+
+    def choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        """See `Form`."""
+        text = one.text if self._has_output else ""
+        scores = None
+        echoed = self._echoed(output) if self._body.echo else ""
+        if self._is_scored:
+            scores = self._scores_of_prompt(output) if self._body.echo else completion_logprobs([], [])
+            if self._has_output:
+                of_output = self._scores(one, len(echoed))
+                scores = {name: [*values, *of_output[name]] for name, values in scores.items()}
+        return self._choice(index, echoed + text, scores, output, one, is_whole=True)
+
+    def first_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """See `Form`: the prompt, if it is to be repeated."""
+        self._offsets[index] = 0
+        if not self._body.echo:
+            return []
+        echoed = self._echoed(output)
+        self._offsets[index] = len(echoed)
+        scores = self._scores_of_prompt(output) if self._is_scored else None
+        return [
+            {"index": index, "text": echoed, "logprobs": scores, "finish_reason": None, "stop_reason": None}
+        ]
+
+    def chunk(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        """See `Form`."""
+        text = one.text if self._has_output else ""
+        scores = self._scores(one, self._offsets[index]) if self._is_scored and self._has_output else None
+        self._offsets[index] += len(text)
+        return self._choice(index, text, scores, output, one, is_whole=False)
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        scores: dict[str, Any] | None,
+        output: RequestOutput,
+        one: CompletionOutput,
+        *,
+        is_whole: bool,
+    ) -> dict[str, Any]:
+        body = self._body
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": scores,
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop_reason if one.finish_reason == "stop" else None,
+        }
+        if is_whole and body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if body.return_token_ids:
+            choice["token_ids"] = list(one.token_ids) if self._has_output else []
+            if is_whole:
+                choice["prompt_token_ids"] = list(output.prompt_token_ids)
+        return choice
+
+    def _echoed(self, output: RequestOutput) -> str:
+        """The prompt's text, as far as it was used."""
+        if output.prompt is not None and self._body.truncate_prompt_tokens is None:
+            return output.prompt
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(output.prompt_token_ids))
+
+    def _scores_of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        first = output.prompt_token_ids[:1]
+        as_ids = bool(self._body.return_tokens_as_token_ids) or self._tokenizer is None
+        names = [f"token_id:{one}" if as_ids else str(self._tokenizer.decode([one])) for one in first]  # type: ignore[union-attr]
+        positions = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        return completion_logprobs(
+            output.prompt_token_ids, positions, names=names, as_ids=as_ids, hidden=self._hidden
+        )
+
+    def _scores(self, one: CompletionOutput, offset: int) -> dict[str, Any]:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        hidden = () if self._body.skip_special_tokens is False else self._hidden
+        return completion_logprobs(
+            one.token_ids, one.logprobs or [], offset=offset, as_ids=as_ids, hidden=hidden
+        )
+
+
+async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
+    """Answer a request.
+
+    Raises:
+        ApiError: it is refused, or failed.
+    """
+    arrival_time = time.monotonic()
+    service.check_model(body.model)
+    if body.add_special_tokens is False:
+        raise refused(
+            "add_special_tokens=false is for chats and /tokenize: send token ids for a prompt without "
+            "special tokens",
+            "add_special_tokens",
+        )
+    params = completion_params(body, service.default_params)
+    call = Call(
+        service,
+        request,
+        body,
+        service.prompt_limits.prompts(body.prompt),
+        params,
+        _CompletionForm(body, service.tokenizer),
+        counts_outputs=body.max_tokens != 0,
+    )
+    return await call.respond(arrival_time)

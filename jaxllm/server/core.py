@@ -1,0 +1,345 @@
+"""An engine's thread, seen from an event loop: bounded admission, requests in, outputs out."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import functools
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from jaxllm.assembly import Assembly
+from jaxllm.engine.thread import EngineThread, Item
+from jaxllm.errors import EngineError
+from jaxllm.output_builder import Delta, OutputBuilder
+from jaxllm.outputs import RequestOutput
+from jaxllm.server.errors import ApiError, busy, refused
+
+_T = TypeVar("_T")
+_SECONDS_TO_LOOK_UP = 1.0  # after which it is asked whether there is anything to wait for
+_MAX_RETRY_SECONDS = 60
+
+
+class Admission:
+    """Counts what is admitted, in requests and in prompt tokens; both are bounded.
+
+    Args:
+        max_requests: most at once, those that run included. Each sample of a prompt is one.
+        max_tokens: most prompt tokens of them together; one request alone may have more.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self.max_requests, self.max_tokens = max_requests, max_tokens
+        self.num_requests = self.num_tokens = 0
+        self.num_refused = 0
+        self.retry_seconds = 1
+        self.is_closing = False
+
+    def check(self, num_requests: int = 1, num_tokens: int = 1) -> None:
+        """Verify that there is room for so much more.
+
+        Raises:
+            ApiError: there is not, for now (503), or could never be (400).
+        """
+        if self.is_closing:
+            self.num_refused += 1
+            raise busy("the server is shutting down: send the request to another one", 1, "shutting_down")
+        if num_requests > self.max_requests:
+            raise refused(
+                f"the request asks for {num_requests} samples at once; the server takes {self.max_requests}: "
+                "send fewer prompts, or a smaller n or best_of"
+            )
+        has_room = self.num_tokens + num_tokens <= self.max_tokens or not self.num_requests
+        if self.num_requests + num_requests <= self.max_requests and has_room:
+            return
+        self.num_refused += 1
+        raise busy(
+            f"the server is busy with {self.num_requests} requests of {self.num_tokens} prompt tokens; it "
+            f"takes {self.max_requests} and {self.max_tokens}: try again later",
+            min(_MAX_RETRY_SECONDS, max(1, self.retry_seconds)),
+        )
+
+    @contextlib.contextmanager
+    def reserved(self, num_requests: int, num_tokens: int) -> Iterator[Reservation]:
+        """Room for so much, until the block is left.
+
+        Raises:
+            ApiError: there is none; see `check`.
+        """
+        self.check(num_requests, num_tokens)
+        reservation = Reservation(self, num_requests, num_tokens)
+        try:
+            yield reservation
+        finally:
+            reservation.release()
+
+
+class Reservation:
+    """Room for one call's requests."""
+
+    def __init__(self, admission: Admission, num_requests: int, num_tokens: int) -> None:
+        self._admission, self._num_requests, self._num_tokens = admission, num_requests, num_tokens
+        admission.num_requests += num_requests
+        admission.num_tokens += num_tokens
+
+    def correct(self, num_tokens: int) -> None:
+        """Set the number of tokens, once it is known."""
+        self._admission.num_tokens += num_tokens - self._num_tokens
+        self._num_tokens = num_tokens
+
+    def release(self) -> None:
+        """Give the room back."""
+        self._admission.num_requests -= self._num_requests
+        self._admission.num_tokens -= self._num_tokens
+        self._num_requests = self._num_tokens = 0
+
+
+class ClientGoneError(Exception):
+    """Nobody reads the output any more."""
+
+
+class Generation(AsyncIterator[RequestOutput]):
+    """Outputs of one call's requests, in the order they come; each holds what is new since its last one.
+
+    What is not read yet is put together by request, so that a slow reader costs no more than its tokens.
+    """
+
+    def __init__(self, core: EngineCore, builders: dict[str, OutputBuilder]) -> None:
+        self._core, self._builders = core, builders
+        self._pending: dict[str, Delta | BaseException] = {}
+        self._has_news = asyncio.Event()
+        self._is_closed = self._is_suspect = False
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Those that have not ended, as far as it was read."""
+        return tuple(self._builders)
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output.
+
+        Raises:
+            ClientGoneError: it was closed.
+            Exception: what ended the requests.
+        """
+        while self._builders:
+            while not self._pending:
+                if self._is_closed:
+                    raise ClientGoneError
+                self._has_news.clear()
+                await self._has_news.wait()
+            if self._is_closed:
+                raise ClientGoneError
+            request_id = next(iter(self._pending))
+            item = self._pending.pop(request_id)
+            if isinstance(item, BaseException):
+                self._builders.clear()
+                raise item
+            builder = self._builders[request_id]
+            output = builder.add(item)
+            if item.finish_reason is not None:
+                del self._builders[request_id]
+            if output is not None:
+                return output
+        raise StopAsyncIteration
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the next output is there already."""
+        return bool(self._pending)
+
+    def receive(self, request_id: str, item: Delta | BaseException) -> None:
+        """Take what is new of a request."""
+        if request_id not in self._builders:
+            return
+        earlier = self._pending.get(request_id)
+        if isinstance(earlier, Delta) and isinstance(item, Delta):
+            item = _merged(earlier, item)
+        self._pending[request_id] = item
+        self._is_suspect = False
+        self._has_news.set()
+
+    def close(self) -> None:
+        """End the requests that are left; whoever waits for outputs is told. Closing again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._core.forget(self)
+        self._has_news.set()
+
+    def look_up(self, has_ended: Callable[[Sequence[str]], bool]) -> None:
+        """End it if the engine's thread knows nothing of it, twice in a row: news may be on their way."""
+        if self._pending or not self._builders or not has_ended(self.request_ids):
+            self._is_suspect = False
+        elif self._is_suspect:
+            error = EngineError("the engine's thread ended without a word")
+            self.receive(next(iter(self._builders)), error)
+        else:
+            self._is_suspect = True
+
+
+def _merged(first: Delta, second: Delta) -> Delta:
+    return Delta(
+        first.start,
+        [*first.token_ids, *second.token_ids],
+        [*first.logprobs, *second.logprobs],
+        [*first.prompt_logprobs, *second.prompt_logprobs],
+        second.finish_reason,
+        second.stop_reason,
+    )
+
+
+class EngineCore:
+    """An engine that serves an event loop. Checks and tokenising run in threads of their own.
+
+    Args:
+        made: the engine, with its tokenizer; it is this object's own from now on.
+        max_queued_requests, max_queued_tokens: see `ServerConfig`.
+    """
+
+    def __init__(
+        self, made: Assembly, *, max_queued_requests: int | None = None, max_queued_tokens: int | None = None
+    ) -> None:
+        limits = made.engine.scheduler.config
+        self.made, self.limits = made, limits
+        num_queued = 4 * limits.max_num_seqs if max_queued_requests is None else max_queued_requests
+        max_requests = limits.max_num_seqs + num_queued
+        if max_queued_tokens is None:
+            max_queued_tokens = max(limits.max_model_len, max_requests * min(limits.max_model_len, 2048))
+        self.admission = Admission(max_requests, max_queued_tokens)
+        self._thread = EngineThread(made.engine)
+        self._ids = itertools.count()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="jaxllm-inputs")
+        self._live: set[Generation] = set()
+        self._inbox: collections.deque[tuple[Generation, Item]] = collections.deque()
+        self._is_told = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine takes requests."""
+        return not self.made.engine.is_closed
+
+    @property
+    def num_live(self) -> int:
+        """Calls under way."""
+        return len(self._live)
+
+    def start(self) -> None:
+        """Serve the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._watch = self._loop.create_task(self._look_up())
+
+    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """A function's result, from a thread for work that would hold the loop up."""
+        assert self._loop is not None
+        return await self._loop.run_in_executor(self._pool, functools.partial(function, *args))
+
+    async def call_last(self, function: Callable[[], None]) -> None:
+        """Run a function in a thread that is not the pool's, which the function may shut down."""
+        await asyncio.to_thread(function)
+
+    @contextlib.asynccontextmanager
+    async def generate(
+        self,
+        requests: Sequence[dict[str, Any]],
+        *,
+        stream: bool,
+        reservation: Reservation,
+    ) -> AsyncIterator[Generation]:
+        """Queue requests, all or none; leaving the block ends those that are left.
+
+        Args:
+            requests: arguments of `Engine.prepare` for each prompt; outputs are called by their places.
+            stream: whether outputs are wanted as they come.
+            reservation: told how many tokens there are.
+
+        Raises:
+            RequestError, SamplingParamsError: a request is refused.
+            EngineError: the engine has failed.
+        """
+        call = next(self._ids)
+        named = [(f"{place}/{call}", one) for place, one in enumerate(requests)]
+        holder: list[Generation] = []
+
+        def put(item: Item) -> None:  # in the engine's thread
+            self._inbox.append((holder[0], item))
+            if not self._is_told and self._loop is not None:
+                self._is_told = True
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all readers
+                    self._loop.call_soon_threadsafe(self._distribute)
+
+        prepare = functools.partial(self._thread.prepare, named, stream=stream, put=put)
+        try:
+            states, builders = await self.call(prepare)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise _without_place(error, len(requests)) from error
+        reservation.correct(sum(state.request.num_prompt_tokens for state in states))
+        generation = Generation(self, builders)
+        holder.append(generation)
+        self._live.add(generation)
+        try:
+            self._thread.queue(states)
+            yield generation
+        finally:
+            generation.close()
+
+    def forget(self, generation: Generation) -> None:
+        """End what is left of a generation."""
+        self._live.discard(generation)
+        if generation.request_ids and self.is_healthy:
+            self._thread.abort_soon(generation.request_ids)
+
+    async def drain(self, seconds: float) -> bool:
+        """Admit nobody any more, and wait for those under way to end; the rest are ended as they are.
+
+        Returns:
+            Whether all ended by themselves.
+        """
+        self.admission.is_closing = True
+        deadline = asyncio.get_running_loop().time() + seconds
+        while self._live and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        left = list(self._live)
+        error = ApiError(503, "the server is shutting down", code="shutting_down")
+        for generation in left:
+            for request_id in generation.request_ids:
+                generation.receive(request_id, error)
+        if left:
+            self._thread.abort_soon([name for generation in left for name in generation.request_ids])
+        return not left
+
+    def close(self) -> None:
+        """End everything, and let go of the device."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self._thread.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.made.executor.flush_files()
+        self.made.executor.release()
+
+    def _distribute(self) -> None:
+        self._is_told = False
+        while self._inbox:
+            generation, (request_id, item) = self._inbox.popleft()
+            generation.receive(request_id, item)
+
+    async def _look_up(self) -> None:
+        while True:
+            await asyncio.sleep(_SECONDS_TO_LOOK_UP)
+            for generation in list(self._live):
+                generation.look_up(self._thread.has_ended)
+
+
+def _without_place(error: Exception, num_prompts: int) -> Exception:
+    """The error without the place of its prompt, where there is one prompt."""
+    prefix = "prompts[0]: "
+    if num_prompts == 1 and str(error).startswith(prefix):
+        return type(error)(str(error).removeprefix(prefix))
+    return error

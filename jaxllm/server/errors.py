@@ -1,0 +1,113 @@
+"""Errors as clients of OpenAI expect them: `{"error": {message, type, param, code}}`, whatever went wrong."""
+
+from __future__ import annotations
+
+import http
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from jaxllm.errors import (
+    ConfigError,
+    EngineError,
+    RequestError,
+    RequestTooLargeError,
+    SamplingParamsError,
+    shown,
+)
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    503: "service_unavailable",
+}
+_MAX_PARAM = 200
+
+
+class ApiError(HTTPException):
+    """A request is answered with an error.
+
+    Args:
+        status: the HTTP status.
+        message: what is wrong, with the value, the limit and the way out.
+        param: the field of the request that is wrong.
+        code: a word that programs can look at; one by the status if None.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.message, self.param = message, None if param is None else param[:_MAX_PARAM]
+        self.code = _CODES.get(status) if code is None else code
+
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        return error_object(self.status_code, self.message, self.param, self.code)
+
+
+def error_object(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    default = "server_error" if status >= 500 else "invalid_request_error"
+    kind = _TYPES.get(status, default)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def busy(message: str, seconds: int, code: str = "overloaded") -> ApiError:
+    """The server takes no more for now; try again after so many seconds."""
+    return ApiError(503, message, code=code, headers={"Retry-After": str(seconds)})
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error: its own faults in full, of the server's that there is one."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestTooLargeError):
+        return refused(str(error), "prompt", "context_length_exceeded")
+    if isinstance(error, SamplingParamsError | RequestError | ConfigError):
+        return refused(str(error))
+    if isinstance(error, EngineError):
+        return ApiError(503, "the engine has failed; the server must be restarted", code="engine_failed")
+    return ApiError(500, f"the server failed ({type(error).__name__}); its log says more", code="internal")
+
+
+def of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of the problems that pydantic found."""
+    first = problems[0]
+    place = [str(part) for part in first.get("loc", ()) if part != "body"]
+    param = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        return refused(f"unknown field {shown(param, 80)}: leave it out, or correct its name", param)
+    if first["type"] == "missing":
+        return refused("the request lacks a JSON object" if param is None else f"{param} is required", param)
+    given = first.get("input")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    about = "the request body" if param is None else param
+    if isinstance(given, str | int | float | bool | None) and "ctx" not in first:
+        message += f", not {shown(given, 80)}"
+    return refused(f"{about}: {message}", param)
+
+
+def of_status(error: HTTPException) -> ApiError:
+    """An error that only has a status, such as that of an unknown route."""
+    phrase = http.HTTPStatus(error.status_code).phrase
+    detail = str(error.detail or phrase)
+    return ApiError(error.status_code, detail, headers=error.headers)

@@ -1,0 +1,212 @@
+"""What each HTTP request passes first and last: keys, room, bounded bodies, ids, logs, metrics and traces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllm.server.auth import Keys
+from jaxllm.server.config import ServerConfig
+from jaxllm.server.core import ClientGoneError
+from jaxllm.server.errors import ApiError, as_api_error
+from jaxllm.server.service import Service
+from jaxllm.server.streams import dumps
+from jaxllm.types import RequestMetrics
+
+_logger = logging.getLogger("jaxllm.server.requests")
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+POLLED_PATHS = frozenset({"/", "/page.css", "/page.js", "/live", "/metrics", "/health", "/ping"})
+_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_CLOSED_BY_CLIENT = 499
+_SECURITY = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+@dataclasses.dataclass(slots=True)
+class RequestLog:
+    """What is told of a request when it has ended."""
+
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Exchange:
+    """One HTTP request and its response."""
+
+    request_id: str
+    method: str
+    path: str
+    headers: Headers
+    log: RequestLog
+    started: float
+    status: int = 0
+
+
+class Guard:
+    """The outermost layer around the routes.
+
+    Args:
+        app: the routes.
+        service: what they serve.
+        paths: all routes there are; others count as "other" in metrics.
+        on_exchange: called with each request that has ended.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        paths: Collection[str],
+        on_exchange: Callable[[Exchange], None],
+    ) -> None:
+        self._app, self._service, self._paths, self._on_exchange = app, service, paths, on_exchange
+        self._config: ServerConfig = service.config
+        self._keys = Keys(service.config.api_keys or ())
+        self._num_body_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id")
+        request_id = given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
+        exchange = Exchange(
+            request_id, scope["method"], scope["path"], headers, RequestLog(), time.monotonic()
+        )
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                found = MutableHeaders(scope=message)
+                found["x-request-id"] = request_id
+                for name, value in _SECURITY.items():
+                    found[name] = value
+            await send(message)
+
+        async with contextlib.AsyncExitStack() as stack:
+            state = scope.setdefault("state", {})
+            state |= {"request_id": request_id, "stack": stack, "log": exchange.log}
+            try:
+                self._keys.check(scope["path"], headers.get("authorization", "").encode("latin-1") or None)
+                if scope["path"] in GENERATING_PATHS and scope["method"] == "POST":
+                    self._service.check_room()
+                body = stack.enter_context(self._bounded(receive, headers))
+                await self._app(scope, body, answer)
+            except ClientGoneError:
+                exchange.status = exchange.status or _CLOSED_BY_CLIENT
+            except Exception as error:
+                await self._fail(error, exchange, answer)
+        self._ended(exchange)
+
+    @contextlib.contextmanager
+    def _bounded(self, receive: Receive, headers: Headers) -> Any:
+        """The body, as far as there is room for it, and in time.
+
+        Raises:
+            ApiError: it is too large, or all bodies together are.
+        """
+        config = self._config
+        declared = headers.get("content-length", "")
+        if declared.isdigit() and len(declared) < 20 and int(declared) > config.max_body_bytes:
+            raise _too_large(f"{declared} bytes", config.max_body_bytes)
+        deadline = asyncio.get_running_loop().time() + config.request_timeout
+        size, is_whole = 0, False
+
+        async def bounded() -> Message:
+            nonlocal size, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(
+                    408, f"the request's body did not arrive within {config.request_timeout:g} seconds"
+                ) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            chunk = len(message.get("body", b""))
+            size += chunk
+            self._num_body_bytes += chunk
+            is_whole = not message.get("more_body", False)
+            if size > config.max_body_bytes:
+                raise _too_large(f"over {config.max_body_bytes} bytes", config.max_body_bytes)
+            if self._num_body_bytes > config.max_total_body_bytes:
+                raise ApiError(
+                    503,
+                    f"bodies of {config.max_total_body_bytes} bytes are being worked on: try again later",
+                    headers={"Retry-After": "1"},
+                )
+            return message
+
+        try:
+            yield bounded
+        finally:
+            self._num_body_bytes -= size
+
+    async def _fail(self, error: Exception, exchange: Exchange, send: Send) -> None:
+        """Answer what the routes did not, or end a response that broke off."""
+        found = as_api_error(error)
+        exchange.log.error = found.message
+        if found.status_code == 500:
+            _logger.exception("%s %s %s failed", exchange.request_id, exchange.method, exchange.path)
+        if exchange.status:
+            raise ConnectionError("a response broke off") from error
+        content = dumps(found.body())
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(content)),
+            **(found.headers or {}),
+        }
+        if found.status_code in (408, 413):
+            headers["connection"] = "close"  # the rest of the body is not wanted
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": found.status_code, "headers": raw})
+        await send({"type": "http.response.body", "body": content, "more_body": False})
+
+    def _ended(self, exchange: Exchange) -> None:
+        if exchange.path in GENERATING_PATHS and exchange.status == 503:
+            self._service.stats.refused()
+        if exchange.path not in self._paths:
+            exchange.path = "other"
+        self._on_exchange(exchange)
+        if not self._config.log_requests:
+            return
+        log = exchange.log
+        parts = [
+            f"{exchange.request_id} {exchange.method} {exchange.path} {exchange.status}",
+            f"{time.monotonic() - exchange.started:.3f} s",
+        ]
+        if log.num_prompts:
+            parts.append(f"{log.num_prompt_tokens} + {log.num_output_tokens} tokens")
+        if log.metrics is not None and log.metrics.num_preemptions:
+            parts.append(f"{log.metrics.num_preemptions} preemptions")
+        for name in ("user", "metadata", "error"):
+            if value := getattr(log, name):
+                parts.append(f"{name}={value!r}")
+        is_polled = exchange.path in POLLED_PATHS and exchange.status < 400
+        _logger.log(logging.DEBUG if is_polled else logging.INFO, "%s", ", ".join(parts))
+
+
+def _too_large(what: str, limit: int) -> ApiError:
+    return ApiError(413, f"the request's body has {what}; at most {limit} are taken: send less at once")

@@ -1,0 +1,262 @@
+"""From a client's fields to prompts and `SamplingParams`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.chat import render
+from jaxllm.errors import JaxllmError, shown
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.server.errors import ApiError, refused
+from jaxllm.server.protocol import (
+    MAX_MESSAGES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | list[int]
+
+_SAMPLING = (
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "n",
+    "seed",
+    "stop",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "allowed_token_ids",
+    "bad_words",
+)
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLimits:
+    """Bounds that prompts are held to before anything is tokenised.
+
+    Attributes:
+        max_prompts: most prompts of one request.
+        max_tokens: longest prompt, in tokens.
+        max_characters: characters beyond which a text has more tokens than that, whatever it says.
+    """
+
+    max_prompts: int
+    max_tokens: int
+    max_characters: int
+
+    def check_text(self, text: str, param: str) -> str:
+        """The text, if it may fit.
+
+        Raises:
+            ApiError: it is empty, or longer than any text the model takes.
+        """
+        if not text:
+            raise refused(f"{param} is empty: send text, or token ids", param)
+        if len(text) > self.max_characters:
+            raise refused(
+                f"{param} has {len(text)} characters; the model takes {self.max_tokens} tokens, which are at "
+                f"most {self.max_characters} characters: shorten it",
+                param,
+                "context_length_exceeded",
+            )
+        return text
+
+    def prompts(self, value: object) -> list[Prompt]:
+        """The prompts of a completion request.
+
+        Raises:
+            ApiError: there is none, or too many, or one is neither text nor token ids.
+        """
+        if isinstance(value, str):
+            return [self.check_text(value, "prompt")]
+        if not isinstance(value, list) or not value:
+            raise refused(
+                f"prompt={shown(value, 80)} must be text, a list of texts, a list of token ids, or a list of "
+                "such lists",
+                "prompt",
+            )
+        if _is_id(value[0]):
+            return [self._token_ids(value, "prompt")]
+        if len(value) > self.max_prompts:
+            raise refused(
+                f"prompt has {len(value)} entries; at most {self.max_prompts} are taken at once: send fewer",
+                "prompt",
+            )
+        return [self._prompt(one, f"prompt[{place}]") for place, one in enumerate(value)]
+
+    def _prompt(self, value: object, param: str) -> Prompt:
+        if isinstance(value, str):
+            return self.check_text(value, param)
+        if isinstance(value, list) and value:
+            return self._token_ids(value, param)
+        raise refused(f"{param}={shown(value, 80)} must be text, or a list of token ids", param)
+
+    def _token_ids(self, value: list[Any], param: str) -> list[int]:
+        if len(value) > self.max_tokens:
+            raise refused(
+                f"{param} has {len(value)} tokens; the model takes at most {self.max_tokens}: shorten it",
+                param,
+                "context_length_exceeded",
+            )
+        for place, one in enumerate(value):
+            if not _is_id(one):
+                raise refused(f"{param}[{place}]={shown(one, 80)} must be a token id", param)
+        return value
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def completion_params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """How to sample a completion; `max_tokens` of 0, which scores a prompt alone, computes one token.
+
+    Raises:
+        ApiError: a parameter is out of range.
+    """
+    values: dict[str, Any] = {"max_tokens": max(1, 16 if request.max_tokens is None else request.max_tokens)}
+    if request.max_tokens == 0 and request.min_tokens:
+        raise refused(f"min_tokens={request.min_tokens} is over max_tokens=0", "min_tokens")
+    if request.best_of is not None:
+        values["best_of"] = request.best_of
+    if request.logprobs is not None:
+        values["logprobs"] = request.logprobs
+        if request.echo and request.prompt_logprobs is None:
+            values["prompt_logprobs"] = request.logprobs
+    return _params(request, defaults, values)
+
+
+def chat_params(request: ChatCompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """How to sample an answer; by default up to the model's length.
+
+    Raises:
+        ApiError: a parameter is out of range, or two contradict each other.
+    """
+    given = request.max_completion_tokens
+    if given is not None and request.max_tokens is not None and given != request.max_tokens:
+        raise refused(
+            f"max_completion_tokens={given} and max_tokens={request.max_tokens} are the same limit: send one",
+            "max_tokens",
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise refused("top_logprobs needs logprobs=true", "top_logprobs")
+    values: dict[str, Any] = {"max_tokens": request.max_tokens if given is None else given}
+    if request.logprobs:
+        values["logprobs"] = request.top_logprobs or 0
+    return _params(request, defaults, values)
+
+
+def _params(
+    request: GenerationRequest, defaults: SamplingParams, values: Mapping[str, Any]
+) -> SamplingParams:
+    chosen: dict[str, Any] = {name: getattr(defaults, name) for name in _DEFAULTS}
+    chosen |= {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
+    chosen |= values
+    if request.prompt_logprobs is not None:
+        chosen["prompt_logprobs"] = request.prompt_logprobs
+    structured = _structured_outputs(request)
+    if structured is not None:
+        chosen["structured_outputs"] = structured
+    chosen["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    try:
+        params = SamplingParams(**chosen)
+    except JaxllmError as error:
+        name = str(error).split("=")[0].split(":")[0]
+        raise refused(str(error), name if name in type(request).model_fields else None) from error
+    if request.stream and params.num_samples > params.n:
+        raise refused(
+            f"best_of={params.best_of} above n={params.n} cannot be streamed: which samples are the best is "
+            "known at the end",
+            "best_of",
+        )
+    return params
+
+
+def _structured_outputs(request: GenerationRequest) -> object:
+    """What bounds the output, by either of the two names there are for it."""
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        if wanted is not None and wanted.json_schema is not None:
+            raise refused('json_schema is for response_format of type "json_schema"', "response_format")
+        return request.structured_outputs
+    if request.structured_outputs is not None:
+        raise refused(
+            "response_format and structured_outputs both bound the output: send one", "response_format"
+        )
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise refused('response_format of type "json_schema" needs json_schema.schema', "response_format")
+    return {"json": wanted.json_schema.schema_}
+
+
+def extras(request: GenerationRequest) -> dict[str, Any]:
+    """What else the engine is told of each prompt: its urgency."""
+    found = {"priority": request.priority, "deadline": request.deadline}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def conversation(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequest | TokenizeRequest) -> str:
+    """The text that the checkpoint's template makes of a conversation.
+
+    Raises:
+        ApiError: the messages or an option are refused, or there is no template.
+    """
+    messages, tools = request.messages, request.tools
+    for name, value in (("messages", messages), ("tools", tools)):
+        if isinstance(value, Sequence) and len(value) > MAX_MESSAGES:
+            raise refused(f"{name} has {len(value)} entries; at most {MAX_MESSAGES} are taken", name)
+    variables = request.chat_template_kwargs
+    if variables is not None and not isinstance(variables, dict):
+        raise refused(
+            f"chat_template_kwargs={shown(variables, 80)} must be an object of template variables",
+            "chat_template_kwargs",
+        )
+    variables = dict(variables or {})
+    continues = bool(request.continue_final_message)
+    opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    if isinstance(request, ChatCompletionRequest):
+        tools = _chosen_tools(request)
+        if request.reasoning_effort is not None:
+            variables["reasoning_effort"] = request.reasoning_effort
+    try:
+        return render(
+            tokenizer,
+            messages,
+            add_generation_prompt=opens,
+            continue_final_message=continues,
+            tools=tools,
+            template_variables=variables,
+        )
+    except ApiError:
+        raise
+    except JaxllmError as error:
+        raise refused(str(error), "messages") from error
+
+
+def _chosen_tools(request: ChatCompletionRequest) -> Any:
+    choice = request.tool_choice
+    if choice not in (None, "auto", "none"):
+        raise refused(
+            f"tool_choice={shown(choice, 80)} is not supported: the model chooses by itself among tools "
+            '("auto"), and "none" shows it none of them',
+            "tool_choice",
+        )
+    return None if choice == "none" else request.tools

@@ -1,0 +1,113 @@
+"""Runs the server until it is told to stop, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from jaxllm.errors import ConfigError
+from jaxllm.server.app import make_app
+from jaxllm.server.config import ServerConfig
+from jaxllm.server.connections import protocol_class
+from jaxllm.server.service import Service
+
+_SECONDS_TO_CLOSE = 10.0  # connections and the engine, once requests have ended
+EXIT_STUCK = 70
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which waits for requests to end before it stops listening, and lets its caller exit."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service, self._on_ready = service, on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new requests, let those under way end, abort the rest, and close everything."""
+        seconds = self._service.config.shutdown_timeout
+        _exit_after(seconds + 2 * _SECONDS_TO_CLOSE)
+        await self._service.core.drain(0.0 if self.force_exit else seconds)
+        self.force_exit = False  # the engine is to be closed in any case
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop at SIGINT and SIGTERM; at the second of them, without waiting."""
+        handled = (signal.SIGINT, signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another --host or --port"
+        ) from error
+    return listener
+
+
+def serve(service: Service, listener: socket.socket, tell: Callable[[str], None]) -> None:
+    """Serve a model until a signal says otherwise.
+
+    Args:
+        service: the model; it is closed at the end.
+        listener: where to listen.
+        tell: given a line when the server is ready.
+    """
+    config: ServerConfig = service.config
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    settings = uvicorn.Config(
+        make_app(service),
+        http=protocol_class(config),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=True,
+        h11_max_incomplete_event_size=config.max_header_bytes,
+        timeout_keep_alive=int(max(1, config.keep_alive_timeout)),
+        timeout_graceful_shutdown=int(_SECONDS_TO_CLOSE),
+        proxy_headers=False,
+    )
+    server = _Server(settings, service, lambda: tell(f"serving {service.model_names[0]} on {url}"))
+    server.run(sockets=[listener])
+
+
+def _exit_after(seconds: float) -> None:
+    """End the process if it has not ended by itself: a device that hangs keeps threads that nothing ends."""
+    timer = threading.Timer(seconds, os._exit, [EXIT_STUCK])
+    timer.daemon = True
+    timer.start()

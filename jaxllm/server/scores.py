@@ -1,0 +1,90 @@
+"""Log-probabilities in OpenAI's two forms, and in vLLM's of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jaxllm.outputs import Logprob, PositionLogprobs
+
+_LOWEST = -9999.0
+"""What stands for minus infinity, which JSON has no number for; as in vLLM."""
+
+
+def _value(logprob: float) -> float:
+    return max(logprob, _LOWEST)
+
+
+def _name(token_id: int, entry: Logprob | None, as_ids: bool) -> str:
+    decoded = None if entry is None else entry.decoded_token
+    return f"token_id:{token_id}" if as_ids or decoded is None else decoded
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[PositionLogprobs | None],
+    *,
+    names: Sequence[str] | None = None,
+    offset: int = 0,
+    as_ids: bool = False,
+    hidden: Collection[int] = (),
+) -> dict[str, Any]:
+    """What /v1/completions has of tokens.
+
+    Args:
+        token_ids: the tokens.
+        positions: their scores; None where there are none, as of a prompt's first token.
+        names: what to call tokens without scores.
+        offset: characters of the text before the first of them.
+        as_ids: call tokens by their ids.
+        hidden: tokens that are not in the text.
+    """
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for place, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
+        entry = None if position is None else position[token_id]
+        name = names[place] if names is not None and position is None else _name(token_id, entry, as_ids)
+        top = None
+        if position is not None:
+            top = {_name(one, scored, as_ids): _value(scored.logprob) for one, scored in position.items()}
+        found["tokens"].append(name)
+        found["token_logprobs"].append(None if entry is None else _value(entry.logprob))
+        found["top_logprobs"].append(top)
+        found["text_offset"].append(offset)
+        offset += 0 if token_id in hidden else len(name)
+    return found
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Sequence[PositionLogprobs], num_top: int, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """What /v1/chat/completions has of tokens, with the `num_top` most likely ones at each place."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        ranked = sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
+        one = _scored(token_id, position[token_id], as_ids)
+        content.append({**one, "top_logprobs": [_scored(*item, as_ids) for item in ranked]})
+    return {"content": content}
+
+
+def _scored(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
+    name = _name(token_id, entry, as_ids)
+    return {"token": name, "logprob": _value(entry.logprob), "bytes": list(name.encode("utf-8", "replace"))}
+
+
+def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[Any] | None:
+    """vLLM's form, by token id; the first token has none."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {
+                "logprob": _value(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token_id, entry in position.items()
+        }
+        for position in positions
+    ]

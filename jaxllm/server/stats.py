@@ -1,0 +1,168 @@
+"""What happened, second by second: counted by the engine's thread and the server's loop."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from jaxllm.outputs import RequestOutput
+from jaxllm.sched.ledger import PreemptionRecord, StepRecord
+
+NUM_SECONDS = 300
+"""How far back the history goes."""
+NUM_DECISIONS = 50
+"""How many preemptions are remembered."""
+_MAX_TIMES = 1000  # of one second
+
+
+@dataclasses.dataclass(slots=True)
+class Second:
+    """What happened in one second; `running` and the like are those of its last iteration."""
+
+    time: int
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    swapped: int = 0
+    device_blocks: int = 0
+    host_blocks: int = 0
+    dropped: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    finished: int = 0
+    refused: int = 0
+    ttft_seconds: list[float] = dataclasses.field(default_factory=list)
+    e2e_seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """Counts since the start."""
+
+    requests: int = 0
+    refused: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    preemptions_swap: int = 0
+    preemptions_recompute: int = 0
+    recomputed_tokens: int = 0
+    blocks_out: int = 0
+    blocks_in: int = 0
+    looked_up_tokens: int = 0
+    cached_tokens: dict[str, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(("device", "host", "disk"), 0)
+    )
+
+
+class Stats:
+    """Counts of a server.
+
+    Args:
+        clock: seconds since the epoch.
+
+    Attributes:
+        totals: since the start.
+        decisions: the last preemptions, each with the time it was decided; records are filled in later.
+        on_finished: called with each request that ends and why its samples did.
+        inter_token_seconds: called with the seconds between tokens of a stream, once for each output.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.started = clock()
+        self.totals = Totals()
+        self.decisions: collections.deque[tuple[float, PreemptionRecord]] = collections.deque(
+            maxlen=NUM_DECISIONS
+        )
+        self.on_finished: Callable[[RequestOutput, Sequence[str]], None] = lambda output, reasons: None
+        self.inter_token_seconds: Callable[[float], None] = lambda seconds: None
+        self._seconds: collections.deque[Second] = collections.deque([Second(int(clock()))], NUM_SECONDS)
+        self._lock = threading.Lock()
+
+    def on_record(self, record: PreemptionRecord | StepRecord) -> None:
+        """Take what the scheduler decided, in the engine's thread."""
+        totals = self.totals
+        if isinstance(record, PreemptionRecord):
+            self.decisions.append((self._clock(), record))
+            if record.is_swap:
+                totals.preemptions_swap += 1
+            else:
+                totals.preemptions_recompute += 1
+            return
+        totals.prompt_tokens += record.num_prefill_tokens
+        totals.recomputed_tokens += record.num_recomputed_tokens
+        totals.blocks_out += record.num_blocks_out
+        totals.blocks_in += record.num_blocks_in
+        with self._lock:
+            second = self._now()
+            second.prompt_tokens += record.num_prefill_tokens
+            second.running, second.waiting = record.num_running, record.num_waiting
+            second.swapped = record.num_swapped
+            second.device_blocks, second.host_blocks = record.num_used_blocks, record.num_used_host_blocks
+            second.dropped += record.num_dropped
+            second.swapped_out += record.num_swapped_out
+            second.swapped_in += record.num_swapped_in
+
+    def count_output(self, num_tokens: int) -> None:
+        """Take tokens that reached a client."""
+        self.totals.output_tokens += num_tokens
+        with self._lock:
+            self._now().output_tokens += num_tokens
+
+    def refused(self) -> None:
+        """Take a request that there was no room for."""
+        self.totals.refused += 1
+        with self._lock:
+            self._now().refused += 1
+
+    def finished(self, output: RequestOutput, reasons: Sequence[str]) -> None:
+        """Take a request that ended, and why its samples did."""
+        self.totals.requests += 1
+        self.totals.looked_up_tokens += len(output.prompt_token_ids)
+        for tier, count in output.cached_tokens_by_tier.items():
+            self.totals.cached_tokens[tier] += count
+        metrics = output.metrics
+        with self._lock:
+            second = self._now()
+            second.finished += 1
+            if metrics is not None and len(second.e2e_seconds) < _MAX_TIMES:
+                if metrics.first_token_time is not None:
+                    second.ttft_seconds.append(metrics.first_token_time - metrics.arrival_time)
+                if metrics.finished_time is not None:
+                    second.e2e_seconds.append(metrics.finished_time - metrics.arrival_time)
+        self.on_finished(output, reasons)
+
+    def history(self) -> dict[str, list[float | int | None]]:
+        """The last seconds, by what happened in them; medians of times, in ms."""
+        with self._lock:
+            self._now()
+            seconds = list(self._seconds)[:-1]  # the last one is not over
+        columns: dict[str, list[float | int | None]] = {}
+        for field in dataclasses.fields(Second):
+            values = [getattr(second, field.name) for second in seconds]
+            if field.name.endswith("_seconds"):
+                name = field.name.replace("_seconds", "_ms")
+                columns[name] = [round(statistics.median(one) * 1e3, 3) if one else None for one in values]
+            else:
+                columns[field.name] = values
+        return columns
+
+    def median_seconds(self) -> float:
+        """Of requests that ended lately, from end to end; 1 if there are none."""
+        with self._lock:
+            recent = [one for second in list(self._seconds)[-30:] for one in second.e2e_seconds]
+        return statistics.median(recent) if recent else 1.0
+
+    def _now(self) -> Second:
+        """The present second; those in which nothing happened are filled in."""
+        now, last = int(self._clock()), self._seconds[-1]
+        if now <= last.time:
+            return last
+        for missing in range(max(last.time + 1, now - NUM_SECONDS), now + 1):
+            self._seconds.append(Second(missing))
+        return self._seconds[-1]
