@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit code."""
     try:
         from jaxllm.server.config import ServerConfig
-        from jaxllm.server.run import listen, serve
+        from jaxllm.server.run import listen, make_server
         from jaxllm.server.service import Service
     except ImportError as error:
         raise ConfigError(
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         _log_to_stderr()
         note(f"loading {model_name(settings)}")
         tell_of_programs()
-        serve(Service.load(engine, config, policy), listener, note)
+        make_server(Service.load(engine, config, policy), listener, note).run(sockets=[listener])
     return 0
 
 

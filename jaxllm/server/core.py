@@ -274,12 +274,7 @@ class EngineCore:
                     self._loop.call_soon_threadsafe(self._distribute)
 
         prepare = functools.partial(self._thread.prepare, named, stream=stream, put=put)
-        try:
-            states, builders = await self.call(prepare)
-        except EngineError:
-            raise
-        except Exception as error:
-            raise _without_place(error, len(requests)) from error
+        states, builders = await self.call(prepare)
         reservation.correct(sum(state.request.num_prompt_tokens for state in states))
         generation = Generation(self, builders)
         holder.append(generation)
@@ -335,11 +330,3 @@ class EngineCore:
             await asyncio.sleep(_SECONDS_TO_LOOK_UP)
             for generation in list(self._live):
                 generation.look_up(self._thread.has_ended)
-
-
-def _without_place(error: Exception, num_prompts: int) -> Exception:
-    """The error without the place of its prompt, where there is one prompt."""
-    prefix = "prompts[0]: "
-    if num_prompts == 1 and str(error).startswith(prefix):
-        return type(error)(str(error).removeprefix(prefix))
-    return error

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxllm.errors import RequestError, SamplingParamsError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.core import Generation
 from jaxllm.server.errors import ApiError, refused
-from jaxllm.server.parameters import Prompt, extras
+from jaxllm.server.parameters import Prompt, extras, refusal
 from jaxllm.server.protocol import GenerationRequest
 from jaxllm.server.service import Service
 from jaxllm.server.streams import DONE, EventStream, closed_on_disconnect, dumps, event
@@ -136,9 +137,11 @@ class Call:
             }
             for prompt in self.prompts
         ]
-        generation = await stack.enter_async_context(
-            service.core.generate(requests, stream=bool(self.body.stream), reservation=reservation)
-        )
+        run = service.core.generate(requests, stream=bool(self.body.stream), reservation=reservation)
+        try:
+            generation = await stack.enter_async_context(run)
+        except (RequestError, SamplingParamsError) as error:
+            raise refusal(error, self.body) from error
         await stack.enter_async_context(closed_on_disconnect(generation, self.request.receive))
         log = self.request.state.log
         log.num_prompts, log.user, log.metadata = len(self.prompts), self.body.user, self.body.metadata

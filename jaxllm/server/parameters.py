@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.chat import render
-from jaxllm.errors import JaxllmError, shown
+from jaxllm.errors import JaxllmError, RequestTooLargeError, shown
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.errors import ApiError, refused
 from jaxllm.server.protocol import (
@@ -178,8 +179,7 @@ def _params(
     try:
         params = SamplingParams(**chosen)
     except JaxllmError as error:
-        name = str(error).split("=")[0].split(":")[0]
-        raise refused(str(error), name if name in type(request).model_fields else None) from error
+        raise refusal(error, request) from error
     if request.stream and params.num_samples > params.n:
         raise refused(
             f"best_of={params.best_of} above n={params.n} cannot be streamed: which samples are the best is "
@@ -205,6 +205,18 @@ def _structured_outputs(request: GenerationRequest) -> object:
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
         raise refused('response_format of type "json_schema" needs json_schema.schema', "response_format")
     return {"json": wanted.json_schema.schema_}
+
+
+def refusal(error: JaxllmError, request: GenerationRequest) -> ApiError:
+    """What a client is told of an input that the engine refuses: messages begin with the field they are of."""
+    given = getattr(request, "prompt", None)
+    has_several = isinstance(given, list) and not _is_id(given[0])
+    message = re.sub(r"^prompts(\[\d+\]): ", r"prompt\1: " if has_several else "", str(error))
+    name = re.split(r"[=:\[]", message, maxsplit=1)[0]
+    is_long = isinstance(error, RequestTooLargeError)
+    if is_long or name not in type(request).model_fields:
+        name = "prompt" if "prompt" in type(request).model_fields else "messages"
+    return refused(message, name, "context_length_exceeded" if is_long else None)
 
 
 def extras(request: GenerationRequest) -> dict[str, Any]:

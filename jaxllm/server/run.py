@@ -77,8 +77,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(service: Service, listener: socket.socket, tell: Callable[[str], None]) -> None:
-    """Serve a model until a signal says otherwise.
+def make_server(service: Service, listener: socket.socket, tell: Callable[[str], None]) -> uvicorn.Server:
+    """A server of a model; `run(sockets=[listener])` serves until a signal, or `should_exit`, says otherwise.
 
     Args:
         service: the model; it is closed at the end.
@@ -102,8 +102,7 @@ def serve(service: Service, listener: socket.socket, tell: Callable[[str], None]
         timeout_graceful_shutdown=int(_SECONDS_TO_CLOSE),
         proxy_headers=False,
     )
-    server = _Server(settings, service, lambda: tell(f"serving {service.model_names[0]} on {url}"))
-    server.run(sockets=[listener])
+    return _Server(settings, service, lambda: tell(f"serving {service.model_names[0]} on {url}"))
 
 
 def _exit_after(seconds: float) -> None:
