@@ -92,7 +92,7 @@ class EngineThread:
             EngineError: the engine belongs to a thread that is not the caller.
         """
         with self._lock:
-            if self._thread is None:
+            if not self._is_running:
                 self._start()
             self._commands.put(functools.partial(self._add, states))
 
@@ -100,7 +100,7 @@ class EngineThread:
         """End requests, and wait until they have; those that have ended are left alone."""
         done = threading.Event()
         with self._lock:
-            if self._thread is None:
+            if not self._is_running:
                 return
             self._commands.put(functools.partial(self._abort, request_ids, done))
         done.wait()
@@ -122,7 +122,7 @@ class EngineThread:
         """Let later requests compute all of their prompts; those under way keep what they have found."""
         done = threading.Event()
         with self._lock:
-            if self._thread is None:
+            if not self._is_running:
                 self._engine.reset_prefix_cache()
                 return
             self._commands.put(functools.partial(self._reset_prefix_cache, done))
@@ -132,7 +132,7 @@ class EngineThread:
         """End all requests, and let the engine be used no more."""
         done = threading.Event()
         with self._lock:
-            if self._thread is None:
+            if not self._is_running:
                 self._engine.close()
                 return
             self._commands.put(functools.partial(self._close, done))
@@ -140,10 +140,15 @@ class EngineThread:
 
     def has_ended(self, request_ids: Iterable[str]) -> bool:
         """Whether none of the requests is live, or about to be."""
-        thread = self._thread
-        if thread is None or not thread.is_alive():
+        if not self._is_running:
             return True
         return self._commands.empty() and not any(request_id in self._live for request_id in request_ids)
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether there is a thread; one that was killed is none."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
 
     def _start(self) -> None:
         """Begin; the thread cannot end before the lock is free."""

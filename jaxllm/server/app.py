@@ -208,11 +208,8 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
         service.check_health()
         return Response()
 
-    @app.api_route("/ping", methods=["GET", "POST"], responses={503: _ERRORS[503]}, response_class=Response)
-    async def ping() -> Response:
-        """As /health."""
-        service.check_health()
-        return Response()
+    for ask, name in ((app.get, "ping"), (app.post, "ping_by_post")):
+        ask("/ping", responses={503: _ERRORS[503]}, response_class=Response, operation_id=name)(health)
 
     @app.get("/version", responses=_ERRORS)
     async def version() -> dict[str, Any]:

@@ -16,10 +16,10 @@ _MAX_KEY_LENGTH = 4096
 
 
 class Keys:
-    """Who may come in: whoever has one of the keys; everybody if there are none."""
+    """Who may come in: whoever has a key of one of the SHA-256 digests; everybody if there are none."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key.encode("ascii")) for key in keys]
+    def __init__(self, digests: Sequence[bytes]) -> None:
+        self._digests = digests
 
     def check(self, path: str, authorization: bytes | None) -> None:
         """Verify that a request has a key: `Bearer KEY`, or as the password of `Basic`, as browsers send it.
@@ -30,7 +30,7 @@ class Keys:
         if not self._digests or path in OPEN_PATHS:
             return
         key = _key(authorization)
-        digest = _digest(key or b"")
+        digest = hashlib.sha256(key or b"").digest()
         is_known = False
         for known in self._digests:
             is_known |= hmac.compare_digest(digest, known)
@@ -44,10 +44,6 @@ class Keys:
                     "WWW-Authenticate": 'Basic realm="jaxllm, any name and the API key", charset="UTF-8"'
                 },
             )
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _key(authorization: bytes | None) -> bytes | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from jaxllm.errors import ConfigError, shown
 API_KEYS_VARIABLE = "JAXLLM_API_KEY"
 _MAX_COUNT = 2**20
 _MIN_KEY_LENGTH = 8
+_HASHED = "sha256:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,8 @@ class ServerConfig:
         served_model_names: what clients call the model; the first is in responses. The checkpoint's folder or
             id, the last part of it, if there are none.
         api_keys: one of them must come with each request but those for /health and /ping; by default those
-            in the environment's JAXLLM_API_KEY, separated by commas, and none lets everybody in. Only hashes
-            of them are kept.
+            in the environment's JAXLLM_API_KEY, separated by commas, and none lets everybody in. A key may be
+            given as its hash, "sha256:" and 64 hexadecimal digits; nothing else of it is kept.
         max_queued_requests: most requests admitted beyond the `max_num_seqs` that run; by default four times
             as many as run.
         max_queued_tokens: most prompt tokens of all admitted requests; by default as many as
@@ -96,14 +99,24 @@ class ServerConfig:
         keys = self.api_keys
         if keys is None:
             keys = [key for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key]
-        for key in keys:
-            if not isinstance(key, str) or len(key) < _MIN_KEY_LENGTH or not key.isascii() or " " in key:
-                raise ConfigError(
-                    f"an API key must be {_MIN_KEY_LENGTH} or more ASCII characters without spaces; make one "
-                    "with `python -c 'import secrets; print(secrets.token_urlsafe(32))'`"
-                )
         object.__setattr__(self, "served_model_names", names)
-        object.__setattr__(self, "api_keys", tuple(keys))
+        object.__setattr__(self, "api_keys", tuple(map(_hashed, keys)))
+
+    @property
+    def key_digests(self) -> tuple[bytes, ...]:
+        """SHA-256 of each key."""
+        return tuple(bytes.fromhex(key.removeprefix(_HASHED)) for key in self.api_keys or ())
+
+
+def _hashed(key: object) -> str:
+    if isinstance(key, str) and re.fullmatch(_HASHED + "[0-9a-f]{64}", key):
+        return key
+    if not isinstance(key, str) or len(key) < _MIN_KEY_LENGTH or not key.isascii() or " " in key:
+        raise ConfigError(
+            f"an API key must be {_MIN_KEY_LENGTH} or more ASCII characters without spaces; make one with "
+            "`python -c 'import secrets; print(secrets.token_urlsafe(32))'`"
+        )
+    return _HASHED + hashlib.sha256(key.encode("ascii")).hexdigest()
 
 
 def _check_number(name: str, value: Any, low: float, high: float, kind: type) -> None:

@@ -12,6 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.errors import error_object
 
+_SECONDS_TO_LEAVE = 1.0
+
 
 def protocol_class(config: ServerConfig) -> type[H11Protocol]:
     """The protocol of a server's connections."""
@@ -19,6 +21,7 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
     class Connection(H11Protocol):
         """uvicorn's, which by itself waits for ever for a request's head, and for a reader."""
 
+        _is_refused = False
         _head_timer: asyncio.TimerHandle | None = None
         _reader_timer: asyncio.TimerHandle | None = None
 
@@ -28,7 +31,9 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
             if len(self.connections) > config.max_connections:
                 message = f"{config.max_connections} connections are open already: try again later"
                 transport.write(_raw_error(503, "Service Unavailable", message, "overloaded", retry=True))
-                transport.close()
+                transport.write_eof()
+                self._is_refused = True  # what it sends is read, so that the answer is not lost
+                self._await_head(_SECONDS_TO_LEAVE)
                 return
             self._await_head(config.request_timeout)
 
@@ -40,6 +45,8 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             """Take what came."""
+            if self._is_refused:
+                return
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 self._stop(self._head_timer)

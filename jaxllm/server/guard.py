@@ -79,7 +79,7 @@ class Guard:
     ) -> None:
         self._app, self._service, self._paths, self._on_exchange = app, service, paths, on_exchange
         self._config: ServerConfig = service.config
-        self._keys = Keys(service.config.api_keys or ())
+        self._keys = Keys(service.config.key_digests)
         self._num_body_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
