@@ -16,7 +16,7 @@ from jaxllm.engine.thread import EngineThread, Item
 from jaxllm.errors import EngineError
 from jaxllm.output_builder import Delta, OutputBuilder
 from jaxllm.outputs import RequestOutput
-from jaxllm.server.errors import ApiError, busy, refused
+from jaxllm.server.errors import busy, refused, shutting_down
 
 _T = TypeVar("_T")
 _SECONDS_TO_LOOK_UP = 1.0  # after which it is asked whether there is anything to wait for
@@ -46,7 +46,7 @@ class Admission:
         """
         if self.is_closing:
             self.num_refused += 1
-            raise busy("the server is shutting down: send the request to another one", 1, "shutting_down")
+            raise shutting_down()
         if num_requests > self.max_requests:
             raise refused(
                 f"the request asks for {num_requests} samples at once; the server takes {self.max_requests}: "
@@ -291,24 +291,24 @@ class EngineCore:
         if generation.request_ids and self.is_healthy:
             self._thread.abort_soon(generation.request_ids)
 
-    async def drain(self, seconds: float) -> bool:
-        """Admit nobody any more, and wait for those under way to end; the rest are ended as they are.
+    async def drain(self, seconds: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Admit nobody any more, and wait for those under way to end; the rest are told that they do not.
 
-        Returns:
-            Whether all ended by themselves.
+        Args:
+            seconds: to wait, at most.
+            is_hurried: whether not to wait any longer.
         """
         self.admission.is_closing = True
         deadline = asyncio.get_running_loop().time() + seconds
-        while self._live and asyncio.get_running_loop().time() < deadline:
+        while self._live and asyncio.get_running_loop().time() < deadline and not is_hurried():
             await asyncio.sleep(0.02)
         left = list(self._live)
-        error = ApiError(503, "the server is shutting down", code="shutting_down")
+        error = shutting_down()
         for generation in left:
             for request_id in generation.request_ids:
                 generation.receive(request_id, error)
         if left:
             self._thread.abort_soon([name for generation in left for name in generation.request_ids])
-        return not left
 
     def close(self) -> None:
         """End everything, and let go of the device."""

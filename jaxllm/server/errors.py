@@ -76,6 +76,11 @@ def busy(message: str, seconds: int, code: str = "overloaded") -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(seconds)})
 
 
+def shutting_down() -> ApiError:
+    """The server takes no more, and ends what it has not done in time."""
+    return busy("the server is shutting down: send the request to another one", 1, "shutting_down")
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """What a client is told of an error: its own faults in full, of the server's that there is one."""
     if isinstance(error, ApiError):

@@ -98,7 +98,7 @@ class Call:
         self.id = f"{self.form.prefix}-{given or self.request.state.request_id or uuid.uuid4().hex}"
         self.created, self.usage = int(time.time()), Usage()
         self._started: set[int] = set()
-        self._counted: set[str] = set()
+        self._samples: dict[str, dict[int, tuple[int, str]]] = {}  # tokens, and why it ended, by prompt
         self._last_times: dict[int, float] = {}
 
     async def respond(self, arrival_time: float) -> Response:
@@ -150,7 +150,7 @@ class Call:
     async def _whole(self, generation: Generation) -> dict[str, Any]:
         outputs: dict[int, RequestOutput] = {}
         async for output in generation:
-            self._count(output, output.outputs)
+            self._count(output)
             outputs[int(output.request_id)] = output
         choices = [
             self.form.choice(place * self.params.n + one.index, outputs[place], one)
@@ -171,7 +171,7 @@ class Call:
             return event({**head, "choices": [choice], **usage})
 
         async for output in generation:
-            self._count(output, output.outputs)
+            self._count(output)
             place = int(output.request_id)
             for one in output.outputs:
                 index = place * self.params.n + one.index
@@ -195,14 +195,19 @@ class Call:
             "model": self.body.model or self.service.model_names[0],
         }
 
-    def _count(self, output: RequestOutput, completions: Sequence[CompletionOutput]) -> None:
+    def _count(self, output: RequestOutput) -> None:
         """Take an output into account; one that failed fails the whole call.
 
         Raises:
             ApiError: it did.
         """
         usage, stats = self.usage, self.service.stats
-        for one in completions:
+        samples = self._samples.get(output.request_id)
+        if samples is None:
+            samples = self._samples[output.request_id] = {}
+            usage.prompt_tokens += len(output.prompt_token_ids)
+            usage.cached_tokens += output.num_cached_tokens
+        for one in output.outputs:
             if one.finish_reason == "error":
                 raise self._failed(one)
             if one.finish_reason == "abort":
@@ -210,12 +215,10 @@ class Call:
             num_tokens = len(one.token_ids)
             stats.count_output(num_tokens)
             usage.completion_tokens += num_tokens if self.counts_outputs else 0
-        if output.request_id not in self._counted:
-            self._counted.add(output.request_id)
-            usage.prompt_tokens += len(output.prompt_token_ids)
-            usage.cached_tokens += output.num_cached_tokens
+            before = samples.get(one.index, (0, ""))[0]
+            samples[one.index] = before + num_tokens, one.finish_reason or ""
         if output.finished:
-            stats.finished(output, [one.finish_reason for one in completions if one.finish_reason])
+            stats.finished(output, list(samples.values()))
         log = self.request.state.log
         log.num_prompt_tokens, log.num_output_tokens = usage.prompt_tokens, usage.completion_tokens
         log.metrics = output.metrics

@@ -93,13 +93,13 @@ class Metrics:
         """Take a response."""
         self._http.labels(self._model, path, str(status)).inc()
 
-    def _finished(self, output: RequestOutput, reasons: Sequence[str]) -> None:
-        for reason in reasons:
+    def _finished(self, output: RequestOutput, samples: Sequence[tuple[int, str]]) -> None:
+        for _, reason in samples:
             self._success.labels(self._model, reason).inc()
         histograms, metrics = self._histograms, output.metrics
         histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
-        num_tokens = sum(output_tokens(output))
-        histograms["request_generation_tokens"].observe(num_tokens)
+        counts = [count for count, _ in samples]
+        histograms["request_generation_tokens"].observe(sum(counts))
         if metrics is None or metrics.finished_time is None:
             return
         end, arrival = metrics.finished_time, metrics.arrival_time
@@ -112,9 +112,8 @@ class Metrics:
         first, last = metrics.first_token_time, metrics.last_token_time
         if first is not None and last is not None:
             histograms["time_to_first_token_seconds"].observe(first - arrival)
-            longest = max(output_tokens(output))
-            if longest > 1:
-                seconds = (last - first) / (longest - 1)
+            if max(counts) > 1:
+                seconds = (last - first) / (max(counts) - 1)
                 histograms["request_time_per_output_token_seconds"].observe(seconds)
 
 
@@ -180,11 +179,6 @@ def _family(
     for key, value in values.items():
         family.add_metric([model, *key], value)
     return family
-
-
-def output_tokens(output: RequestOutput) -> list[int]:
-    """How many tokens each sample has."""
-    return [len(one.token_ids) for one in output.outputs]
 
 
 def _share(tier: dict[str, int]) -> float:

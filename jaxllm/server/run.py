@@ -38,7 +38,7 @@ class _Server(uvicorn.Server):
         """Refuse new requests, let those under way end, abort the rest, and close everything."""
         seconds = self._service.config.shutdown_timeout
         _exit_after(seconds + 2 * _SECONDS_TO_CLOSE)
-        await self._service.core.drain(0.0 if self.force_exit else seconds)
+        await self._service.core.drain(seconds, lambda: self.force_exit)
         self.force_exit = False  # the engine is to be closed in any case
         await super().shutdown(sockets)
 

@@ -12,7 +12,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.core import EngineCore
-from jaxllm.server.errors import ApiError, refused
+from jaxllm.server.errors import ApiError, refused, shutting_down
 from jaxllm.server.parameters import PromptLimits
 from jaxllm.server.stats import Stats
 
@@ -112,7 +112,7 @@ class Service:
             ApiError: it does not.
         """
         if self.core.admission.is_closing:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
+            raise shutting_down()
         if not self.core.is_healthy:
             raise ApiError(503, "the engine has failed; the server must be restarted", code="engine_failed")
 

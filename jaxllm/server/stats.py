@@ -68,7 +68,7 @@ class Stats:
     Attributes:
         totals: since the start.
         decisions: the last preemptions, each with the time it was decided; records are filled in later.
-        on_finished: called with each request that ends and why its samples did.
+        on_finished: called as `finished`.
         inter_token_seconds: called with the seconds between tokens of a stream, once for each output.
     """
 
@@ -79,7 +79,7 @@ class Stats:
         self.decisions: collections.deque[tuple[float, PreemptionRecord]] = collections.deque(
             maxlen=NUM_DECISIONS
         )
-        self.on_finished: Callable[[RequestOutput, Sequence[str]], None] = lambda output, reasons: None
+        self.on_finished: Callable[[RequestOutput, Sequence[tuple[int, str]]], None] = lambda *_: None
         self.inter_token_seconds: Callable[[float], None] = lambda seconds: None
         self._seconds: collections.deque[Second] = collections.deque([Second(int(clock()))], NUM_SECONDS)
         self._lock = threading.Lock()
@@ -120,8 +120,8 @@ class Stats:
         with self._lock:
             self._now().refused += 1
 
-    def finished(self, output: RequestOutput, reasons: Sequence[str]) -> None:
-        """Take a request that ended, and why its samples did."""
+    def finished(self, output: RequestOutput, samples: Sequence[tuple[int, str]]) -> None:
+        """Take a request that ended: how many tokens each of its samples has, and why it ended."""
         self.totals.requests += 1
         self.totals.looked_up_tokens += len(output.prompt_token_ids)
         for tier, count in output.cached_tokens_by_tier.items():
@@ -135,7 +135,7 @@ class Stats:
                     second.ttft_seconds.append(metrics.first_token_time - metrics.arrival_time)
                 if metrics.finished_time is not None:
                     second.e2e_seconds.append(metrics.finished_time - metrics.arrival_time)
-        self.on_finished(output, reasons)
+        self.on_finished(output, samples)
 
     def history(self) -> dict[str, list[float | int | None]]:
         """The last seconds, by what happened in them; medians of times, in ms."""
