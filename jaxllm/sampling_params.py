@@ -523,6 +523,10 @@ def _strings(name: str, value: object, limit: int) -> tuple[str, ...]:
                 f"{name} holds a string of {len(string)} characters ({string[:20]!r}): each must have "
                 f"1..{MAX_STOP_LENGTH}. Remove or shorten it."
             )
+        if any("\ud800" <= character <= "\udfff" for character in string):
+            raise SamplingParamsError(
+                f"{name} holds {string[:20]!r}, in which a lone surrogate is no character: remove it."
+            )
     return tuple(dict.fromkeys(strings))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.errors import SamplingParamsError
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_outputs import Grammars
+from jaxllm.tokenizer import encode
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -147,7 +148,7 @@ class TokenMasks:
             raise SamplingParamsError(f"bad_words={word!r} need a tokenizer; use logit_bias with this engine")
         found: list[tuple[int, ...]] = []
         for text in (word.lstrip(), f" {word.lstrip()}"):
-            ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            ids = tuple(encode(self._tokenizer, text, add_special_tokens=False))
             if ids and (not found or (ids[0] != found[0][0] and len(ids) == len(found[0]))):
                 found.append(ids)
         if not found:

@@ -131,6 +131,9 @@ def test_stop_strings():
     assert SamplingParams(stop="a").stop == ("a",)
     assert SamplingParams(stop=["a", "b", "a"]).stop == ("a", "b")
     assert SamplingParams(stop=[]).stop == ()
+    for name in ("stop", "bad_words"):
+        with pytest.raises(SamplingParamsError, match="lone surrogate"):
+            SamplingParams(**{name: ["a\ud800"]})
     assert len(SamplingParams(stop=[str(i) for i in range(64)]).stop) == 64
     refused = [1, [1], [""], "", b"a", [None], "x" * 1001, ["a"] * 65, {"a": 1}]
     for value in refused:
