@@ -98,7 +98,7 @@ def serving(engine=None, policy=None, **settings):
 @contextlib.contextmanager
 def served_by_command(*arguments, environment=None):
     """`jaxllm serve` in a process of its own, and its URL; it is killed if it is still there at the end."""
-    options = [f"--{name.replace('_', '-')}={_option(value)}" for name, value in SMALL.items()]
+    options = [f"--{name.replace('_', '-')}={option(value)}" for name, value in SMALL.items()]
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxllm", "serve", "--port=0", *options, *arguments],
         stderr=subprocess.PIPE,
@@ -126,7 +126,7 @@ def served_by_command(*arguments, environment=None):
         process.stderr.close()
 
 
-def _option(value):
+def option(value):
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 

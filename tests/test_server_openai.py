@@ -357,7 +357,7 @@ def test_errors_name_the_field(client, server):
     with pytest.raises(openai.BadRequestError) as caught:
         greedy(client, [7] * 5000)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="prompt.1.: .*1000000000") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"prompt.1.: .*1000000000") as caught:
         greedy(client, [[7], [10**9]])
     assert caught.value.param == "prompt"
     with pytest.raises(openai.BadRequestError, match="suffix"):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import jaxllm
-from jaxllm.cli import bench, convert, explain, generate, plan, profile, serve
+from jaxllm.cli import bench, convert, explain, generate, plan, profile, run_batch, serve
 from jaxllm.errors import JaxllmError, did_you_mean
 
 EXIT_OK = 0
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxllm {jaxllm.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
-    for command in (generate, serve, convert, bench, profile, plan, explain):
+    for command in (generate, serve, run_batch, convert, bench, profile, plan, explain):
         command.add_command(commands)
     return parser
 

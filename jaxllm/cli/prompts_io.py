@@ -11,17 +11,16 @@ with `index` (the prompt's position in the input, from 0), `id` (the prompt's, o
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxllm.chat import check_messages
 from jaxllm.errors import ConfigError, JaxllmError, RequestError, SamplingParamsError, nearest
 from jaxllm.json_text import parse
+from jaxllm.line_file import LineFile
 from jaxllm.sampling_params import PARAMETER_NAMES, SamplingParams
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -112,7 +111,7 @@ def read_jsonl_file(path: str | os.PathLike[str], sampling_params: SamplingParam
     rows: list[PromptRow] = []
     source_of_id: dict[str | int, str] = {}
     for source, line in _read_lines(path):
-        row = _parse_row(len(rows), source, line, sampling_params)
+        row = parse_row(len(rows), source, line, sampling_params)
         if row.id is not None:
             earlier = source_of_id.setdefault(row.id, source)
             if earlier is not source:
@@ -121,11 +120,8 @@ def read_jsonl_file(path: str | os.PathLike[str], sampling_params: SamplingParam
     return rows
 
 
-class OutputFile:
-    """A crash-safe JSON Lines file of completions; a context manager.
-
-    Lines are only ever appended, each batch with one write followed by fsync, so that a killed process
-    leaves at most one incomplete line, the last. The file is locked while open.
+class OutputFile(LineFile[int]):
+    """A crash-safe JSON Lines file of completions (`LineFile`), by the prompts' indices.
 
     Args:
         path: the file; created if absent, in a folder that exists.
@@ -135,8 +131,7 @@ class OutputFile:
         context: goes into the fingerprints, see `PromptRow.fingerprint`.
 
     Raises:
-        ConfigError: the file cannot be opened, is in use by another process, holds something already,
-            or (resuming) belongs to other inputs. It is left unchanged then.
+        ConfigError: see `LineFile`.
     """
 
     def __init__(
@@ -147,29 +142,9 @@ class OutputFile:
         resume: bool = False,
         context: str = "",
     ) -> None:
-        self._path = os.fspath(path)
         self._ids = [row.id for row in rows]
         self._fingerprints = [row.fingerprint(context) for row in rows]
-        self._done: set[int] = set()
-        self._size = 0
-        try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise ConfigError(f"cannot open the output file {self._path!r} ({error.strerror}).") from error
-        try:
-            self._lock()
-            if resume:
-                self._resume()
-            else:
-                self._require_empty()
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    @property
-    def done(self) -> frozenset[int]:
-        """Indices of the rows that have a line."""
-        return frozenset(self._done)
+        super().__init__(path, resume=resume, line_start=_LINE_START)
 
     def write(self, completions: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
         """Appends a line for each `(index, content)`; on return they have reached the disk.
@@ -199,60 +174,6 @@ class OutputFile:
         self._append("".join(lines.values()).encode("ascii"))
         self._done.update(lines)
 
-    def close(self) -> None:
-        """Closes the file and gives the lock back. May be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> OutputFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _append(self, data: bytes) -> None:
-        try:
-            rest = memoryview(data)
-            while rest:  # one write, unless the disk runs full or a signal comes between
-                rest = rest[os.write(self._fd, rest) :]
-            os.fsync(self._fd)
-        except OSError as error:
-            os.ftruncate(self._fd, self._size)
-            raise ConfigError(
-                f"cannot write to the output file {self._path!r} ({error.strerror}). Make room and run "
-                "again with --resume; what was written before is kept."
-            ) from error
-        self._size += len(data)
-
-    def _lock(self) -> None:
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            raise ConfigError(f"the output {self._path!r} is no regular file: choose another --output.")
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another process is writing to {self._path!r}: wait for it, or choose another --output."
-            ) from error
-
-    def _require_empty(self) -> None:
-        size = os.fstat(self._fd).st_size
-        if size:
-            raise ConfigError(
-                f"the output file {self._path!r} exists and holds {size} bytes, and is never overwritten. "
-                "Pass --resume to continue it, or choose another --output."
-            )
-
-    def _resume(self) -> None:
-        with os.fdopen(os.dup(self._fd), "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    self._done.add(self._check_line(number, line))
-                    self._size += len(line)
-                elif line[: len(_LINE_START)] != _LINE_START[: len(line)]:
-                    self._refuse(number, "it is no line of jaxllm's")
-        os.ftruncate(self._fd, self._size)
-
     def _check_line(self, number: int, line: bytes) -> int:
         """The line's index, once it is known to be one of these rows' lines."""
         try:
@@ -266,15 +187,10 @@ class OutputFile:
             self._refuse(number, f"it has index {index}, and there are {len(self._fingerprints)} prompts")
         if fingerprint != self._fingerprints[index]:
             self._refuse(number, f"its fingerprint differs from that of prompt {index}")
-        if index in self._done:
-            self._refuse(number, f"it is a second line for index {index}")
         return index
 
-    def _refuse(self, number: int, why: str) -> NoReturn:
-        raise ConfigError(
-            f"cannot resume {self._path!r}, line {number}: {why}. The output file belongs to other inputs "
-            "or parameters; choose another --output or delete it."
-        )
+    def _describe(self, key: int) -> str:
+        return f"index {key}"
 
 
 def _read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
@@ -301,7 +217,12 @@ def _read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
         raise RequestError(f"{name}: the file is empty. Give at least one prompt.")
 
 
-def _parse_row(index: int, source: str, line: str, defaults: SamplingParams) -> PromptRow:
+def parse_row(index: int, source: str, line: str, defaults: SamplingParams) -> PromptRow:
+    """A line of a JSON Lines file; see `read_jsonl_file`.
+
+    Raises:
+        RequestError, SamplingParamsError: it is malformed; names its source.
+    """
     try:
         row = parse(line)
     except ValueError as error:

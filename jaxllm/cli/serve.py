@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.checkpoints import demo_model_path
@@ -88,14 +89,10 @@ def server_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit code."""
-    try:
+    with needs_server_packages():
         from jaxllm.server.config import ServerConfig
         from jaxllm.server.run import listen, make_server
         from jaxllm.server.service import Service
-    except ImportError as error:
-        raise ConfigError(
-            f'the server needs further packages: pip install "jaxllm[serve]" ({error})'
-        ) from error
     settings = engine_settings(args)
     config = ServerConfig(**server_settings(args))
     policy = settings.pop("scheduler_policy", None)
@@ -107,6 +104,21 @@ def run(args: argparse.Namespace) -> int:
         tell_of_programs()
         make_server(Service.load(engine, config, policy), listener, note).run(sockets=[listener])
     return 0
+
+
+@contextlib.contextmanager
+def needs_server_packages() -> Iterator[None]:
+    """Imports of the server.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f'the server needs further packages: pip install "jaxllm[serve]" ({error})'
+        ) from error
 
 
 def _log_to_stderr() -> None:

@@ -106,8 +106,8 @@ def of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     given = first.get("input")
     message = str(first["msg"]).removeprefix("Value error, ")
     about = "the request body" if param is None else param
-    if isinstance(given, str | int | float | bool | None) and "ctx" not in first:
-        message += f", not {shown(given, 80)}"
+    if isinstance(given, str | int | float | bool | None):
+        about += f"={shown(given, 80)}"
     return refused(f"{about}: {message}", param)
 
 
