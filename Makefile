@@ -6,13 +6,15 @@ PYTEST := $(BIN)/python -m pytest
 PYTHON_NEXT ?= python3.12
 VENV_NEXT ?= .venv-next
 TEST_JOBS ?= 2
+OTHER_TESTS := clients cluster gpu_compile page parity
 
-.PHONY: help demo test test-next test-parity test-gpu-compile lint check docs bench reproduce clean
+.PHONY: help demo test test-next test-page test-parity test-gpu-compile lint check docs bench reproduce clean
 
 help:
 	@echo "make demo         answer a batch of prompts with the embedded model"
 	@echo "make test         tests against committed golden files (no torch)"
 	@echo "make test-next    the same with the newest JAX that PYTHON_NEXT ($(PYTHON_NEXT)) has; not part of check"
+	@echo "make test-page    the server's live page in a headless Chromium, which has to be installed"
 	@echo "make test-parity  tests against live transformers on torch"
 	@echo "make test-gpu-compile  compiles kernels and whole steps for GPUs that are not there"
 	@echo "make lint         ruff and mypy"
@@ -35,6 +37,10 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
+$(VENV)/.installed-page: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --editable ".[page]"
+	touch $@
+
 $(VENV)/.installed-parity: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable ".[parity]"
 	touch $@
@@ -53,7 +59,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python scripts/demo_pressure.py
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) tests --ignore=tests/parity --ignore=tests/gpu_compile -n $(TEST_JOBS)
+	$(PYTEST) tests $(foreach group,$(OTHER_TESTS),--ignore=tests/$(group)) -n $(TEST_JOBS)
+
+test-page: $(VENV)/.installed-page
+	$(PYTEST) tests/page
 
 test-next:
 	$(MAKE) test PYTHON=$(PYTHON_NEXT) VENV=$(VENV_NEXT)

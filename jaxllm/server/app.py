@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
+from pathlib import PurePath
 from typing import Any
 
 from fastapi import FastAPI
@@ -35,11 +36,7 @@ from jaxllm.server.streams import dumps
 from jaxllm.server.texts import detokenize, tokenize
 from jaxllm.server.tracing import Tracer
 
-_PAGE = {
-    "/": ("index.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-}
+_PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -228,13 +225,13 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
             dumps(live(service)), headers={"cache-control": "no-store"}, media_type="application/json"
         )
 
-    for path, (name, kind) in _PAGE.items():
-        app.add_api_route(path, _page(name, kind), include_in_schema=False, response_class=Response)
+    for file in resources.files("jaxllm.server").joinpath("page").iterdir():
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        page = _page(file.read_bytes(), _PAGE_KINDS[PurePath(file.name).suffix])
+        app.add_api_route(path, page, include_in_schema=False, response_class=Response)
 
 
-def _page(name: str, kind: str) -> Callable[[], Any]:
-    content = resources.files("jaxllm.server").joinpath("page", name).read_bytes()
-
+def _page(content: bytes, kind: str) -> Callable[[], Any]:
     async def page() -> Response:
         headers = {"content-security-policy": _PAGE_POLICY, "cache-control": "no-cache"}
         return Response(content, headers=headers, media_type=kind)

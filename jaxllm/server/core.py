@@ -250,10 +250,12 @@ class EngineCore:
         *,
         stream: bool,
         reservation: Reservation,
+        name: str = "request",
     ) -> AsyncIterator[Generation]:
         """Queue requests, all or none; leaving the block ends those that are left.
 
         Args:
+            name: what to call them, for people.
             requests: arguments of `Engine.prepare` for each prompt; outputs are called by their places.
             stream: whether outputs are wanted as they come.
             reservation: told how many tokens there are.
@@ -263,7 +265,7 @@ class EngineCore:
             EngineError: the engine has failed.
         """
         call = next(self._ids)
-        named = [(f"{place}/{call}", one) for place, one in enumerate(requests)]
+        named = [(f"{name}/{call}.{place}", one) for place, one in enumerate(requests)]
         holder: list[Generation] = []
 
         def put(item: Item) -> None:  # in the engine's thread

@@ -137,7 +137,9 @@ class Call:
             }
             for prompt in self.prompts
         ]
-        run = service.core.generate(requests, stream=bool(self.body.stream), reservation=reservation)
+        run = service.core.generate(
+            requests, stream=bool(self.body.stream), reservation=reservation, name=self.id
+        )
         try:
             generation = await stack.enter_async_context(run)
         except (RequestError, SamplingParamsError) as error:

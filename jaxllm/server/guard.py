@@ -25,7 +25,7 @@ from jaxllm.types import RequestMetrics
 
 _logger = logging.getLogger("jaxllm.server.requests")
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-POLLED_PATHS = frozenset({"/", "/page.css", "/page.js", "/live", "/metrics", "/health", "/ping"})
+_POLLED_PATHS = frozenset({"/live", "/metrics", "/health", "/ping"})
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _CLOSED_BY_CLIENT = 499
 _SECURITY = {
@@ -204,7 +204,7 @@ class Guard:
         for name in ("user", "metadata", "error"):
             if value := getattr(log, name):
                 parts.append(f"{name}={value!r}")
-        is_polled = exchange.path in POLLED_PATHS and exchange.status < 400
+        is_polled = exchange.path in _POLLED_PATHS and exchange.status < 400
         _logger.log(logging.DEBUG if is_polled else logging.INFO, "%s", ", ".join(parts))
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -60,6 +67,7 @@ class Metrics:
     """The metrics of a service, in a registry of their own."""
 
     def __init__(self, service: Service) -> None:
+        disable_created_metrics()  # a series more for each one, which nobody looks at
         self.registry = CollectorRegistry()
         self._model = service.model_names[0]
         self._histograms = {

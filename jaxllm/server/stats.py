@@ -17,6 +17,7 @@ NUM_SECONDS = 300
 NUM_DECISIONS = 50
 """How many preemptions are remembered."""
 _MAX_TIMES = 1000  # of one second
+_LEVELS = ("running", "waiting", "swapped", "device_blocks", "host_blocks")
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,6 +70,7 @@ class Stats:
         totals: since the start.
         decisions: the last preemptions, each with the time it was decided; records are filled in later.
         on_finished: called as `finished`.
+        is_busy: whether requests are under way.
         inter_token_seconds: called with the seconds between tokens of a stream, once for each output.
     """
 
@@ -80,6 +82,7 @@ class Stats:
             maxlen=NUM_DECISIONS
         )
         self.on_finished: Callable[[RequestOutput, Sequence[tuple[int, str]]], None] = lambda *_: None
+        self.is_busy: Callable[[], bool] = lambda: False
         self.inter_token_seconds: Callable[[float], None] = lambda seconds: None
         self._seconds: collections.deque[Second] = collections.deque([Second(int(clock()))], NUM_SECONDS)
         self._lock = threading.Lock()
@@ -163,6 +166,9 @@ class Stats:
         now, last = int(self._clock()), self._seconds[-1]
         if now <= last.time:
             return last
+        goes_on = {}
+        if self.is_busy():  # in one iteration that takes long
+            goes_on = {name: getattr(last, name) for name in _LEVELS}
         for missing in range(max(last.time + 1, now - NUM_SECONDS), now + 1):
-            self._seconds.append(Second(missing))
+            self._seconds.append(Second(missing, **goes_on))
         return self._seconds[-1]

@@ -1,0 +1,164 @@
+// The live page: asks for `live` once a second while it is seen, and shows the answer.
+
+import { redraw, showCharts, showScatter } from "./charts.js";
+import { byId, bytes, clock, compact, cost, count, factor, fillDefinitions, fillRows, known } from "./pieces.js";
+import { milliseconds, percent, plural, precise, seconds, setClass, setText } from "./pieces.js";
+import { showPool } from "./pool.js";
+
+const POLL_MS = 1000;
+const TIMEOUT_MS = 5000;
+
+// What is shown
+
+function show(live) {
+  showHead(live);
+  showTiles(live);
+  showPool(live);
+  showCharts(live);
+  showDecisions(live);
+  showPredictions(live);
+  showTotals(live);
+}
+
+function showHead(live) {
+  setText(byId("version"), live.version);
+  setText(byId("model"), live.model);
+  setText(byId("policy"), live.policy);
+  setText(byId("uptime"), seconds(live.now - live.started));
+  const title = `${live.model} · jaxllm`;
+  if (document.title !== title) document.title = title;
+}
+
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+function showTiles({ limits, queues, history, totals }) {
+  const latest = (key, numSeconds) => history[key].slice(-numSeconds).filter((value) => value !== null);
+  const rate = (key) => {
+    const values = latest(key, 10);
+    return values.length ? precise(sum(values) / values.length) : "0";
+  };
+  const median = (key) => {
+    const values = latest(key, 60).sort((a, b) => a - b);
+    const [value, unit] = known(values[Math.floor(values.length / 2)], milliseconds).split(/ (.*)/);
+    return { value, unit, under: "median of 1 minute" };
+  };
+  const ofAtMost = (most) => `of at most ${count(most)}`;
+  const refused = `${count(sum(history.refused))} in 5 minutes`;
+  const counters = [
+    { name: "Running", value: count(queues.running), under: ofAtMost(limits.max_num_seqs), className: "green" },
+    { name: "Waiting", value: count(queues.waiting), under: ofAtMost(limits.max_queued_requests), className: "amber" },
+    { name: "Swapped", value: count(queues.swapped), under: "their KV is on the host", className: "violet" },
+    { name: "Refused", value: count(totals.refused), under: refused, className: "red" },
+  ];
+  const speed = { unit: "tokens/s", under: "mean of 10 s" };
+  fillDefinitions(byId("tiles"), [
+    ...counters,
+    { name: "Output", value: rate("output_tokens"), ...speed, className: "blue" },
+    { name: "Prompts", value: rate("prompt_tokens"), ...speed, className: "teal" },
+    { name: "First token", ...median("ttft_ms"), className: "blue" },
+    { name: "End to end", ...median("e2e_ms"), className: "teal" },
+  ]);
+}
+
+function showDecisions({ decisions }) {
+  const predicted = (value, isDone) => ({ text: known(value, cost), className: isDone ? "number done" : "number" });
+  const rows = decisions.map((one) => {
+    const isSwap = one.action === "swap";
+    return [
+      { text: clock(one.time), className: "" },
+      { text: one.request_id, className: "id", title: one.request_id },
+      { text: one.action, className: isSwap ? "state swap" : "state recompute" },
+      { text: count(one.num_blocks), title: plural(one.num_tokens, "token") },
+      predicted(one.swap_ms, isSwap),
+      predicted(one.recompute_ms, !isSwap),
+      { text: known(one.measured_ms, cost), title: one.measured_ms === null ? "it is not back yet" : "" },
+      { text: known(one.regret_ms, cost), className: one.regret_ms > 0 ? "number regret" : "number" },
+    ];
+  });
+  fillRows(byId("decisions"), rows, 8, "Nobody has been preempted: there were blocks for all.");
+  showScatter(decisions);
+}
+
+function showPredictions({ predictions }) {
+  const rows = Object.entries(predictions).map(([kind, one]) => [
+    { text: kind.replaceAll("_", " "), className: "" },
+    count(one.count),
+    known(one.error, percent),
+    factor(one.factor),
+  ]);
+  fillRows(byId("predictions"), rows, 4, "Nothing has been predicted yet.");
+}
+
+function showTotals({ totals }) {
+  // Prompt tokens are those that were computed.
+  const lookedUp = totals.cached_tokens + totals.prompt_tokens - totals.recomputed_tokens;
+  const share = lookedUp > 0 ? `${percent(totals.cached_tokens / lookedUp)} of prompts` : "";
+  fillDefinitions(byId("totals"), [
+    { name: "Requests", value: compact(totals.requests) },
+    { name: "Output tokens", value: compact(totals.output_tokens) },
+    { name: "Prompt tokens computed", value: compact(totals.prompt_tokens) },
+    { name: "Found in the cache", value: compact(totals.cached_tokens), unit: share },
+    { name: "Swapped", value: plural(totals.preemptions_swap, "time") },
+    { name: "Dropped", value: plural(totals.preemptions_recompute, "time") },
+    { name: "Tokens recomputed", value: compact(totals.recomputed_tokens) },
+    { name: "Copied to the host and back", value: bytes(totals.swapped_bytes) },
+  ]);
+}
+
+// Asking
+
+let last = null; // the last answer that was shown
+
+// Shows an answer; returns what is wrong, in one word or two and in sentences, or null.
+async function ask() {
+  let response, content;
+  try {
+    const signal = AbortSignal.timeout(TIMEOUT_MS);
+    response = await fetch("live", { credentials: "same-origin", cache: "no-store", signal });
+    content = await response.text();
+  } catch {
+    return ["away", "The server does not answer."];
+  }
+  if (response.status === 401) {
+    return ["not allowed", "The server wants its API key: reload, and give it as the password (status 401)."];
+  }
+  if (!response.ok) return ["failing", `The server answers with status ${response.status}.`];
+  try {
+    const live = JSON.parse(content);
+    show(live);
+    last = live;
+  } catch (error) {
+    const text = `This page does not understand the server's answer (${error.message}).`;
+    return ["not understood", `${text} Reload it if the server was updated.`];
+  }
+  if (last.is_healthy) return null;
+  return ["unhealthy", "The engine has failed, and requests end with an error. The server's log says why."];
+}
+
+async function poll() {
+  const problem = await ask();
+  const isStale = problem !== null && problem[0] !== "unhealthy";
+  const since = isStale && last ? ` What is below is as of ${clock(last.now)}.` : "";
+  byId("main").classList.toggle("stale", isStale);
+  byId("main").ariaBusy = String(last === null);
+  setClass(byId("health"), problem ? "health bad" : "health good");
+  setText(byId("health").lastElementChild, problem ? problem[0] : "healthy");
+  byId("banner").hidden = problem === null;
+  setText(byId("banner"), problem ? `${problem[1]}${since}` : "");
+}
+
+let timer = null;
+
+async function run() {
+  clearTimeout(timer);
+  timer = null;
+  if (document.hidden) return;
+  await poll();
+  timer ??= setTimeout(run, POLL_MS);
+}
+
+document.addEventListener("visibilitychange", run);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+addEventListener("resize", redraw);
+redraw();
+run();
