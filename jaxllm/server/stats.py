@@ -85,6 +85,7 @@ class Stats:
         self.is_busy: Callable[[], bool] = lambda: False
         self.inter_token_seconds: Callable[[float], None] = lambda seconds: None
         self._seconds: collections.deque[Second] = collections.deque([Second(int(clock()))], NUM_SECONDS)
+        self._median = 0, 1.0  # and of which second
         self._lock = threading.Lock()
 
     def on_record(self, record: PreemptionRecord | StepRecord) -> None:
@@ -156,10 +157,13 @@ class Stats:
         return columns
 
     def median_seconds(self) -> float:
-        """Of requests that ended lately, from end to end; 1 if there are none."""
-        with self._lock:
-            recent = [one for second in list(self._seconds)[-30:] for one in second.e2e_seconds]
-        return statistics.median(recent) if recent else 1.0
+        """Of requests that ended lately, from end to end, as of this second; 1 if there are none."""
+        now = int(self._clock())
+        if self._median[0] != now:
+            with self._lock:
+                recent = [one for second in list(self._seconds)[-30:] for one in second.e2e_seconds]
+            self._median = now, statistics.median(recent) if recent else 1.0
+        return self._median[1]
 
     def _now(self) -> Second:
         """The present second; those in which nothing happened are filled in."""
