@@ -17,17 +17,24 @@ import jaxllm
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 
-def describe_hardware() -> dict[str, Any]:
-    """The host's processor and memory, and the device programs run on.
+def describe_host() -> dict[str, Any]:
+    """The host's processor and memory; asks no device, all of whose memory another process may need.
 
     `load_average` is that of the last minute: on a shared machine it tells how noisy a timing is.
     """
-    device = jax.devices()[0]
     return {
         "cpu": _cpu_name(),
         "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def describe_hardware() -> dict[str, Any]:
+    """The host, see `describe_host`, and the device programs run on."""
+    device = jax.devices()[0]
+    return {
+        **describe_host(),
         "platform": device.platform,
         "device": device.device_kind,
         "device_memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.cli import bench_serve
 from jaxllm.cli.options import (
     add_engine_options,
     check_distinct,
@@ -19,14 +20,6 @@ from jaxllm.cli.options import (
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
-
-
-def _length_range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    return int(low), int(high or low)
-
-
-_length_range.__name__ = "length or range"  # what argparse calls it in "invalid ... value"
 
 
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,7 +44,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     for name in ("input", "output"):
         throughput.add_argument(
             f"--{name}-len",
-            type=_length_range,
+            type=bench_serve.length_range,
             default=(128, 128),
             metavar="N[:M]",
             help=f"tokens of each {name}, or a range to draw from (default: 128)",
@@ -69,6 +62,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     throughput.add_argument("--output", metavar="FILE", help="write the JSON there (default: stdout)")
     add_engine_options(throughput)
     throughput.set_defaults(run=run_throughput)
+    bench_serve.add_measurement(kinds)
 
 
 def run_throughput(args: argparse.Namespace) -> int:

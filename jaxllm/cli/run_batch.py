@@ -31,9 +31,9 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "run-batch",
         help="answer a file of requests in OpenAI's batch format",
         description=(
-            "Answer a file of requests, an object of custom_id, method, url and body a line. Each answer is a "
-            "line, safe on disk as soon as it is there; a request that is refused gets one that says why. All "
-            "lines are checked before the first one runs."
+            "Answer a file of requests, an object of custom_id, method, url and body a line. Each answer "
+            "is a line, safe on disk as soon as it is there; a request that is refused gets one that says "
+            "why. All lines are checked before the first one runs."
         ),
     )
     parser.add_argument("-i", "--input", metavar="FILE", required=True, help="requests, JSON lines")

@@ -37,10 +37,10 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let those under way end, abort the rest, and close everything."""
         seconds = self._service.config.shutdown_timeout
-        _exit_after(seconds + 2 * _SECONDS_TO_CLOSE)
-        await self._service.core.drain(seconds, lambda: self.force_exit)
-        self.force_exit = False  # the engine is to be closed in any case
-        await super().shutdown(sockets)
+        with _in_time(seconds + 2 * _SECONDS_TO_CLOSE):
+            await self._service.core.drain(seconds, lambda: self.force_exit)
+            self.force_exit = False  # the engine is to be closed in any case
+            await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -105,8 +105,13 @@ def make_server(service: Service, listener: socket.socket, tell: Callable[[str],
     return _Server(settings, service, lambda: tell(f"serving {service.model_names[0]} on {url}"))
 
 
-def _exit_after(seconds: float) -> None:
-    """End the process if it has not ended by itself: a device that hangs keeps threads that nothing ends."""
+@contextlib.contextmanager
+def _in_time(seconds: float) -> Iterator[None]:
+    """End the process if the block takes longer: a device that hangs keeps threads that nothing else ends."""
     timer = threading.Timer(seconds, os._exit, [EXIT_STUCK])
     timer.daemon = True
     timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

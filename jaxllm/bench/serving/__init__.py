@@ -1,0 +1,1 @@
+"""Load on OpenAI-compatible servers, and what became of it. aiohttp is imported where it is used."""
