@@ -18,7 +18,7 @@ help:
 	@echo "make test-parity  tests against live transformers on torch"
 	@echo "make test-gpu-compile  compiles kernels and whole steps for GPUs that are not there"
 	@echo "make lint         ruff and mypy"
-	@echo "make check        lint, test, test-parity, test-gpu-compile: what CI runs"
+	@echo "make check        lint and all of these: what CI runs"
 	@echo "make docs         the documentation as a site, in out/site"
 	@echo "make reproduce    the AdaptiveLLM paper's evaluation, and the choice of the default policy, simulated"
 	@echo "make bench        throughput and scheduler benchmarks of this machine"
@@ -78,7 +78,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test test-parity test-gpu-compile
+check: lint test test-page test-parity test-gpu-compile
 
 # The theme's advertisement for its successor is none of our pages' warnings.
 docs: $(VENV)/.installed-docs

@@ -43,9 +43,12 @@ def completion_logprobs(
     for place, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
         entry = None if position is None else position[token_id]
         name = names[place] if names is not None and position is None else _name(token_id, entry, as_ids)
-        top = None
+        top: dict[str, float] | None = None
         if position is not None:
-            top = {_name(one, scored, as_ids): _value(scored.logprob) for one, scored in position.items()}
+            top = {}
+            for one, scored in position.items():
+                # Tokens that are parts of characters share a name: the likeliest, which come first, keep it.
+                top.setdefault(_name(one, scored, as_ids), _value(scored.logprob))
         found["tokens"].append(name)
         found["token_logprobs"].append(None if entry is None else _value(entry.logprob))
         found["top_logprobs"].append(top)
