@@ -8,13 +8,15 @@ VENV_NEXT ?= .venv-next
 TEST_JOBS ?= 2
 OTHER_TESTS := clients cluster gpu_compile page parity
 
-.PHONY: help demo test test-next test-page test-parity test-gpu-compile lint check docs bench reproduce clean
+.PHONY: help demo test test-next test-page test-cluster test-parity test-clients test-gpu-compile lint check docs bench reproduce clean
 
 help:
 	@echo "make demo         answer a batch of prompts with the embedded model"
 	@echo "make test         tests against committed golden files (no torch)"
 	@echo "make test-next    the same with the newest JAX that PYTHON_NEXT ($(PYTHON_NEXT)) has; not part of check"
 	@echo "make test-page    the server's live page in a headless Chromium, which has to be installed"
+	@echo "make test-cluster several engines on a local Ray cluster: data sets, and a server"
+	@echo "make test-clients the server under guidellm and lm-eval, unchanged"
 	@echo "make test-parity  tests against live transformers on torch"
 	@echo "make test-gpu-compile  compiles kernels and whole steps for GPUs that are not there"
 	@echo "make lint         ruff and mypy"
@@ -45,6 +47,14 @@ $(VENV)/.installed-parity: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable ".[parity]"
 	touch $@
 
+$(VENV)/.installed-clients: $(VENV)/.installed-parity
+	$(BIN)/python -m pip install --quiet --editable ".[clients]"
+	touch $@
+
+$(VENV)/.installed-ray: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --editable ".[ray]"
+	touch $@
+
 # The CUDA compiler alone, in a folder of its own: only a GPU needs its dependencies, and only this target needs it.
 CUDA_COMPILER := $(VENV)/cuda-compiler
 $(CUDA_COMPILER)/.installed: $(VENV)/.installed-dev
@@ -67,6 +77,12 @@ test-page: $(VENV)/.installed-page
 test-next:
 	$(MAKE) test PYTHON=$(PYTHON_NEXT) VENV=$(VENV_NEXT)
 
+test-clients: $(VENV)/.installed-clients
+	$(PYTEST) tests/clients
+
+test-cluster: $(VENV)/.installed-ray
+	$(PYTEST) tests/cluster
+
 test-parity: $(VENV)/.installed-parity
 	$(PYTEST) tests/parity
 
@@ -78,7 +94,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test test-page test-parity test-gpu-compile
+check: lint test test-page test-cluster test-parity test-clients test-gpu-compile
 
 # The theme's advertisement for its successor is none of our pages' warnings.
 docs: $(VENV)/.installed-docs

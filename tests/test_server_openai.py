@@ -8,7 +8,9 @@ import pytest
 from server_helpers import SMALL, serving
 
 from jaxllm.llm import LLM
+from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.server.scores import completion_logprobs
 
 PROMPT = "def add(a, b):"
 MESSAGES = [{"role": "user", "content": "add two numbers"}]
@@ -148,6 +150,16 @@ def test_logprobs_and_echo(client, llm):
         ) < len(position)
     shown = zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
     assert all(choice.text[offset:].startswith(token) for token, offset in list(shown)[1:])
+
+
+def test_tokens_of_the_same_text_leave_the_likeliest_its_score():
+    position = {
+        7: Logprob(logprob=-0.5, rank=1, decoded_token="\ufffd"),
+        9: Logprob(logprob=-4.0, rank=30, decoded_token="\ufffd"),
+    }
+    assert completion_logprobs([9], [position])["top_logprobs"] == [{"\ufffd": -0.5}]
+    by_id = {"token_id:7": -0.5, "token_id:9": -4.0}
+    assert completion_logprobs([9], [position], as_ids=True)["top_logprobs"] == [by_id]
 
 
 def test_echo_in_a_stream(client):
