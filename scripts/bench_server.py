@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import pathlib
 import random
@@ -23,6 +24,7 @@ import re
 import shutil
 import statistics
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,16 +32,21 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from demo_model_data import read_corpus, train_tokenizer
+from demo_model_data import Corpus, read_corpus, train_tokenizer
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.results import command_line, write_json
-from jaxllm.bench.serving.server_process import running_server, signals_as_exceptions
+from jaxllm.bench.serving.server_process import running_server
 from jaxllm.hardware import describe_hardware, versions
 from jaxllm.workloads import Poisson
 
 _MODES = ("offline", "stream", "whole")
 _POLL_SECONDS = 0.2
+
+
+@functools.cache
+def _corpus() -> Corpus:
+    return read_corpus(pathlib.Path(sysconfig.get_path("stdlib")))
 
 
 @contextlib.contextmanager
@@ -52,7 +59,7 @@ def with_tokenizer(model: pathlib.Path) -> Iterator[pathlib.Path]:
         folder = pathlib.Path(made) / model.name
         shutil.copytree(model, folder)
         vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-        train_tokenizer(read_corpus(), vocab_size).save(str(folder / "tokenizer.json"))
+        train_tokenizer(_corpus(), vocab_size).save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         yield folder
@@ -61,7 +68,7 @@ def with_tokenizer(model: pathlib.Path) -> Iterator[pathlib.Path]:
 def draw_texts(count: int, low: int, high: int, seed: int) -> list[str]:
     """Pieces of source code of some numbers of characters."""
     draw = random.Random(seed)
-    sources = "\n".join(read_corpus().texts)
+    sources = "\n".join(text for _, text in _corpus().train)
     pieces = []
     for _ in range(count):
         start, size = draw.randrange(len(sources) - high), draw.randint(low, high)
@@ -274,7 +281,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(signals_as_exceptions())
         folder = str(stack.enter_context(with_tokenizer(args.model)))
         settings = ["--model", folder, "--warm-up", "all", "--no-log-requests"]
         url = stack.enter_context(running_server(settings))

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jaxllm import tokenizer as tokenization
-from jaxllm.chat import apply_chat_template
+from jaxllm.cli import generate_ray
 from jaxllm.cli.options import (
     add_engine_options,
     check_distinct,
     engine_settings,
     json_object,
     load_llm,
-    model_folder,
     note,
     note_compile_report,
     only_errors,
@@ -34,7 +29,14 @@ from jaxllm.cli.prompts_io import (
     read_jsonl_file,
     read_text_file,
 )
-from jaxllm.errors import ConfigError, JaxllmError, RequestError, RequestTooLargeError
+from jaxllm.cli.row_requests import (
+    checked_token_ids,
+    completion_content,
+    fingerprint_context,
+    naming,
+    with_seed,
+)
+from jaxllm.errors import ConfigError
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -43,15 +45,11 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
     from jaxllm.outputs import RequestOutput
 
-_EXIT_INTERRUPTED = 130
 _DEFAULT_MAX_TOKENS = 128
 _FEW_PROMPTS = 64  # up to here, compiling fewer programs beats filling each of them better
 _FEW_PROMPTS_TOKENS = 512
 _TEMPLATE_TOKENS = 64  # what a chat template may add, roughly
 _SIZE_SETTINGS = {"max_num_seqs", "max_num_batched_tokens", "decode_buckets", "prefill_buckets"}
-_SAMPLE_BYTES, _SAMPLES_PER_FILE = 4096, 256
-_SMALL_FILE = 4 * 2**20
-_CONTEXT_SETTINGS = ("dtype", "load_format", "hf_overrides", "max_model_len")
 
 _SAMPLING_OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "temperature": (float, "T", "0 is greedy (default: 1)"),
@@ -122,6 +120,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--stop", action="append", metavar="STR", default=[], help="end at this text; may be repeated"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end of sequence")
+    generate_ray.add_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -133,6 +132,10 @@ def run(args: argparse.Namespace) -> int:
     if args.text and args.output is not None:
         raise ConfigError("--text is for stdout, and --output holds JSON lines: drop one of the two")
     settings = {"seed": args.seed, **engine_settings(args)}
+    if args.ray:
+        return generate_ray.run(args, _sampling_params(args), settings)
+    if others := generate_ray.given_options(args):
+        raise ConfigError(f"{', '.join(others)} are options of clusters: add --ray")
     check_distinct({"--input": args.input, "--output": args.output, "--ledger": settings.get("ledger")})
     rows = _read_rows(args)
     with contextlib.ExitStack() as stack:
@@ -140,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
             stack.enter_context(only_errors())
         sink: _Sink = _Stdout(rows, as_text=args.text)
         if args.output is not None:
-            context = _context(settings, args.chat)
+            context = fingerprint_context(settings, args.chat)
             sink = stack.enter_context(OutputFile(args.output, rows, resume=args.resume, context=context))
         todo = [row for row in rows if row.index not in sink.done]
         if sink.done and not args.quiet:
@@ -158,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             way_out = "run again with --resume to continue" if args.output else "use --output to keep results"
             note(f"interrupted: {len(sink.done)} of {len(rows)} prompts are complete; {way_out}")
-            return _EXIT_INTERRUPTED
+            return generate_ray.EXIT_INTERRUPTED
     return 0
 
 
@@ -204,53 +207,19 @@ class _Stdout:
 def _read_rows(args: argparse.Namespace) -> list[PromptRow]:
     if bool(args.prompts) == (args.input is not None):
         raise ConfigError("give prompts as arguments or with --input, one of the two")
-    values = {name: getattr(args, name) for name in _SAMPLING_OPTIONS if hasattr(args, name)}
-    defaults = SamplingParams(
-        **values, max_tokens=args.max_tokens, stop=args.stop, ignore_eos=args.ignore_eos
-    )
+    defaults = _sampling_params(args)
     if args.input is None:
         rows = prompts_from_arguments(args.prompts, defaults)
     elif args.input.endswith(".jsonl"):
         rows = read_jsonl_file(args.input, defaults)
     else:
         rows = read_text_file(args.input, defaults)
-    return [_with_seed(row, args.seed) for row in rows]
+    return [with_seed(row, args.seed) for row in rows]
 
 
-def _with_seed(row: PromptRow, seed: int) -> PromptRow:
-    """The row with a seed of its own, so that no sample depends on the batch or on an interruption."""
-    if row.sampling_params.seed is not None:
-        return row
-    digest = hashlib.sha256(f"{seed}:{row.index}".encode()).digest()
-    params = dataclasses.replace(row.sampling_params, seed=int.from_bytes(digest[:8], "little"))
-    return dataclasses.replace(row, sampling_params=params)
-
-
-def _context(settings: Mapping[str, Any], chat: bool) -> str:
-    """What completions depend on beside the prompts: a resumed run must have the same."""
-    folder = model_folder(settings)
-    chosen: dict[str, Any] = {name: settings.get(name) for name in _CONTEXT_SETTINGS}
-    if settings.get("load_format") == "dummy":
-        chosen["seed"] = settings.get("seed")
-    tokenizer = model_folder(settings, "tokenizer")
-    folders = [folder_digest(folder)]
-    if tokenizer != folder:
-        folders.append(folder_digest(tokenizer))
-    return json.dumps([folders, chosen, chat], sort_keys=True, default=str)
-
-
-def folder_digest(folder: Path) -> str:
-    """Tells model folders apart by their files: small ones in full, large ones by samples all over them."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
-        step = max(1, size // _SAMPLES_PER_FILE) if size > _SMALL_FILE else _SAMPLE_BYTES
-        with path.open("rb") as file:
-            for place in range(0, size, step):
-                file.seek(place)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    values = {name: getattr(args, name) for name in _SAMPLING_OPTIONS if hasattr(args, name)}
+    return SamplingParams(**values, max_tokens=args.max_tokens, stop=args.stop, ignore_eos=args.ignore_eos)
 
 
 def few_prompts_settings(settings: Mapping[str, Any], rows: Sequence[PromptRow]) -> dict[str, Any]:
@@ -291,56 +260,6 @@ def _every_fourth(limit: int, low: int) -> list[int]:
     return sorted(sizes)
 
 
-def _tokenize(llm: LLM, rows: Sequence[PromptRow], chat: bool) -> list[np.ndarray]:
-    """Token ids of all prompts, each known to be acceptable to the engine.
-
-    Raises:
-        RequestError, SamplingParamsError: a prompt or its parameters are not; names its place in the input.
-    """
-    prompts = []
-    for row in rows:
-        with _naming(row):
-            token_ids = _token_ids(llm, row, chat)
-            vocab_size = llm.model_config.vocab_size
-            if not token_ids:
-                raise RequestError("the prompt has no tokens; give at least one")
-            if max(token_ids) >= vocab_size:
-                raise RequestError(
-                    f"token id {max(token_ids)} is out of range; the model's are 0 to {vocab_size - 1}"
-                )
-            token_ids = llm.engine.truncated(token_ids, row.sampling_params, row.num_dropped_tokens)
-            llm.engine.check_dropped(row.num_dropped_tokens, len(token_ids), row.sampling_params)
-            num_tokens = len(token_ids) - row.num_dropped_tokens
-            if num_tokens >= llm.max_model_len:
-                raise RequestTooLargeError(
-                    f"the prompt has {num_tokens} tokens; with max_model_len={llm.max_model_len} at most "
-                    f"{llm.max_model_len - 1} leave room for output: shorten it or raise --max-model-len"
-                )
-            llm.engine.check_params(row.sampling_params)
-        prompts.append(np.array(token_ids, np.int32))
-    return prompts
-
-
-def _token_ids(llm: LLM, row: PromptRow, chat: bool) -> Sequence[int]:
-    if row.prompt_token_ids is not None:
-        return row.prompt_token_ids
-    assert llm.tokenizer is not None  # the command always loads one
-    messages = row.messages
-    if messages is None and chat:
-        messages = ({"role": "user", "content": row.prompt},)
-    if messages is not None:
-        return apply_chat_template(llm.tokenizer, messages)
-    return tokenization.encode(llm.tokenizer, row.prompt or "")
-
-
-@contextlib.contextmanager
-def _naming(row: PromptRow) -> Iterator[None]:
-    try:
-        yield
-    except JaxllmError as error:
-        raise type(error)(f"{row.source}: {error}") from error
-
-
 # Outputs
 
 
@@ -349,7 +268,7 @@ def _write_completions(
 ) -> None:
     from tqdm import tqdm
 
-    prompts = _tokenize(llm, rows, chat)
+    prompts = [checked_token_ids(llm, row, chat) for row in rows]
     progress = tqdm(
         total=total,
         initial=total - len(rows),
@@ -359,7 +278,7 @@ def _write_completions(
     )
     with progress:
         for completions in _complete(llm, rows, prompts):
-            sink.write([(row.index, _content(row, output)) for row, output in completions])
+            sink.write([(row.index, completion_content(row, output)) for row, output in completions])
             progress.update(len(completions))
 
 
@@ -377,7 +296,7 @@ def _complete(
             if row is None or prompt is None:
                 exhausted = True
                 break
-            with _naming(row):
+            with naming(row):
                 request = {"prompt_token_ids": prompt, "num_dropped_tokens": row.num_dropped_tokens}
                 llm.engine.add_request(str(row.index), request, row.sampling_params)
             live[str(row.index)] = row
@@ -386,24 +305,3 @@ def _complete(
         finished = [output for output in llm.engine.step() if output.finished]
         if finished:
             yield [(live.pop(output.request_id), output) for output in finished]
-
-
-def _content(row: PromptRow, output: RequestOutput) -> dict[str, Any]:
-    """What a line holds beside index, id and fingerprint."""
-    values = output.to_dict()
-    params = row.sampling_params
-    hidden = set() if params.logprobs is not None else {"cumulative_logprob", "logprobs"}
-    samples = [
-        {name: value for name, value in completion.items() if name not in hidden}
-        for completion in values["outputs"]
-    ]
-    content: dict[str, Any] = {} if row.prompt is None else {"prompt": row.prompt}
-    content |= {name: value for name, value in samples[0].items() if name != "index"}
-    content["num_prompt_tokens"] = len(values["prompt_token_ids"])
-    if row.num_dropped_tokens:
-        content["num_dropped_tokens"] = row.num_dropped_tokens
-    if params.prompt_logprobs is not None:
-        content["prompt_logprobs"] = values["prompt_logprobs"]
-    if len(samples) > 1:
-        content["outputs"] = samples
-    return content

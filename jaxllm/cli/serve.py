@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.checkpoints import demo_model_path
+from jaxllm.cli import serve_ray
 from jaxllm.cli.options import (
     add_engine_options,
     byte_count,
@@ -23,8 +24,6 @@ from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
-
-    from jaxllm.server.config import ServerConfig
 
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "host": (str, "ADDRESS", "to listen on (default: 127.0.0.1, this machine only)"),
@@ -42,16 +41,6 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "shutdown_timeout": (float, "S", "for requests to end when told to stop; then abort them (default: 30)"),
     "otlp_traces_endpoint": (str, "URL", "OpenTelemetry collector to send traces to (extra: otel)"),
 }
-_CLUSTER_OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
-    "num_replicas": (int, "N", "engines, in processes of their own on a Ray cluster (extra: ray)"),
-    "max_replicas": (int, "N", "most engines: as many as what is queued asks for (default: --replicas)"),
-    "target_queued_tokens": (int, "N", "of an engine, for their number (default: 16384)"),
-    "policy": (str, "NAME", "prefix, two_choices, prefix_only or round_robin (default: prefix)"),
-    "gpus_per_replica": (float, "F", "of an engine (default: 1, if the cluster has any)"),
-    "cpus_per_replica": (int, "N", "of an engine without a GPU (default: its share)"),
-    "ray_address": (str, "ADDRESS", "of a cluster (default: that of this machine, or a new one)"),
-}
-_CLUSTER_FLAGS = {"num_replicas": "--replicas", "policy": "--routing"}
 
 
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -84,17 +73,8 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default=[],
         help="what clients call the model; may be repeated (default: the name of its folder)",
     )
-    cluster = parser.add_argument_group("options of several engines")
-    for name, (convert, metavar, text) in _CLUSTER_OPTIONS.items():
-        cluster.add_argument(
-            _cluster_flag(name),
-            dest=f"cluster_{name}",
-            type=convert,
-            metavar=metavar,
-            default=argparse.SUPPRESS,
-            help=text,
-        )
     group.add_argument("--no-log-requests", action="store_true", help="no line on stderr for each request")
+    serve_ray.add_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -115,12 +95,11 @@ def run(args: argparse.Namespace) -> int:
         from jaxllm.server.config import ServerConfig
         from jaxllm.server.run import listen, make_server
         from jaxllm.server.service import Service
+    serve_ray.check_options(args)
     settings = engine_settings(args)
     config = ServerConfig(**server_settings(args))
-    given = vars(args)
-    cluster = {name: given[f"cluster_{name}"] for name in _CLUSTER_OPTIONS if f"cluster_{name}" in given}
-    if cluster:
-        return _run_replicas(settings, config, cluster)
+    if args.replicas is not None:
+        return serve_ray.run(args, settings, config)
     policy = settings.pop("scheduler_policy", None)
     engine = EngineConfig(**{**settings, "model": settings["model"] or demo_model_path()})
     listener = listen(config.host, config.port)  # now rather than after loading
@@ -129,24 +108,6 @@ def run(args: argparse.Namespace) -> int:
         note(f"loading {model_name(settings)}")
         tell_of_programs()
         make_server(Service.load(engine, config, policy), listener, note).run(sockets=[listener])
-    return 0
-
-
-def _cluster_flag(name: str) -> str:
-    return _CLUSTER_FLAGS.get(name, "--" + name.replace("_", "-"))
-
-
-def _run_replicas(settings: dict[str, Any], config: ServerConfig, cluster: dict[str, Any]) -> int:
-    """Serve with several engines."""
-    from jaxllm.cluster.serve import ClusterConfig
-    from jaxllm.cluster.serve import run as run_cluster
-
-    if "num_replicas" not in cluster:
-        given = ", ".join(map(_cluster_flag, cluster))
-        raise ConfigError(f"{given} is for several engines: say how many with --replicas")
-    address = cluster.pop("ray_address", None)
-    note(f"starting {cluster['num_replicas']} engines of {model_name(settings)}")
-    run_cluster(settings, config, ClusterConfig(**cluster), ray_address=address, tell=note)
     return 0
 
 

@@ -1,0 +1,198 @@
+"""The ingress: reads requests, has them answered by replicas, and tries another one if one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from jaxllm.cluster.forwarding import ForwardedRequest, Message, forwarded, is_event_stream
+from jaxllm.cluster.merged_metrics import merge_metrics
+from jaxllm.errors import EngineError
+from jaxllm.server.config import ServerConfig
+from jaxllm.server.errors import ApiError
+
+_logger = logging.getLogger(__name__)
+_MOST_TRIES = 3
+_LARGE_BODY = 2**16  # bytes; beyond, it is read in a thread
+
+Send = Callable[[ForwardedRequest], AsyncIterator[list[Message]]]
+"""Has a request answered by a replica; closing the iterator ends the request."""
+
+
+class Ingress:
+    """One request in, one response out, whichever replica it is of.
+
+    A replica that dies before any of a response's body has been passed on is replaced by another one, and so
+    is one that has no room. Once some of it was passed on, an event stream ends with an error object, and
+    anything else breaks off.
+
+    Args:
+        send: how replicas are reached.
+        config: how much of a body to read, and for how long. All else about requests replicas decide.
+        lost: errors of `send` that mean that a replica is no more.
+    """
+
+    def __init__(self, send: Send, config: ServerConfig, lost: tuple[type[BaseException], ...]) -> None:
+        self._send, self._config, self._lost = send, config, lost
+
+    async def answer(self, request: Request) -> Response:
+        """The response to a request."""
+        try:
+            body = await self._body(request)
+        except ApiError as error:
+            return _as_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        if len(body) > _LARGE_BODY:
+            to_forward = await asyncio.to_thread(forwarded, request.scope, body)
+        else:
+            to_forward = forwarded(request.scope, body)
+        response = await self._forward(to_forward)
+        if request.url.path == "/metrics" and response.status_code == 200:
+            return await self._metrics(to_forward, response)
+        return response
+
+    async def _forward(self, to_forward: ForwardedRequest) -> Response:
+        """The response of a replica that has one."""
+        tries = 0
+        while True:
+            tries += 1
+            answer = _Answer(self._send(to_forward))
+            try:
+                await answer.begin()
+            except self._lost:
+                if tries < _MOST_TRIES:
+                    continue
+                return _as_response(_lost_replicas(tries))
+            except Exception:
+                _logger.exception("a replica failed to answer")
+                return _as_response(ApiError(500, "the server failed to answer", code="internal_error"))
+            except BaseException:
+                await answer.close()
+                raise
+            if (
+                answer.status == 503
+                and tries < _MOST_TRIES
+                and set(to_forward.replicas).difference(to_forward.tried)
+            ):
+                await answer.close()
+                continue
+            return _Forwarded(answer, self._lost)
+
+    async def _metrics(self, request: ForwardedRequest, first: Response) -> Response:
+        """The metrics of all replicas; of those that answer, that is."""
+        responses = {request.tried[-1]: first}
+        for replica in request.replicas:
+            if replica not in responses:
+                asked = dataclasses.replace(request, target=replica, tried=[])
+                response = await self._forward(asked)
+                if response.status_code == 200 and asked.target is not None:
+                    responses[replica] = response
+        pages = {replica: await _text_of(response) for replica, response in responses.items()}
+        return Response(merge_metrics(pages), media_type=first.headers.get("content-type"))
+
+    async def _body(self, request: Request) -> bytes:
+        """The body; of one that is too large nothing, or enough of it for a replica to see that.
+
+        Raises:
+            ApiError: it did not come in time.
+        """
+        most = self._config.max_body_bytes
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and (len(declared) > 18 or int(declared) > most):
+            return b""
+        chunks, size = [], 0
+        try:
+            async with asyncio.timeout(self._config.request_timeout):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > most:
+                        break
+        except TimeoutError:
+            raise ApiError(
+                408, f"the request's body did not arrive within {self._config.request_timeout:g} seconds"
+            ) from None
+        return b"".join(chunks)
+
+
+class _Answer:
+    """A replica's answer: status and headers, and then its body."""
+
+    def __init__(self, batches: AsyncIterator[list[Message]]) -> None:
+        self._batches = batches
+        self._first: list[Message] = []
+        self.status = 0
+        self.headers: Sequence[tuple[bytes, bytes]] = ()
+
+    async def begin(self) -> None:
+        """Read up to where the body begins."""
+        while not (self.status and self._first):
+            batch = await anext(self._batches, None)
+            if batch is None:
+                raise EngineError("a replica ended a response before it began")
+            for message in batch:
+                if message["type"] == "http.response.start":
+                    self.status, self.headers = message["status"], message["headers"]
+                else:
+                    self._first.append(message)
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """The body, in pieces as they come."""
+        yield b"".join(message.get("body", b"") for message in self._first)
+        async for batch in self._batches:
+            yield b"".join(message.get("body", b"") for message in batch)
+
+    async def close(self) -> None:
+        """Let the replica end it."""
+        with contextlib.suppress(Exception):  # it is no longer wanted, whatever becomes of it
+            await self._batches.aclose()  # type: ignore[attr-defined]
+
+
+class _Forwarded(StreamingResponse):
+    """A response as a replica makes it, header by header."""
+
+    def __init__(self, answer: _Answer, lost: tuple[type[BaseException], ...]) -> None:
+        super().__init__(self._pieces(answer, lost), answer.status)
+        self.raw_headers = list(answer.headers)
+
+    async def _pieces(self, answer: _Answer, lost: tuple[type[BaseException], ...]) -> AsyncIterator[bytes]:
+        try:
+            async for piece in answer.body():
+                yield piece
+        except lost as error:
+            if not is_event_stream(answer.headers):
+                raise EngineError("a replica died, and a response broke off") from error
+            ended = ApiError(
+                503, "the replica that answered this has died: send it again", code="replica_died"
+            )
+            yield f"data: {json.dumps(ended.body())}\n\n".encode()
+        finally:
+            await answer.close()
+
+
+async def _text_of(response: Response) -> str:
+    assert isinstance(response, _Forwarded)  # others are errors
+    pieces = [piece async for piece in response.body_iterator]
+    return b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode()
+
+
+def _lost_replicas(tries: int) -> ApiError:
+    return ApiError(
+        503,
+        f"{tries} replicas died while they answered this: send it again later",
+        code="replica_died",
+        headers={"Retry-After": "1"},
+    )
+
+
+def _as_response(error: ApiError) -> Response:
+    content = json.dumps(error.body()).encode()
+    return Response(content, error.status_code, error.headers, media_type="application/json")

@@ -1,0 +1,65 @@
+"""How many engines a Ray cluster has room for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxllm.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """How many workers, and what each has of a node.
+
+    Args:
+        size: how many.
+        gpus: of each.
+        cpus: of each that has no GPU.
+        in_flight: batches that each works on at once.
+    """
+
+    size: int
+    gpus: float
+    cpus: int
+    in_flight: int
+
+    @classmethod
+    def of_cluster(
+        cls, ray: Any, size: int | None, gpus: float | None, cpus: int | None, in_flight: int
+    ) -> Pool:
+        """What was asked for, and of the rest as much as the cluster has.
+
+        Raises:
+            ConfigError: it has less.
+        """
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        all_gpus = sum(node.get("GPU", 0.0) for node in nodes)
+        gpus = float(bool(all_gpus)) if gpus is None else gpus
+        with_cpus = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
+        if not with_cpus:
+            raise ConfigError("the Ray cluster has no processors to run on: give its nodes some (--num-cpus)")
+        if cpus is None:
+            cpus = 1 if gpus else min(with_cpus)
+        if gpus:
+            fits = sum(math.floor(node.get("GPU", 0.0) / gpus) for node in nodes)
+        else:
+            fits = sum(count // cpus for count in with_cpus)
+        if fits < (size or 1):
+            raise ConfigError(
+                f"{size or 1} workers of {gpus:g} GPUs and {cpus} processors do not fit the cluster, which "
+                f"has room for {fits}: lower num_workers, gpus_per_worker or cpus_per_worker"
+            )
+        return cls(size or fits, gpus, cpus, in_flight)
+
+    def options(self, ray: Any) -> dict[str, Any]:
+        """For `map_batches`, which starts workers that die again and retries what they had, without end."""
+        compute = ray.data.ActorPoolStrategy(
+            size=self.size,
+            max_tasks_in_flight_per_actor=self.in_flight,
+            max_concurrent_calls_per_actor=self.in_flight,
+            enable_true_multi_threading=True,
+        )
+        resources = {"num_gpus": self.gpus} if self.gpus else {"num_cpus": self.cpus}
+        return {"compute": compute, **resources}

@@ -1,0 +1,98 @@
+"""The server of one engine, as a replica runs it: an ASGI application, and what is asked of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jaxllm.checkpoints import demo_model_path
+from jaxllm.cluster.cpu_slices import CpuSlice
+from jaxllm.cluster.router import OUTPUT_WEIGHT, TYPICAL_OUTPUT_TOKENS
+from jaxllm.config import EngineConfig
+from jaxllm.errors import EngineError
+
+if TYPE_CHECKING:
+    from jaxllm.server.config import ServerConfig
+
+
+class ReplicaApp(Protocol):
+    """What a replica runs."""
+
+    @property
+    def app(self) -> Any:
+        """The ASGI application, lifespan included."""
+        ...
+
+    def check_health(self) -> None:
+        """Verify that it answers requests.
+
+        Raises:
+            EngineError: it does not, and another one should take its place.
+        """
+        ...
+
+    def queued_tokens(self) -> int:
+        """Tokens it has yet to compute, as routers count them. Any thread may ask."""
+        ...
+
+    def cache_tokens(self) -> int:
+        """How many tokens its prefix cache has room for."""
+        ...
+
+
+class EngineApp:
+    """jaxllm's own server.
+
+    Args:
+        settings: of the engine, as `LLM` takes them.
+        server: how it serves.
+        num_cpus: processors to bind it to; 0 leaves it unbound.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], server: ServerConfig, num_cpus: int) -> None:
+        self._slice = (
+            CpuSlice(num_cpus) if num_cpus else None
+        )  # taken before JAX starts, and held from then on
+        if self._slice is not None:
+            self._slice.bind()
+        from jaxllm.server.app import make_app
+        from jaxllm.server.service import Service
+
+        _log_to_stderr()
+        chosen = dict(settings)
+        policy = chosen.pop("scheduler_policy", None)
+        chosen["model"] = chosen.get("model") or demo_model_path()
+        self._service = Service.load(EngineConfig(**chosen), server, policy)
+        self.app = make_app(self._service)
+
+    def check_health(self) -> None:
+        """See `ReplicaApp`."""
+        if not self._service.core.is_healthy:
+            raise EngineError("the engine has failed; another replica takes its place")
+
+    def queued_tokens(self) -> int:
+        """See `ReplicaApp`."""
+        prompts = answers = 0
+        for request in self._service.made.engine.scheduler.live_requests():
+            with contextlib.suppress(IndexError, ValueError):  # it changes beside this, and may have ended
+                prompts += max(0, request.num_prompt_tokens - request.num_computed_tokens)
+                answers += min(TYPICAL_OUTPUT_TOKENS, max(0, request.max_total_tokens - request.num_tokens))
+        return prompts + round(OUTPUT_WEIGHT * answers)
+
+    def cache_tokens(self) -> int:
+        """See `ReplicaApp`."""
+        limits = self._service.core.limits
+        return (limits.num_gpu_blocks + limits.num_host_blocks) * limits.block_size
+
+
+def _log_to_stderr() -> None:
+    """Lines of requests, which Ray shows where the cluster was started from."""
+    logger = logging.getLogger("jaxllm.server")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

@@ -1,0 +1,300 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from engine_helpers import make_llm
+
+from jaxllm import SamplingParams
+from jaxllm.checkpoints import demo_model_path
+from jaxllm.cli.main import main
+from jaxllm.cluster.batch_engine import BatchEngine, BatchSettings
+from jaxllm.cluster.cpu_slices import CpuSlice
+from jaxllm.cluster.parts import OutputFolder, Parts, read_parts
+from jaxllm.cluster.shards import RawRow, Shard, input_files, read_shard, scan, shards_of
+from jaxllm.errors import ConfigError, EngineError
+
+# Shards
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_all(paths, rows_per_shard, columns=None):
+    files = [scan(os.fspath(path), rows_per_shard) for path in paths]
+    shards = list(shards_of(files, rows_per_shard))
+    rows = [row for shard in shards for row in read_shard(shard, columns)]
+    assert [row.index for row in rows] == list(range(len(rows)))
+    return shards, rows
+
+
+@pytest.mark.parametrize("rows_per_shard", [1, 3, 4, 100])
+def test_shards_hold_every_row_once(tmp_path, rows_per_shard):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    first = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"a{n}"} for n in range(7)])
+    table = pyarrow.table({"prompt": [f"b{n}" for n in range(10)], "other": range(10)})
+    parquet.write_table(table, tmp_path / "b.parquet", row_group_size=4)
+    (tmp_path / "c.txt").write_text("ignored in a folder")
+    paths = input_files(tmp_path)
+    assert paths == [first, tmp_path / "b.parquet"]
+    shards, rows = read_all(paths, rows_per_shard)
+    assert all(shard.num_rows <= rows_per_shard for shard in shards)
+    expected = [f"a{n}" for n in range(7)] + [f"b{n}" for n in range(10)]
+    assert [json.loads(row.line)["prompt"] for row in rows] == expected
+
+
+def test_columns_of_other_names_are_read_and_nulls_are_not_there(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    messages = [[{"role": "user", "content": "hi", "name": None}], None]
+    table = pyarrow.table({"chat": messages, "text": [None, "there"], "n": [1, 2]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    columns = {"messages": "chat", "prompt": "text"}
+    _, rows = read_all([tmp_path / "a.parquet"], 8, columns)
+    assert [json.loads(row.line) for row in rows] == [
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"prompt": "there"},
+    ]
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "one", "n": 1}, {"text": None, "chat": []}])
+    _, rows = read_all([tmp_path / "b.jsonl"], 8, columns)
+    assert [json.loads(row.line) for row in rows] == [{"prompt": "one"}, {"messages": []}]
+    with pytest.raises(ConfigError, match="has no column question"):
+        read_all([tmp_path / "a.parquet"], 8, {"prompt": "question"})
+    with pytest.raises(ConfigError, match="has no column prompt"):
+        read_all([tmp_path / "a.parquet"], 8)
+
+
+def test_lines_that_are_none_say_so(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n\xff\n\n{"prompt": "b"}')
+    _, rows = read_all([tmp_path / "a.jsonl"], 2)
+    assert [row.error is None for row in rows] == [True, False, True, True]
+    assert "line 2: byte 0 is no UTF-8" in str(rows[1].error)
+    assert rows[2].line == ""
+
+
+def test_inputs_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no input file"):
+        input_files(tmp_path / "absent.jsonl")
+    with pytest.raises(ConfigError, match="holds no"):
+        input_files(tmp_path)
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(ConfigError, match="must end in"):
+        input_files(tmp_path / "a.csv")
+    (tmp_path / "a.parquet").write_text("x")
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ConfigError, match="no Parquet file"):
+        scan(f"{tmp_path / 'a.parquet'}", 4)
+
+
+# Parts
+
+SHARD, NEXT = Shard("in", 0, 2, 0), Shard("in", 2, 1, 2)
+ANSWERS = [{"index": 0, "text": "a"}, {"index": 1, "error": "bad"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_parts_are_there_as_a_whole_or_not_at_all(tmp_path, kind):
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    parts = Parts(tmp_path, kind)
+    assert not parts.has(SHARD)
+    parts.write(SHARD, ANSWERS)
+    parts.write(SHARD, ANSWERS)  # by another who was told to do the same
+    (tmp_path / f".part-000000000002-000000000003.{kind}.1a2b").write_text("half of one")
+    assert parts.has(SHARD)
+    assert not parts.has(NEXT)
+    assert parts.done() == {(0, 2)}
+    assert parts.num_errors(SHARD) == 1
+    rows = list(read_parts(tmp_path))
+    assert [(row["index"], row.get("text"), row.get("error")) for row in rows] == [
+        (0, "a", None),
+        (1, None, "bad"),
+    ]
+
+
+def test_parts_become_one_file_in_order(tmp_path):
+    parts = Parts(tmp_path / "parts", "jsonl")
+    parts.folder.mkdir()
+    parts.write(NEXT, [{"index": 2}])
+    parts.write(SHARD, ANSWERS)
+    parts.merge([SHARD, NEXT], tmp_path / "out.jsonl")
+    assert [json.loads(line)["index"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
+        0,
+        1,
+        2,
+    ]
+    parts.clear()
+    assert not parts.done()
+
+
+def test_an_output_folder_is_of_one_job_and_one_run(tmp_path):
+    folder, job = tmp_path / "out", {"seed": 0, "model": "m"}
+    with (
+        OutputFolder(folder, job, resume=False),
+        pytest.raises(ConfigError, match="another run fills"),
+    ):
+        OutputFolder(folder, job, resume=True)
+    with pytest.raises(ConfigError, match="never overwritten"):
+        OutputFolder(folder, job, resume=False)
+    with pytest.raises(ConfigError, match="with other model"):
+        OutputFolder(folder, {**job, "model": "other"}, resume=True)
+    with OutputFolder(folder, job, resume=True):
+        pass
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        OutputFolder(tmp_path, job, resume=True)
+
+
+# Engines
+
+
+class Failing:
+    """An engine that fails at its first call, or at all."""
+
+    def __init__(self, llm, is_lasting=False):
+        self._llm, self._is_lasting, self.num_calls, self.is_closed = llm, is_lasting, 0, False
+
+    def __getattr__(self, name):
+        return getattr(self._llm, name)
+
+    def generate(self, *args, **kwargs):
+        self.num_calls += 1
+        if self._is_lasting or self.num_calls == 1:
+            raise EngineError("the device is gone")
+        return self._llm.generate(*args, **kwargs)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture(scope="module")
+def llm():
+    made = make_llm(demo_model_path(), skip_tokenizer_init=False)
+    yield made
+    made.close()
+
+
+def settings(**changes):
+    params = SamplingParams(max_tokens=4, temperature=1.0, ignore_eos=True)
+    return BatchSettings(
+        **{"sampling_params": params, "chat": False, "seed": 3, "context": "", "max_retries": 1, **changes}
+    )
+
+
+def raw(index, **row):
+    return RawRow(index, f"row {index}", json.dumps(row))
+
+
+def test_answers_do_not_depend_on_the_batch_and_bad_rows_say_why(llm):
+    engine = BatchEngine(lambda: llm, settings())
+    rows = [
+        raw(0, prompt="def f(a):", id="x"),
+        raw(1, prompt="a", sampling_params={"temperature": -1}),
+        raw(2, prompt_token_ids=[10**6]),
+        raw(3, prompt="x " * 500),
+        RawRow(4, "row 4", "{"),
+        raw(5, prompt="import os"),
+    ]
+    together = engine.answer(rows)
+    assert [answer["index"] for answer in together] == list(range(6))
+    assert [answer.get("error", "").partition(":")[0] for answer in together] == [
+        "",
+        "SamplingParamsError",
+        "RequestError",
+        "RequestTooLargeError",
+        "RequestError",
+        "",
+    ]
+    assert together[0]["id"] == "x"
+    assert [engine.answer([row])[0] for row in rows] == together
+
+
+def test_an_engine_that_fails_is_replaced_and_the_batch_tried_again(llm):
+    made = []
+
+    def make():
+        made.append(Failing(llm) if not made else llm)
+        return made[-1]
+
+    engine = BatchEngine(make, settings())
+    assert len(engine.answer([raw(0, prompt="def f(a):")])[0]["token_ids"]) == 4
+    assert len(made) == 2
+    assert made[0].is_closed
+
+
+def test_one_that_fails_again_and_again_is_given_up(llm):
+    made = []
+
+    def make():
+        made.append(Failing(llm, is_lasting=True))
+        return made[-1]
+
+    engine = BatchEngine(make, settings(max_retries=2))
+    with pytest.raises(EngineError, match="gone"):
+        engine.answer([raw(0, prompt="def f(a):")])
+    assert [one.num_calls for one in made] == [1, 1, 1]
+
+
+# Processors
+
+
+def test_slices_of_processors_are_apart_and_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    first, second = CpuSlice(1), CpuSlice(2)
+    assert (first.cpus, second.cpus) == ((0,), (1, 2))
+    assert CpuSlice(1).cpus == ()  # there is none left, so it stays unbound
+    first.release()
+    assert CpuSlice(1).cpus == (0,)
+    assert CpuSlice(3).cpus == ()  # all of them is no slice
+
+
+def test_a_bound_process_computes_on_its_slice(tmp_path):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("there is one processor")
+    code = (
+        "import os, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
+        "from jaxllm.cluster.cpu_slices import CpuSlice\n"
+        "one = CpuSlice(1)\n"
+        "one.bind()\n"
+        "bound = {tuple(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')}\n"
+        "print(bound == {one.cpus}, len(one.cpus))\n"
+    )
+    environment = {**os.environ, "TMPDIR": f"{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True 1\n"
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-workers=2", "x"], "add --ray"),
+        (["--ray", "x"], "--ray is for data sets"),
+        (["--ray", "--input=a.jsonl"], "where answers go"),
+        (["--ray", "--input=a.jsonl", "--output=b", "--compile-report"], "of one engine"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(capsys, arguments, message):
+    assert main(["generate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_ray_it_is_said_how_to_have_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}])
+    command = ["generate", "--ray", f"--input={tmp_path / 'a.jsonl'}", f"--output={tmp_path / 'b'}"]
+    assert main(command) == 2
+    assert 'pip install "jaxllm[ray]"' in capsys.readouterr().err

@@ -1,0 +1,318 @@
+import argparse
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("starlette")
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from jaxllm.cli import serve_ray
+from jaxllm.cluster.autoscaling import QueuedTokens
+from jaxllm.cluster.forwarding import forwarded
+from jaxllm.cluster.ingress import Ingress
+from jaxllm.cluster.merged_metrics import merge_metrics
+from jaxllm.cluster.replica import Replica
+from jaxllm.cluster.serve import ClusterConfig
+from jaxllm.errors import ConfigError, EngineError
+from jaxllm.server.config import ServerConfig
+
+SCOPE = {
+    "type": "http",
+    "http_version": "1.1",
+    "method": "POST",
+    "scheme": "http",
+    "path": "/v1/completions",
+    "raw_path": b"/v1/completions",
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json")],
+    "client": ("127.0.0.1", 1),
+    "server": ("127.0.0.1", 8000),
+}
+JSON = [(b"content-type", b"application/json")]
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+class LostError(Exception):
+    pass
+
+
+def answer_of(body, status=200, headers=JSON, then=()):
+    """What a replica sends: its batches, and errors in their places."""
+    start = {"type": "http.response.start", "status": status, "headers": headers}
+    return [[start], [{"type": "http.response.body", "body": body, "more_body": bool(then)}], *then]
+
+
+class Replicas:
+    """Answers one request after another as it is told to."""
+
+    def __init__(self, *answers, names=("a", "b", "c")):
+        self._answers, self._names = list(answers), names
+        self.requests, self.num_closed = [], 0
+
+    async def send(self, request):
+        self.requests.append(request)
+        request.replicas = tuple(self._names)
+        request.tried.append(request.target or self._names[(len(self.requests) - 1) % len(self._names)])
+        try:
+            for batch in self._answers.pop(0):
+                if isinstance(batch, BaseException):
+                    raise batch
+                yield batch
+        finally:
+            self.num_closed += 1
+
+
+def ask(replicas, body=b"{}", path="/v1/completions", method="POST", chunks=None, **config):
+    """Status, headers and body of the response."""
+
+    async def run():
+        parts = [body] if chunks is None else list(chunks)
+
+        async def receive():
+            if not parts:
+                await asyncio.sleep(60)
+            part = parts.pop(0)
+            more = bool(parts) or (chunks is not None and chunks[-1] == b"...")
+            return {"type": "http.request", "body": part, "more_body": more}
+
+        ingress = Ingress(replicas.send, ServerConfig(**config), (LostError,))
+        response = await ingress.answer(Request({**SCOPE, "path": path, "method": method}, receive))
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        await response({**SCOPE, "path": path, "asgi": {"spec_version": "2.4"}}, receive, send)
+        return sent[0]["status"], dict(sent[0]["headers"]), b"".join(one.get("body", b"") for one in sent)
+
+    return asyncio.run(run())
+
+
+def test_responses_are_passed_on_as_they_are():
+    headers = [*JSON, (b"x-request-id", b"7"), (b"retry-after", b"2")]
+    replicas = Replicas(answer_of(b'{"a": 1}', 418, headers))
+    assert ask(replicas, b'{"prompt": "x"}') == (418, dict(headers), b'{"a": 1}')
+    assert replicas.requests[0].body == b'{"prompt": "x"}'
+    assert replicas.num_closed == 1
+
+
+def test_a_replica_that_dies_first_is_replaced_and_what_it_began_is_not_seen():
+    start = {"type": "http.response.start", "status": 200, "headers": EVENTS}
+    replicas = Replicas([LostError()], [[start], LostError()], answer_of(b"good"))
+    assert ask(replicas)[2] == b"good"
+    assert [request.tried for request in replicas.requests] == [["a", "b", "c"]] * 3
+
+
+def test_when_all_of_them_die_it_is_said():
+    status, headers, body = ask(Replicas([LostError()], [LostError()], [LostError()]))
+    assert status == 503
+    assert headers[b"retry-after"] == b"1"
+    assert json.loads(body)["error"]["code"] == "replica_died"
+
+
+def test_a_replica_without_room_is_passed_by_while_there_are_others():
+    busy = answer_of(b"busy", 503)
+    assert ask(Replicas(busy, answer_of(b"good")))[2] == b"good"
+    assert ask(Replicas(busy, busy, names="ab"))[::2] == (503, b"busy")
+    alone = Replicas(busy, names="a")
+    assert ask(alone)[::2] == (503, b"busy")
+    assert alone.num_closed == 1
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error():
+    more = [{"type": "http.response.body", "body": b"data: 2\n\n", "more_body": True}]
+    body = ask(Replicas(answer_of(b"data: 1\n\n", headers=EVENTS, then=[more, LostError()])))[2]
+    *some, last = body.decode().strip().split("\n\n")
+    assert some == ["data: 1", "data: 2"]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+
+
+def test_anything_else_breaks_off():
+    with pytest.raises(EngineError, match="broke off"):
+        ask(Replicas(answer_of(b"half", then=[LostError()])))
+
+
+def test_a_replica_that_raises_is_no_reason_to_ask_another(caplog):
+    replicas = Replicas([RuntimeError("broken")], answer_of(b"good"))
+    status, _, body = ask(replicas)
+    assert status == 500
+    assert json.loads(body)["error"]["code"] == "internal_error"
+    assert "broken" in caplog.text
+
+
+def test_bodies_are_bounded_in_size_and_time():
+    replicas = Replicas(answer_of(b"too large", 413))
+    assert ask(replicas, chunks=[b"x" * 1000] * 9, max_body_bytes=2000)[0] == 413
+    assert 2000 < len(replicas.requests[0].body) <= 3000  # enough for a replica to see that
+    status, _, body = ask(Replicas(), chunks=[b"..."], request_timeout=0.05)
+    assert status == 408
+    assert "0.05 seconds" in json.loads(body)["error"]["message"]
+
+
+def test_what_is_routed_by_its_prompt():
+    prompt = json.dumps({"prompt": "x" * 400, "max_tokens": 7}).encode()
+    request = forwarded(SCOPE, prompt)
+    assert len(request.prompt.keys) == 6
+    assert request.max_tokens == 7
+    assert forwarded({**SCOPE, "path": "/tokenize"}, prompt).prompt.keys == ()
+    for body in (b"", b"[1]", b"{", b'{"prompt": 1}', b"[" * 100_000):
+        assert forwarded(SCOPE, body).prompt.keys == ()
+
+
+def test_metrics_are_those_of_all_replicas():
+    page = b'# TYPE n counter\nn{model="m"} 1\n'
+    replicas = Replicas(*(answer_of(page, headers=[(b"content-type", b"text/plain")]) for _ in range(3)))
+    status, _, body = ask(replicas, path="/metrics", method="GET")
+    assert status == 200
+    lines = body.decode().splitlines()
+    assert lines[0] == "# TYPE n counter"
+    assert sorted(lines[1:]) == [f'n{{replica="{name}",model="m"}} 1' for name in "abc"]
+    refused = ask(Replicas(answer_of(b"no", 401)), path="/metrics", method="GET")
+    assert refused[::2] == (401, b"no")
+
+
+def test_pages_of_metrics_are_merged_metric_by_metric():
+    first = '# HELP a what it is\n# TYPE a counter\na 1\n# TYPE b gauge\nb{x="{"} 2\n'
+    second = "# HELP a what it is\n# TYPE a counter\na 3\n"
+    assert merge_metrics({"one": first, "two": second}).splitlines() == [
+        "# HELP a what it is",
+        "# TYPE a counter",
+        'a{replica="one"} 1',
+        'a{replica="two"} 3',
+        "# TYPE b gauge",
+        'b{replica="one",x="{"} 2',
+    ]
+
+
+# Replicas
+
+
+class App:
+    """What a replica runs, with an application of the tests' own."""
+
+    def __init__(self, *routes):
+        self.app = Starlette(routes=[Route("/v1/completions", route, methods=["POST"]) for route in routes])
+        self.error = None
+
+    def check_health(self):
+        if self.error is not None:
+            raise self.error
+
+    def queued_tokens(self):
+        return 7
+
+    def cache_tokens(self):
+        return 1000
+
+
+def call(route, body=b"{}"):
+    async def run():
+        replica = Replica(lambda: App(route))
+        batches = [batch async for batch in replica.handle(forwarded(SCOPE, body))]
+        return [message for batch in batches for message in batch]
+
+    return asyncio.run(run())
+
+
+def test_a_replica_answers_calls_as_requests():
+    async def echo(request):
+        return JSONResponse([await request.json(), request.headers["content-type"], request.url.path])
+
+    start, *rest = call(echo, b'{"a": 1}')
+    assert start["status"] == 200
+    body = b"".join(message["body"] for message in rest)
+    assert json.loads(body) == [{"a": 1}, "application/json", "/v1/completions"]
+
+
+def test_an_application_that_fails_fails_its_call():
+    async def fail(request):
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        call(fail)
+
+
+def test_whoever_leaves_ends_what_runs_for_him():
+    ended = []
+
+    async def stream(request):
+        async def endless():
+            try:
+                while True:
+                    yield b"x"
+                    await asyncio.sleep(0)
+            finally:
+                ended.append(True)
+
+        return StreamingResponse(endless())
+
+    async def run():
+        replica = Replica(lambda: App(stream))
+        batches = replica.handle(forwarded(SCOPE, b"{}"))
+        await anext(batches)
+        await anext(batches)
+        await batches.aclose()
+        assert ended
+
+    asyncio.run(run())
+
+
+def test_a_replica_is_as_well_as_its_engine():
+    async def hello(request):
+        return PlainTextResponse("hello")
+
+    async def run():
+        app = App(hello)
+        replica = Replica(lambda: app)
+        await replica.check_health()
+        assert replica.record_routing_stats() == {"queued_tokens": 7, "cache_tokens": 1000}
+        assert replica.record_autoscaling_stats() == {"queued_tokens": 7.0}
+        app.error = EngineError("it has failed")
+        with pytest.raises(EngineError):
+            await replica.check_health()
+
+    asyncio.run(run())
+
+
+# Numbers of replicas
+
+
+@pytest.mark.parametrize(
+    ("queued", "wanted"), [([], 1), ([0, 0], 1), ([100], 1), ([101], 2), ([90, 120, 91], 4)]
+)
+def test_there_are_replicas_for_what_is_queued(queued, wanted):
+    assert QueuedTokens(target=100).wanted(queued) == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_replicas": 0}, "at least 1"),
+        ({"num_replicas": 3, "max_replicas": 2}, "below num_replicas"),
+        ({"policy": "best"}, "must be one of prefix"),
+        ({"target_queued_tokens": 1.5}, "an integer"),
+    ],
+)
+def test_settings_of_clusters_are_checked(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ClusterConfig(**settings)
+
+
+# The command
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    serve_ray.add_options(parser)
+    return parser.parse_args([*words])
+
+
+def test_options_of_clusters_come_with_replicas():
+    serve_ray.check_options(parsed())
+    serve_ray.check_options(parsed("--replicas=2", "--routing=prefix"))
+    with pytest.raises(ConfigError, match="--max-replicas, --ray-address are options of clusters"):
+        serve_ray.check_options(parsed("--max-replicas=2", "--ray-address=auto"))
