@@ -164,10 +164,12 @@ def _check_parts(place: str, parts: object) -> None:
             raise RequestError(f'{place}[{index}] must be an object {{"type": "text", "text": ...}}.')
         if kind != "text":
             raise RequestError(
-                f"{place}[{index}] is of type {kind!r}: models of text only are supported; send text."
+                f"{place}[{index}] is of type {shown(kind, 80)}: models of text only are supported; send text"
             )
         if not isinstance(part.get("text"), str):
-            raise RequestError(f'{place}[{index}]["text"] must be a string, not {part.get("text")!r}.')
+            raise RequestError(
+                f'{place}[{index}]["text"] must be a string, not {shown(part.get("text"), 80)}.'
+            )
 
 
 def _check_calls(place: str, calls: object) -> None:

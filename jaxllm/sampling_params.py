@@ -25,6 +25,8 @@ MAX_ALLOWED_TOKEN_IDS = 2**20
 """Most entries of `allowed_token_ids`."""
 MAX_BAD_WORDS = 1000
 """Most entries of `bad_words`."""
+MAX_BAD_WORDS_LENGTH = 50_000
+"""Most characters of all `bad_words` together."""
 MAX_LOGPROBS = 20
 """Largest `logprobs` and `prompt_logprobs`, but for -1."""
 MAX_SAMPLES = 16384
@@ -147,7 +149,8 @@ class SamplingParams:
         min_tokens: no end-of-sequence or stop token before this many output tokens, 0..max_tokens.
         allowed_token_ids: no others are sampled; at most 2**20, of which there is one at least. None allows
             all.
-        bad_words: at most 1000 strings that the output does not contain, found token by token as vLLM does:
+        bad_words: at most 1000 strings, of 50,000 characters together, that the output does not contain,
+            found token by token as vLLM does:
             as they are spelled at the beginning of a text and after a space. A word of the only token that
             is allowed does not count.
         structured_outputs: `StructuredOutputsParams`, or a mapping of their names and values: the output is
@@ -527,6 +530,11 @@ def _strings(name: str, value: object, limit: int) -> tuple[str, ...]:
             raise SamplingParamsError(
                 f"{name} holds {string[:20]!r}, in which a lone surrogate is no character: remove it."
             )
+    if name == "bad_words" and sum(map(len, strings)) > MAX_BAD_WORDS_LENGTH:
+        raise SamplingParamsError(
+            f"bad_words hold {sum(map(len, strings))} characters together; at most {MAX_BAD_WORDS_LENGTH} "
+            "are allowed: name fewer."
+        )
     return tuple(dict.fromkeys(strings))
 
 

@@ -111,6 +111,7 @@ class TokenMasks:
     ) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
+        self._words = functools.lru_cache(maxsize=64)(self._spelled)  # samples of a prompt have the same
 
     def make(self, params: SamplingParams) -> TokenMask | None:
         """The mask at the beginning of an output; None where every token is allowed.
@@ -123,13 +124,16 @@ class TokenMasks:
         if not (params.allowed_token_ids or params.bad_words):
             return None
         allowed = None
-        bad_words = [word for text in params.bad_words for word in self._spellings(text)]
+        bad_words = self._words(params.bad_words)
         if params.allowed_token_ids:
             self._check_left(params, bad_words)
             bits = np.zeros(mask_width(self._vocab_size) * 32, bool)
             bits[list(params.allowed_token_ids)] = True
             allowed = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32).view(np.int32)
         return TokenMask(allowed, bad_words)
+
+    def _spelled(self, texts: tuple[str, ...]) -> list[tuple[int, ...]]:
+        return [word for text in texts for word in self._spellings(text)]
 
     def _check_left(self, params: SamplingParams, bad_words: Sequence[tuple[int, ...]]) -> None:
         left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}

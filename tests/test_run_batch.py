@@ -9,7 +9,9 @@ import time
 import pytest
 from server_helpers import SMALL, option
 
+import jaxllm.server.batch
 from jaxllm.cli.main import main
+from jaxllm.errors import EngineError
 from jaxllm.llm import LLM
 from jaxllm.sampling_params import SamplingParams
 
@@ -144,3 +146,21 @@ def test_after_kill_9_every_line_is_answered_exactly_once(tmp_path):
         expected = llm.generate([one["body"]["prompt"] for one in lines], params, use_tqdm=False)
     for one, output_of in zip(lines, expected, strict=True):
         assert found[one["custom_id"]]["response"]["body"]["choices"][0]["text"] == output_of.text
+
+
+def test_a_failure_ends_the_run_and_what_was_answered_stays(tmp_path, monkeypatch, capsys):
+    lines = [line(f"r{index}", {"prompt": [index + 1], "max_tokens": 1}) for index in range(40)]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    answer = jaxllm.server.batch._answer
+
+    async def fail_later(app, file, one):
+        if int(one.custom_id[1:]) >= 20:
+            raise EngineError("the device is gone")
+        return await answer(app, file, one)
+
+    monkeypatch.setattr("jaxllm.server.batch._answer", fail_later)
+    assert run(source, output) == 2
+    assert "the device is gone" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run(source, output, "--resume") == 0
+    assert set(answers(output)) == {one["custom_id"] for one in lines}

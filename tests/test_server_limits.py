@@ -13,11 +13,14 @@ import aiohttp
 import pytest
 from server_helpers import SMALL, read_events, serving
 
+import jaxllm.server.chat
 from jaxllm.errors import ConfigError
 from jaxllm.llm import LLM
+from jaxllm.output_builder import Delta
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.server.config import ServerConfig
+from jaxllm.server.core import Generation
 
 BODY = {"prompt": [7, 8, 9], "max_tokens": 4, "temperature": 0}
 LONG = {"prompt": [7, 8, 9], "max_tokens": 900, "temperature": 0, "ignore_eos": True}
@@ -100,8 +103,8 @@ def test_keys_are_kept_as_hashes_and_come_from_the_environment(monkeypatch):
     config = ServerConfig()
     assert config.key_digests == tuple(hashlib.sha256(one).digest() for one in (KEY.encode(), b"other-key-1"))
     assert KEY not in repr(config)
-    for wrong in ("short", "with space in it", "ümläute-sind-keine", 5):
-        with pytest.raises(ConfigError, match="an API key must be"):
+    for wrong in ("short", "with space in it", "ümläute-sind-keine", 5, "sha256:" + "A" * 64, "x" * 5000):
+        with pytest.raises(ConfigError, match="an API key"):
             ServerConfig(api_keys=[wrong])
 
 
@@ -161,6 +164,33 @@ def test_slow_heads_and_bodies_end(server):
     answer = raw(server, head + b'content-length: 100\r\n\r\n{"prompt":')
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/completions", "/nowhere"])
+def test_bodies_that_nobody_reads_do_not_keep_connections(server, path):
+    with server.connect() as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n".encode())
+        answer = connection.recv(65536)
+        assert b"connection: close" in answer.lower()
+        connection.sendall(b"x")
+        assert read_all(connection) == b""
+
+
+def test_small_bodies_that_nobody_wants_leave_the_connection_open(server):
+    head = b"POST /nowhere HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\nabcde"
+    with server.connect() as connection:
+        for _ in range(2):
+            connection.sendall(head)
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 404")
+            assert b"connection: close" not in answer.lower()
+
+
+def test_tiny_chunks_are_refused(server):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    answer = raw(server, head + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 5000)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"chunks of a few bytes" in answer
 
 
 def test_idle_connections_are_closed_and_busy_ones_are_not(server):
@@ -265,6 +295,46 @@ def test_prompts_are_bounded_before_they_are_tokenised(server, monkeypatch):
         "at most 2"
         in error_of(server.post("/v1/completions", {**BODY, "prompt": ["a"] * 3}), 400, None)["message"]
     )
+
+
+def test_chats_have_room_before_they_are_rendered(monkeypatch):
+    rendered = []
+    conversation = jaxllm.server.chat.conversation
+
+    def counting(*args):
+        rendered.append(args)
+        return conversation(*args)
+
+    monkeypatch.setattr("jaxllm.server.chat.conversation", counting)
+    with serving({"max_num_seqs": 1, "decode_buckets": [1]}, max_queued_requests=0) as one:
+        first = threading.Thread(target=one.post, args=("/v1/completions", LONG))
+        first.start()
+        while not one.admission.num_requests:
+            time.sleep(0.01)
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        error_of(one.post("/v1/chat/completions", chat), 503, "overloaded")
+        first.join()
+        assert not rendered
+        assert one.post("/v1/chat/completions", chat)[0] == 200
+        assert len(rendered) == 1
+
+
+def test_what_is_read_late_ends_with_the_error_and_not_before_what_came(monkeypatch):
+    class Builder:
+        def add(self, delta):
+            return delta.token_ids
+
+    async def read():
+        generation = Generation(None, {"r": Builder()})
+        generation.receive("r", Delta(0, [1], [], [], None, None))
+        generation.receive("r", Delta(1, [2], [], [], None, None))
+        generation.fail(ValueError("over"))
+        generation.receive("r", Delta(2, [3], [], [], "abort", None))
+        assert await anext(generation) == [1, 2]
+        with pytest.raises(ValueError, match="over"):
+            await anext(generation)
+
+    asyncio.run(read())
 
 
 # Clients that leave

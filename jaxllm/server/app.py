@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable
@@ -36,6 +37,7 @@ from jaxllm.server.streams import dumps
 from jaxllm.server.texts import detokenize, tokenize
 from jaxllm.server.tracing import Tracer
 
+_LARGE_BODY = 2**16  # bytes; beyond, it is parsed in a thread
 _PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -87,6 +89,8 @@ class _Request(Request):
         """
         body = await self.body()
         try:
+            if len(body) > _LARGE_BODY:
+                return await asyncio.to_thread(parse, body)
             return parse(body)
         except (ValueError, UnicodeDecodeError) as error:
             raise refused(f"the body is no valid JSON: {error}", code="invalid_json") from error
@@ -115,10 +119,12 @@ def make_app(service: Service, *, owns_service: bool = True) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.core.start()
-        yield
-        if owns_service:
-            await service.core.call_last(service.core.close)
-        tracer.close()
+        try:
+            yield
+        finally:
+            if owns_service:
+                await service.core.call_last(service.core.close)
+            tracer.close()
 
     def ended(exchange: Exchange) -> None:
         metrics.count_http(exchange.path, exchange.status)
@@ -130,6 +136,7 @@ def make_app(service: Service, *, owns_service: bool = True) -> FastAPI:
         title="jaxllm",
         version=jaxllm.__version__,
         lifespan=lifespan,
+        redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
         middleware=[guard],

@@ -8,11 +8,11 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
+from jaxllm.server.config import MAX_KEY_LENGTH
 from jaxllm.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Routes that need no key."""
-_MAX_KEY_LENGTH = 4096
 
 
 class Keys:
@@ -49,7 +49,7 @@ class Keys:
 def _key(authorization: bytes | None) -> bytes | None:
     kind, _, value = (authorization or b"").strip().partition(b" ")
     value = value.strip()
-    if not value or len(value) > _MAX_KEY_LENGTH:
+    if not value or len(value) > 2 * MAX_KEY_LENGTH:
         return None
     if kind.lower() == b"bearer":
         return value

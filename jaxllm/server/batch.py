@@ -15,6 +15,7 @@ from jaxllm.errors import ConfigError, EngineError, RequestError, shown
 from jaxllm.json_text import parse
 from jaxllm.line_file import LineFile
 from jaxllm.server.app import make_app
+from jaxllm.server.errors import refused
 from jaxllm.server.in_process import call
 from jaxllm.server.service import Service
 
@@ -49,6 +50,8 @@ def read_batch(path: str | os.PathLike[str], context: str) -> list[BatchLine]:
         RequestError: a line is no request, or two have one `custom_id`; names file and line.
     """
     name = os.fspath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError(f"the batch file {name!r} is no regular file, and is read twice: save it to one")
     lines: list[BatchLine] = []
     sources: dict[str, int] = {}
     try:
@@ -135,11 +138,11 @@ class BatchOutput(LineFile[str]):
             custom_id, found = content["custom_id"], content["id"]
         except (ValueError, KeyError, TypeError, RecursionError):
             self._refuse(number, "it is no line of jaxllm's")
-        if custom_id not in self._fingerprints:
+        if not isinstance(custom_id, str) or custom_id not in self._fingerprints:
             self._refuse(number, f"no request has custom_id {shown(custom_id)}")
         if found != _PREFIX + self._fingerprints[custom_id]:
             self._refuse(number, f"the request {custom_id!r} was another, or of another model")
-        return str(custom_id)
+        return custom_id
 
 
 def run_batch(
@@ -177,7 +180,7 @@ async def _run(
     on_answers: Callable[[int], object],
 ) -> int:
     app = make_app(service)
-    answers: asyncio.Queue[tuple[BatchLine, int, bytes]] = asyncio.Queue()
+    answers: asyncio.Queue[tuple[BatchLine, int, bytes] | BaseException] = asyncio.Queue()
     num_workers = min(len(todo), _ROUNDS * service.core.limits.max_num_seqs)
     num_errors = num_answers = 0
     async with app.router.lifespan_context(app):
@@ -185,28 +188,37 @@ async def _run(
             pending = iter(todo)
 
             async def work() -> None:
-                for line in pending:
-                    await answers.put((line, *await _answer(app, file, line)))
+                try:
+                    for line in pending:
+                        answers.put_nowait((line, *await _answer(app, file, line)))
+                except Exception as failure:
+                    answers.put_nowait(failure)
 
-            with _cancelled([asyncio.create_task(work()) for _ in range(num_workers)]) as workers:
+            with _cancelled([asyncio.create_task(work()) for _ in range(num_workers)]):
                 while num_answers < len(todo):
-                    found = [await _next_of(answers, workers)]
+                    found = [await answers.get()]
                     while not answers.empty():
                         found.append(answers.get_nowait())
-                    await asyncio.to_thread(output.write, found)
-                    num_answers += len(found)
-                    num_errors += sum(status != 200 for _, status, _ in found)
-                    on_answers(len(found))
+                    written = [one for one in found if isinstance(one, tuple)]
+                    await asyncio.to_thread(output.write, written)
+                    num_answers += len(written)
+                    num_errors += sum(status != 200 for _, status, _ in written)
+                    on_answers(len(written))
+                    for failed in found:
+                        if isinstance(failed, BaseException):
+                            raise failed
     return num_errors
 
 
 async def _answer(app: Any, file: Any, line: BatchLine) -> tuple[int, bytes]:
     file.seek(line.offset)
-    body = parse(file.read(line.size))["body"]
+    try:
+        body = parse(file.read(line.size))["body"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"the batch file was changed meanwhile: {line.custom_id!r} is gone") from error
     if body.get("stream"):
         message = "stream=true is for clients that read as it comes: leave it out of batch files"
-        error = {"message": message, "type": "invalid_request_error", "param": "stream", "code": None}
-        return 400, json.dumps({"error": error}).encode()
+        return 400, json.dumps(refused(message, "stream").body()).encode()
     status, content = await call(app, "POST", line.url, json.dumps(body).encode())
     if status >= 500:
         raise EngineError(
@@ -215,26 +227,10 @@ async def _answer(app: Any, file: Any, line: BatchLine) -> tuple[int, bytes]:
     return status, content
 
 
-async def _next_of(
-    answers: asyncio.Queue[tuple[BatchLine, int, bytes]], workers: Sequence[asyncio.Task[None]]
-) -> tuple[BatchLine, int, bytes]:
-    """The next answer, or the error of whoever failed."""
-    getter = asyncio.create_task(answers.get())
-    busy = [worker for worker in workers if not worker.done()]
-    await asyncio.wait([getter, *busy], return_when=asyncio.FIRST_COMPLETED)
-    while not getter.done():
-        for worker in workers:
-            if worker.done():
-                worker.result()
-        busy = [worker for worker in workers if not worker.done()]
-        await asyncio.wait([getter, *busy], return_when=asyncio.FIRST_COMPLETED)
-    return getter.result()
-
-
 @contextlib.contextmanager
-def _cancelled(tasks: list[asyncio.Task[None]]) -> Iterator[list[asyncio.Task[None]]]:
+def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> Iterator[None]:
     try:
-        yield tasks
+        yield
     finally:
         for task in tasks:
             task.cancel()

@@ -9,12 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxllm import tokenizer as tokenization
+from jaxllm.errors import JaxllmError
 from jaxllm.outputs import CompletionOutput, RequestOutput
-from jaxllm.server.generation import Call
+from jaxllm.server.errors import refused
+from jaxllm.server.generation import BYTES_PER_TOKEN, Call, reserve
 from jaxllm.server.parameters import chat_params, conversation
 from jaxllm.server.protocol import ChatCompletionRequest
 from jaxllm.server.scores import chat_logprobs, prompt_logprobs
 from jaxllm.server.service import Service
+from jaxllm.server.streams import dumps
 
 _ROLE = "assistant"
 
@@ -48,7 +51,10 @@ class _ChatForm:
     def first_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """See `Form`: whose turn it is, and the last message if it is to be repeated."""
         delta = {"role": _ROLE, "content": self._echoed}
-        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if self._body.return_token_ids:
+            first["prompt_token_ids"] = list(output.prompt_token_ids)
+        return [first]
 
     def chunk(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         """See `Form`."""
@@ -79,15 +85,19 @@ async def answer(service: Service, request: Request, body: ChatCompletionRequest
     arrival_time = time.monotonic()
     service.check_model(body.model)
     params = chat_params(body, service.default_params)
-    service.core.admission.check(params.num_samples)
+    num_tokens = len(dumps(body.messages)) // BYTES_PER_TOKEN
+    reservation = reserve(service, request, params, 1, num_tokens)
     tokenizer = service.needed_tokenizer()
 
     def read() -> dict[str, Any]:
         text = conversation(tokenizer, body)
         service.prompt_limits.check_text(text, "messages")
-        token_ids = tokenization.encode(tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
+        try:
+            token_ids = tokenization.encode(tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
+        except JaxllmError as error:
+            raise refused(str(error), "messages") from error
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     prompt = await service.core.call(read)
     call = Call(service, request, body, [prompt], params, _ChatForm(body))
-    return await call.respond(arrival_time)
+    return await call.respond(arrival_time, reservation)

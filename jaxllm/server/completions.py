@@ -30,6 +30,7 @@ class _CompletionForm:
         self._is_scored = body.logprobs is not None
         self._has_output = body.max_tokens != 0
         self._offsets: dict[int, int] = {}
+        self._told: set[int] = set()
         self._hidden = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
 
     def choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
@@ -59,9 +60,20 @@ class _CompletionForm:
     def chunk(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         """See `Form`."""
         text = one.text if self._has_output else ""
-        scores = self._scores(one, self._offsets[index]) if self._is_scored and self._has_output else None
-        self._offsets[index] += len(text)
-        return self._choice(index, text, scores, output, one, is_whole=False)
+        scores = None
+        if self._is_scored and self._has_output:
+            scores = self._scores(one, self._offsets[index])
+            self._offsets[index] += sum(map(self._size, one.token_ids))
+        choice = self._choice(index, text, scores, output, one, is_whole=False)
+        if self._body.return_token_ids and index not in self._told:
+            self._told.add(index)
+            choice["prompt_token_ids"] = list(output.prompt_token_ids)
+        return choice
+
+    def _size(self, token_id: int) -> int:
+        """Characters that a token of the output counts as."""
+        is_hidden = token_id in self._hidden and self._body.skip_special_tokens is not False
+        return 0 if is_hidden or self._tokenizer is None else len(str(self._tokenizer.decode([token_id])))
 
     def _choice(
         self,
@@ -89,10 +101,14 @@ class _CompletionForm:
                 choice["prompt_token_ids"] = list(output.prompt_token_ids)
         return choice
 
+    def _repeats(self, output: RequestOutput) -> bool:
+        """Whether the prompt's own text is repeated, which has no special tokens that were added to it."""
+        return output.prompt is not None and self._body.truncate_prompt_tokens is None
+
     def _echoed(self, output: RequestOutput) -> str:
         """The prompt's text, as far as it was used."""
-        if output.prompt is not None and self._body.truncate_prompt_tokens is None:
-            return output.prompt
+        if self._repeats(output):
+            return str(output.prompt)
         return "" if self._tokenizer is None else str(self._tokenizer.decode(output.prompt_token_ids))
 
     def _scores_of_prompt(self, output: RequestOutput) -> dict[str, Any]:
@@ -100,8 +116,9 @@ class _CompletionForm:
         as_ids = bool(self._body.return_tokens_as_token_ids) or self._tokenizer is None
         names = [f"token_id:{one}" if as_ids else str(self._tokenizer.decode([one])) for one in first]  # type: ignore[union-attr]
         positions = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        hidden = self._hidden if self._repeats(output) else ()
         return completion_logprobs(
-            output.prompt_token_ids, positions, names=names, as_ids=as_ids, hidden=self._hidden
+            output.prompt_token_ids, positions, names=names, as_ids=as_ids, hidden=hidden
         )
 
     def _scores(self, one: CompletionOutput, offset: int) -> dict[str, Any]:

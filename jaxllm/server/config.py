@@ -14,6 +14,7 @@ from jaxllm.errors import ConfigError, shown
 API_KEYS_VARIABLE = "JAXLLM_API_KEY"
 _MAX_COUNT = 2**20
 _MIN_KEY_LENGTH = 8
+MAX_KEY_LENGTH = 4096
 _HASHED = "sha256:"
 
 
@@ -111,10 +112,14 @@ class ServerConfig:
 def _hashed(key: object) -> str:
     if isinstance(key, str) and re.fullmatch(_HASHED + "[0-9a-f]{64}", key):
         return key
-    if not isinstance(key, str) or len(key) < _MIN_KEY_LENGTH or not key.isascii() or " " in key:
+    if isinstance(key, str) and key.startswith(_HASHED):
         raise ConfigError(
-            f"an API key must be {_MIN_KEY_LENGTH} or more ASCII characters without spaces; make one with "
-            "`python -c 'import secrets; print(secrets.token_urlsafe(32))'`"
+            f"an API key that begins with {_HASHED} must be a hash: 64 digits follow, 0 to 9 and a to f"
+        )
+    if not isinstance(key, str) or not re.fullmatch(f"[!-~]{{{_MIN_KEY_LENGTH},{MAX_KEY_LENGTH}}}", key):
+        raise ConfigError(
+            f"an API key must be {_MIN_KEY_LENGTH} to {MAX_KEY_LENGTH} ASCII characters without spaces; make "
+            "one with `python -c 'import secrets; print(secrets.token_urlsafe(32))'`"
         )
     return _HASHED + hashlib.sha256(key.encode("ascii")).hexdigest()
 

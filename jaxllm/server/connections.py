@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -13,6 +14,34 @@ from jaxllm.server.config import ServerConfig
 from jaxllm.server.errors import error_object
 
 _SECONDS_TO_LEAVE = 1.0
+_MAX_CHUNK_LINES = 8  # one line end in so many bytes: chunks of a few bytes cost as much as large ones
+_SMALL = 4096
+
+
+class _Lingering:
+    """A transport that, when it is closed, reads on for a moment, so that the peer gets what was written."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self.is_left = False
+
+    def close(self) -> None:
+        """Say that nothing more will come, and leave soon."""
+        if self.is_closing():
+            return
+        self.is_left = True
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        with contextlib.suppress(RuntimeError):  # it reads already
+            self._transport.resume_reading()
+        self._loop.call_later(_SECONDS_TO_LEAVE, self._transport.close)
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is to be written."""
+        return self.is_left or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def protocol_class(config: ServerConfig) -> type[H11Protocol]:
@@ -21,19 +50,16 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
     class Connection(H11Protocol):
         """uvicorn's, which by itself waits for ever for a request's head, and for a reader."""
 
-        _is_refused = False
         _head_timer: asyncio.TimerHandle | None = None
         _reader_timer: asyncio.TimerHandle | None = None
+        _is_chunked = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """Take a connection, unless there are too many."""
-            super().connection_made(transport)
+            super().connection_made(_Lingering(transport, self.loop))  # type: ignore[arg-type]
             if len(self.connections) > config.max_connections:
                 message = f"{config.max_connections} connections are open already: try again later"
-                transport.write(_raw_error(503, "Service Unavailable", message, "overloaded", retry=True))
-                transport.write_eof()
-                self._is_refused = True  # what it sends is read, so that the answer is not lost
-                self._await_head(_SECONDS_TO_LEAVE)
+                self._refuse(503, "Service Unavailable", message, "overloaded", retry=True)
                 return
             self._await_head(config.request_timeout)
 
@@ -45,7 +71,10 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             """Take what came."""
-            if self._is_refused:
+            if self.transport.is_left:  # type: ignore[attr-defined]
+                return
+            if self._has_tiny_chunks(data):
+                self._refuse(400, "Bad Request", "chunks of a few bytes: send larger ones", "invalid_http")
                 return
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
@@ -53,8 +82,11 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
 
         def on_response_complete(self) -> None:
             """Wait for the next request."""
+            is_whole = self.conn.their_state in (h11.IDLE, h11.DONE)
             super().on_response_complete()
-            if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
+            if not is_whole:
+                self.transport.close()
+            elif not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
                 self._await_head(config.keep_alive_timeout)
 
         def pause_writing(self) -> None:
@@ -69,16 +101,21 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             """Say that this is no HTTP."""
-            self.transport.write(_raw_error(400, "Bad Request", msg, "invalid_http"))
+            self._refuse(400, "Bad Request", msg, "invalid_http")
+
+        def _has_tiny_chunks(self, data: bytes) -> bool:
+            if self.conn.their_state is h11.IDLE:
+                self._is_chunked = b"chunked" in data[: config.max_header_bytes].lower()
+            return self._is_chunked and data.count(b"\r\n") > _SMALL // 16 + len(data) // _MAX_CHUNK_LINES
+
+        def _refuse(self, status: int, phrase: str, message: str, code: str, *, retry: bool = False) -> None:
+            if self.cycle is None or not self.cycle.response_started:
+                self.transport.write(_raw_error(status, phrase, message, code, retry=retry))
             self.transport.close()
 
         def _await_head(self, seconds: float) -> None:
             self._stop(self._head_timer)
-            self._head_timer = self.loop.call_later(seconds, self._give_up)
-
-        def _give_up(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.close()
+            self._head_timer = self.loop.call_later(seconds, self.transport.close)
 
         @staticmethod
         def _stop(timer: asyncio.TimerHandle | None) -> None:

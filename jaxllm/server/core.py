@@ -109,9 +109,10 @@ class Generation(AsyncIterator[RequestOutput]):
 
     def __init__(self, core: EngineCore, builders: dict[str, OutputBuilder]) -> None:
         self._core, self._builders = core, builders
-        self._pending: dict[str, Delta | BaseException] = {}
+        self._pending: dict[str, Delta] = {}
         self._has_news = asyncio.Event()
         self._is_closed = self._is_suspect = False
+        self._failure: BaseException | None = None
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -129,15 +130,15 @@ class Generation(AsyncIterator[RequestOutput]):
             while not self._pending:
                 if self._is_closed:
                     raise ClientGoneError
+                if self._failure is not None:
+                    self._builders.clear()
+                    raise self._failure
                 self._has_news.clear()
                 await self._has_news.wait()
             if self._is_closed:
                 raise ClientGoneError
             request_id = next(iter(self._pending))
             item = self._pending.pop(request_id)
-            if isinstance(item, BaseException):
-                self._builders.clear()
-                raise item
             builder = self._builders[request_id]
             output = builder.add(item)
             if item.finish_reason is not None:
@@ -153,13 +154,20 @@ class Generation(AsyncIterator[RequestOutput]):
 
     def receive(self, request_id: str, item: Delta | BaseException) -> None:
         """Take what is new of a request."""
-        if request_id not in self._builders:
+        if request_id not in self._builders or self._failure is not None:
+            return
+        if isinstance(item, BaseException):
+            self.fail(item)
             return
         earlier = self._pending.get(request_id)
-        if isinstance(earlier, Delta) and isinstance(item, Delta):
-            item = _merged(earlier, item)
-        self._pending[request_id] = item
+        self._pending[request_id] = item if earlier is None else _merged(earlier, item)
         self._is_suspect = False
+        self._has_news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will come but this error, after what is there."""
+        if self._failure is None:
+            self._failure = error
         self._has_news.set()
 
     def close(self) -> None:
@@ -175,8 +183,7 @@ class Generation(AsyncIterator[RequestOutput]):
         if self._pending or not self._builders or not has_ended(self.request_ids):
             self._is_suspect = False
         elif self._is_suspect:
-            error = EngineError("the engine's thread ended without a word")
-            self.receive(next(iter(self._builders)), error)
+            self.fail(EngineError("the engine's thread ended without a word"))
         else:
             self._is_suspect = True
 
@@ -198,6 +205,9 @@ class EngineCore:
     Args:
         made: the engine, with its tokenizer; it is this object's own from now on.
         max_queued_requests, max_queued_tokens: see `ServerConfig`.
+
+    Attributes:
+        on_abort: told how many requests end because their client has gone.
     """
 
     def __init__(
@@ -215,7 +225,8 @@ class EngineCore:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="jaxllm-inputs")
         self._live: set[Generation] = set()
         self._inbox: collections.deque[tuple[Generation, Item]] = collections.deque()
-        self._is_told = False
+        self._is_told = self._is_drained = False
+        self.on_abort: Callable[[int], object] = lambda num_requests: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -277,6 +288,8 @@ class EngineCore:
 
         prepare = functools.partial(self._thread.prepare, named, stream=stream, put=put)
         states, builders = await self.call(prepare)
+        if self._is_drained:
+            raise shutting_down()
         reservation.correct(sum(state.request.num_prompt_tokens for state in states))
         generation = Generation(self, builders)
         holder.append(generation)
@@ -291,6 +304,7 @@ class EngineCore:
         """End what is left of a generation."""
         self._live.discard(generation)
         if generation.request_ids and self.is_healthy:
+            self.on_abort(len(generation.request_ids))
             self._thread.abort_soon(generation.request_ids)
 
     async def drain(self, seconds: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
@@ -302,13 +316,15 @@ class EngineCore:
         """
         self.admission.is_closing = True
         deadline = asyncio.get_running_loop().time() + seconds
-        while self._live and asyncio.get_running_loop().time() < deadline and not is_hurried():
+        while self.admission.num_requests and not is_hurried():
+            if asyncio.get_running_loop().time() > deadline:
+                break
             await asyncio.sleep(0.02)
+        self._is_drained = True
         left = list(self._live)
         error = shutting_down()
         for generation in left:
-            for request_id in generation.request_ids:
-                generation.receive(request_id, error)
+            generation.fail(error)
         if left:
             self._thread.abort_soon([name for generation in left for name in generation.request_ids])
 

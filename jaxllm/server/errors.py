@@ -27,7 +27,7 @@ _CODES = {
     415: "unsupported_media_type",
     503: "service_unavailable",
 }
-_MAX_PARAM = 200
+_MAX_PARAM, _MAX_MESSAGE = 200, 1000
 
 
 class ApiError(HTTPException):
@@ -50,6 +50,8 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = message[: _MAX_MESSAGE - 3] + "..."
         super().__init__(status, message, dict(headers or {}))
         self.message, self.param = message, None if param is None else param[:_MAX_PARAM]
         self.code = _CODES.get(status) if code is None else code
@@ -102,7 +104,10 @@ def of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "extra_forbidden":
         return refused(f"unknown field {shown(param, 80)}: leave it out, or correct its name", param)
     if first["type"] == "missing":
-        return refused("the request lacks a JSON object" if param is None else f"{param} is required", param)
+        lacks = "the request lacks a JSON object, sent with `Content-Type: application/json`"
+        return refused(lacks if param is None else f"{param} is required", param)
+    if param is None and first["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return refused("the request must be a JSON object, sent with `Content-Type: application/json`")
     given = first.get("input")
     message = str(first["msg"]).removeprefix("Value error, ")
     about = "the request body" if param is None else param

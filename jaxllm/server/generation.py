@@ -16,14 +16,15 @@ from starlette.responses import Response
 from jaxllm.errors import RequestError, SamplingParamsError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.server.core import Generation
+from jaxllm.server.core import Generation, Reservation
 from jaxllm.server.errors import ApiError, refused
 from jaxllm.server.parameters import Prompt, extras, refusal
 from jaxllm.server.protocol import GenerationRequest
 from jaxllm.server.service import Service
 from jaxllm.server.streams import DONE, EventStream, closed_on_disconnect, dumps, event
 
-_CHARACTERS_PER_TOKEN = 4  # of a text that is not tokenised yet
+BYTES_PER_TOKEN = 3
+"""Of a text that is not tokenised yet."""
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
@@ -101,33 +102,37 @@ class Call:
         self._samples: dict[str, dict[int, tuple[int, str]]] = {}  # tokens, and why it ended, by prompt
         self._last_times: dict[int, float] = {}
 
-    async def respond(self, arrival_time: float) -> Response:
+    async def respond(self, arrival_time: float, reservation: Reservation | None = None) -> Response:
         """Run it.
 
         Args:
             arrival_time: when it came, in seconds of `time.monotonic`.
+            reservation: room for it, if there is some already.
 
         Raises:
             ApiError: there is no room, or the engine refuses or fails of it.
             ClientGoneError: the client has gone.
         """
-        generation = await self._begin(arrival_time)
+        if reservation is None:
+            num_tokens = sum(map(_estimated_tokens, self.prompts))
+            reservation = reserve(self.service, self.request, self.params, len(self.prompts), num_tokens)
+        generation = await self._begin(arrival_time, reservation)
         if not self.body.stream:
-            return Response(dumps(await self._whole(generation)), media_type="application/json")
+            outputs = await self._all(generation)
+            if self.params.logprobs is None and self.params.prompt_logprobs is None:
+                content = self._whole(outputs)
+            else:  # which may be many
+                content = await self.service.core.call(self._whole, outputs)
+            return Response(content, media_type="application/json")
         chunks = self._chunks(generation)
         first = await anext(chunks)  # what fails before there is anything has a status of its own
         return EventStream(first, chunks)
 
-    async def _begin(self, arrival_time: float) -> Generation:
+    async def _begin(self, arrival_time: float, reservation: Reservation) -> Generation:
         """Queue it; the end of the HTTP request gives everything back."""
         service, stack = self.service, self.request.state.stack
         assert isinstance(stack, contextlib.AsyncExitStack)
-        num_samples, salt = self.params.num_samples, self.body.cache_salt
-        reservation = stack.enter_context(
-            service.core.admission.reserved(
-                len(self.prompts) * num_samples, num_samples * sum(map(_estimated_tokens, self.prompts))
-            )
-        )
+        salt = self.body.cache_salt
         requests = [
             {
                 "prompt": prompt if salt is None else {**_as_mapping(prompt), "cache_salt": salt},
@@ -149,17 +154,20 @@ class Call:
         log.num_prompts, log.user, log.metadata = len(self.prompts), self.body.user, self.body.metadata
         return generation
 
-    async def _whole(self, generation: Generation) -> dict[str, Any]:
+    async def _all(self, generation: Generation) -> dict[int, RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         async for output in generation:
             self._count(output)
             outputs[int(output.request_id)] = output
+        return outputs
+
+    def _whole(self, outputs: Mapping[int, RequestOutput]) -> bytes:
         choices = [
             self.form.choice(place * self.params.n + one.index, outputs[place], one)
             for place in sorted(outputs)
             for one in outputs[place].outputs
         ]
-        return {**self._head(self.form.object), "choices": choices, "usage": self.usage.to_dict()}
+        return dumps({**self._head(self.form.object), "choices": choices, "usage": self.usage.to_dict()})
 
     async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
         options = self.body.stream_options
@@ -242,10 +250,24 @@ class Call:
             self.service.stats.inter_token_seconds((now - before) / len(one.token_ids))
 
 
+def reserve(
+    service: Service, request: Request, params: SamplingParams, num_prompts: int, num_tokens: int
+) -> Reservation:
+    """Room for prompts of about so many tokens together, until the HTTP request ends.
+
+    Raises:
+        ApiError: there is none.
+    """
+    num_samples = params.num_samples
+    room = service.core.admission.reserved(num_prompts * num_samples, num_tokens * num_samples)
+    reservation: Reservation = request.state.stack.enter_context(room)
+    return reservation
+
+
 def _estimated_tokens(prompt: Prompt | Mapping[str, Any]) -> int:
-    if isinstance(prompt, Mapping):
-        return len(prompt["prompt_token_ids"])
-    return max(1, len(prompt) // _CHARACTERS_PER_TOKEN) if isinstance(prompt, str) else len(prompt)
+    if isinstance(prompt, str):
+        return max(1, len(prompt.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
+    return len(prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt)
 
 
 def _as_mapping(prompt: Prompt | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Collection
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +27,8 @@ GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 _POLLED_PATHS = frozenset({"/live", "/metrics", "/health", "/ping"})
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _CLOSED_BY_CLIENT = 499
+_SMALL_BODY = 2**16
+_SECONDS_TO_COME = 0.1
 _SECURITY = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -80,7 +81,7 @@ class Guard:
         self._app, self._service, self._paths, self._on_exchange = app, service, paths, on_exchange
         self._config: ServerConfig = service.config
         self._keys = Keys(service.config.key_digests)
-        self._num_body_bytes = 0
+        self._all_bodies = [0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -94,75 +95,35 @@ class Guard:
             request_id, scope["method"], scope["path"], headers, RequestLog(), time.monotonic()
         )
 
+        body = _Body(receive, headers, self._config, self._all_bodies)
+
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
+                exchange.status = _CLOSED_BY_CLIENT if body.is_gone else message["status"]
+                await body.read_what_is_there()
                 found = MutableHeaders(scope=message)
                 found["x-request-id"] = request_id
                 for name, value in _SECURITY.items():
                     found[name] = value
+                if not body.is_whole:
+                    found["connection"] = "close"  # the rest is not wanted
             await send(message)
 
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(body.forget)
             state = scope.setdefault("state", {})
             state |= {"request_id": request_id, "stack": stack, "log": exchange.log}
             try:
                 self._keys.check(scope["path"], headers.get("authorization", "").encode("latin-1") or None)
                 if scope["path"] in GENERATING_PATHS and scope["method"] == "POST":
                     self._service.check_room()
-                body = stack.enter_context(self._bounded(receive, headers))
-                await self._app(scope, body, answer)
+                body.check_size()
+                await self._app(scope, body.receive, answer)
             except ClientGoneError:
                 exchange.status = exchange.status or _CLOSED_BY_CLIENT
             except Exception as error:
                 await self._fail(error, exchange, answer)
         self._ended(exchange)
-
-    @contextlib.contextmanager
-    def _bounded(self, receive: Receive, headers: Headers) -> Any:
-        """The body, as far as there is room for it, and in time.
-
-        Raises:
-            ApiError: it is too large, or all bodies together are.
-        """
-        config = self._config
-        declared = headers.get("content-length", "")
-        if declared.isdigit() and len(declared) < 20 and int(declared) > config.max_body_bytes:
-            raise _too_large(f"{declared} bytes", config.max_body_bytes)
-        deadline = asyncio.get_running_loop().time() + config.request_timeout
-        size, is_whole = 0, False
-
-        async def bounded() -> Message:
-            nonlocal size, is_whole
-            if is_whole:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise ApiError(
-                    408, f"the request's body did not arrive within {config.request_timeout:g} seconds"
-                ) from None
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            chunk = len(message.get("body", b""))
-            size += chunk
-            self._num_body_bytes += chunk
-            is_whole = not message.get("more_body", False)
-            if size > config.max_body_bytes:
-                raise _too_large(f"over {config.max_body_bytes} bytes", config.max_body_bytes)
-            if self._num_body_bytes > config.max_total_body_bytes:
-                raise ApiError(
-                    503,
-                    f"bodies of {config.max_total_body_bytes} bytes are being worked on: try again later",
-                    headers={"Retry-After": "1"},
-                )
-            return message
-
-        try:
-            yield bounded
-        finally:
-            self._num_body_bytes -= size
 
     async def _fail(self, error: Exception, exchange: Exchange, send: Send) -> None:
         """Answer what the routes did not, or end a response that broke off."""
@@ -178,8 +139,6 @@ class Guard:
             "content-length": str(len(content)),
             **(found.headers or {}),
         }
-        if found.status_code in (408, 413):
-            headers["connection"] = "close"  # the rest of the body is not wanted
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": found.status_code, "headers": raw})
         await send({"type": "http.response.body", "body": content, "more_body": False})
@@ -206,6 +165,86 @@ class Guard:
                 parts.append(f"{name}={value!r}")
         is_polled = exchange.path in _POLLED_PATHS and exchange.status < 400
         _logger.log(logging.DEBUG if is_polled else logging.INFO, "%s", ", ".join(parts))
+
+
+class _Body:
+    """A request's body, as far as there is room for it, and in time.
+
+    Args:
+        receive: of the connection.
+        headers: of the request.
+        config: the bounds.
+        total: bytes of all bodies; this one's are in it until `forget`.
+
+    Attributes:
+        is_whole: whether all of it was read.
+        is_gone: whether the client left before that.
+    """
+
+    def __init__(self, receive: Receive, headers: Headers, config: ServerConfig, total: list[int]) -> None:
+        self._receive, self._config, self._total = receive, config, total
+        declared = headers.get("content-length", "")
+        self._declared = int(declared) if declared.isdigit() and len(declared) < 20 else 0
+        self._deadline = asyncio.get_running_loop().time() + config.request_timeout
+        self._size = 0
+        self.is_whole = self._declared == 0 and "transfer-encoding" not in headers
+        self.is_gone = False
+
+    def check_size(self) -> None:
+        """Verify that it is not declared too large.
+
+        Raises:
+            ApiError: it is.
+        """
+        if self._declared > self._config.max_body_bytes:
+            raise _too_large(f"{self._declared} bytes", self._config.max_body_bytes)
+
+    async def receive(self) -> Message:
+        """The next part of it, and after it what the connection says.
+
+        Raises:
+            ApiError: it is too large, or all bodies together are, or it does not come in time.
+            ClientGoneError: the client has gone.
+        """
+        if self.is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(
+                408, f"the request's body did not arrive within {self._config.request_timeout:g} seconds"
+            ) from None
+        if message["type"] == "http.disconnect":
+            self.is_gone = True
+            raise ClientGoneError
+        chunk = len(message.get("body", b""))
+        self._size += chunk
+        self._total[0] += chunk
+        self.is_whole = not message.get("more_body", False)
+        if self._size > self._config.max_body_bytes:
+            raise _too_large(f"over {self._config.max_body_bytes} bytes", self._config.max_body_bytes)
+        if self._total[0] > self._config.max_total_body_bytes:
+            raise ApiError(
+                503,
+                f"bodies of {self._config.max_total_body_bytes} bytes are being worked on: try again later",
+                headers={"Retry-After": "1"},
+            )
+        return message
+
+    async def read_what_is_there(self) -> None:
+        """Read a small body that was not wanted, if it has come, so that the connection can be used again."""
+        if self.is_whole or self._declared > _SMALL_BODY:
+            return
+        with contextlib.suppress(TimeoutError, ApiError, ClientGoneError):
+            async with asyncio.timeout(_SECONDS_TO_COME):
+                while not self.is_whole and self._size <= _SMALL_BODY:
+                    await self.receive()
+
+    def forget(self) -> None:
+        """It is held no longer."""
+        self._total[0] -= self._size
+        self._size = 0
 
 
 def _too_large(what: str, limit: int) -> ApiError:

@@ -212,7 +212,8 @@ def refusal(error: JaxllmError, request: GenerationRequest) -> ApiError:
     given = getattr(request, "prompt", None)
     has_several = isinstance(given, list) and not _is_id(given[0])
     message = re.sub(r"^prompts(\[\d+\]): ", r"prompt\1: " if has_several else "", str(error))
-    name = re.split(r"[=:\[]", message, maxsplit=1)[0]
+    found = re.match(r"\w+", message)
+    name = found.group() if found else ""
     is_long = isinstance(error, RequestTooLargeError)
     if is_long or name not in type(request).model_fields:
         name = "prompt" if "prompt" in type(request).model_fields else "messages"
@@ -260,7 +261,16 @@ def conversation(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequ
     except ApiError:
         raise
     except JaxllmError as error:
-        raise refused(str(error), "messages") from error
+        raise refused(str(error), _field_of(str(error))) from error
+
+
+def _field_of(message: str) -> str:
+    """Which field of a conversation an error is about, by what it names."""
+    for name in ("tools", "reasoning_effort"):
+        if message.startswith(f"{name}=") or f"does not read {name!r}" in message:
+            return name
+    is_variable = "does not read" in message or message.startswith("chat_template_kwargs")
+    return "chat_template_kwargs" if is_variable else "messages"
 
 
 def _chosen_tools(request: ChatCompletionRequest) -> Any:

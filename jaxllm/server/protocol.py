@@ -6,11 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from jaxllm.errors import shown
+from jaxllm.errors import did_you_mean, shown
+from jaxllm.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from jaxllm.server.errors import refused
 
 MAX_N = 128
 """Largest `n`, as OpenAI's."""
-MAX_STOPS = 64
 MAX_MESSAGES = 4096
 _MAX_TEXT = 256
 
@@ -33,6 +41,20 @@ _Objects = Annotated[
 ]
 _Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
 _Name = Annotated[str, Field(max_length=_MAX_TEXT)]
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+_Texts = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": ((None, ""), "text is only continued at its end"),
@@ -104,29 +126,31 @@ class GenerationRequest(_Body):
     model: _Name | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_N)
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: _Texts = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     user: _Name | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None
     response_format: ResponseFormat | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: (
+        Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: int | None = None
     structured_outputs: _Object = None
     add_special_tokens: bool | None = None
@@ -145,18 +169,30 @@ class GenerationRequest(_Body):
             return values
         kept = {}
         for name, value in values.items():
-            if name not in NEUTRAL or name in cls.model_fields:
+            if name in cls.model_fields:
                 kept[name] = value
                 continue
+            if name not in NEUTRAL:
+                hint = did_you_mean(name, [*cls.model_fields, *NEUTRAL])
+                raise refused(
+                    f"unknown field {shown(name, 80)}: {hint}leave it out, or correct it", str(name)
+                )
             neutral, way_out = NEUTRAL[name]
             if not any(type(value) is type(one) and value == one for one in neutral):
-                raise ValueError(f"{name}={shown(value, 80)} is not supported: {way_out}; leave it out")
+                raise refused(f"{name}={shown(value, 80)} is not supported: {way_out}; leave it out", name)
         return kept
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for streams: set stream to true, or leave it out")
+            raise refused(
+                "stream_options is for streams: set stream to true, or leave it out", "stream_options"
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused(
+                "prompt_logprobs are not sent in streams: set stream to false, or use echo with logprobs",
+                "prompt_logprobs",
+            )
         return self
 
 
@@ -166,7 +202,7 @@ class CompletionRequest(GenerationRequest):
     prompt: _Prompt
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int | None = Field(default=None, ge=0)
 
 
@@ -177,7 +213,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: _Objects = None
     tool_choice: Any = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
@@ -205,4 +241,4 @@ class DetokenizeRequest(_Body):
     """Body of /detokenize."""
 
     model: _Name | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=2**20)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=2**20, fail_fast=True)]

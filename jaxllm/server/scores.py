@@ -38,6 +38,8 @@ def completion_logprobs(
         offset: characters of the text before the first of them.
         as_ids: call tokens by their ids.
         hidden: tokens that are not in the text.
+
+    Texts of parts of characters count as one character each.
     """
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for place, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
@@ -53,7 +55,8 @@ def completion_logprobs(
         found["token_logprobs"].append(None if entry is None else _value(entry.logprob))
         found["top_logprobs"].append(top)
         found["text_offset"].append(offset)
-        offset += 0 if token_id in hidden else len(name)
+        text = name if entry is None or entry.decoded_token is None else entry.decoded_token
+        offset += 0 if token_id in hidden else len(text)
     return found
 
 
