@@ -60,6 +60,8 @@ def test_pages_with_python_are_those_we_know_of():
         "plan-a-gpu",
         "evaluate",
         "live-page",
+        "serve",
+        "cluster",
     }
     assert {ROOT / "README.md", DOCS / "index.md", DOCS / "policies.md"} < set(WITH_PYTHON)
 

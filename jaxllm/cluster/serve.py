@@ -40,12 +40,14 @@ class ClusterConfig:
         num_replicas: engines, or the fewest if `max_replicas` is given.
         max_replicas: most engines; with it their number follows what is queued.
         target_queued_tokens: of a replica, for their number; see `QueuedTokens`.
-        policy: how requests are routed: "prefix" (`PrefixAndLoad`), "two_choices", "prefix_only",
-        "round_robin". num_ingresses: processes that read requests and route them, each with a router of its
-        own. gpus_per_replica: by default 1 if the cluster has GPUs. cpus_per_replica: processors of a replica
-        that has no GPU, to which it is bound; by default its share. health_check_seconds: how often replicas
-        are asked whether they are well. upscale_seconds, downscale_seconds: how long more or fewer replicas
-        must be wanted.
+        policy: how requests are routed: "prefix" (`PrefixAndLoad`), "two_choices", "prefix_only" or
+            "round_robin".
+        num_ingresses: processes that read requests and route them, each with a router of its own.
+        gpus_per_replica: by default 1 if the cluster has GPUs.
+        cpus_per_replica: processors of a replica that has no GPU, to which it is bound; by default its share.
+        health_check_seconds: how often replicas are asked whether they are well.
+        upscale_seconds: how long more replicas must be wanted.
+        downscale_seconds: how long fewer must be.
 
     Raises:
         ConfigError: a value is out of range.

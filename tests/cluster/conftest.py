@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-
-ray = pytest.importorskip("ray")
-from cluster_helpers import OBJECT_STORE  # noqa: E402
-from ray.cluster_utils import Cluster  # noqa: E402
+import ray
+from cluster_helpers import OBJECT_STORE
+from ray.cluster_utils import Cluster
 
 # What Ray's own modules warn of themselves, and its sockets that the collector closes.
 FILTERS = (

@@ -50,6 +50,7 @@ def test_errors_are_the_replicas(url):
             post(url, body, path, **headers)
         assert caught.value.code == status
         assert caught.value.headers["x-request-id"]
+        caught.value.close()
 
 
 def test_later_turns_find_the_blocks_of_earlier_ones(url):
