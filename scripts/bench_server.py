@@ -6,7 +6,8 @@
 `overhead`: the same texts through `LLM.generate` and through the server, streamed and not, in turns; output
 tokens per second. `idle`: one request at a time, the time to its first token beside that of an offline
 request of one token, which is one engine step and the host's part of it. `overload`: requests arrive at a
-multiple of what the server can do; refusals are timed, and /health, the queue and the memory are watched.
+multiple of what the server can do; refusals are timed, and /health, the queue and the memory are watched. The
+KV pool counts as memory once it is written to; it is small here, so that cached blocks soon fill it.
 The client is this process, on the same processors as the server. A model without a tokenizer gets one of its
 vocabulary's size, trained on the Python standard library.
 """
@@ -36,7 +37,7 @@ from demo_model_data import Corpus, read_corpus, train_tokenizer
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.results import command_line, write_json
-from jaxllm.bench.serving.server_process import running_server
+from jaxllm.bench.serving.server_process import running_server, signals_as_interrupts
 from jaxllm.hardware import describe_hardware, versions
 from jaxllm.workloads import Poisson
 
@@ -275,16 +276,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--num-gpu-blocks", type=int, default=1024, help="of the KV pool")
     parser.add_argument("--num-idle", type=int, default=40)
     parser.add_argument("--overload", type=float, default=10.0, help="multiple of the capacity")
     parser.add_argument("--seconds", type=float, default=60.0, help="of overload")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_as_interrupts())
         folder = str(stack.enter_context(with_tokenizer(args.model)))
-        settings = ["--model", folder, "--warm-up", "all", "--no-log-requests"]
+        pool = ["--num-gpu-blocks-override", str(args.num_gpu_blocks)]
+        settings = ["--model", folder, "--warm-up", "all", "--no-log-requests", *pool]
         url = stack.enter_context(running_server(settings))
-        llm = stack.enter_context(LLM(folder, warm_up="all"))
+        llm = stack.enter_context(LLM(folder, warm_up="all", num_gpu_blocks_override=args.num_gpu_blocks))
         result = {
             "command": command_line(["python", *sys.argv]),
             "hardware": describe_hardware(),

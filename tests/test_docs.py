@@ -166,10 +166,21 @@ def measured_rows():
         )
 
 
+def server_rows():
+    """Rows of the table of what the server costs."""
+    values = stored("server-cpu")["overhead"]
+    for mode in ("whole", "stream"):
+        rate, share = values["output_tokens_per_second"][mode], values["share_of_offline"][mode]
+        parts = [f"{rate[one]:.0f}" for one in ("median", "min", "max")]
+        parts += [f"{share[one]:.1%}".replace("%", " %") for one in ("median", "min", "max")]
+        yield "{} ({}..{}) | {} ({}..{})".format(*parts)
+
+
 def test_figures_are_those_of_their_files():
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     compared, measured = list(compared_rows()), list(measured_rows())
     assert (len(compared), len(measured)) == (4, 8)
+    measured += server_rows()
     assert [row for row in (*compared, *measured) if f"| {row} |" not in page] == []
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [row for row in compared if f"| {row} |" not in readme] == []

@@ -30,7 +30,7 @@ KEY = "a-key-of-sixteen"
 @pytest.fixture(scope="module")
 def server():
     limits = {"max_body_bytes": 4096, "max_header_bytes": 2048, "max_total_body_bytes": 8192}
-    with serving(request_timeout=0.5, keep_alive_timeout=0.5, max_connections=20, **limits) as running:
+    with serving(request_timeout=2.0, keep_alive_timeout=2.0, max_connections=20, **limits) as running:
         yield running
         running.wait_until_idle()
 
@@ -351,7 +351,7 @@ def test_a_client_that_leaves_frees_everything_at_once(server, stream):
         )
         while server.engine.num_live < 4:
             time.sleep(0.005)
-    server.wait_until_idle(5)
+    server.wait_until_idle()
 
 
 def test_a_client_that_does_not_read_is_let_go_of():

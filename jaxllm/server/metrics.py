@@ -170,7 +170,7 @@ class _Engine(Collector):
         yield counter(
             "compilations",
             "Programs compiled, or loaded from the cache of compiled ones.",
-            {(): len(made.executor.compile_report())},
+            {(): len(made.executor.programs)},
         )
         yield gauge("engine_healthy", "1 if the engine takes requests.", {(): float(service.core.is_healthy)})
 
