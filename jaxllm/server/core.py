@@ -21,6 +21,7 @@ from jaxllm.server.errors import busy, refused, shutting_down
 _T = TypeVar("_T")
 _SECONDS_TO_LOOK_UP = 1.0  # after which it is asked whether there is anything to wait for
 _MAX_RETRY_SECONDS = 60
+_MOST_AT_A_TIME = 8  # items from the engine in one turn of the loop
 
 
 class Admission:
@@ -338,10 +339,14 @@ class EngineCore:
         self.made.executor.release()
 
     def _distribute(self) -> None:
+        """Pass on what came, a few at a time: others, such as who is to be refused, have turns between."""
         self._is_told = False
-        while self._inbox:
+        for _ in range(min(len(self._inbox), _MOST_AT_A_TIME)):
             generation, (request_id, item) = self._inbox.popleft()
             generation.receive(request_id, item)
+        if self._inbox and self._loop is not None:
+            self._is_told = True
+            self._loop.call_soon(self._distribute)
 
     async def _look_up(self) -> None:
         while True:
