@@ -30,11 +30,10 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
-import ray
-
 import jaxllm.cluster
 from jaxllm import SamplingParams
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.cluster.ray_extra import require_ray
 from jaxllm.cluster.serve import ClusterConfig, engine_apps, start
 from jaxllm.server.config import ServerConfig
 
@@ -142,7 +141,7 @@ def measure_serve(num_conversations: int, num_clients: int, seed: int) -> list[d
         server = ServerConfig(port=0, log_requests=False, shutdown_timeout=1.0)
         cluster = ClusterConfig(num_replicas=2, policy=policy)
         settings = {**SIZES, "num_gpu_blocks_override": SERVED_BLOCKS}
-        url = start(engine_apps(ray, settings, server, cluster), server, cluster)
+        url = start(engine_apps(require_ray(), settings, server, cluster), server, cluster)
         try:
             for number in range(8):  # both compile their programs
                 ask(url, {"prompt": f"{number} {number}", "max_tokens": 2})
@@ -157,7 +156,7 @@ def measure_serve(num_conversations: int, num_clients: int, seed: int) -> list[d
             work = [after[replica] - before.get(replica, 0.0) for replica in after]
             hops = hop_milliseconds(url)
         finally:
-            ray.serve.shutdown()
+            require_ray("ray.serve").serve.shutdown()
         prompts, cached, latencies = zip(*turns, strict=True)
         rows.append(
             {
@@ -215,6 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if min(args.conversations, args.clients, args.repetitions) < 1 or args.rows < 10 * BATCH_SIZE:
         parser.error(f"--rows must be at least {10 * BATCH_SIZE}, and --conversations and the like positive")
+    ray = require_ray()
     ray.init(
         num_cpus=2,
         object_store_memory=150 * 2**20,

@@ -372,6 +372,10 @@ def test_errors_name_the_field(client, server):
     with pytest.raises(openai.BadRequestError, match=r"prompt.1.: .*1000000000") as caught:
         greedy(client, [[7], [10**9]])
     assert caught.value.param == "prompt"
+    for prompt in ([], [[]], [""], ""):
+        with pytest.raises(openai.BadRequestError) as caught:
+            complete(client, prompt, temperature=-1)
+        assert caught.value.param in ("prompt", "temperature")
     with pytest.raises(openai.BadRequestError, match="suffix"):
         greedy(client, suffix="end")
     with pytest.raises(openai.BadRequestError, match="stream_options is for streams"):

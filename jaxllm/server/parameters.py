@@ -210,7 +210,7 @@ def _structured_outputs(request: GenerationRequest) -> object:
 def refusal(error: JaxllmError, request: GenerationRequest) -> ApiError:
     """What a client is told of what the engine refuses; messages begin with the field they are of."""
     given = getattr(request, "prompt", None)
-    has_several = isinstance(given, list) and not _is_id(given[0])
+    has_several = isinstance(given, list) and bool(given) and not _is_id(given[0])
     message = re.sub(r"^prompts(\[\d+\]): ", r"prompt\1: " if has_several else "", str(error))
     found = re.match(r"\w+", message)
     name = found.group() if found else ""
