@@ -1,18 +1,25 @@
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 from engine_helpers import make_llm
 
 from jaxllm import SamplingParams
 from jaxllm.checkpoints import demo_model_path
 from jaxllm.cli.main import main
+from jaxllm.cluster.attempts import Turns
 from jaxllm.cluster.batch_engine import BatchEngine, BatchSettings
 from jaxllm.cluster.cpu_slices import CpuSlice
 from jaxllm.cluster.parts import OutputFolder, Parts, read_parts
 from jaxllm.cluster.shards import RawRow, Shard, input_files, read_shard, scan, shards_of
+from jaxllm.cluster.worker import ShardWorker
 from jaxllm.errors import ConfigError, EngineError
 
 # Shards
@@ -33,9 +40,6 @@ def read_all(paths, rows_per_shard, columns=None):
 
 @pytest.mark.parametrize("rows_per_shard", [1, 3, 4, 100])
 def test_shards_hold_every_row_once(tmp_path, rows_per_shard):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
     first = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"a{n}"} for n in range(7)])
     table = pyarrow.table({"prompt": [f"b{n}" for n in range(10)], "other": range(10)})
     parquet.write_table(table, tmp_path / "b.parquet", row_group_size=4)
@@ -49,9 +53,6 @@ def test_shards_hold_every_row_once(tmp_path, rows_per_shard):
 
 
 def test_columns_of_other_names_are_read_and_nulls_are_not_there(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
     messages = [[{"role": "user", "content": "hi", "name": None}], None]
     table = pyarrow.table({"chat": messages, "text": [None, "there"], "n": [1, 2]})
     parquet.write_table(table, tmp_path / "a.parquet")
@@ -87,7 +88,6 @@ def test_inputs_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="must end in"):
         input_files(tmp_path / "a.csv")
     (tmp_path / "a.parquet").write_text("x")
-    pytest.importorskip("pyarrow")
     with pytest.raises(ConfigError, match="no Parquet file"):
         scan(f"{tmp_path / 'a.parquet'}", 4)
 
@@ -100,8 +100,6 @@ ANSWERS = [{"index": 0, "text": "a"}, {"index": 1, "error": "bad"}]
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_parts_are_there_as_a_whole_or_not_at_all(tmp_path, kind):
-    if kind == "parquet":
-        pytest.importorskip("pyarrow")
     parts = Parts(tmp_path, kind)
     assert not parts.has(SHARD)
     parts.write(SHARD, ANSWERS)
@@ -239,6 +237,129 @@ def test_one_that_fails_again_and_again_is_given_up(llm):
     with pytest.raises(EngineError, match="gone"):
         engine.answer([raw(0, prompt="def f(a):")])
     assert [one.num_calls for one in made] == [1, 1, 1]
+
+
+class Killed(BaseException):
+    """What stands for the end of a process."""
+
+
+class Fragile:
+    """An engine that some prompts kill."""
+
+    def __init__(self, fatal):
+        self._fatal, self.batches = fatal, []
+
+    def answer(self, rows):
+        self.batches.append([row.index for row in rows])
+        for row in rows:
+            if row.index in self._fatal and row.error is None:
+                raise Killed
+        return [
+            {"index": row.index, "id": None} | ({} if row.error is None else {"error": f"{row.error}"})
+            for row in rows
+        ]
+
+
+def answer_until_done(parts, shard, fatal, max_retries):
+    """Give a shard to one worker after another; returns the batches that each was given."""
+    batches = []
+    for _ in range(100):
+        worker = object.__new__(ShardWorker)
+        worker._engine, worker._max_retries, worker._turns = Fragile(fatal), max_retries, Turns()
+        worker._parts, worker._columns = parts, None
+        batches.append(worker._engine.batches)
+        try:
+            counts = worker({"shard": [json.dumps(dataclasses.asdict(shard))]})
+        except Killed:
+            continue
+        return batches, counts
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("fatal", [[], [0], [3], [1, 2], [0, 1, 2, 3, 4]])
+def test_rows_that_kill_their_workers_are_found(tmp_path, fatal):
+    write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{n}"} for n in range(5)])
+    parts = Parts(tmp_path / "out", "jsonl")
+    parts.folder.mkdir()
+    (shard,) = shards_of([scan(f"{tmp_path / 'in.jsonl'}", 5)], 5)
+    batches, counts = answer_until_done(parts, shard, fatal, max_retries=2)
+    assert counts == {"num_rows": [5], "num_errors": [len(fatal)]}
+    rows = list(read_parts(parts.folder))
+    assert [row["index"] for row in rows] == list(range(5))
+    assert [row["index"] for row in rows if "error" in row] == fatal
+    assert all("died" in row["error"] for row in rows if "error" in row)
+    whole = [batch for batch in batches if [0, 1, 2, 3, 4] in batch]
+    assert len(whole) == (3 if fatal else 1)  # the first, and two retries
+    assert len(batches) == (3 + 2 * len(fatal) + 1 if fatal else 1)
+    assert [path.name for path in parts.folder.iterdir()] == ["part-000000000000-000000000005.jsonl"]
+
+
+def test_one_death_of_something_else_costs_no_row(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{n}"} for n in range(5)])
+    parts = Parts(tmp_path / "out", "jsonl")
+    parts.folder.mkdir()
+    (shard,) = shards_of([scan(f"{tmp_path / 'in.jsonl'}", 5)], 5)
+    attempts = parts.attempts(shard)
+    for _ in range(3):
+        attempts.begin()
+    attempts.begin_row(0)
+    attempts.end_row(0)
+    attempts.begin_row(1)  # when its worker's node was switched off
+    _, counts = answer_until_done(parts, shard, [3], max_retries=2)
+    assert counts == {"num_rows": [5], "num_errors": [1]}
+    assert [row["index"] for row in read_parts(parts.folder) if "error" in row] == [3]
+
+
+def test_a_row_is_answered_alone_when_nobody_else_is_at_work():
+    turns, done = Turns(), []
+
+    def work(name, seconds):
+        with turns.together():
+            time.sleep(seconds)
+            done.append(name)
+
+    def be_alone():
+        with turns.alone():
+            done.append("alone")
+            time.sleep(0.1)
+            done.append("still alone")
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(work, "first", 0.1)
+        while not turns._num_together:
+            time.sleep(0.001)
+        pool.submit(be_alone)
+        first.result()
+        while "alone" not in done:
+            time.sleep(0.001)
+        pool.submit(work, "second", 0)
+    assert done == ["first", "alone", "still alone", "second"]
+
+
+def test_a_full_disk_is_told_in_words(tmp_path):
+    attempts = Parts(tmp_path / "absent", "jsonl").attempts(Shard("in.jsonl", 0, 5, 0))
+    with pytest.raises(ConfigError, match=r"cannot write .*No such file.*--resume"):
+        attempts.begin()
+
+
+def test_workers_that_die_of_something_else_cost_no_row(tmp_path):
+    write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{n}"} for n in range(5)])
+    parts = Parts(tmp_path / "out", "jsonl")
+    parts.folder.mkdir()
+    (shard,) = shards_of([scan(f"{tmp_path / 'in.jsonl'}", 5)], 5)
+    for _ in range(7):
+        parts.attempts(shard).begin()  # and no more
+    batches, counts = answer_until_done(parts, shard, [], max_retries=2)
+    assert counts == {"num_rows": [5], "num_errors": [0]}
+    assert batches == [[[0], [1], [2], [3], [4]]]
+
+
+def test_a_resumed_job_begins_anew(tmp_path):
+    with OutputFolder(tmp_path / "out", {}, resume=False):
+        attempts = Parts(tmp_path / "out", "jsonl").attempts(Shard("in.jsonl", 0, 5, 0))
+        assert [attempts.begin(), attempts.begin()] == [0, 1]
+    with OutputFolder(tmp_path / "out", {}, resume=True):
+        assert attempts.begin() == 0
 
 
 # Processors

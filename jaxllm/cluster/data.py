@@ -73,11 +73,11 @@ def generate(
 
     Args:
         data: paths of .jsonl and .parquet files or of folders of them, which all nodes see; or a
-        `ray.data.Dataset`. sampling_params: of rows that have none of their own; the checkpoint's if None.
+            `ray.data.Dataset`.
+        sampling_params: of rows that have none of their own; the checkpoint's if None.
         output: where answers go, on a file system that all nodes see. A name that ends in .jsonl is one file,
-        in the
-            order of the rows; one that ends in .parquet is a folder of Parquet files; any other one is a
-            folder of JSON Lines. A data set may do without: it is returned with answers as further columns,
+            in the order of the rows; one that ends in .parquet is a folder of Parquet files; any other one is
+            a folder of JSON Lines. A data set may do without: it is returned with answers as further columns,
             lazily, and its rows are seeded by their column `index`, or else by what they hold, so that equal
             ones have equal answers.
         resume: continue an output that an earlier call with the same data and arguments has begun.
@@ -89,10 +89,14 @@ def generate(
         num_workers: engines; by default as many as the cluster has room for.
         gpus_per_worker: by default 1 if the cluster has GPUs.
         cpus_per_worker: processors of an engine that has no GPU, to which it is bound; by default all of a
-        node. batch_size: rows that are answered and repeated as one. batches_in_flight: batches that an
-        engine works on at once, so that it is never short of rows. max_retries: how often a batch is tried
-        again after its engine has failed. show_progress: show a progress bar on stderr. **settings: of the
-        engines, as `LLM` takes them.
+            node.
+        batch_size: rows that are answered and repeated as one.
+        batches_in_flight: batches that an engine works on at once, so that it is never short of rows.
+        max_retries: how often a batch is tried again after its engine has failed, or its worker has died. Of
+            files, the rows of one whose workers died more often are answered one by one, so that a row that
+            kills them is found, and is answered by an error.
+        show_progress: show a progress bar on stderr.
+        **settings: of the engines, as `LLM` takes them.
 
     Raises:
         ConfigError: an argument is wrong, Ray is not installed, or the output cannot be used.

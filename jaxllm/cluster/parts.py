@@ -11,6 +11,7 @@ no part.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -19,14 +20,15 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from jaxllm.cluster.answers import write_parquet
+from jaxllm.cluster.attempts import Attempts
 from jaxllm.cluster.shards import Shard
 from jaxllm.errors import ConfigError
 
 PartFormat = Literal["jsonl", "parquet"]
-_JOB, _LOCK = "job.json", "lock"
+_JOB, _LOCK, _ATTEMPTS = "job.json", "lock", ".attempts"
 _NAME = re.compile(r"part-(\d{12})-(\d{12})\.(jsonl|parquet)")
 
 
@@ -45,6 +47,11 @@ class Parts:
         """Whether a shard has been answered."""
         return self._path(shard.first_index, shard.num_rows).exists()
 
+    def attempts(self, shard: Shard) -> Attempts:
+        """What was begun of a shard."""
+        path = self._path(shard.first_index, shard.num_rows)
+        return Attempts(path.with_name(f".{path.stem}{_ATTEMPTS}"))
+
     def num_errors(self, shard: Shard) -> int:
         """How many of an answered shard's rows were bad."""
         path = self._path(shard.first_index, shard.num_rows)
@@ -62,23 +69,14 @@ class Parts:
         """
         assert [row["index"] for row in rows] == list(_indices(shard))
         path = self._path(shard.first_index, shard.num_rows)
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            with open(beside, "xb") as file:
-                if self._format == "parquet":
-                    write_parquet(file, rows)
-                else:
-                    file.writelines(json.dumps(row, allow_nan=False).encode("ascii") + b"\n" for row in rows)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-            _sync_folder(self.folder)
-        except OSError as error:
-            beside.unlink(missing_ok=True)
-            raise ConfigError(
-                f"cannot write {os.fspath(path)!r} ({error.strerror or error}). Make room and run again with "
-                "resume=True (--resume); other parts are kept."
-            ) from error
+        with _replacing(
+            path, "Make room and run again with resume=True (--resume); other parts are kept."
+        ) as file:
+            if self._format == "parquet":
+                write_parquet(file, rows)
+            else:
+                file.writelines(json.dumps(row, allow_nan=False).encode("ascii") + b"\n" for row in rows)
+        self.attempts(shard).clear()
 
     def done(self) -> set[tuple[int, int]]:
         """First index and number of rows of each shard that has been answered."""
@@ -95,22 +93,14 @@ class Parts:
         Raises:
             ConfigError: the disk is full or failed.
         """
-        beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-        try:
-            with open(beside, "xb") as file:
-                for shard in shards:
-                    with open(self._path(shard.first_index, shard.num_rows), "rb") as part:
-                        shutil.copyfileobj(part, file, 2**20)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, target)
-            _sync_folder(target.parent)
-        except OSError as error:
-            beside.unlink(missing_ok=True)
-            raise ConfigError(
-                f"cannot write {os.fspath(target)!r} ({error.strerror or error}). Make room and run again "
-                f"with resume=True (--resume); the answers are in {os.fspath(self.folder)!r}."
-            ) from error
+        advice = (
+            "Make room and run again with resume=True (--resume); the answers are in "
+            f"{os.fspath(self.folder)!r}."
+        )
+        with _replacing(target, advice) as file:
+            for shard in shards:
+                with open(self._path(shard.first_index, shard.num_rows), "rb") as part:
+                    shutil.copyfileobj(part, file, 2**20)
 
     def clear(self) -> None:
         """Remove the parts; that a job was here stays known."""
@@ -175,7 +165,7 @@ class OutputFolder:
                     f"cannot resume {os.fspath(folder)!r}: it holds answers of another job, with other "
                     f"{', '.join(changed)}. Choose another output, or delete it."
                 )
-            for left in folder.glob(".part-*"):  # of workers that died while they wrote
+            for left in folder.glob(".part-*"):  # of workers that died, also of what they have begun
                 left.unlink(missing_ok=True)
             return
         if set(os.listdir(folder)).difference((_LOCK, f".{_JOB}")):
@@ -210,6 +200,28 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 def _indices(shard: Shard) -> range:
     return range(shard.first_index, shard.first_index + shard.num_rows)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, advice: str) -> Iterator[BinaryIO]:
+    """A file that takes its place at the end of the block, as a whole and on disk.
+
+    Raises:
+        ConfigError: the disk is full or failed; `advice` says what to do.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(beside, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(
+            f"cannot write {os.fspath(path)!r} ({error.strerror or error}). {advice}"
+        ) from error
 
 
 def _sync_folder(folder: Path) -> None:

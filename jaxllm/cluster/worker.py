@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cluster.answers import ANSWER_COLUMNS, answer_table
+from jaxllm.cluster.attempts import Attempts, Turns
 from jaxllm.cluster.cpu_slices import CpuSlice
 from jaxllm.cluster.shards import RawRow, Shard, read_shard, rows_as_json
-from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.errors import ConfigError, JaxllmError, RequestError
 
 if TYPE_CHECKING:
     from jaxllm.cluster.batch_engine import BatchEngine, BatchSettings
@@ -67,6 +68,7 @@ class ShardWorker:
 
     def __init__(self, settings: WorkerSettings, parts: Parts, columns: Mapping[str, str] | None) -> None:
         self._engine = _Engine(settings)
+        self._max_retries, self._turns = settings.batch.max_retries, Turns()
         self._parts, self._columns = parts, columns
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -75,11 +77,30 @@ class ShardWorker:
         return {"num_rows": [rows for rows, _ in counts], "num_errors": [errors for _, errors in counts]}
 
     def _answer(self, shard: Shard) -> tuple[int, int]:
+        attempts = self._parts.attempts(shard)
         if self._parts.has(shard):  # whoever wrote it died before it could say so
+            attempts.clear()
             return shard.num_rows, self._parts.num_errors(shard)
-        answers = self._engine.answer(read_shard(shard, self._columns))
+        num_deaths = attempts.begin()
+        rows = read_shard(shard, self._columns)
+        if num_deaths <= self._max_retries:
+            with self._turns.together():
+                answers = self._engine.answer(rows)
+        else:  # one of them kills workers
+            fatal = attempts.fatal_rows()
+            answers = [self._answer_alone(row, attempts, row.index in fatal) for row in rows]
         self._parts.write(shard, answers)
         return shard.num_rows, sum("error" in answer for answer in answers)
+
+    def _answer_alone(self, row: RawRow, attempts: Attempts, is_fatal: bool) -> dict[str, Any]:
+        if is_fatal:
+            message = f"{row.source}: two workers that had nothing else to do died of this"
+            return self._engine.answer([dataclasses.replace(row, error=RequestError(message))])[0]
+        with self._turns.alone():
+            attempts.begin_row(row.index)
+            answer = self._engine.answer([row])[0]
+            attempts.end_row(row.index)
+        return answer
 
 
 class RowWorker:
