@@ -6,7 +6,8 @@ Starts a Ray cluster on this machine. Data sets: `jaxllm.cluster.generate` over 
 one and by two engines of a processor each, and by one of two; rows a second in the middle of each job (from
 30 to 90 % of the rows), without start and end: median, lowest and highest of jobs that take turns. Replicas:
 two engines of a processor each behind Ray Serve, and clients that hold several conversations in turn; tokens
-found in caches, by routing policy, and the most loaded replica's work over the mean. Hops: milliseconds of a
+found in caches, by routing policy, beside those that caches without bounds would have, and the most loaded
+replica's work over the mean. Hops: milliseconds of a
 request that needs no engine, through proxy, ingress and replica.
 """
 
@@ -28,7 +29,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import jaxllm.cluster
 from jaxllm import SamplingParams
@@ -41,7 +42,8 @@ SIZES = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256
 BATCH_SIZE, PROMPT_LEN, OUTPUT_LEN = 16, 64, 64
 WINDOW = (0.3, 0.9)
 WORKERS = ((1, 1), (2, 1), (1, 2))
-LIVE, SERVED_BLOCKS, MAX_TURNS, SAID_WORDS, ANSWER_TOKENS, MOST_PROMPT = (6, 9, 12), 256, 8, (8, 24), 16, 400
+LIVE, SERVED_BLOCKS, BLOCK, MAX_TURNS = (6, 9, 12, 15), 256, 16, 8
+SAID_WORDS, ANSWER_TOKENS, MOST_PROMPT = (8, 24), 16, 400
 _SAMPLE = re.compile(r'jaxllm:(\w+)\{replica="([^"]+)"[^}]*\} (\S+)')
 
 
@@ -101,10 +103,19 @@ def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def converse(url: str, seed: int, number: int) -> Iterator[tuple[int, int, float]]:
-    """One conversation, turn by turn: tokens of its prompt, how many of them were found, seconds."""
+class Turn(NamedTuple):
+    """One of a conversation's: tokens of its prompt, how many were found, and could have been; seconds."""
+
+    prompt: int
+    cached: int
+    findable: int
+    seconds: float
+
+
+def converse(url: str, seed: int, number: int) -> Iterator[Turn]:
+    """One conversation, turn by turn."""
     rng = random.Random(f"{seed} {number}")
-    spoken = ""
+    spoken, known = "", 0
     for _ in range(rng.randint(2, MAX_TURNS)):
         spoken += f" {words(rng, rng.randint(*SAID_WORDS))}:"
         body = {"prompt": spoken, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -112,13 +123,14 @@ def converse(url: str, seed: int, number: int) -> Iterator[tuple[int, int, float
         answer = ask(url, body)
         usage = answer["usage"]
         found = usage["prompt_tokens_details"]["cached_tokens"]
-        yield usage["prompt_tokens"], found, time.perf_counter() - began
+        yield Turn(usage["prompt_tokens"], found, known // BLOCK * BLOCK, time.perf_counter() - began)
         spoken += answer["choices"][0]["text"]
+        known = usage["total_tokens"] - 1  # the last one is not computed yet
         if usage["prompt_tokens"] > MOST_PROMPT:
             break
 
 
-def talk(url: str, seed: int, num_live: int, numbers: Sequence[int]) -> list[tuple[int, int, float]]:
+def talk(url: str, seed: int, num_live: int, numbers: Sequence[int]) -> list[Turn]:
     """A client's conversations, some at a time in turn, as if their users thought meanwhile."""
     waiting = iter(numbers)
     live = [converse(url, seed, number) for number in itertools.islice(waiting, num_live)]
@@ -134,47 +146,60 @@ def talk(url: str, seed: int, num_live: int, numbers: Sequence[int]) -> list[tup
     return turns
 
 
-def measure_serve(num_conversations: int, num_clients: int, seed: int) -> list[dict[str, Any]]:
-    """Hits and balance of two replicas, by policy."""
+def serve_once(
+    policy: str, num_live: int, num_conversations: int, num_clients: int, seed: int
+) -> dict[str, float]:
+    """Hits and balance of two replicas."""
+    server = ServerConfig(port=0, log_requests=False, shutdown_timeout=1.0)
+    cluster = ClusterConfig(num_replicas=2, policy=policy)
+    settings = {**SIZES, "num_gpu_blocks_override": SERVED_BLOCKS}
+    url = start(engine_apps(require_ray(), settings, server, cluster), server, cluster)
+    try:
+        for number in range(8):  # both compile their programs
+            ask(url, {"prompt": f"{number} {number}", "max_tokens": 2})
+        before = work_of(url)
+        began = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(num_clients) as clients:
+            shares = [range(first, num_conversations, num_clients) for first in range(num_clients)]
+            talks = clients.map(functools.partial(talk, url, seed, num_live), shares)
+            turns = list(itertools.chain.from_iterable(talks))
+        seconds = time.perf_counter() - began
+        after = work_of(url)
+        work = [after[replica] - before.get(replica, 0.0) for replica in after]
+        hops = hop_milliseconds(url)
+    finally:
+        require_ray("ray.serve").serve.shutdown()
+    num_tokens, cached, findable, latencies = zip(*turns, strict=True)
+    return {
+        "turns": len(turns),
+        "prompt_tokens": sum(num_tokens),
+        "cached_tokens": sum(cached),
+        "share_cached": sum(cached) / sum(num_tokens),
+        "share_findable": sum(findable) / sum(num_tokens),
+        "balance_of_work": max(work) / statistics.mean(work),
+        "turns_per_second": len(turns) / seconds,
+        "median_seconds": statistics.median(latencies),
+        "hop_milliseconds": hops,
+    }
+
+
+def measure_serve(
+    num_conversations: int, num_clients: int, repetitions: int, seed: int
+) -> list[dict[str, Any]]:
+    """The same by policy: medians of repetitions, each of other conversations."""
     rows = []
-    for num_live, policy in itertools.product(LIVE, ("round_robin", "prefix")):
-        server = ServerConfig(port=0, log_requests=False, shutdown_timeout=1.0)
-        cluster = ClusterConfig(num_replicas=2, policy=policy)
-        settings = {**SIZES, "num_gpu_blocks_override": SERVED_BLOCKS}
-        url = start(engine_apps(require_ray(), settings, server, cluster), server, cluster)
-        try:
-            for number in range(8):  # both compile their programs
-                ask(url, {"prompt": f"{number} {number}", "max_tokens": 2})
-            before = work_of(url)
-            began = time.perf_counter()
-            with concurrent.futures.ThreadPoolExecutor(num_clients) as clients:
-                shares = [range(first, num_conversations, num_clients) for first in range(num_clients)]
-                talks = clients.map(functools.partial(talk, url, seed, num_live), shares)
-                turns = list(itertools.chain.from_iterable(talks))
-            seconds = time.perf_counter() - began
-            after = work_of(url)
-            work = [after[replica] - before.get(replica, 0.0) for replica in after]
-            hops = hop_milliseconds(url)
-        finally:
-            require_ray("ray.serve").serve.shutdown()
-        prompts, cached, latencies = zip(*turns, strict=True)
-        rows.append(
-            {
-                "live_conversations": num_live * num_clients,
-                "policy": policy,
-                "turns": len(turns),
-                "prompt_tokens": sum(prompts),
-                "cached_tokens": sum(cached),
-                "share_cached": sum(cached) / sum(prompts),
-                "balance_of_work": max(work) / statistics.mean(work),
-                "turns_per_second": len(turns) / seconds,
-                "median_seconds": statistics.median(latencies),
-                "hop_milliseconds": hops,
-            }
-        )
-        if policy == "prefix":
-            rows[-1]["hits_over_round_robin"] = sum(cached) / rows[-2]["cached_tokens"]
-        print(rows[-1], flush=True)
+    for num_live in LIVE:
+        runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in ("round_robin", "prefix")}
+        for repetition, policy in itertools.product(range(repetitions), runs):
+            run = serve_once(policy, num_live, num_conversations, num_clients, seed + repetition)
+            runs[policy].append(run)
+            print(num_live * num_clients, policy, run, flush=True)
+        pairs = zip(runs["prefix"], runs["round_robin"], strict=True)
+        ratios = [one["cached_tokens"] / other["cached_tokens"] for one, other in pairs]
+        for policy, of_policy in runs.items():
+            medians = {key: statistics.median(run[key] for run in of_policy) for key in of_policy[0]}
+            rows.append({"live_conversations": num_live * num_clients, "policy": policy, **medians})
+        rows[-1] |= {"hits_over_round_robin": statistics.median(ratios), "lowest_ratio": min(ratios)}
     return rows
 
 
@@ -206,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=1200, help="of the data set (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each job (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=3, help="of each (default: %(default)s)")
     parser.add_argument("--conversations", type=int, default=120, help="default: %(default)s")
     parser.add_argument("--clients", type=int, default=4, help="that hold them (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -225,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         generated = measure_generate(pathlib.Path(folder), args.rows, args.repetitions, args.seed)
-    served = measure_serve(args.conversations, args.clients, args.seed)
+    served = measure_serve(args.conversations, args.clients, args.repetitions, args.seed)
     ray.shutdown()
     from jaxllm.hardware import describe_hardware, versions  # JAX, which must not be forked
 

@@ -48,6 +48,12 @@ class FakeApp:
     def cache_tokens(self):
         return 2**20
 
+    def bytes_per_token(self):
+        return 4.0
+
+    async def drain(self, seconds):
+        """Nothing is left when it ends."""
+
     async def _who(self, request):
         return JSONResponse({"pid": os.getpid(), "header": request.headers.get("x-mine")})
 

@@ -52,7 +52,8 @@ def wait_until(condition, seconds=60):
 
 
 def events(url, body):
-    request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url + "/v1/completions", data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response:

@@ -3,8 +3,6 @@ import asyncio
 import json
 
 import pytest
-
-pytest.importorskip("starlette")
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -66,7 +64,7 @@ class Replicas:
             self.num_closed += 1
 
 
-def ask(replicas, body=b"{}", path="/v1/completions", method="POST", chunks=None, **config):
+def ask(replicas, body=b"{}", path="/v1/completions", method="POST", query=b"", chunks=None, **config):
     """Status, headers and body of the response."""
 
     async def run():
@@ -80,7 +78,8 @@ def ask(replicas, body=b"{}", path="/v1/completions", method="POST", chunks=None
             return {"type": "http.request", "body": part, "more_body": more}
 
         ingress = Ingress(replicas.send, ServerConfig(**config), (LostError,))
-        response = await ingress.answer(Request({**SCOPE, "path": path, "method": method}, receive))
+        scope = {**SCOPE, "path": path, "method": method, "query_string": query}
+        response = await ingress.answer(Request(scope, receive))
         sent = []
 
         async def send(message):
@@ -90,6 +89,61 @@ def ask(replicas, body=b"{}", path="/v1/completions", method="POST", chunks=None
         return sent[0]["status"], dict(sent[0]["headers"]), b"".join(one.get("body", b"") for one in sent)
 
     return asyncio.run(run())
+
+
+def test_an_ingress_is_idle_when_responses_have_been_passed_on():
+    async def run():
+        may_end = asyncio.Event()
+
+        async def send(request):
+            for batch in answer_of(b"data: 1\n\n", headers=EVENTS, then=[[]]):
+                yield batch
+            await may_end.wait()
+
+        async def receive():
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        ingress = Ingress(send, ServerConfig(), (LostError,))
+        scope = {**SCOPE, "asgi": {"spec_version": "2.4"}}
+        response = await ingress.answer(Request(dict(SCOPE), receive))
+
+        async def take(message):
+            if not message.get("more_body", True):
+                ended.append(True)
+
+        ended = []
+        passing_on = asyncio.create_task(response(scope, receive, take))
+        began = asyncio.get_running_loop().time()
+        await ingress.wait_until_idle(0.1)  # in vain
+        assert asyncio.get_running_loop().time() - began >= 0.1
+        ingress.refuse_new()
+        assert (await ingress.answer(Request(dict(SCOPE), receive))).status_code == 503
+        may_end.set()
+        await ingress.wait_until_idle(3600)
+        assert ended
+        await passing_on
+
+    asyncio.run(run())
+
+
+def test_an_ingress_is_idle_when_nobody_wants_a_response():
+    replicas = Replicas(answer_of(b"data: 1\n\n", headers=EVENTS))
+
+    async def run():
+        async def receive():
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        async def gone(message):
+            raise ConnectionResetError
+
+        ingress = Ingress(replicas.send, ServerConfig(), (LostError,))
+        response = await ingress.answer(Request(dict(SCOPE), receive))
+        with pytest.raises(Exception, match=r"^$"):  # before the first piece
+            await response({**SCOPE, "asgi": {"spec_version": "2.4"}}, receive, gone)
+        await ingress.wait_until_idle(3600)
+
+    asyncio.run(run())
+    assert replicas.num_closed == 1
 
 
 def test_responses_are_passed_on_as_they_are():
@@ -105,6 +159,20 @@ def test_a_replica_that_dies_first_is_replaced_and_what_it_began_is_not_seen():
     replicas = Replicas([LostError()], [[start], LostError()], answer_of(b"good"))
     assert ask(replicas)[2] == b"good"
     assert [request.tried for request in replicas.requests] == [["a", "b", "c"]] * 3
+
+
+def test_the_state_is_that_of_the_replica_that_is_named():
+    live = b'{"model": "m"}'
+    replicas = Replicas(answer_of(live), answer_of(live))
+    _, headers, body = ask(replicas, path="/live", method="GET", query=b"replica=b")
+    assert body == live
+    assert (headers[b"x-jaxllm-replica"], headers[b"x-jaxllm-replicas"]) == (b"b", b"a,b,c")
+    _, headers, _ = ask(replicas, path="/live", method="GET")
+    assert replicas.requests[1].target is None
+    assert headers[b"x-jaxllm-replica"] == b"b"  # the next one
+    lost = Replicas(*[[RuntimeError("nobody is there")]] * 2)
+    assert ask(lost, path="/live", method="GET")[0] == 500
+    assert b"x-jaxllm-replica" not in ask(Replicas(answer_of(live)), path="/version", method="GET")[1]
 
 
 def test_when_all_of_them_die_it_is_said():
@@ -208,6 +276,12 @@ class App:
     def cache_tokens(self):
         return 1000
 
+    def bytes_per_token(self):
+        return 2.5
+
+    async def drain(self, seconds):
+        self.drained = seconds
+
 
 def call(route, body=b"{}"):
     async def run():
@@ -269,8 +343,14 @@ def test_a_replica_is_as_well_as_its_engine():
         app = App(hello)
         replica = Replica(lambda: app)
         await replica.check_health()
-        assert replica.record_routing_stats() == {"queued_tokens": 7, "cache_tokens": 1000}
+        assert replica.record_routing_stats() == {
+            "queued_tokens": 7,
+            "cache_tokens": 1000,
+            "bytes_per_token": 2.5,
+        }
         assert replica.record_autoscaling_stats() == {"queued_tokens": 7.0}
+        await replica.drain(2.0)
+        assert app.drained == 2.0
         app.error = EngineError("it has failed")
         with pytest.raises(EngineError):
             await replica.check_health()

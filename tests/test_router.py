@@ -235,6 +235,47 @@ def test_it_leaves_when_waiting_costs_more_than_computing():
     assert router.route("third", keys_of_text(spoken), now=3.0).replica != home
 
 
+def test_texts_of_few_bytes_a_token_fill_caches_sooner():
+    prompts = [keys_of_text(text(100, place)) for place in range(12)]
+
+    def num_known(bytes_per_token):
+        router = make_router(replicas="a")
+        router.report("a", now=0.0, queued_tokens=0, cache_tokens=1600, bytes_per_token=bytes_per_token)
+        for place, prompt in enumerate(prompts):
+            router.route(f"{place}", prompt, now=0.0)
+        return sum(
+            router.route(f"again {place}", prompts[place], now=0.0).num_cached_tokens > 90
+            for place in range(11, -1, -1)
+        )
+
+    assert num_known(4.0) == 12
+    assert num_known(2.0) == 8  # 800 tokens of four bytes
+
+
+def test_queues_are_as_long_as_their_prompts_are_in_bytes():
+    router = make_router()
+    spoken = text(1000)
+    home = router.route("first", keys_of_text(spoken), now=0.0).replica
+    router.ended("first")
+    router.report(home, now=3.0, queued_tokens=1100, bytes_per_token=2.0)  # 550 of four bytes
+    assert router.route("second", keys_of_text(spoken), now=3.0).replica == home
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_token", "num_tokens"), [(None, 1600), (0.001, 200), (2.0, 800), (1e9, 6400)]
+)
+def test_caches_have_room_for_what_replicas_measure_within_reason(bytes_per_token, num_tokens):
+    router = make_router(replicas="ab")
+    router.report("a", now=0.0, queued_tokens=0, cache_tokens=1600, bytes_per_token=bytes_per_token)
+    router.report("b", now=0.0, queued_tokens=0, cache_tokens=1600)  # which knows no better than the other
+    assert router._prefixes._room == {"a": num_tokens, "b": num_tokens}
+    router.report("a", now=0.0, queued_tokens=0, cache_tokens=1600)
+    assert router._prefixes._room["a"] == num_tokens
+    router.set_replicas("c")
+    router.report("c", now=0.0, queued_tokens=0, cache_tokens=1600)
+    assert router._prefixes._room == {"c": 1600}
+
+
 def test_what_nobody_knows_goes_to_the_less_loaded_of_two():
     router = make_router()
     for place, name in enumerate("abcd"):

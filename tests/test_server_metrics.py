@@ -1,5 +1,6 @@
 """What the server tells of itself: metrics, the state of the live page, traces."""
 
+import json
 import re
 import sys
 import threading
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import serving
 
 from jaxllm.errors import ConfigError
+from jaxllm.outputs import RequestOutput
 from jaxllm.sched.ledger import PreemptionRecord, StepRecord
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.stats import NUM_SECONDS, Stats
@@ -205,3 +207,40 @@ def test_a_collector_needs_its_packages(monkeypatch):
     ):
         pass
     assert ServerConfig().otlp_traces_endpoint is None
+
+
+def test_tokens_count_as_they_are_sampled_whoever_reads_them(server):
+    totals = server.service.stats.totals
+    before = totals.output_tokens
+    body = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True}
+    content = json.dumps(body).encode()
+    with server.connect() as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
+        connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + content)
+        while (counted := totals.output_tokens - before) == 0:
+            pass
+        assert counted < 100  # although nothing is answered yet
+    server.wait_until_idle()
+    assert totals.output_tokens - before <= 100
+
+
+def test_prompts_have_a_size_in_bytes():
+    stats = Stats()
+
+    def answered(text, num_tokens):
+        stats.note_size(RequestOutput("0", text, [5] * num_tokens, None, [], True))
+
+    answered("é" * 300, 400)
+    assert stats.bytes_per_token is None  # of so few tokens nothing is known
+    answered(None, 800)
+    assert stats.bytes_per_token == pytest.approx((600 + 3200) / 1200)
+    for _ in range(400):
+        answered("a" * 2000, 1000)
+    assert stats.bytes_per_token == pytest.approx(2.0, rel=0.01)
+
+
+def test_truncated_prompts_have_no_size(server):
+    before = server.service.stats._prompt_sizes
+    body = {"prompt": "some words " * 50, "max_tokens": 1, "truncate_prompt_tokens": 4}
+    assert server.post("/v1/completions", body)[0] == 200
+    assert server.service.stats._prompt_sizes == before

@@ -1,7 +1,9 @@
 """The command `jaxllm serve`: starts, ends when it is told to, and leaves nothing behind."""
 
+import gc
 import json
 import signal
+import sys
 import threading
 import time
 import urllib.error
@@ -11,7 +13,7 @@ import pytest
 from server_helpers import read_events, served_by_command
 
 from jaxllm.cli.main import main
-from jaxllm.server.run import listen
+from jaxllm.server.run import listen, tune_interpreter
 
 LONG = {"prompt": [7, 8, 9], "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
 
@@ -109,3 +111,16 @@ def test_an_address_that_is_taken_is_an_error_before_anything_is_loaded(capsys):
     assert "port=70000" in capsys.readouterr().err
     assert main(["serve", "--api-key", "short"]) == 2
     assert "an API key must be" in capsys.readouterr().err
+
+
+def test_what_is_there_when_serving_begins_is_not_collected_again():
+    before, interval = gc.get_freeze_count(), sys.getswitchinterval()
+    kept = []
+    assert any(one is kept for one in gc.get_objects())
+    try:
+        tune_interpreter()
+        assert gc.get_freeze_count() > before
+        assert not any(one is kept for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)

@@ -25,7 +25,6 @@ from jaxllm.errors import ConfigError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_SWITCH_SECONDS = 0.001  # that a thread goes on while another waits; 5 times as often as Python's default
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "host": (str, "ADDRESS", "to listen on (default: 127.0.0.1, this machine only)"),
     "port": (int, "N", "to listen on; 0 picks a free one (default: 8000)"),
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit code."""
     with needs_server_packages():
         from jaxllm.server.config import ServerConfig
-        from jaxllm.server.run import listen, make_server
+        from jaxllm.server.run import listen, make_server, tune_interpreter
         from jaxllm.server.service import Service
     serve_ray.check_options(args)
     settings = engine_settings(args)
@@ -104,12 +103,13 @@ def run(args: argparse.Namespace) -> int:
     policy = settings.pop("scheduler_policy", None)
     engine = EngineConfig(**{**settings, "model": settings["model"] or demo_model_path()})
     listener = listen(config.host, config.port)  # now rather than after loading
-    sys.setswitchinterval(_SWITCH_SECONDS)
     with listener:
         _log_to_stderr()
         note(f"loading {model_name(settings)}")
         tell_of_programs()
-        make_server(Service.load(engine, config, policy), listener, note).run(sockets=[listener])
+        service = Service.load(engine, config, policy)
+        tune_interpreter()
+        make_server(service, listener, note).run(sockets=[listener])
     return 0
 
 

@@ -11,18 +11,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from jaxllm.cluster.forwarding import ForwardedRequest, Message, forwarded, is_event_stream
+from jaxllm.cluster.forwarding import GENERATING_PATHS, ForwardedRequest, Message, forwarded, is_event_stream
 from jaxllm.cluster.merged_metrics import merge_metrics
 from jaxllm.errors import EngineError
 from jaxllm.server.config import ServerConfig
-from jaxllm.server.errors import ApiError
+from jaxllm.server.errors import ApiError, shutting_down
 
 _logger = logging.getLogger(__name__)
 _MOST_TRIES = 3
+_POLL_SECONDS = 0.02
 _LARGE_BODY = 2**16  # bytes; beyond, it is read in a thread
 
-Send = Callable[[ForwardedRequest], AsyncIterator[list[Message]]]
+Forward = Callable[[ForwardedRequest], AsyncIterator[list[Message]]]
 """Has a request answered by a replica; closing the iterator ends the request."""
 
 
@@ -31,7 +33,8 @@ class Ingress:
 
     A replica that dies before any of a response's body has been passed on is replaced by another one, and so
     is one that has no room. Once some of it was passed on, an event stream ends with an error object, and
-    anything else breaks off.
+    anything else breaks off. `/metrics` is of all replicas together, `/live` of the one that the query names
+    as `replica` while it is there; its headers say whose it is and who else there is.
 
     Args:
         send: how replicas are reached.
@@ -39,11 +42,41 @@ class Ingress:
         lost: errors of `send` that mean that a replica is no more.
     """
 
-    def __init__(self, send: Send, config: ServerConfig, lost: tuple[type[BaseException], ...]) -> None:
+    def __init__(self, send: Forward, config: ServerConfig, lost: tuple[type[BaseException], ...]) -> None:
         self._send, self._config, self._lost = send, config, lost
+        self._num_under_way = 0
+        self._is_closing = False
+
+    def refuse_new(self) -> None:
+        """Answer 503 to new requests for outputs from now on."""
+        self._is_closing = True
+
+    async def wait_until_idle(self, seconds: float) -> None:
+        """Returns when all that was asked has been answered to its end, or so many seconds later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._num_under_way:
+                    await asyncio.sleep(_POLL_SECONDS)
 
     async def answer(self, request: Request) -> Response:
         """The response to a request."""
+        if self._is_closing and request.url.path in GENERATING_PATHS:
+            return _as_response(shutting_down())
+        self._num_under_way += 1
+        response: Response | None = None
+        try:
+            response = await self._answer(request)
+        finally:
+            if isinstance(response, _Forwarded):
+                response.on_end = self._end_one
+            else:
+                self._end_one()
+        return response
+
+    def _end_one(self) -> None:
+        self._num_under_way -= 1
+
+    async def _answer(self, request: Request) -> Response:
         try:
             body = await self._body(request)
         except ApiError as error:
@@ -54,9 +87,14 @@ class Ingress:
             to_forward = await asyncio.to_thread(forwarded, request.scope, body)
         else:
             to_forward = forwarded(request.scope, body)
+        if request.url.path == "/live":
+            to_forward.target = request.query_params.get("replica")
         response = await self._forward(to_forward)
         if request.url.path == "/metrics" and response.status_code == 200:
             return await self._metrics(to_forward, response)
+        if request.url.path == "/live" and response.status_code == 200:
+            response.headers["x-jaxllm-replica"] = to_forward.target or to_forward.tried[-1]
+            response.headers["x-jaxllm-replicas"] = ",".join(sorted(to_forward.replicas))
         return response
 
     async def _forward(self, to_forward: ForwardedRequest) -> Response:
@@ -160,6 +198,16 @@ class _Forwarded(StreamingResponse):
     def __init__(self, answer: _Answer, lost: tuple[type[BaseException], ...]) -> None:
         super().__init__(self._pieces(answer, lost), answer.status)
         self.raw_headers = list(answer.headers)
+        self._answer = answer
+        self.on_end: Callable[[], None] = lambda: None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on, and let the replica end it if nobody wants it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.on_end()
+            await self._answer.close()
 
     async def _pieces(self, answer: _Answer, lost: tuple[type[BaseException], ...]) -> AsyncIterator[bytes]:
         try:

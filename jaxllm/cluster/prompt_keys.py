@@ -23,7 +23,7 @@ from typing import Any
 _BLOCK = 16
 _STEP = 8
 _MOST_TOKENS = 2**24
-_BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4
 """Of a token id, and of English text on average in vocabularies of 32,000 and more."""
 _ROOT_FIELDS = (
     "model",
@@ -100,12 +100,12 @@ def keys_of_request(body: Mapping[str, Any]) -> PromptKeys:
 
 
 def _chain(root: str, data: bytes) -> PromptKeys:
-    num_tokens = len(data) // _BYTES_PER_TOKEN
+    num_tokens = len(data) // BYTES_PER_TOKEN
     digest = hashlib.blake2b(root.encode("utf-8", "surrogatepass"), digest_size=8, person=b"jaxllm")
     keys: list[int] = []
     start, view = 0, memoryview(data)
     for end in _ENDS[: bisect.bisect_right(_ENDS, num_tokens)]:
-        digest.update(view[start * _BYTES_PER_TOKEN : end * _BYTES_PER_TOKEN])
+        digest.update(view[start * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN])
         keys.append(int.from_bytes(digest.digest(), "little"))
         start = end
     return PromptKeys(tuple(keys), num_tokens)

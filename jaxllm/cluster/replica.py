@@ -80,9 +80,18 @@ class Replica:
         """What the autoscaler wants to know."""
         return {"queued_tokens": float(self._made.queued_tokens())}
 
-    def record_routing_stats(self) -> dict[str, int]:
+    def record_routing_stats(self) -> dict[str, float | None]:
         """What routers want to know."""
-        return {"queued_tokens": self._made.queued_tokens(), "cache_tokens": self._made.cache_tokens()}
+        made = self._made
+        return {
+            "queued_tokens": made.queued_tokens(),
+            "cache_tokens": made.cache_tokens(),
+            "bytes_per_token": made.bytes_per_token(),
+        }
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests; returns when those under way have ended, or were ended after so long."""
+        await self._made.drain(seconds)
 
     async def close(self) -> None:
         """Let the application end."""

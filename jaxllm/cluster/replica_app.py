@@ -41,6 +41,14 @@ class ReplicaApp(Protocol):
         """How many tokens its prefix cache has room for."""
         ...
 
+    def bytes_per_token(self) -> float | None:
+        """Of the prompts that it is sent, if it knows."""
+        ...
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and end those that are left after so many seconds."""
+        ...
+
 
 class EngineApp:
     """jaxllm's own server.
@@ -58,6 +66,7 @@ class EngineApp:
         if self._slice is not None:
             self._slice.bind()
         from jaxllm.server.app import make_app
+        from jaxllm.server.run import tune_interpreter
         from jaxllm.server.service import Service
 
         _log_to_stderr()
@@ -65,6 +74,7 @@ class EngineApp:
         policy = chosen.pop("scheduler_policy", None)
         chosen["model"] = chosen.get("model") or demo_model_path()
         self._service = Service.load(EngineConfig(**chosen), server, policy)
+        tune_interpreter()
         self.app = make_app(self._service)
 
     def check_health(self) -> None:
@@ -85,6 +95,14 @@ class EngineApp:
         """See `ReplicaApp`."""
         limits = self._service.core.limits
         return (limits.num_gpu_blocks + limits.num_host_blocks) * limits.block_size
+
+    def bytes_per_token(self) -> float | None:
+        """See `ReplicaApp`."""
+        return self._service.stats.bytes_per_token
+
+    async def drain(self, seconds: float) -> None:
+        """See `ReplicaApp`."""
+        await self._service.core.drain(seconds)
 
 
 def _log_to_stderr() -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from jaxllm.cluster.loads import Loads
 from jaxllm.cluster.prefix_index import PrefixIndex
-from jaxllm.cluster.prompt_keys import PromptKeys
+from jaxllm.cluster.prompt_keys import BYTES_PER_TOKEN, PromptKeys
 from jaxllm.errors import ConfigError
 
 DEFAULT_CACHE_TOKENS = 2**17
@@ -22,6 +22,8 @@ OUTPUT_WEIGHT = 0.25
 """What a token of an answer counts beside one of a prompt: answers advance together, and delay little."""
 TYPICAL_OUTPUT_TOKENS = 256
 """How many tokens an answer is thought to have, if the request allows so many."""
+
+_SCALES = 1 / 8, 4.0  # that are believed
 
 
 class Choice(NamedTuple):
@@ -58,7 +60,7 @@ class PrefixAndLoad:
 
     Compares a few replicas that hold the longest beginnings of the prompt, and two at random (power of two
     choices: Mitzenmacher, IEEE TPDS 2001), so that a choice takes as long for thousands of replicas as for
-        ten.
+    ten.
 
     Args:
         num_holders: how many that hold something are looked at.
@@ -135,7 +137,8 @@ def two_at_random(known: Knowledge) -> list[str]:
 class Router:
     """Keeps what a policy looks at: who is there, what was sent where, and what is queued.
 
-    Not for several threads at once. Times are seconds of any clock that never goes back.
+    Not for several threads at once. Times are seconds of any clock that never goes back. A token is
+    `BYTES_PER_TOKEN` bytes of a prompt here, as in its keys; what replicas say is converted.
 
     Args:
         policy: how to choose.
@@ -151,6 +154,7 @@ class Router:
         self._rng = random.Random(seed)
         self._prefixes, self._loads = PrefixIndex(), Loads()
         self._replicas: list[str] = []
+        self._scales: dict[str, float] = {}  # tokens as counted here, for one of the model's
 
     @property
     def replicas(self) -> Sequence[str]:
@@ -163,6 +167,7 @@ class Router:
         for gone in before.difference(chosen):
             self._prefixes.remove(gone)
             self._loads.remove(gone)
+            self._scales.pop(gone, None)
         for new in chosen:
             if new not in before:
                 self._prefixes.add(new, DEFAULT_CACHE_TOKENS)
@@ -200,7 +205,8 @@ class Router:
         if choice.replica not in among:
             choice = TwoChoices().choose(prompt, Knowledge(among, prefixes, self._loads, self._rng))
         answer = TYPICAL_OUTPUT_TOKENS if max_tokens is None else min(max_tokens, TYPICAL_OUTPUT_TOKENS)
-        queued = prompt.num_tokens - choice.num_cached_tokens + round(self._output_weight * answer)
+        answer_cost = round(self._scale(choice.replica) * self._output_weight * answer)
+        queued = prompt.num_tokens - choice.num_cached_tokens + answer_cost
         self._loads.sent(choice.replica, request_id, queued, now)
         prefixes.note(choice.replica, prompt)
         return choice
@@ -210,14 +216,38 @@ class Router:
         self._loads.ended(request_id)
 
     def report(
-        self, replica: str, *, now: float, queued_tokens: int, cache_tokens: int | None = None
+        self,
+        replica: str,
+        *,
+        now: float,
+        queued_tokens: int,
+        cache_tokens: int | None = None,
+        bytes_per_token: float | None = None,
     ) -> None:
         """A replica says what is queued at it, and how many tokens its cache has room for.
 
         One that is not there (any more) is not listened to.
+
+        Args:
+            replica: who says so.
+            now: the time.
+            queued_tokens: of the model's.
+            cache_tokens: likewise; None changes nothing.
+            bytes_per_token: of the prompts it was sent; a cache that holds fewer bytes than is thought here
+                would be sent what it no longer has. None takes the others' mean.
         """
         if replica not in self._loads:
             return
-        self._loads.report(replica, queued_tokens, now)
+        if bytes_per_token is not None:
+            least, most = _SCALES
+            self._scales[replica] = min(most, max(least, bytes_per_token / BYTES_PER_TOKEN))
+        scale = self._scale(replica)
+        self._loads.report(replica, round(scale * queued_tokens), now)
         if cache_tokens is not None:
-            self._prefixes.add(replica, cache_tokens)
+            self._prefixes.add(replica, round(scale * cache_tokens))
+
+    def _scale(self, replica: str) -> float:
+        known = self._scales.get(replica)
+        if known is None and self._scales:
+            return sum(self._scales.values()) / len(self._scales)
+        return 1.0 if known is None else known

@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,14 @@ from jaxllm.errors import ConfigError
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig
 
+_logger = logging.getLogger(__name__)
 APPLICATION = "jaxllm"
 _ROUTER = "jaxllm.cluster.serve_router.ServeRouter"
 _SCALER = f"{QueuedTokens.__module__}:{QueuedTokens.__name__}"
 _MOST_ONGOING = 2**16  # the replicas' own servers say when they have no room
 _REPORT_SECONDS = 0.5
+_SECONDS_TO_LOOK_UP, _SECONDS_TO_PASS_ON, _SECONDS_TO_WRITE = 0.1, 5.0, 0.5
+_LOGGING = {"log_level": "WARNING", "enable_access_log": False}  # replicas have lines for requests themselves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,8 @@ class ReplicaDeployment(Replica):
     """A replica in a process of Ray Serve's."""
 
     async def __del__(self) -> None:  # Ray Serve awaits it before it ends the process
-        await self.close()
+        if hasattr(self, "_lifespan"):  # it was made
+            await self.close()
 
 
 class IngressDeployment:
@@ -98,6 +103,14 @@ class IngressDeployment:
     async def __call__(self, request: Any) -> Any:
         """The response to an HTTP request."""
         return await self._ingress.answer(request)
+
+    async def refuse_new(self) -> None:
+        """See `Ingress`."""
+        self._ingress.refuse_new()
+
+    async def wait_until_idle(self, seconds: float) -> None:
+        """See `Ingress`."""
+        await self._ingress.wait_until_idle(seconds)
 
     async def _send(self, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
         response = self._handle.remote(request)
@@ -116,7 +129,9 @@ def run(
     ray_address: str | None = None,
     tell: Callable[[str], None],
 ) -> None:
-    """Serve a model with several engines until SIGINT or SIGTERM.
+    """Serve a model with several engines until SIGINT or SIGTERM, and let requests under way end.
+
+    They have `server.shutdown_timeout` seconds for that, or until a second signal; the rest ends with errors.
 
     Args:
         settings: of the engines, as `LLM` takes them.
@@ -131,19 +146,46 @@ def run(
     ray = require_ray("ray.serve")
     if not ray.is_initialized():
         ray.init(address=ray_address, logging_level=logging.WARNING)
-    stop = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    is_up, stop, hurry = threading.Event(), threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        if not is_up.is_set():
+            raise KeyboardInterrupt  # there is nobody to wait for
+        (hurry if stop.is_set() else stop).set()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         url = start(engine_apps(ray, settings, server, cluster), server, cluster)
         name = (*server.served_model_names, Path(settings.get("model") or demo_model_path()).name)[0]
+        is_up.set()
         tell(f"serving {name} on {url}")
         stop.wait()
+        draining = threading.Thread(target=_drain, args=(ray.serve, server.shutdown_timeout), daemon=True)
+        draining.start()
+        while draining.is_alive() and not hurry.is_set():
+            draining.join(_SECONDS_TO_LOOK_UP)
+        if hurry.is_set():
+            _drain(ray.serve, 0.0)
     finally:
         ray.serve.shutdown()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _drain(serve: Any, seconds: float) -> None:
+    """Have replicas end what they have, and ingresses pass it on: shutting down cuts all connections."""
+    steps: Sequence[tuple[str, str, tuple[float, ...]]] = (
+        ("Ingress", "refuse_new", ()),
+        ("Replica", "drain", (seconds,)),
+        ("Ingress", "wait_until_idle", (_SECONDS_TO_PASS_ON,)),
+    )
+    for name, method, given in steps:
+        try:
+            handle = serve.get_deployment_handle(name, APPLICATION)
+            handle.broadcast(method, *given).results(timeout_s=sum(given) + _SECONDS_TO_PASS_ON)
+        except Exception as error:  # one that has died; the others have been told
+            _logger.warning("%s of %s: %s", method, name, error)
+    time.sleep(_SECONDS_TO_WRITE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +233,8 @@ def start(apps: Apps, server: ServerConfig, cluster: ClusterConfig) -> str:
             "host": server.host,
             "port": port,
             "keep_alive_timeout_s": max(1, int(server.keep_alive_timeout)),
-        }
+        },
+        logging_config=_LOGGING,
     )
     number: dict[str, Any] = {"num_replicas": cluster.num_replicas}
     if cluster.max_replicas is not None:
@@ -212,6 +255,7 @@ def start(apps: Apps, server: ServerConfig, cluster: ClusterConfig) -> str:
         ReplicaDeployment,
         name="Replica",
         max_ongoing_requests=_MOST_ONGOING,
+        logging_config=_LOGGING,
         ray_actor_options={"num_cpus": apps.cpus, "num_gpus": apps.gpus},
         request_router_config={
             "request_router_class": _ROUTER,
@@ -227,6 +271,7 @@ def start(apps: Apps, server: ServerConfig, cluster: ClusterConfig) -> str:
         name="Ingress",
         num_replicas=cluster.num_ingresses,
         max_ongoing_requests=_MOST_ONGOING,
+        logging_config=_LOGGING,
         ray_actor_options={"num_cpus": 0},
     ).bind(replicas, server)
     try:

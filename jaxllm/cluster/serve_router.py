@@ -57,8 +57,9 @@ class ServeRouter(RequestRouter):
         request.replicas = tuple(self._router.replicas)
         if request.target is not None:
             found = [one for one in candidate_replicas if one.replica_id.unique_id == request.target]
-            request.target = request.target if found else None  # it has gone; who asked sees that
-            return [found or candidate_replicas]
+            if found:
+                return [found]
+            request.target = None  # it has gone; who asked sees that
         self._router.ended(request_id)  # it has been refused where it was sent before
         choice = self._router.route(
             request_id,

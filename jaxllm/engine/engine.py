@@ -78,6 +78,9 @@ class Engine:
         observer: told how long each step took.
         has_rotary_positions: whether the model's are, so that prompts may be cut at their front.
 
+    Attributes:
+        on_tokens: called with how many tokens each step has sampled, as far as they are wanted.
+
     Raises:
         ConfigError: `num_scheduler_steps` is not a number of steps that the executor takes.
     """
@@ -134,6 +137,7 @@ class Engine:
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
         self._deliveries: list[tuple[RequestState, Delta]] = []
         self._reports: list[RequestOutput] = []
+        self.on_tokens: Callable[[int], object] = lambda num_tokens: None
         self.owner = Owner(lambda: self.num_live or int(self.has_unfinished_requests))
         self._failure: BaseException | None = None
 
@@ -519,6 +523,7 @@ class Engine:
         logprobs = sampled.logprobs or [None] * len(requests)
         states = self._states
         streaming: dict[str, RequestState] = {}
+        num_tokens = 0
         for request, token_id, scores in zip(requests, sampled.token_ids, logprobs, strict=True):
             if request.status is RequestStatus.FINISHED:
                 continue  # it has ended: this is a token of the overrun
@@ -528,10 +533,12 @@ class Engine:
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
             ended = state.append(token_id, scores)
+            num_tokens += 1
             if ended is not None:
                 self._finish(state, *ended)
             elif state.stream:
                 streaming[request.request_id] = state
+        self.on_tokens(num_tokens)
         for state in streaming.values():
             if state.request.status is not RequestStatus.FINISHED:
                 self._deliveries.append((state, state.delta()))

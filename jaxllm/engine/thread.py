@@ -6,6 +6,7 @@ import contextlib
 import functools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -183,6 +184,7 @@ class EngineThread:
                         return
             try:
                 self._engine.advance()
+                time.sleep(0)  # whoever reads has a turn: else it waits for the next step to be dispatched
             except BaseException as error:
                 self._end(error)
             finally:

@@ -223,12 +223,13 @@ class Call:
             if one.finish_reason == "abort":
                 raise ApiError(503, "the request was aborted: the server shuts down", code="shutting_down")
             num_tokens = len(one.token_ids)
-            stats.count_output(num_tokens)
             usage.completion_tokens += num_tokens if self.counts_outputs else 0
             before = samples.get(one.index, (0, ""))[0]
             samples[one.index] = before + num_tokens, one.finish_reason or ""
         if output.finished:
             stats.finished(output, list(samples.values()))
+            if self.params.truncate_prompt_tokens is None:
+                stats.note_size(output)
         log = self.request.state.log
         log.num_prompt_tokens, log.num_output_tokens = usage.prompt_tokens, usage.completion_tokens
         log.metrics = output.metrics

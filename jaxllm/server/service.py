@@ -51,6 +51,7 @@ class Service:
         self._known_names = {*self.model_names, *([] if config.served_model_names else [model])}
         self.tokenizer: PreTrainedTokenizerBase | None = made.tokenizer
         stats.is_busy = lambda: made.engine.num_live > 0
+        made.engine.on_tokens = stats.count_output
         self.block_bytes = made.executor.pool_bytes // made.executor.num_gpu_blocks
         max_len = self.core.limits.max_model_len
         self.prompt_limits = PromptLimits(

@@ -17,6 +17,8 @@ NUM_SECONDS = 300
 NUM_DECISIONS = 50
 """How many preemptions are remembered."""
 _MAX_TIMES = 1000  # of one second
+_BYTES_OF_ID, _FEW_TOKENS = 4, 1000
+_TOKENS_TO_REMEMBER = 2**17  # of prompts, for their size in bytes
 _LEVELS = ("running", "waiting", "swapped", "device_blocks", "host_blocks")
 
 
@@ -86,6 +88,7 @@ class Stats:
         self.inter_token_seconds: Callable[[float], None] = lambda seconds: None
         self._seconds: collections.deque[Second] = collections.deque([Second(int(clock()))], NUM_SECONDS)
         self._median = 0, 1.0  # and of which second
+        self._prompt_sizes = 0.0, 0.0  # bytes, tokens
         self._lock = threading.Lock()
 
     def on_record(self, record: PreemptionRecord | StepRecord) -> None:
@@ -113,7 +116,7 @@ class Stats:
             second.swapped_in += record.num_swapped_in
 
     def count_output(self, num_tokens: int) -> None:
-        """Take tokens that reached a client."""
+        """Take tokens that were sampled, in the engine's thread."""
         self.totals.output_tokens += num_tokens
         with self._lock:
             self._now().output_tokens += num_tokens
@@ -164,6 +167,21 @@ class Stats:
                 recent = [one for second in list(self._seconds)[-30:] for one in second.e2e_seconds]
             self._median = now, statistics.median(recent) if recent else 1.0
         return self._median[1]
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of the prompts that were answered, rather the last; a token id has four. None of few prompts."""
+        size, num_tokens = self._prompt_sizes
+        return size / num_tokens if num_tokens >= _FEW_TOKENS else None
+
+    def note_size(self, output: RequestOutput) -> None:
+        """Take the size of a prompt, all of whose tokens are in the output."""
+        added = len(output.prompt_token_ids)
+        text = output.prompt
+        added_size = _BYTES_OF_ID * added if text is None else len(text.encode("utf-8", "replace"))
+        size, num_tokens = self._prompt_sizes
+        kept = 0.5 if num_tokens > _TOKENS_TO_REMEMBER else 1.0
+        self._prompt_sizes = kept * size + added_size, kept * num_tokens + added
 
     def _now(self) -> Second:
         """The present second; those in which nothing happened are filled in."""
