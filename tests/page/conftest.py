@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -123,13 +123,17 @@ def open_tab(browser: Browser) -> Iterator[Callable[..., Tab]]:
 
 
 class ScriptedServer:
-    """Serves the page's files as the real one does, and as `/live` what `live`, `status` and `body` say."""
+    """Serves the page's files as the real one does, and as `/live` what `live`, `status` and `body` say.
+
+    With names in `replicas` it is of several engines, and the model of each is called like it.
+    """
 
     def __init__(self) -> None:
         self.live: dict[str, Any] = sample()
         self.status = 200
         self.body: bytes | None = None  # instead of `live`
         self.is_away = False
+        self.replicas: list[str] = []
         self.num_polls = 0
         self.headers: list[dict[str, str]] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -147,11 +151,15 @@ class ScriptedServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                if self.path == "/live":
+                parts = urlsplit(self.path)
+                if parts.path == "/live":
                     script.num_polls += 1
                     script.headers.append(dict(self.headers))
                     if script.is_away:
                         self.close_connection = True
+                        return
+                    if script.replicas:
+                        self._answer_as_replica(parse_qs(parts.query).get("replica", [""])[0])
                         return
                     body = json.dumps(script.live).encode() if script.body is None else script.body
                     self._answer(script.status, "application/json", body)
@@ -161,8 +169,18 @@ class ScriptedServer:
                 else:
                     self._answer(404, "text/plain", b"")
 
-            def _answer(self, status: int, content_type: str, body: bytes) -> None:
+            def _answer_as_replica(self, wanted: str) -> None:
+                name = wanted if wanted in script.replicas else script.replicas[0]
+                body = json.dumps({**script.live, "model": name}).encode()
+                headers = {"X-Jaxllm-Replica": name, "X-Jaxllm-Replicas": ",".join(script.replicas)}
+                self._answer(200, "application/json", body, headers)
+
+            def _answer(
+                self, status: int, content_type: str, body: bytes, headers: dict[str, str] | None = None
+            ) -> None:
                 self.send_response(status)
+                for name, value in (headers or {}).items():
+                    self.send_header(name, value)
                 self.send_header("Content-Type", content_type)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Content-Security-Policy", CSP)

@@ -172,6 +172,26 @@ def test_values_follow_the_server(tab, scripted):
     assert len(tab.rows("#requests")) == 2
 
 
+def test_one_of_several_replicas_is_shown_until_another_is_chosen(scripted, open_tab):
+    scripted.replicas = ["first", "second", "third"]
+    tab = open_tab(scripted.url)
+    tab.wait("document.querySelector('#model').innerText === 'first'")
+    assert tab.page.locator("#replica option").all_inner_texts() == scripted.replicas
+    tab.page.get_by_label("Replica").select_option("third")
+    tab.wait("document.querySelector('#model').innerText === 'third'")
+    before = scripted.num_polls
+    tab.page.wait_for_timeout(2500)
+    assert scripted.num_polls > before
+    assert tab.page.inner_text("#model") == "third"
+    scripted.replicas = ["second"]  # the others have gone
+    tab.wait("document.querySelector('#model').innerText === 'second'")
+    assert not tab.page.is_visible("#replicas")
+
+
+def test_a_single_engine_has_no_name(tab):
+    assert not tab.page.is_visible("#replicas")
+
+
 def test_what_is_the_same_keeps_its_nodes(tab, scripted):
     nodes = "#requests td, #tiles dd, .bar i"
     tab.page.eval_on_selector_all(nodes, "nodes => nodes.forEach(node => { node.isKept = true; })")

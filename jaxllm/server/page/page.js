@@ -2,7 +2,7 @@
 
 import { redraw, showCharts, showScatter } from "./charts.js";
 import { byId, bytes, clock, compact, cost, count, factor, fillDefinitions, fillRows, known } from "./pieces.js";
-import { milliseconds, percent, plural, precise, seconds, setClass, setText } from "./pieces.js";
+import { make, milliseconds, percent, plural, precise, seconds, setClass, setText, sized } from "./pieces.js";
 import { showPool } from "./pool.js";
 
 const POLL_MS = 1000;
@@ -108,23 +108,45 @@ function showTotals({ totals }) {
 // Asking
 
 let last = null; // the last answer that was shown
+let replica = ""; // of several, whose answers are shown
+
+// Behind one address there may be several engines; one that has gone is followed by another.
+function showReplicas(headers) {
+  const names = headers.get("x-jaxllm-replicas")?.split(",") ?? [];
+  replica = headers.get("x-jaxllm-replica") ?? "";
+  byId("replicas").hidden = names.length < 2;
+  const add = () => make(byId("replica"), "option");
+  sized(byId("replica"), names.length, add).forEach((option, i) => {
+    setText(option, names[i]);
+    option.selected = names[i] === replica;
+  });
+}
+
+byId("replica").addEventListener("change", (event) => {
+  replica = event.target.value;
+  run();
+});
 
 // Shows an answer; returns what is wrong, in one word or two and in sentences, or null.
 async function ask() {
   let response, content;
+  const wanted = replica;
   try {
     const signal = AbortSignal.timeout(TIMEOUT_MS);
-    response = await fetch("live", { credentials: "same-origin", cache: "no-store", signal });
+    const url = replica ? `live?replica=${encodeURIComponent(replica)}` : "live";
+    response = await fetch(url, { credentials: "same-origin", cache: "no-store", signal });
     content = await response.text();
   } catch {
     return ["away", "The server does not answer."];
   }
+  if (replica !== wanted) return null; // it has been chosen meanwhile, and is asked
   if (response.status === 401) {
     return ["not allowed", "The server wants its API key: reload, and give it as the password (status 401)."];
   }
   if (!response.ok) return ["failing", `The server answers with status ${response.status}.`];
   try {
     const live = JSON.parse(content);
+    showReplicas(response.headers);
     show(live);
     last = live;
   } catch (error) {
