@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxllm.types import FinishReason, RequestMetrics
@@ -123,14 +124,14 @@ class RequestOutput:
             "request_id": self.request_id,
             "prompt": self.prompt,
             "prompt_token_ids": list(self.prompt_token_ids),
-            "prompt_logprobs": _positions(self.prompt_logprobs),
+            "prompt_logprobs": positions_to_dicts(self.prompt_logprobs),
             "outputs": [
                 {
                     "index": output.index,
                     "text": output.text,
                     "token_ids": list(output.token_ids),
                     "cumulative_logprob": _finite(output.cumulative_logprob),
-                    "logprobs": _positions(output.logprobs),
+                    "logprobs": positions_to_dicts(output.logprobs),
                     "finish_reason": output.finish_reason,
                     "stop_reason": output.stop_reason,
                 }
@@ -145,9 +146,20 @@ class RequestOutput:
         }
 
 
-def _positions(
-    positions: list[PositionLogprobs] | list[PositionLogprobs | None] | None,
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def positions_to_dicts(
+    positions: Sequence[PositionLogprobs | None] | None,
+    number: Callable[[float], float | None] = _finite,
 ) -> list[dict[str, dict[str, Any]] | None] | None:
+    """JSON-ready log-probabilities, by token id as text; the first token of a prompt has none.
+
+    Args:
+        positions: of each token.
+        number: what stands for a log-probability.
+    """
     if positions is None:
         return None
     return [
@@ -155,7 +167,7 @@ def _positions(
         if position is None
         else {
             str(token_id): {
-                "logprob": _finite(entry.logprob),
+                "logprob": number(entry.logprob),
                 "rank": entry.rank,
                 "decoded_token": entry.decoded_token,
             }
@@ -163,7 +175,3 @@ def _positions(
         }
         for position in positions
     ]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

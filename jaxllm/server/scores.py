@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxllm.outputs import Logprob, PositionLogprobs
+from jaxllm.outputs import Logprob, PositionLogprobs, positions_to_dicts
 
 _LOWEST = -9999.0
 """What stands for minus infinity, which JSON has no number for; as in vLLM."""
@@ -79,18 +79,4 @@ def _scored(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[Any] | None:
     """vLLM's form, by token id; the first token has none."""
-    if positions is None:
-        return None
-    return [
-        None
-        if position is None
-        else {
-            str(token_id): {
-                "logprob": _value(entry.logprob),
-                "rank": entry.rank,
-                "decoded_token": entry.decoded_token,
-            }
-            for token_id, entry in position.items()
-        }
-        for position in positions
-    ]
+    return positions_to_dicts(positions, _value)
