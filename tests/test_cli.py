@@ -1,6 +1,7 @@
 """The commands, in this process on one tiny engine; and one in its own process, killed and resumed."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import jaxllm
 from jaxllm.cli import bench, generate, options
 from jaxllm.cli.main import main
 from jaxllm.cli.prompts_io import prompts_from_arguments
+from jaxllm.errors import ConfigError
 from jaxllm.llm import LLM, demo_model_path
 from jaxllm.sampling_params import SamplingParams
 
@@ -129,6 +131,21 @@ def test_wrong_usage_is_one_line_and_exit_code_2(argv, said, capsys, tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert main(argv) == 2
     assert said in one_error(capsys)
+
+
+def test_loggers_are_as_they_were_once_a_command_has_ended(capsys, monkeypatch):
+    logger = logging.getLogger("jaxllm.executor.step_programs")
+
+    def compile_and_fail(**settings):
+        logger.info("program 1 of 3")
+        raise ConfigError("no room")
+
+    monkeypatch.setattr("jaxllm.llm.LLM", compile_and_fail)
+    assert main(["generate", "a"]) == 2
+    assert "jaxllm: program 1 of 3\n" in capsys.readouterr().err
+    logger.info("program 2 of 3, of somebody else's engine")
+    assert capsys.readouterr().err == ""
+    assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
 
 
 def test_every_engine_setting_has_an_option():

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import jaxllm
 from jaxllm.cli import bench, convert, explain, generate, plan, profile, run_batch, serve
+from jaxllm.cli.options import loggers_put_back
 from jaxllm.errors import JaxllmError, did_you_mean
 
 EXIT_OK = 0
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(arguments)
         args.command_line = arguments
-        code: int = args.run(args)
+        with loggers_put_back():
+            code: int = args.run(args)
         sys.stdout.flush()
         return code
     except SystemExit as error:  # argparse's, after --help, --version or wrong usage

@@ -21,6 +21,9 @@ from jaxllm.json_text import parse
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
+_PROGRAMS = "jaxllm.executor.step_programs"
+_LOGGERS = _PROGRAMS, "jaxllm.server", "uvicorn", "ray.data"
+
 
 def byte_count(text: str) -> int:
     """A number of bytes, with an optional suffix KiB, MiB or GiB."""
@@ -191,6 +194,19 @@ def only_errors() -> Iterator[None]:
         logging.disable(level)
 
 
+@contextlib.contextmanager
+def loggers_put_back() -> Iterator[None]:
+    """Leave the loggers that commands change as they were: whoever calls `main` goes on after it."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+            logger.propagate, logger.handlers = propagate, handlers
+
+
 def load_llm(settings: Mapping[str, Any], *, quiet: bool = False) -> LLM:
     """Make the `LLM`, telling on stderr what takes the time."""
     import jax
@@ -229,7 +245,7 @@ def note_compile_report(llm: LLM) -> None:
 
 def tell_of_programs() -> None:
     """Tell of each program that is compiled from now on."""
-    logger = logging.getLogger("jaxllm.executor.step_programs")
+    logger = logging.getLogger(_PROGRAMS)
     if not logger.handlers:
         handler = logging.Handler(logging.INFO)
         handler.emit = lambda record: note(record.getMessage())  # type: ignore[method-assign]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit code."""
     with needs_server_packages():
         from jaxllm.server.config import ServerConfig
-        from jaxllm.server.run import listen, make_server, tune_interpreter
+        from jaxllm.server.run import listen, log_to_stderr, make_server, tune_interpreter
         from jaxllm.server.service import Service
     serve_ray.check_options(args)
     settings = engine_settings(args)
@@ -104,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     engine = EngineConfig(**{**settings, "model": settings["model"] or demo_model_path()})
     listener = listen(config.host, config.port)  # now rather than after loading
     with listener:
-        _log_to_stderr()
+        log_to_stderr()
         note(f"loading {model_name(settings)}")
         tell_of_programs()
         service = Service.load(engine, config, policy)
@@ -126,14 +124,3 @@ def needs_server_packages() -> Iterator[None]:
         raise ConfigError(
             f'the server needs further packages: pip install "jaxllm[serve]" ({error})'
         ) from error
-
-
-def _log_to_stderr() -> None:
-    """Lines of requests, and warnings of the HTTP server."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name, level in (("jaxllm.server", logging.INFO), ("uvicorn", logging.WARNING)):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = False

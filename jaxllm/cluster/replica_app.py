@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,10 +65,10 @@ class EngineApp:
         if self._slice is not None:
             self._slice.bind()
         from jaxllm.server.app import make_app
-        from jaxllm.server.run import tune_interpreter
+        from jaxllm.server.run import log_to_stderr, tune_interpreter
         from jaxllm.server.service import Service
 
-        _log_to_stderr()
+        log_to_stderr()
         chosen = dict(settings)
         policy = chosen.pop("scheduler_policy", None)
         chosen["model"] = chosen.get("model") or demo_model_path()
@@ -103,14 +102,3 @@ class EngineApp:
     async def drain(self, seconds: float) -> None:
         """See `ReplicaApp`."""
         await self._service.core.drain(seconds)
-
-
-def _log_to_stderr() -> None:
-    """Lines of requests, which Ray shows where the cluster was started from."""
-    logger = logging.getLogger("jaxllm.server")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
