@@ -1,6 +1,7 @@
 """Settings every test shares, made before JAX starts."""
 
 import os
+import signal
 import tempfile
 
 from hypothesis import settings
@@ -11,6 +12,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs compiled by one test process are reused by the others.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "jaxllm-test-xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+# Where the tests run in the background interrupts are ignored, and what they start would ignore them, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Random examples on a developer's machine, the same ones each time in CI.
 settings.register_profile("jaxllm", derandomize="CI" in os.environ, deadline=None)

@@ -154,11 +154,16 @@ def test_keys_of_other_servers_are_not_theirs(stand_in, tmp_path, monkeypatch):
     assert (tmp_path / "key").read_text() == "key=\n"
 
 
+@pytest.mark.parametrize("of_interrupts", [signal.default_int_handler, signal.SIG_IGN])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_unwind_the_stack(number):
+def test_signals_unwind_the_stack(number, of_interrupts):
     before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as caught, signals_as_interrupts():
-        signal.raise_signal(number)
+    kept = signal.signal(signal.SIGINT, of_interrupts)
+    try:
+        with pytest.raises(SystemExit) as caught, signals_as_interrupts():
+            signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGINT, kept)
     assert caught.value.code == 128 + number
     assert signal.getsignal(number) == before
 

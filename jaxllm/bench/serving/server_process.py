@@ -77,6 +77,8 @@ def signals_as_interrupts() -> Iterator[None]:
 
     def interrupt(number: int, _: object) -> None:
         received.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts with "&"
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)  # which asyncio knows how to take
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
