@@ -243,6 +243,61 @@ def test_metrics_are_those_of_all_replicas():
     assert refused[::2] == (401, b"no")
 
 
+def test_a_replica_that_dies_while_it_is_asked_for_metrics_is_left_out():
+    page = b"# TYPE x gauge\nx 1.0\n"
+    broken = answer_of(page, then=[LostError()])
+    _, _, body = ask(Replicas(broken, answer_of(page), answer_of(page)), path="/metrics", method="GET")
+    assert [line for line in body.decode().splitlines() if "#" not in line] == [
+        'x{replica="b"} 1.0',
+        'x{replica="c"} 1.0',
+    ]
+
+
+def test_who_has_no_key_is_sent_away_before_anything_is_read():
+    replicas = Replicas()
+    status, headers, body = ask(replicas, chunks=(), api_keys=["a secret key".replace(" ", "-")])
+    assert status == 401
+    assert json.loads(body)["error"]["code"] == "invalid_api_key"
+    assert headers[b"www-authenticate"].startswith(b"Basic")
+    assert not replicas.requests
+    open_one = Replicas(answer_of(b""))
+    assert ask(open_one, path="/health", method="GET", api_keys=["a-secret-key"])[0] == 200
+
+
+def test_bodies_together_are_bounded_while_they_are_held():
+    async def run():
+        may_end = asyncio.Event()
+
+        async def send(request):
+            await may_end.wait()
+            for batch in answer_of(b"{}"):
+                yield batch
+
+        async def receive():
+            return {"type": "http.request", "body": b" " * 1500, "more_body": False}
+
+        async def take(message):
+            pass
+
+        config = ServerConfig(max_body_bytes=2000, max_total_body_bytes=4000)
+        ingress = Ingress(send, config, (LostError,))
+
+        async def ask_once():
+            response = await ingress.answer(Request(dict(SCOPE), receive))
+            await response({**SCOPE, "asgi": {"spec_version": "2.4"}}, receive, take)
+            return response.status_code
+
+        held = [asyncio.create_task(ask_once()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert await ask_once() == 503
+        may_end.set()
+        assert await asyncio.gather(*held) == [200, 200]
+        assert await ask_once() == 200
+
+    asyncio.run(run())
+
+
 def test_pages_of_metrics_are_merged_metric_by_metric():
     first = '# HELP a what it is\n# TYPE a counter\na 1\n# TYPE b gauge\nb{x="{"} 2\n'
     second = "# HELP a what it is\n# TYPE a counter\na 3\n"

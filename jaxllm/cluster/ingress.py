@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 from jaxllm.cluster.forwarding import GENERATING_PATHS, ForwardedRequest, Message, forwarded, is_event_stream
 from jaxllm.cluster.merged_metrics import merge_metrics
 from jaxllm.errors import EngineError
+from jaxllm.server.auth import Keys
 from jaxllm.server.config import ServerConfig
-from jaxllm.server.errors import ApiError, shutting_down
+from jaxllm.server.errors import ApiError, busy_with_bodies, shutting_down
 
 _logger = logging.getLogger(__name__)
 _MOST_TRIES = 3
@@ -44,7 +46,8 @@ class Ingress:
 
     def __init__(self, send: Forward, config: ServerConfig, lost: tuple[type[BaseException], ...]) -> None:
         self._send, self._config, self._lost = send, config, lost
-        self._num_under_way = 0
+        self._keys = Keys(config.key_digests)
+        self._num_under_way = self._num_bytes = 0
         self._is_closing = False
 
     def refuse_new(self) -> None:
@@ -63,22 +66,26 @@ class Ingress:
         if self._is_closing and request.url.path in GENERATING_PATHS:
             return _as_response(shutting_down())
         self._num_under_way += 1
+        held = _Held()
         response: Response | None = None
         try:
-            response = await self._answer(request)
+            response = await self._answer(request, held)
         finally:
             if isinstance(response, _Forwarded):
-                response.on_end = self._end_one
+                response.on_end = functools.partial(self._end_one, held)
             else:
-                self._end_one()
+                self._end_one(held)
         return response
 
-    def _end_one(self) -> None:
+    def _end_one(self, held: _Held) -> None:
         self._num_under_way -= 1
+        self._num_bytes -= held.num_bytes
 
-    async def _answer(self, request: Request) -> Response:
+    async def _answer(self, request: Request, held: _Held) -> Response:
         try:
-            body = await self._body(request)
+            authorization = request.headers.get("authorization", "").encode("latin-1")
+            self._keys.check(request.url.path, authorization or None)
+            body = await self._body(request, held)
         except ApiError as error:
             return _as_response(error)
         except ClientDisconnect:
@@ -126,21 +133,25 @@ class Ingress:
 
     async def _metrics(self, request: ForwardedRequest, first: Response) -> Response:
         """The metrics of all replicas; of those that answer, that is."""
-        responses = {request.tried[-1]: first}
-        for replica in request.replicas:
-            if replica not in responses:
-                asked = dataclasses.replace(request, target=replica, tried=[])
-                response = await self._forward(asked)
-                if response.status_code == 200 and asked.target is not None:
-                    responses[replica] = response
-        pages = {replica: await _text_of(response) for replica, response in responses.items()}
+        answered = request.tried[-1]
+
+        async def ask(replica: str) -> str | None:
+            asked = dataclasses.replace(request, target=replica, tried=[])
+            response = await self._forward(asked)
+            if response.status_code != 200 or asked.target is None:
+                return None
+            return await _text_of(response)
+
+        others = [replica for replica in request.replicas if replica != answered]
+        texts = await asyncio.gather(_text_of(first), *map(ask, others))
+        pages = {replica: text for replica, text in zip([answered, *others], texts, strict=True) if text}
         return Response(merge_metrics(pages), media_type=first.headers.get("content-type"))
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, held: _Held) -> bytes:
         """The body; of one that is too large enough for a replica to see that.
 
         Raises:
-            ApiError: it did not come in time.
+            ApiError: it did not come in time, or there is no room for it beside the others.
         """
         most = self._config.max_body_bytes
         chunks, size = [], 0
@@ -149,6 +160,10 @@ class Ingress:
                 async for chunk in request.stream():
                     if size <= most:
                         chunks.append(chunk)
+                        held.num_bytes += len(chunk)
+                        self._num_bytes += len(chunk)
+                        if self._num_bytes > self._config.max_total_body_bytes:
+                            raise busy_with_bodies(self._config.max_total_body_bytes)
                     size += len(chunk)
                     if size > 2 * most:  # until there, who sends on hears of it instead of being cut off
                         break
@@ -157,6 +172,13 @@ class Ingress:
                 408, f"the request's body did not arrive within {self._config.request_timeout:g} seconds"
             ) from None
         return b"".join(chunks)
+
+
+@dataclasses.dataclass(slots=True)
+class _Held:
+    """What an ingress holds of a request until it has been answered."""
+
+    num_bytes: int = 0
 
 
 class _Answer:
@@ -224,9 +246,13 @@ class _Forwarded(StreamingResponse):
             await answer.close()
 
 
-async def _text_of(response: Response) -> str:
+async def _text_of(response: Response) -> str | None:
+    """What a replica answered; None if it died meanwhile."""
     assert isinstance(response, _Forwarded)  # others are errors
-    pieces = [piece async for piece in response.body_iterator]
+    try:
+        pieces = [piece async for piece in response.body_iterator]
+    except EngineError:
+        return None
     return b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode()
 
 

@@ -78,6 +78,15 @@ def busy(message: str, seconds: int, code: str = "overloaded") -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(seconds)})
 
 
+def busy_with_bodies(num_bytes: int) -> ApiError:
+    """The server holds as many bytes of requests as it may."""
+    return ApiError(
+        503,
+        f"bodies of {num_bytes} bytes are being worked on: try again later",
+        headers={"Retry-After": "1"},
+    )
+
+
 def shutting_down() -> ApiError:
     """The server takes no more, and ends what it has not done in time."""
     return busy("the server is shutting down: send the request to another one", 1, "shutting_down")

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.server.auth import Keys
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.core import ClientGoneError
-from jaxllm.server.errors import ApiError, as_api_error
+from jaxllm.server.errors import ApiError, as_api_error, busy_with_bodies
 from jaxllm.server.service import Service
 from jaxllm.server.streams import dumps
 from jaxllm.types import RequestMetrics
@@ -225,11 +225,7 @@ class _Body:
         if self._size > self._config.max_body_bytes:
             raise _too_large(f"over {self._config.max_body_bytes} bytes", self._config.max_body_bytes)
         if self._total[0] > self._config.max_total_body_bytes:
-            raise ApiError(
-                503,
-                f"bodies of {self._config.max_total_body_bytes} bytes are being worked on: try again later",
-                headers={"Retry-After": "1"},
-            )
+            raise busy_with_bodies(self._config.max_total_body_bytes)
         return message
 
     async def read_what_is_there(self) -> None:
