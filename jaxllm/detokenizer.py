@@ -84,6 +84,41 @@ class IncrementalDetokenizer:
         return self._parts[0] if self._parts else ""
 
 
+class TextOffsets:
+    """Where in a text its tokens begin, as it grows.
+
+    A token that ends a character which tokens before it began is where that character is.
+
+    Args:
+        tokenizer: the checkpoint's tokenizer; without one there is no text.
+        prompt_token_ids: what the text continues.
+        start: characters before the first token.
+        skip_special_tokens: special tokens are not in the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        prompt_token_ids: Sequence[int] = (),
+        start: int = 0,
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._offset = start
+        self._decoder: _TokenDecoder | None = None
+        if tokenizer is not None:
+            self._decoder = _TokenDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
+
+    def append(self, token_ids: Sequence[int]) -> list[int]:
+        """Characters before each of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            if self._decoder is not None:
+                self._offset += len(self._decoder.decode([token_id], False))
+        return offsets
+
+
 class _TokenDecoder:
     """Tokens to text, piece by piece. The pieces joined do not depend on where they were cut.
 
@@ -240,6 +275,18 @@ class _Vocabulary:
 
 
 _vocabularies: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()
+
+
+_token_texts: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def token_text(tokenizer: Any, token_id: int) -> str:
+    """The text of a token by itself, which is decoded once."""
+    texts = _token_texts.setdefault(tokenizer, {})
+    text = texts.get(token_id)
+    if text is None:
+        text = texts[token_id] = str(tokenizer.decode([token_id]))
+    return text
 
 
 def _vocabulary(tokenizer: Any) -> _Vocabulary:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,6 +12,10 @@ from typing import Any, NoReturn
 from jaxllm.errors import ConfigError
 
 _MAX_DIGITS = 100
+_MAX_DEPTH = 128
+_STRINGS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEPS = [1 if byte in b"[{" else -1 for byte in range(256)]
 
 
 def parse(text: str | bytes) -> Any:
@@ -18,16 +24,16 @@ def parse(text: str | bytes) -> Any:
     Raises:
         ValueError: it is none, names a key twice, is nested too deeply, or holds a number that is too large.
     """
-    try:
-        return json.loads(
-            text,
-            parse_constant=_refuse_constant,
-            parse_int=_integer,
-            parse_float=_number,
-            object_pairs_hook=_object,
-        )
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    _check_depth(text)
+    return json.loads(
+        text,
+        parse_constant=_refuse_constant,
+        parse_int=_integer,
+        parse_float=_number,
+        object_pairs_hook=_object,
+    )
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -45,6 +51,15 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{str(path)!r} must hold a JSON object, not {type(values).__name__}")
     return values
+
+
+def _check_depth(text: str) -> None:
+    """Verify that there is no more nesting than all that goes through a value later can follow."""
+    if text.count("[") + text.count("{") <= _MAX_DEPTH:
+        return
+    brackets = _STRINGS.sub("", text).encode("utf-8", "replace").translate(None, _NO_BRACKETS)
+    if max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0) > _MAX_DEPTH:
+        raise ValueError(f"it is nested too deeply; at most {_MAX_DEPTH} levels are read")
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.detokenizer import IncrementalDetokenizer
+from jaxllm.detokenizer import IncrementalDetokenizer, token_text
 from jaxllm.errors import EngineError, SamplingParamsError
 from jaxllm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -25,6 +25,11 @@ class Delta(NamedTuple):
     prompt_logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+
+    @property
+    def num_scored(self) -> int:
+        """Places whose scores are to be named when an output is made of it."""
+        return len(self.logprobs) + len(self.prompt_logprobs)
 
 
 class OutputBuilder:
@@ -173,7 +178,7 @@ class OutputBuilder:
         }
 
     def _decode(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+        return None if self._tokenizer is None else token_text(self._tokenizer, token_id)
 
 
 class Samples:

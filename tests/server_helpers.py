@@ -31,7 +31,8 @@ SMALL = {
 class Running:
     """A server in a thread of this process, and what is behind it."""
 
-    def __init__(self, service, url):
+    def __init__(self, service, url, server):
+        self._server = server
         self.service, self.url = service, url
         self.core, self.engine, self.admission = service.core, service.made.engine, service.core.admission
         self.host, self.port = urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(url).port
@@ -50,6 +51,10 @@ class Running:
 
     def post(self, path, body, **others):
         return self.request("POST", path, body, **others)
+
+    def connections(self):
+        """The server's side of those that are open."""
+        return list(self._server.server_state.connections)
 
     def connect(self):
         return socket.create_connection((self.host, self.port), timeout=30)
@@ -88,7 +93,7 @@ def serving(engine=None, policy=None, **settings):
         thread.start()
         try:
             assert is_ready.wait(60)
-            yield Running(service, lines[0].rpartition(" ")[2])
+            yield Running(service, lines[0].rpartition(" ")[2], server)
         finally:
             server.should_exit = True
             thread.join(60)

@@ -62,3 +62,16 @@ def test_files_of_other_encodings_and_kinds_are_named(tmp_path):
 def test_what_is_right_is_read_as_python_reads_it():
     text = json.dumps({"a": [1, -2.5, None, True, {"b": "é"}], "c": 10**90})
     assert parse(text) == json.loads(text)
+
+
+def test_only_brackets_outside_of_strings_nest():
+    deepest = "[" * 128 + "]" * 128
+    assert json.dumps(parse(deepest)) == deepest
+    for text in ("[" + deepest + "]", '{"a":' * 129 + "1" + "}" * 129):
+        for sent in (text, text.encode(), text.encode("utf-16")):
+            with pytest.raises(ValueError, match="nested too deeply; at most 128 levels are read"):
+                parse(sent)
+    assert len(parse("[" + "[1]," * 1000 + "{}]")) == 1001
+    said = {"a": "[" * 200 + '"\\' + "{" * 200, 'b"[': ["\ud800" + "[" * 200]}
+    assert parse(json.dumps(said)) == said
+    assert parse(json.dumps(said, ensure_ascii=False).encode("utf-8", "surrogatepass")) == said

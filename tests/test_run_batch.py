@@ -14,6 +14,8 @@ from jaxllm.cli.main import main
 from jaxllm.errors import EngineError
 from jaxllm.llm import LLM
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.server.parameters import PromptLimits
+from jaxllm.server.service import Service
 
 OPTIONS = [f"--{name.replace('_', '-')}={option(value)}" for name, value in SMALL.items()]
 
@@ -74,7 +76,9 @@ def test_answers_have_the_form_of_openai_and_the_tokens_of_the_offline_engine(tm
     ("text", "words"),
     [
         ("", "empty"),
-        ("\n", "line 1: no valid JSON"),
+        ("\n", "line 1: the line is empty"),
+        (json.dumps(line("a", {})) + "\n \n", "line 2: the line is empty"),
+        ("[" * 5000, "line 1: no valid JSON (it is nested too deeply"),
         ("{}\n", "line 1: must be an object of custom_id"),
         ("[1]\n", "line 1: must be an object"),
         (
@@ -164,3 +168,39 @@ def test_a_failure_ends_the_run_and_what_was_answered_stays(tmp_path, monkeypatc
     monkeypatch.undo()
     assert run(source, output, "--resume") == 0
     assert set(answers(output)) == {one["custom_id"] for one in lines}
+
+
+def test_a_request_that_the_server_fails_of_is_answered_like_any_other(tmp_path, monkeypatch):
+    lines = [line(f"r{index}", {"prompt": [index + 1], "max_tokens": 1}) for index in range(4)]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    prompts = PromptLimits.prompts
+
+    def fail_of_one(self, value):
+        if value == [2]:
+            raise KeyError("something nobody thought of")
+        return prompts(self, value)
+
+    monkeypatch.setattr(PromptLimits, "prompts", fail_of_one)
+    assert run(source, output) == 0
+    found = {name: one["response"] for name, one in answers(output).items()}
+    assert {name: one["status_code"] for name, one in found.items()} == {
+        "r0": 200,
+        "r1": 500,
+        "r2": 200,
+        "r3": 200,
+    }
+    assert found["r1"]["body"]["error"]["code"] == "internal"
+
+
+def test_a_file_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, capsys):
+    lines = [line(f"r{index}", {"prompt": [index + 1], "max_tokens": 1}) for index in range(40)]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    load = Service.load
+
+    def change_and_load(*args):
+        write(tmp_path / "in.jsonl", [{**one, "custom_id": one["custom_id"].upper()} for one in lines])
+        return load(*args)
+
+    monkeypatch.setattr(Service, "load", change_and_load)
+    assert run(source, output) == 2
+    assert "the batch file was changed meanwhile: 'r0' is not where it was" in capsys.readouterr().err

@@ -153,9 +153,16 @@ def test_bodies_are_bounded(server):
 
 
 def test_heads_are_bounded(server):
-    answer = raw(server, b"GET /health HTTP/1.1\r\nx: " + b"y" * 4096 + b"\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+    for header in (b"x: " + b"y" * 4096, b"x: y" * 256 + b"\r\n" + b"y: z\r\n" * 300):
+        for end in (b"\r\n\r\n", b"\r\n"):  # whole, or not
+            answer = raw(server, b"GET /health HTTP/1.1\r\nhost: a\r\n" + header + end)
+            if end == b"\r\n" and len(header) < 2048:
+                assert answer == b""  # it is waited for
+                continue
+            assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+            found = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+            assert found["code"] == "invalid_http"
+            assert "over 2048 bytes" in found["message"]
 
 
 def test_slow_heads_and_bodies_end(server):
@@ -188,9 +195,35 @@ def test_small_bodies_that_nobody_wants_leave_the_connection_open(server):
 
 def test_tiny_chunks_are_refused(server):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-    answer = raw(server, head + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 5000)
+    with server.connect() as connection:
+        connection.sendall(head + b"transfer-encoding: chu")
+        time.sleep(0.1)
+        connection.sendall(b"nked\r\n\r\n" + b"1\r\n \r\n" * 600)
+        answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"chunks of a few bytes" in answer
+
+
+def test_what_only_looks_like_tiny_chunks_is_not(server):
+    for body in ({"prompt": "chunked", "model": None}, {"prompt": "a"}):
+        content = json.dumps(body).encode() + b"\r\n" * 1900
+        assert server.post("/tokenize", content, headers={"x-note": "chunked"})[0] == 200
+    head = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    content = b"".join(b"1\r\n%c\r\n" % byte for byte in json.dumps({"prompt": "a" * 100}).encode())
+    answer = raw(server, head + b"transfer-encoding: chunked\r\n\r\n" + content + b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_heads_are_asked_for_and_targets_may_name_the_server(server):
+    for path, status in (("/health", 200), ("/", 200), ("/metrics", 200), ("/nowhere", 404)):
+        found = server.request("HEAD", path)
+        assert (found[0], found[2]) == (status, b"")
+    for target in (b"http://somewhere.example/version", b"HTTP://a:80/version?x=http://b/"):
+        answer = raw(server, b"GET " + target + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b'"version"' in answer
+    answer = raw(server, b"GET http://a HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+    assert b"text/html" in answer
 
 
 def test_idle_connections_are_closed_and_busy_ones_are_not(server):
@@ -368,6 +401,31 @@ def test_a_client_that_does_not_read_is_let_go_of():
             time.sleep(0.005)
         running.wait_until_idle(60)
         assert running.service.stats.totals.requests == 0  # its end was never written
+
+
+def test_a_client_that_reads_slowly_gets_everything():
+    with serving(send_timeout=1.0) as running, running.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        while not running.connections():
+            time.sleep(0.005)
+        [there] = running.connections()
+        own_end = there.transport.get_extra_info("socket")
+        own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+        body = {**LONG, "stream": True, "n": 8, "temperature": 1, "logprobs": 20, "max_tokens": 100}
+        content = json.dumps(body).encode()
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            + f"content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode()
+            + content
+        )
+        found, num_unread = b"", set()
+        started = time.monotonic()
+        while chunk := connection.recv(16384):
+            found += chunk
+            num_unread.add(there._num_unread)
+            time.sleep(0.03 if time.monotonic() < started + 3 else 0)
+        assert len(num_unread) > 3  # it has been looked up
+        assert b"data: [DONE]" in found
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """OpenAI's own client against the server: every endpoint and option, beside the offline engine."""
 
 import json
+import threading
 
 import jsonschema
 import openai
@@ -8,6 +9,7 @@ import pytest
 from server_helpers import SMALL, serving
 
 from jaxllm.llm import LLM
+from jaxllm.output_builder import OutputBuilder
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.scores import completion_logprobs
@@ -157,9 +159,9 @@ def test_tokens_of_the_same_text_leave_the_likeliest_its_score():
         7: Logprob(logprob=-0.5, rank=1, decoded_token="\ufffd"),
         9: Logprob(logprob=-4.0, rank=30, decoded_token="\ufffd"),
     }
-    assert completion_logprobs([9], [position])["top_logprobs"] == [{"\ufffd": -0.5}]
+    assert completion_logprobs([9], [position], [0])["top_logprobs"] == [{"\ufffd": -0.5}]
     by_id = {"token_id:7": -0.5, "token_id:9": -4.0}
-    assert completion_logprobs([9], [position], as_ids=True)["top_logprobs"] == [by_id]
+    assert completion_logprobs([9], [position], [0], as_ids=True)["top_logprobs"] == [by_id]
 
 
 def test_echo_in_a_stream(client):
@@ -172,9 +174,44 @@ def test_echo_in_a_stream(client):
     assert (tokens, offsets) == (whole.logprobs.tokens, whole.logprobs.text_offset)
 
 
+def test_tokens_of_parts_of_characters_are_where_the_character_is(client, llm):
+    prompt = "d\u00eda \u65e5\u672c \U0001f642 x"
+    whole = greedy(client, prompt, logprobs=0, echo=True).choices[0]
+    offsets = whole.logprobs.text_offset
+    assert offsets == sorted(offsets)
+    ids = llm.get_tokenizer()(prompt)["input_ids"]
+    assert len(ids) > len(prompt)  # of some characters there are several
+    texts = ["" for _ in prompt] + [""]
+    for place, token in list(zip(offsets, whole.logprobs.tokens, strict=True))[1:]:  # <|endoftext|> has none
+        if place < len(prompt):
+            texts[place] += token
+    for character, text in zip(prompt, texts, strict=False):
+        assert text.startswith(character) or set(text) == {"\ufffd"} or text == ""
+    chunks = [one.choices[0] for one in greedy(client, prompt, logprobs=0, echo=True, stream=True)]
+    assert [place for one in chunks if one.logprobs for place in one.logprobs.text_offset] == offsets
+
+
+def test_many_scores_are_named_in_a_thread_of_their_own(client, monkeypatch):
+    threads = set()
+    add = OutputBuilder.add
+
+    def noted(self, delta):
+        threads.add((delta.num_scored > 16, threading.current_thread().name.rpartition("_")[0]))
+        return add(self, delta)
+
+    monkeypatch.setattr(OutputBuilder, "add", noted)
+    for stream in (False, True):
+        response = complete(client, "x = 1\n" * 20, echo=True, logprobs=2, stream=stream)
+        list(response)
+    assert (True, "jaxllm-outputs") in threads
+    assert all(is_many == (name == "jaxllm-outputs") for is_many, name in threads)
+
+
 def test_prompts_are_scored_without_any_output(client):
     response = complete(client, max_tokens=0, echo=True, logprobs=1)
     [choice] = response.choices
+    [*chunks] = complete(client, max_tokens=0, logprobs=1, stream=True)
+    assert chunks[-1].choices[0].logprobs == complete(client, max_tokens=0, logprobs=1).choices[0].logprobs
     assert (choice.text, response.usage.completion_tokens) == (PROMPT, 0)
     assert len(choice.logprobs.tokens) == response.usage.prompt_tokens
     assert complete(client, max_tokens=0).choices[0].text == ""
@@ -300,13 +337,14 @@ def test_chats_with_samples_and_scores(client, llm):
 
 
 def test_answers_keep_to_a_schema(client):
-    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "array", "items": digit, "minItems": 2, "maxItems": 2}
     wanted = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema, "strict": True}}
     content = chat(client, response_format=wanted, max_tokens=64, seed=0).choices[0].message.content
     jsonschema.validate(json.loads(content), schema)
     streamed = chat(client, response_format=wanted, max_tokens=64, seed=0, stream=True)
     assert "".join(chunk.choices[0].delta.content for chunk in streamed) == content
-    text = complete(client, extra_body={"response_format": wanted}, max_tokens=64).choices[0].text
+    text = complete(client, extra_body={"response_format": wanted}, max_tokens=64, seed=0).choices[0].text
     jsonschema.validate(json.loads(text), schema)
     plain = chat(client, response_format={"type": "text"}, temperature=0).choices[0].message.content
     assert plain == chat(client, temperature=0).choices[0].message.content

@@ -3,6 +3,7 @@
 import gc
 import json
 import signal
+import socket
 import sys
 import threading
 import time
@@ -89,6 +90,24 @@ def test_what_does_not_end_in_time_is_aborted_with_an_error():
     assert "user='somebody'" in line
     assert "2 + 2 tokens" in line
     assert any("GET other 404" in line for line in process.lines)
+
+
+def test_half_a_request_does_not_keep_the_server():
+    with served_by_command("--shutdown-timeout=60", "--no-log-requests") as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+                b'content-length: 100\r\n\r\n{"prompt":'
+            )
+            assert status(url) == 200  # so the other has been taken
+            process.send_signal(signal.SIGTERM)
+            answer = b""
+            while chunk := connection.recv(65536):
+                answer += chunk
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "shutting_down"
+        assert process.wait(30) == 0
 
 
 def test_a_second_signal_does_not_wait():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.cluster.prompt_keys import PromptKeys, keys_of_request
+from jaxllm.json_text import parse
 
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """What is routed by its prompt."""
@@ -52,8 +52,8 @@ def forwarded(scope: Mapping[str, Any], body: bytes) -> ForwardedRequest:
     request = ForwardedRequest(kept, body)
     if scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
         try:
-            values = json.loads(body)
-        except (ValueError, RecursionError):
+            values = parse(body)
+        except ValueError:
             return request
         if isinstance(values, dict):
             request.prompt = keys_of_request(values)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError, RequestError
+from jaxllm.json_text import parse
 
 SUFFIXES = (".jsonl", ".parquet")
 ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "num_dropped_tokens", "sampling_params")
@@ -179,8 +180,8 @@ def _row_of_line(
     if columns is None:
         return RawRow(index, source, line)
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
+        values = parse(line)
+    except ValueError:
         return RawRow(index, source, line)  # whoever parses it says what is wrong
     return RawRow(index, source, json.dumps(_renamed(values, columns)) if isinstance(values, dict) else line)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from pathlib import PurePath
@@ -185,12 +184,12 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=_ERRORS)
     async def to_tokens(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a prompt or a conversation."""
-        return await service.core.call(functools.partial(tokenize, service, body))
+        return await service.core.call(tokenize, service, body, pool="texts")
 
     @app.post("/detokenize", responses=_ERRORS)
     async def to_text(body: DetokenizeRequest) -> dict[str, Any]:
         """The text of token ids."""
-        return await service.core.call(functools.partial(detokenize, service, body))
+        return await service.core.call(detokenize, service, body, pool="texts")
 
 
 def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:

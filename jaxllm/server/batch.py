@@ -29,10 +29,20 @@ _ROUNDS = 2  # of requests that run, at a time, so that the engine never waits f
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A request of the input: where it is in the file, and what it is known by."""
+    """A request of the input: where it is in the file, and what it is known by.
+
+    Attributes:
+        custom_id: the client's.
+        fingerprint: of what its answer depends on.
+        digest: of the line as it was read.
+        url: where it is to be sent.
+        offset: of the line, in bytes.
+        size: of the line, in bytes.
+    """
 
     custom_id: str
     fingerprint: str
+    digest: bytes
     url: str
     offset: int
     size: int
@@ -75,6 +85,8 @@ def read_batch(path: str | os.PathLike[str], context: str) -> list[BatchLine]:
 
 
 def _parse_line(source: str, data: bytes, offset: int, context: str) -> BatchLine:
+    if not data.strip():
+        raise RequestError(f"{source}: the line is empty; remove it")
     try:
         values = parse(data)
     except (ValueError, UnicodeDecodeError) as error:
@@ -97,7 +109,11 @@ def _parse_line(source: str, data: bytes, offset: int, context: str) -> BatchLin
         raise RequestError(f"{source}: body must be an object, not {type(values['body']).__name__}")
     content = json.dumps([context, values], sort_keys=True).encode()
     fingerprint = hashlib.sha256(content).hexdigest()[:32]
-    return BatchLine(custom_id, fingerprint, url, offset, len(data))
+    return BatchLine(custom_id, fingerprint, _digest(data), url, offset, len(data))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class BatchOutput(LineFile[str]):
@@ -212,15 +228,18 @@ async def _run(
 
 async def _answer(app: Any, file: Any, line: BatchLine) -> tuple[int, bytes]:
     file.seek(line.offset)
-    try:
-        body = parse(file.read(line.size))["body"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"the batch file was changed meanwhile: {line.custom_id!r} is gone") from error
+    data = file.read(line.size)
+    if _digest(data) != line.digest:
+        raise ConfigError(
+            f"the batch file was changed meanwhile: {line.custom_id!r} is not where it was; "
+            "start again with a file that stays as it is"
+        )
+    body = parse(data)["body"]
     if body.get("stream"):
         message = "stream=true is for clients that read as it comes: leave it out of batch files"
         return 400, json.dumps(refused(message, "stream").body()).encode()
     status, content = await call(app, "POST", line.url, json.dumps(body).encode())
-    if status >= 500:
+    if status > 500:  # of the engine; 500 is of this request alone
         raise EngineError(
             f"request {line.custom_id!r} failed, and nothing is written for it: {content.decode()}"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxllm.detokenizer import TextOffsets, token_text
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.server.errors import refused
 from jaxllm.server.generation import Call
@@ -29,9 +30,8 @@ class _CompletionForm:
         self._body, self._tokenizer = body, tokenizer
         self._is_scored = body.logprobs is not None
         self._has_output = body.max_tokens != 0
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
         self._told: set[int] = set()
-        self._hidden = frozenset(() if tokenizer is None else tokenizer.all_special_ids)
 
     def choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         """See `Form`."""
@@ -39,20 +39,18 @@ class _CompletionForm:
         scores = None
         echoed = self._echoed(output) if self._body.echo else ""
         if self._is_scored:
-            scores = self._scores_of_prompt(output) if self._body.echo else completion_logprobs([], [])
-            if self._has_output:
-                of_output = self._scores(one, len(echoed))
-                scores = {name: [*values, *of_output[name]] for name, values in scores.items()}
+            of_output = self._scores(one, self._offsets_of_output(output, echoed))
+            of_prompt = self._scores_of_prompt(output, echoed) if self._body.echo else {}
+            scores = {name: [*of_prompt.get(name, ()), *values] for name, values in of_output.items()}
         return self._choice(index, echoed + text, scores, output, one, is_whole=True)
 
     def first_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """See `Form`: the prompt, if it is to be repeated."""
-        self._offsets[index] = 0
+        echoed = self._echoed(output) if self._body.echo else ""
+        self._offsets[index] = self._offsets_of_output(output, echoed)
         if not self._body.echo:
             return []
-        echoed = self._echoed(output)
-        self._offsets[index] = len(echoed)
-        scores = self._scores_of_prompt(output) if self._is_scored else None
+        scores = self._scores_of_prompt(output, echoed) if self._is_scored else None
         return [
             {"index": index, "text": echoed, "logprobs": scores, "finish_reason": None, "stop_reason": None}
         ]
@@ -60,20 +58,12 @@ class _CompletionForm:
     def chunk(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         """See `Form`."""
         text = one.text if self._has_output else ""
-        scores = None
-        if self._is_scored and self._has_output:
-            scores = self._scores(one, self._offsets[index])
-            self._offsets[index] += sum(map(self._size, one.token_ids))
+        scores = self._scores(one, self._offsets[index]) if self._is_scored else None
         choice = self._choice(index, text, scores, output, one, is_whole=False)
         if self._body.return_token_ids and index not in self._told:
             self._told.add(index)
             choice["prompt_token_ids"] = list(output.prompt_token_ids)
         return choice
-
-    def _size(self, token_id: int) -> int:
-        """Characters that a token of the output counts as."""
-        is_hidden = token_id in self._hidden and self._body.skip_special_tokens is not False
-        return 0 if is_hidden or self._tokenizer is None else len(str(self._tokenizer.decode([token_id])))
 
     def _choice(
         self,
@@ -111,22 +101,30 @@ class _CompletionForm:
             return str(output.prompt)
         return "" if self._tokenizer is None else str(self._tokenizer.decode(output.prompt_token_ids))
 
-    def _scores_of_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        first = output.prompt_token_ids[:1]
-        as_ids = bool(self._body.return_tokens_as_token_ids) or self._tokenizer is None
-        names = [f"token_id:{one}" if as_ids else str(self._tokenizer.decode([one])) for one in first]  # type: ignore[union-attr]
-        positions = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-        hidden = self._hidden if self._repeats(output) else ()
+    def _scores_of_prompt(self, output: RequestOutput, echoed: str) -> dict[str, Any]:
+        token_ids, tokenizer = output.prompt_token_ids, self._tokenizer
+        as_ids = bool(self._body.return_tokens_as_token_ids) or tokenizer is None
+        names = [f"token_id:{one}" if as_ids else token_text(tokenizer, one) for one in token_ids[:1]]
+        offsets = TextOffsets(tokenizer, skip_special_tokens=self._repeats(output)).append(token_ids)
         return completion_logprobs(
-            output.prompt_token_ids, positions, names=names, as_ids=as_ids, hidden=hidden
+            token_ids,
+            output.prompt_logprobs or [None] * len(token_ids),
+            [min(offset, len(echoed)) for offset in offsets],
+            names=names,
+            as_ids=as_ids,
         )
 
-    def _scores(self, one: CompletionOutput, offset: int) -> dict[str, Any]:
-        as_ids = bool(self._body.return_tokens_as_token_ids)
-        hidden = () if self._body.skip_special_tokens is False else self._hidden
-        return completion_logprobs(
-            one.token_ids, one.logprobs or [], offset=offset, as_ids=as_ids, hidden=hidden
+    def _offsets_of_output(self, output: RequestOutput, echoed: str) -> TextOffsets:
+        is_hidden = self._body.skip_special_tokens is not False
+        return TextOffsets(
+            self._tokenizer, output.prompt_token_ids, len(echoed), skip_special_tokens=is_hidden
         )
+
+    def _scores(self, one: CompletionOutput, offsets: TextOffsets) -> dict[str, Any]:
+        token_ids = one.token_ids if self._has_output else []
+        positions = (one.logprobs or []) if self._has_output else []
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return completion_logprobs(token_ids, positions, offsets.append(token_ids), as_ids=as_ids)
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:

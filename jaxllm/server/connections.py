@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import http
 import json
-from typing import Any
+import re
+import sys
+import termios
+from typing import Any, NoReturn
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,8 +19,11 @@ from jaxllm.server.config import ServerConfig
 from jaxllm.server.errors import error_object
 
 _SECONDS_TO_LEAVE = 1.0
-_MAX_CHUNK_LINES = 8  # one line end in so many bytes: chunks of a few bytes cost as much as large ones
-_SMALL = 4096
+_MANY_CHUNKS = 256
+_BYTES_PER_CHUNK = 8  # on average, of many: chunks of a few bytes cost as much as large ones
+_HEAD_LINE_BYTES = 4  # that a header is longer than its name and value
+_ORIGIN = re.compile(rb"(?i)https?://[^/?]*")
+_PHRASES = {code.value: code.phrase for code in http.HTTPStatus}
 
 
 class _Lingering:
@@ -44,6 +52,55 @@ class _Lingering:
         return getattr(self._transport, name)
 
 
+class _Messages(h11.Connection):
+    """HTTP as it comes, with bounds where the library has none."""
+
+    def __init__(self, max_header_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_header_bytes)
+        self._max_header_bytes = max_header_bytes
+        self._is_chunked = False
+        self._num_chunks = self._num_bytes = 0
+        self.refusal = 400, "this is no HTTP request"
+
+    def next_event(self) -> Any:
+        """The next part of a request, whose target is without the server's own name.
+
+        Raises:
+            h11.RemoteProtocolError: it is none, or too much; see `refusal`.
+        """
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            self._refuse(error.error_status_hint, str(error))
+        if isinstance(event, h11.Request):
+            headers = event.headers.raw_items()
+            size = len(event.target) + sum(
+                len(name) + len(value) + _HEAD_LINE_BYTES for name, value in headers
+            )
+            if size > self._max_header_bytes:
+                self._refuse(431, f"{size} bytes")
+            self._is_chunked = any(name.lower() == b"transfer-encoding" for name, _ in headers)
+            self._num_chunks = self._num_bytes = 0
+            if found := _ORIGIN.match(event.target):
+                target = event.target[found.end() :]
+                target = target if target.startswith(b"/") else b"/" + target
+                return h11.Request(
+                    method=event.method, headers=headers, target=target, http_version=event.http_version
+                )
+        elif isinstance(event, h11.Data) and self._is_chunked:
+            self._num_chunks += 1
+            self._num_bytes += len(event.data)
+            if self._num_chunks > _MANY_CHUNKS + self._num_bytes // _BYTES_PER_CHUNK:
+                self._refuse(400, "chunks of a few bytes: send larger ones")
+        return event
+
+    def _refuse(self, status: int, why: str) -> NoReturn:
+        if status == 431:
+            why = f"the request's head has over {self._max_header_bytes} bytes ({why}): send less"
+        self.refusal = status, why
+        raise h11.RemoteProtocolError(why, status)
+
+
 def protocol_class(config: ServerConfig) -> type[H11Protocol]:
     """The protocol of a server's connections."""
 
@@ -52,14 +109,19 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
 
         _head_timer: asyncio.TimerHandle | None = None
         _reader_timer: asyncio.TimerHandle | None = None
-        _is_chunked = False
+        _num_unread = 0
+        conn: _Messages
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.conn = _Messages(config.max_header_bytes)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """Take a connection, unless there are too many."""
             super().connection_made(_Lingering(transport, self.loop))  # type: ignore[arg-type]
             if len(self.connections) > config.max_connections:
                 message = f"{config.max_connections} connections are open already: try again later"
-                self._refuse(503, "Service Unavailable", message, "overloaded", retry=True)
+                self._refuse(503, message, "overloaded", retry=True)
                 return
             self._await_head(config.request_timeout)
 
@@ -72,9 +134,6 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
         def data_received(self, data: bytes) -> None:
             """Take what came."""
             if self.transport.is_left:  # type: ignore[attr-defined]
-                return
-            if self._has_tiny_chunks(data):
-                self._refuse(400, "Bad Request", "chunks of a few bytes: send larger ones", "invalid_http")
                 return
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
@@ -92,7 +151,8 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
         def pause_writing(self) -> None:
             """The client does not read what there is."""
             super().pause_writing()
-            self._reader_timer = self.loop.call_later(config.send_timeout, self.transport.abort)
+            self._num_unread = _num_unread(self.transport)
+            self._reader_timer = self.loop.call_later(config.send_timeout, self._look_up_reader)
 
         def resume_writing(self) -> None:
             """It does again."""
@@ -100,17 +160,22 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
             super().resume_writing()
 
         def send_400_response(self, msg: str) -> None:
-            """Say that this is no HTTP."""
-            self._refuse(400, "Bad Request", msg, "invalid_http")
+            """Say what is wrong with the HTTP."""
+            status, why = self.conn.refusal
+            self._refuse(status, why, "invalid_http")
 
-        def _has_tiny_chunks(self, data: bytes) -> bool:
-            if self.conn.their_state is h11.IDLE:
-                self._is_chunked = b"chunked" in data[: config.max_header_bytes].lower()
-            return self._is_chunked and data.count(b"\r\n") > _SMALL // 16 + len(data) // _MAX_CHUNK_LINES
+        def _look_up_reader(self) -> None:
+            """Give up on a reader that has read nothing since the last look; a slow one may go on."""
+            num_unread = _num_unread(self.transport)
+            if num_unread >= self._num_unread:
+                self.transport.abort()
+                return
+            self._num_unread = num_unread
+            self._reader_timer = self.loop.call_later(config.send_timeout, self._look_up_reader)
 
-        def _refuse(self, status: int, phrase: str, message: str, code: str, *, retry: bool = False) -> None:
+        def _refuse(self, status: int, message: str, code: str, *, retry: bool = False) -> None:
             if self.cycle is None or not self.cycle.response_started:
-                self.transport.write(_raw_error(status, phrase, message, code, retry=retry))
+                self.transport.write(_raw_error(status, message, code, retry=retry))
             self.transport.close()
 
         def _await_head(self, seconds: float) -> None:
@@ -125,11 +190,20 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
     return Connection
 
 
-def _raw_error(status: int, phrase: str, message: str, code: str, *, retry: bool = False) -> bytes:
+def _num_unread(transport: asyncio.Transport) -> int:
+    """Bytes that were written and did not arrive, those included that the system holds."""
+    size = transport.get_write_buffer_size()
+    with contextlib.suppress(OSError):  # no such system
+        queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        size += int.from_bytes(queued, sys.byteorder)
+    return size
+
+
+def _raw_error(status: int, message: str, code: str, *, retry: bool = False) -> bytes:
     """A whole response, for where there is no request yet."""
     body: Any = json.dumps(error_object(status, message, None, code)).encode("ascii")
     lines = [
-        f"HTTP/1.1 {status} {phrase}",
+        f"HTTP/1.1 {status} {_PHRASES[status]}",
         "content-type: application/json",
         f"content-length: {len(body)}",
         "connection: close",

@@ -21,7 +21,9 @@ from jaxllm.server.errors import busy, refused, shutting_down
 _T = TypeVar("_T")
 _SECONDS_TO_LOOK_UP = 1.0  # after which it is asked whether there is anything to wait for
 _MAX_RETRY_SECONDS = 60
-_MOST_AT_A_TIME = 8  # items from the engine in one turn of the loop
+_MOST_AT_A_TIME = 8  # items from the engine, or outputs of them, in one turn of the loop
+_POOL_SIZES = {"inputs": 2, "outputs": 1, "texts": 1}
+_MANY_SCORES = 16  # to be named; that takes a thread
 
 
 class Admission:
@@ -114,6 +116,7 @@ class Generation(AsyncIterator[RequestOutput]):
         self._has_news = asyncio.Event()
         self._is_closed = self._is_suspect = False
         self._failure: BaseException | None = None
+        self._num_read = 0
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -136,12 +139,18 @@ class Generation(AsyncIterator[RequestOutput]):
                     raise self._failure
                 self._has_news.clear()
                 await self._has_news.wait()
+            self._num_read += 1
+            if self._num_read % _MOST_AT_A_TIME == 0:
+                await asyncio.sleep(0)
             if self._is_closed:
                 raise ClientGoneError
             request_id = next(iter(self._pending))
             item = self._pending.pop(request_id)
             builder = self._builders[request_id]
-            output = builder.add(item)
+            if item.num_scored > _MANY_SCORES:
+                output = await self._core.call(builder.add, item, pool="outputs")
+            else:
+                output = builder.add(item)
             if item.finish_reason is not None:
                 del self._builders[request_id]
             if output is not None:
@@ -208,7 +217,9 @@ class EngineCore:
         max_queued_requests, max_queued_tokens: see `ServerConfig`.
 
     Attributes:
+        is_drained: whether nothing is to be begun any more.
         on_abort: told how many requests end because their client has gone.
+        waits: for what clients have yet to send; they end when the core is drained.
     """
 
     def __init__(
@@ -223,10 +234,14 @@ class EngineCore:
         self.admission = Admission(max_requests, max_queued_tokens)
         self._thread = EngineThread(made.engine)
         self._ids = itertools.count()
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="jaxllm-inputs")
+        self._pools = {
+            name: ThreadPoolExecutor(size, thread_name_prefix=f"jaxllm-{name}")
+            for name, size in _POOL_SIZES.items()
+        }
         self._live: set[Generation] = set()
         self._inbox: collections.deque[tuple[Generation, Item]] = collections.deque()
-        self._is_told = self._is_drained = False
+        self._is_told = self.is_drained = False
+        self.waits: set[asyncio.Timeout] = set()
         self.on_abort: Callable[[int], object] = lambda num_requests: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -246,10 +261,17 @@ class EngineCore:
         self._loop = asyncio.get_running_loop()
         self._watch = self._loop.create_task(self._look_up())
 
-    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
-        """A function's result, from a thread for work that would hold the loop up."""
+    async def call(self, function: Callable[..., _T], *args: Any, pool: str = "inputs") -> _T:
+        """A function's result, from a thread for work that would hold the loop up.
+
+        Args:
+            function: what to call.
+            *args: its arguments.
+            pool: whose work it is, of requests' "inputs" and "outputs", and other "texts"; each has threads
+                of its own, so that none waits for another's.
+        """
         assert self._loop is not None
-        return await self._loop.run_in_executor(self._pool, functools.partial(function, *args))
+        return await self._loop.run_in_executor(self._pools[pool], functools.partial(function, *args))
 
     async def call_last(self, function: Callable[[], None]) -> None:
         """Run a function in a thread that is not the pool's, which the function may shut down."""
@@ -289,7 +311,7 @@ class EngineCore:
 
         prepare = functools.partial(self._thread.prepare, named, stream=stream, put=put)
         states, builders = await self.call(prepare)
-        if self._is_drained:
+        if self.is_drained:
             raise shutting_down()
         reservation.correct(sum(state.request.num_prompt_tokens for state in states))
         generation = Generation(self, builders)
@@ -321,11 +343,13 @@ class EngineCore:
             if asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(0.02)
-        self._is_drained = True
+        self.is_drained = True
         left = list(self._live)
         error = shutting_down()
         for generation in left:
             generation.fail(error)
+        for wait in self.waits:
+            wait.reschedule(0.0)
         if left:
             self._thread.abort_soon([name for generation in left for name in generation.request_ids])
 
@@ -334,7 +358,8 @@ class EngineCore:
         if self._watch is not None:
             self._watch.cancel()
         self._thread.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
         self.made.executor.flush_files()
         self.made.executor.release()
 

@@ -7,8 +7,8 @@ import dataclasses
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,6 +25,9 @@ from jaxllm.server.streams import DONE, EventStream, closed_on_disconnect, dumps
 
 BYTES_PER_TOKEN = 3
 """Of a text that is not tokenised yet."""
+_MANY_TOKENS = 1024  # whose text takes long
+_MANY_SCORES = 16
+_T = TypeVar("_T")
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
@@ -101,6 +104,7 @@ class Call:
         self._started: set[int] = set()
         self._samples: dict[str, dict[int, tuple[int, str]]] = {}  # tokens, and why it ended, by prompt
         self._last_times: dict[int, float] = {}
+        self._is_scored = self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     async def respond(self, arrival_time: float, reservation: Reservation | None = None) -> Response:
         """Run it.
@@ -119,10 +123,7 @@ class Call:
         generation = await self._begin(arrival_time, reservation)
         if not self.body.stream:
             outputs = await self._all(generation)
-            if self.params.logprobs is None and self.params.prompt_logprobs is None:
-                content = self._whole(outputs)
-            else:  # which may be many
-                content = await self.service.core.call(self._whole, outputs)
+            content = await self._made(self._whole, outputs, self.usage.completion_tokens)
             return Response(content, media_type="application/json")
         chunks = self._chunks(generation)
         first = await anext(chunks)  # what fails before there is anything has a status of its own
@@ -154,6 +155,12 @@ class Call:
         log.num_prompts, log.user, log.metadata = len(self.prompts), self.body.user, self.body.metadata
         return generation
 
+    async def _made(self, make: Callable[[_T], bytes], outputs: _T, num_tokens: int) -> bytes:
+        """What is sent of outputs; where it takes long, made in a thread."""
+        if num_tokens <= _MANY_TOKENS and not (self._is_scored and num_tokens > _MANY_SCORES):
+            return make(outputs)
+        return await self.service.core.call(make, outputs, pool="outputs")
+
     async def _all(self, generation: Generation) -> dict[int, RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         async for output in generation:
@@ -180,16 +187,25 @@ class Call:
             usage = {"usage": self.usage.to_dict() if in_each else None} if has_usage or in_each else {}
             return event({**head, "choices": [choice], **usage})
 
-        async for output in generation:
-            self._count(output)
-            place = int(output.request_id)
+        def chunks(output: RequestOutput) -> bytes:
+            found = b""
             for one in output.outputs:
-                index = place * self.params.n + one.index
+                index = int(output.request_id) * self.params.n + one.index
                 if index not in self._started:
                     self._started.add(index)
-                    written += b"".join(map(chunk, self.form.first_chunks(index, output)))
+                    found += b"".join(map(chunk, self.form.first_chunks(index, output)))
+                found += chunk(self.form.chunk(index, output, one))
+            return found
+
+        async for output in generation:
+            self._count(output)
+            num_tokens = 0
+            for one in output.outputs:
+                index = int(output.request_id) * self.params.n + one.index
                 self._observe_interval(index, one)
-                written += chunk(self.form.chunk(index, output, one))
+                num_tokens += len(one.token_ids)
+                num_tokens += 0 if index in self._started else len(output.prompt_token_ids)
+            written += await self._made(chunks, output, num_tokens)
             if not generation.has_pending:
                 yield written
                 written = b""

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.server.auth import Keys
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.core import ClientGoneError
-from jaxllm.server.errors import ApiError, as_api_error, busy_with_bodies
+from jaxllm.server.errors import ApiError, as_api_error, busy_with_bodies, shutting_down
 from jaxllm.server.service import Service
 from jaxllm.server.streams import dumps
 from jaxllm.types import RequestMetrics
@@ -95,7 +95,11 @@ class Guard:
             request_id, scope["method"], scope["path"], headers, RequestLog(), time.monotonic()
         )
 
-        body = _Body(receive, headers, self._config, self._all_bodies)
+        body = _Body(receive, headers, self._service, self._all_bodies)
+        if (
+            scope["method"] == "HEAD"
+        ):  # which is answered like GET, but for the body that the connection drops
+            scope = {**scope, "method": "GET"}
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -173,7 +177,7 @@ class _Body:
     Args:
         receive: of the connection.
         headers: of the request.
-        config: the bounds.
+        service: its bounds, and when it ends.
         total: bytes of all bodies; this one's are in it until `forget`.
 
     Attributes:
@@ -181,11 +185,11 @@ class _Body:
         is_gone: whether the client left before that.
     """
 
-    def __init__(self, receive: Receive, headers: Headers, config: ServerConfig, total: list[int]) -> None:
-        self._receive, self._config, self._total = receive, config, total
+    def __init__(self, receive: Receive, headers: Headers, service: Service, total: list[int]) -> None:
+        self._receive, self._config, self._core, self._total = receive, service.config, service.core, total
         declared = headers.get("content-length", "")
         self._declared = int(declared) if declared.isdigit() and len(declared) < 20 else 0
-        self._deadline = asyncio.get_running_loop().time() + config.request_timeout
+        self._deadline = asyncio.get_running_loop().time() + self._config.request_timeout
         self._size = 0
         self.is_whole = self._declared == 0 and "transfer-encoding" not in headers
         self.is_gone = False
@@ -203,18 +207,25 @@ class _Body:
         """The next part of it, and after it what the connection says.
 
         Raises:
-            ApiError: it is too large, or all bodies together are, or it does not come in time.
+            ApiError: it is too large, or all bodies together are, or it does not come in time or before the
+                server ends.
             ClientGoneError: the client has gone.
         """
         if self.is_whole:
             return await self._receive()
+        wait = asyncio.timeout_at(0.0 if self._core.is_drained else self._deadline)
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with wait:
+                self._core.waits.add(wait)
                 message = await self._receive()
         except TimeoutError:
+            if self._core.is_drained:
+                raise shutting_down() from None
             raise ApiError(
                 408, f"the request's body did not arrive within {self._config.request_timeout:g} seconds"
             ) from None
+        finally:
+            self._core.waits.discard(wait)
         if message["type"] == "http.disconnect":
             self.is_gone = True
             raise ClientGoneError

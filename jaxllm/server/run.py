@@ -20,7 +20,8 @@ from jaxllm.server.config import ServerConfig
 from jaxllm.server.connections import protocol_class
 from jaxllm.server.service import Service
 
-_SECONDS_TO_CLOSE = 10.0  # connections and the engine, once requests have ended
+_SECONDS_TO_SEND = 3  # to slow readers what is left, once requests have ended
+_SECONDS_TO_CLOSE = 10.0  # the engine after that
 _SWITCH_SECONDS = 0.001  # that a thread goes on while another waits; 5 times as often as Python's default
 EXIT_STUCK = 70
 
@@ -41,7 +42,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let those under way end, abort the rest, and close everything."""
         seconds = self._service.config.shutdown_timeout
-        with _in_time(seconds + 2 * _SECONDS_TO_CLOSE):
+        with _in_time(seconds + _SECONDS_TO_SEND + _SECONDS_TO_CLOSE):
             await self._service.core.drain(seconds, lambda: self.force_exit)
             self.force_exit = False  # the engine is to be closed in any case
             await super().shutdown(sockets)
@@ -125,7 +126,7 @@ def make_server(service: Service, listener: socket.socket, tell: Callable[[str],
         date_header=True,
         h11_max_incomplete_event_size=config.max_header_bytes,
         timeout_keep_alive=int(max(1, config.keep_alive_timeout)),
-        timeout_graceful_shutdown=int(_SECONDS_TO_CLOSE),
+        timeout_graceful_shutdown=_SECONDS_TO_SEND,
         proxy_headers=False,
     )
     return _Server(settings, service, lambda: tell(f"serving {service.model_names[0]} on {url}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.outputs import Logprob, PositionLogprobs, positions_to_dicts
@@ -23,25 +23,21 @@ def _name(token_id: int, entry: Logprob | None, as_ids: bool) -> str:
 def completion_logprobs(
     token_ids: Sequence[int],
     positions: Sequence[PositionLogprobs | None],
+    offsets: Sequence[int],
     *,
     names: Sequence[str] | None = None,
-    offset: int = 0,
     as_ids: bool = False,
-    hidden: Collection[int] = (),
 ) -> dict[str, Any]:
     """What /v1/completions has of tokens.
 
     Args:
         token_ids: the tokens.
         positions: their scores; None where there are none, as of a prompt's first token.
+        offsets: characters of the text before each of them.
         names: what to call tokens without scores.
-        offset: characters of the text before the first of them.
         as_ids: call tokens by their ids.
-        hidden: tokens that are not in the text.
-
-    Texts of parts of characters count as one character each.
     """
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
     for place, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
         entry = None if position is None else position[token_id]
         name = names[place] if names is not None and position is None else _name(token_id, entry, as_ids)
@@ -54,10 +50,7 @@ def completion_logprobs(
         found["tokens"].append(name)
         found["token_logprobs"].append(None if entry is None else _value(entry.logprob))
         found["top_logprobs"].append(top)
-        found["text_offset"].append(offset)
-        text = name if entry is None or entry.decoded_token is None else entry.decoded_token
-        offset += 0 if token_id in hidden else len(text)
-    return found
+    return {**found, "text_offset": list(offsets)}
 
 
 def chat_logprobs(
