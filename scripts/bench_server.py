@@ -41,7 +41,8 @@ from demo_model_data import Corpus, read_corpus, train_tokenizer
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench.results import command_line, write_json
-from jaxllm.bench.serving.server_process import running_server, signals_as_interrupts
+from jaxllm.bench.serving.server_process import running_server
+from jaxllm.cli.signals import signals_as_interrupts
 from jaxllm.hardware import describe_hardware, versions
 from jaxllm.workloads import Poisson
 

@@ -15,9 +15,10 @@ from fake_openai import FakeServer, words
 from server_helpers import served_by_command
 
 from jaxllm.bench.serving import server_process
-from jaxllm.bench.serving.server_process import running_server, signals_as_interrupts
+from jaxllm.bench.serving.server_process import running_server
 from jaxllm.checkpoints import demo_model_path
 from jaxllm.cli.main import main
+from jaxllm.cli.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
 from jaxllm.workloads import make_conversations
 

@@ -1,4 +1,5 @@
 import dataclasses
+import datetime
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow
+import pyarrow.dataset
 import pyarrow.parquet as parquet
 import pytest
 from engine_helpers import make_llm
@@ -18,6 +20,7 @@ from jaxllm.cluster.attempts import Turns
 from jaxllm.cluster.batch_engine import BatchEngine, BatchSettings
 from jaxllm.cluster.cpu_slices import CpuSlice
 from jaxllm.cluster.parts import OutputFolder, Parts, read_parts
+from jaxllm.cluster.pool import Pool
 from jaxllm.cluster.shards import RawRow, Shard, input_files, read_shard, scan, shards_of
 from jaxllm.cluster.worker import ShardWorker
 from jaxllm.errors import ConfigError, EngineError
@@ -96,6 +99,56 @@ def test_inputs_that_are_not_there_are_refused(tmp_path):
 
 SHARD, NEXT = Shard("in", 0, 2, 0), Shard("in", 2, 1, 2)
 ANSWERS = [{"index": 0, "text": "a"}, {"index": 1, "error": "bad"}]
+
+
+def test_columns_of_bytes_are_text_or_an_error(tmp_path):
+    when = datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)
+    table = pyarrow.table(
+        {
+            "prompt": pyarrow.array(["d\u00eda".encode(), b"\xff\xfe", b"c"], pyarrow.binary()),
+            "id": pyarrow.array([b"\xffa", None, b"b"], pyarrow.binary()),
+        }
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"prompt": [when], "id": [when]}), tmp_path / "b.parquet")
+    _, rows = read_all([tmp_path / "a.parquet", tmp_path / "b.parquet"], 2)
+    assert json.loads(rows[0].line) == {"prompt": "d\u00eda", "id": "\\xffa"}
+    assert "a.parquet, row 2: b'\\xff\\xfe' is no UTF-8" in str(rows[1].error)
+    assert json.loads(rows[2].line) == {"prompt": "c", "id": "b"}
+    assert "of type datetime is neither text nor a number" in str(rows[3].error)
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "id": [when]}), tmp_path / "c.parquet")
+    _, [row] = read_all([tmp_path / "c.parquet"], 2)
+    assert json.loads(row.line)["id"] == str(when)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_any_text_is_kept_as_an_id(tmp_path, kind):
+    parts = Parts(tmp_path, kind)
+    parts.write(SHARD, [{"index": 0, "id": "a\ud800", "text": "x"}, {"index": 1, "error": "\udfff"}])
+    [first, second] = read_parts(tmp_path)
+    assert first["id"] == {"jsonl": "a\ud800", "parquet": "a\\ud800"}[kind]
+    assert second["error"] == {"jsonl": "\udfff", "parquet": "\\udfff"}[kind]
+
+
+def test_a_folder_of_parquet_is_read_by_others(tmp_path):
+    with OutputFolder(tmp_path / "out", {"seed": 0}, resume=False):
+        Parts(tmp_path / "out", "parquet").write(SHARD, ANSWERS)
+    assert pyarrow.dataset.dataset(tmp_path / "out").to_table().num_rows == 2
+    assert parquet.read_table(tmp_path / "out").column("index").to_pylist() == [0, 1]
+
+
+class Nodes:
+    """A cluster of one node."""
+
+    @staticmethod
+    def nodes():
+        return [{"Alive": True, "Resources": {"CPU": 4.0}}]
+
+
+@pytest.mark.parametrize("asked", [(0, None, None), (-1, None, None), (None, -1.0, None), (None, None, 0)])
+def test_no_workers_or_processors_at_all_are_refused(asked):
+    with pytest.raises(ConfigError, match=r"(0|-1|-1.0) is no number of .*; give at least"):
+        Pool.of_cluster(Nodes, *asked, 1)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

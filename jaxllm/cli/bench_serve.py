@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.options import check_distinct, json_object, note
+from jaxllm.cli.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -181,7 +182,6 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm.bench.serving.client import import_from_extra
     from jaxllm.bench.serving.plot import import_pyplot, plot
     from jaxllm.bench.serving.report import brief, rows, summary, table
-    from jaxllm.bench.serving.server_process import signals_as_interrupts
 
     for name in ("aiohttp", "prometheus_client"):
         import_from_extra(name)

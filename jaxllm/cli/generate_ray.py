@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.cli.options import note
+from jaxllm.cli.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_params import SamplingParams
 
@@ -58,18 +59,21 @@ def run(args: argparse.Namespace, sampling_params: SamplingParams, settings: Map
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.init(address=address, log_to_driver=not args.quiet, logging_level=logging.WARNING)
     try:
-        result = generate(
-            args.input,
-            sampling_params,
-            output=args.output,
-            resume=args.resume,
-            chat=args.chat,
-            show_progress=not args.quiet,
-            **options,
-            **settings,
-        )
-    except KeyboardInterrupt:
+        with signals_as_interrupts():
+            result = generate(
+                args.input,
+                sampling_params,
+                output=args.output,
+                resume=args.resume,
+                chat=args.chat,
+                show_progress=not args.quiet,
+                **options,
+                **settings,
+            )
+    except (KeyboardInterrupt, SystemExit) as error:
         note("interrupted: run again with --resume to continue")
+        if isinstance(error, SystemExit):
+            raise
         return EXIT_INTERRUPTED
     assert isinstance(result, GenerateResult)  # there is an output
     if not args.quiet:

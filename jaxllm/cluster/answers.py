@@ -38,9 +38,14 @@ def answer_table(answers: Sequence[Mapping[str, Any]]) -> Any:
             texts = [json.dumps(one, allow_nan=False) if one else None for one in rest]
             columns[name] = pyarrow.array(texts, pyarrow.string())
         else:
-            texts = [None if value is None else str(value) for value in values]
+            texts = [None if value is None else _storable(str(value)) for value in values]
             columns[name] = pyarrow.array(texts, pyarrow.string())
     return pyarrow.table(columns)
+
+
+def _storable(text: str) -> str:
+    """The text in characters that UTF-8 has; lone surrogates, which JSON may hold, are spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def write_parquet(file: Any, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -1,12 +1,12 @@
 """The output of a data set: a folder with a file for each shard, there as a whole or not at all.
 
-    answers/job.json                               what the answers are to, and how many shards there are
+    answers/_job.json                              what the answers are to, and how many shards there are
     answers/part-000000000000-000000000256.jsonl   rows 0 to 255
     answers/part-000000000256-000000000512.jsonl
 
-A part is written beside its place and renamed into it, so that whoever dies leaves no half of one, and a
-shard that is answered twice replaces a file by one that says the same. What a restart has to do is what has
-no part.
+Readers of Parquet folders pass over names that begin with an underscore. A part is written beside its place
+and renamed into it, so that whoever dies leaves no half of one, and a shard that is answered twice replaces a
+file by one that says the same. What a restart has to do is what has no part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxllm.cluster.shards import Shard
 from jaxllm.errors import ConfigError
 
 PartFormat = Literal["jsonl", "parquet"]
-_JOB, _LOCK, _ATTEMPTS = "job.json", "lock", ".attempts"
+_JOB, _LOCK, _ATTEMPTS = "_job.json", "_lock", ".attempts"
 _NAME = re.compile(r"part-(\d{12})-(\d{12})\.(jsonl|parquet)")
 
 

@@ -32,8 +32,11 @@ class Pool:
         """What was asked for, and of the rest as much as the cluster has.
 
         Raises:
-            ConfigError: it has less.
+            ConfigError: it has less, or what was asked for is nothing.
         """
+        for name, value, least in (("workers", size, 1), ("processors of each", cpus, 1), ("GPUs", gpus, 0)):
+            if value is not None and not value >= least:
+                raise ConfigError(f"{value} is no number of {name}; give at least {least}, or leave it out")
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         all_gpus = sum(node.get("GPU", 0.0) for node in nodes)
         gpus = float(bool(all_gpus)) if gpus is None else gpus

@@ -27,9 +27,12 @@ def require_ray(*modules: str) -> Any:
 
 def own_error(error: BaseException) -> BaseException:
     """The error of ours that made something fail elsewhere, or else the error as it is."""
+    ray = require_ray("ray.exceptions")
     cause: Any = error
     while cause is not None:
-        if isinstance(cause, JaxllmError) and not hasattr(cause, "traceback_str"):  # Ray's copy has one
+        if isinstance(cause, JaxllmError) and not isinstance(
+            cause, ray.exceptions.RayError
+        ):  # not Ray's copy
             return cause
         cause = getattr(cause, "cause", None) or cause.__cause__
     return error

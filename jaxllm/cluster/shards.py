@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, shown
 from jaxllm.json_text import parse
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -199,30 +199,54 @@ def _scan_parquet(path: str, rows_per_shard: int) -> InputFile:
 def _read_parquet(shard: Shard, columns: Mapping[str, str] | None) -> list[RawRow]:
     file = _parquet(shard.path)
     names = tuple(_names_of(file.schema_arrow.names, columns, shard.path).values())
-    lines: list[str] = []
+    rows: list[RawRow] = []
     start, last_row = 0, shard.first_row + shard.num_rows
     for group in range(file.metadata.num_row_groups):
         stop = start + file.metadata.row_group(group).num_rows
         begin, end = max(start, shard.first_row), min(stop, last_row)
         if begin < end:
             table = _row_group(shard.path, group, names).slice(begin - start, end - begin)
-            lines += rows_as_json(table, columns, shard.path)
+            for place, values in enumerate(
+                rows_of_table(table, columns, shard.path), begin - shard.first_row
+            ):
+                number = shard.first_row + place + 1
+                rows.append(row_of_values(values, shard.first_index + place, f"{shard.path}, row {number}"))
         start = stop
-    return [
-        RawRow(shard.first_index + place, f"{shard.path}, row {shard.first_row + place + 1}", line)
-        for place, line in enumerate(lines)
-    ]
+    return rows
 
 
-def rows_as_json(table: Any, columns: Mapping[str, str] | None, source: str) -> list[str]:
-    """The rows of a pyarrow table, as lines that `jaxllm generate` reads.
+def rows_of_table(table: Any, columns: Mapping[str, str] | None, source: str) -> list[dict[str, Any]]:
+    """The rows of a pyarrow table, with the keys that `jaxllm generate` knows.
 
     Raises:
         ConfigError: it lacks a column.
     """
     names = _names_of(table.column_names, columns, source)
     rows = table.select(list(names.values())).to_pylist()
-    return [json.dumps(_without_nulls(_renamed(values, names)), default=str) for values in rows]
+    return [_without_nulls(_renamed(values, names)) for values in rows]
+
+
+def row_of_values(values: Mapping[str, Any], index: int, source: str) -> RawRow:
+    """A row of Python's values, of which only the id may be anything."""
+    row = dict(values)
+    if isinstance(row.get("id"), bytes):
+        row["id"] = row["id"].decode("utf-8", "backslashreplace")
+    elif "id" in row and not isinstance(row["id"], str | int | float | list | dict):
+        row["id"] = str(row["id"])
+    try:
+        return RawRow(index, source, json.dumps(row, default=_text))
+    except (TypeError, ValueError) as error:
+        return RawRow(index, source, "", RequestError(f"{source}: {error}"))
+
+
+def _text(value: object) -> str:
+    """What JSON has no form of."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"{shown(value, 80)} of type {type(value).__name__} is neither text nor a number")
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{shown(value, 80)} is no UTF-8 (byte {error.start})") from error
 
 
 def _names_of(there: Sequence[str], columns: Mapping[str, str] | None, source: str) -> dict[str, str]:

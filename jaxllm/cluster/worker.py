@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cluster.answers import ANSWER_COLUMNS, answer_table
 from jaxllm.cluster.attempts import Attempts, Turns
 from jaxllm.cluster.cpu_slices import CpuSlice
-from jaxllm.cluster.shards import RawRow, Shard, read_shard, rows_as_json
+from jaxllm.cluster.shards import RawRow, Shard, read_shard, row_of_values, rows_of_table
 from jaxllm.errors import ConfigError, JaxllmError, RequestError
 
 if TYPE_CHECKING:
@@ -123,15 +123,16 @@ class RowWorker:
             )
         indices = table.column("index").to_pylist() if "index" in table.column_names else None
         rows = []
-        for place, values in enumerate(rows_as_json(table, self._columns, "the data set")):
+        for place, values in enumerate(rows_of_table(table, self._columns, "the data set")):
             index = _index_of(values) if indices is None else indices[place]
-            rows.append(RawRow(index, f"row {index}", values))
+            rows.append(row_of_values(values, index, f"row {index}"))
         answers = answer_table(self._engine.answer(rows))
         for name in ANSWER_COLUMNS:
             table = table.append_column(name, answers.column(name))
         return table
 
 
-def _index_of(line: str) -> int:
+def _index_of(values: Mapping[str, Any]) -> int:
     """What a row without an index is seeded by: all that it holds."""
+    line = json.dumps(values, default=str)
     return int.from_bytes(hashlib.sha256(line.encode()).digest()[:7], "little")

@@ -63,36 +63,6 @@ def running_server(
             _stop(process, stop_timeout)
 
 
-@contextlib.contextmanager
-def signals_as_interrupts() -> Iterator[None]:
-    """Let a request to end this process, by SIGTERM or a lost terminal, unwind the stack as Ctrl-C does.
-
-    Raises:
-        SystemExit: there was such a request; with the code by which shells tell it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are not ours
-        return
-    received: list[int] = []
-
-    def interrupt(number: int, _: object) -> None:
-        received.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts with "&"
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)  # which asyncio knows how to take
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not received:
-            raise
-        raise SystemExit(128 + received[0]) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class _Log:
     """Reads what a server says, so that it never waits for us, and finds its address.
 
