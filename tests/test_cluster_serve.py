@@ -194,8 +194,8 @@ def test_a_replica_without_room_is_passed_by_while_there_are_others():
 def test_a_stream_that_breaks_off_ends_with_an_error():
     more = [{"type": "http.response.body", "body": b"data: 2\n\n", "more_body": True}]
     body = ask(Replicas(answer_of(b"data: 1\n\n", headers=EVENTS, then=[more, LostError()])))[2]
-    *some, last = body.decode().strip().split("\n\n")
-    assert some == ["data: 1", "data: 2"]
+    *some, last, end = body.decode().strip().split("\n\n")
+    assert (some, end) == (["data: 1", "data: 2"], "data: [DONE]")
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
 
 

@@ -244,3 +244,15 @@ def test_truncated_prompts_have_no_size(server):
     body = {"prompt": "some words " * 50, "max_tokens": 1, "truncate_prompt_tokens": 4}
     assert server.post("/v1/completions", body)[0] == 200
     assert server.service.stats._prompt_sizes == before
+
+
+def test_what_failed_is_counted_and_paths_are_those_of_routes():
+    with serving() as running:
+        running.request("GET", "/v1/models/demo_model")
+        running.request("GET", "/v1/models/other")
+        running.service.stats.on_failed()
+        text = running.request("GET", "/metrics")[2].decode()
+    for status in (200, 404):
+        label = f'path="/v1/models/{{name:path}}",status="{status}"'
+        assert f'jaxllm:http_requests_total{{model_name="demo_model",{label}}} 1.0' in text
+    assert 'jaxllm:request_success_total{finished_reason="error",model_name="demo_model"} 1.0' in text

@@ -337,8 +337,7 @@ def test_chats_with_samples_and_scores(client, llm):
 
 
 def test_answers_keep_to_a_schema(client):
-    digit = {"type": "integer", "minimum": 0, "maximum": 9}
-    schema = {"type": "array", "items": digit, "minItems": 2, "maxItems": 2}
+    schema = {"enum": ["one or two", "three", "some more"]}  # nothing that could go on for ever
     wanted = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema, "strict": True}}
     content = chat(client, response_format=wanted, max_tokens=64, seed=0).choices[0].message.content
     jsonschema.validate(json.loads(content), schema)
@@ -437,3 +436,17 @@ def test_state_routes(server, client, llm):
     for body in ({}, {"prompt": "a", "messages": MESSAGES}, {"prompt": "a", "tools": []}, {"prompt": ""}):
         assert server.post("/tokenize", body)[0] == 400
     assert server.post("/detokenize", {"tokens": [10**6]})[0] == 400
+
+
+def test_names_of_clients_are_taken_and_what_changes_nothing_is_left_out(client):
+    extra = {"safety_identifier": "u-1", "prompt_cache_key": "k", "verbosity": "medium"}
+    extra |= {"prompt_cache_retention": "in_memory"}
+    assert chat(client, extra_body=extra).choices
+    for name, value in {"verbosity": "high", "prompt_cache_retention": "24h", "cache_salt": ""}.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            complete(client, extra_body={name: value})
+        assert caught.value.param == name
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, extra_body={"response_format": wrong})
+    assert caught.value.param == "response_format"

@@ -96,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     serve_ray.check_options(args)
     settings = engine_settings(args)
     config = ServerConfig(**server_settings(args))
+    if config.is_open:
+        note(f"{config.host} is reached from other machines, and no API key is asked for: set JAXLLM_API_KEY")
     if args.replicas is not None:
         return serve_ray.run(args, settings, config)
     policy = settings.pop("scheduler_policy", None)

@@ -20,6 +20,7 @@ from jaxllm.errors import EngineError
 from jaxllm.server.auth import Keys
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.errors import ApiError, busy_with_bodies, shutting_down
+from jaxllm.server.streams import DONE, event
 
 _logger = logging.getLogger(__name__)
 _MOST_TRIES = 3
@@ -241,7 +242,7 @@ class _Forwarded(StreamingResponse):
             ended = ApiError(
                 503, "the replica that answered this has died: send it again", code="replica_died"
             )
-            yield f"data: {json.dumps(ended.body())}\n\n".encode()
+            yield event(ended.body()) + DONE
         finally:
             await answer.close()
 

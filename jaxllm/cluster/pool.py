@@ -27,16 +27,24 @@ class Pool:
 
     @classmethod
     def of_cluster(
-        cls, ray: Any, size: int | None, gpus: float | None, cpus: int | None, in_flight: int
+        cls,
+        ray: Any,
+        size: int | None,
+        gpus: float | None,
+        cpus: int | None,
+        in_flight: int = 1,
+        *,
+        name: str = "worker",
     ) -> Pool:
-        """What was asked for, and of the rest as much as the cluster has.
+        """What was asked for of engines called `name`, and of the rest as much as the cluster has.
 
         Raises:
             ConfigError: it has less, or what was asked for is nothing.
         """
-        for name, value, least in (("workers", size, 1), ("processors of each", cpus, 1), ("GPUs", gpus, 0)):
+        asked = {f"num_{name}s": (size, 1), f"gpus_per_{name}": (gpus, 0), f"cpus_per_{name}": (cpus, 1)}
+        for field, (value, least) in asked.items():
             if value is not None and not value >= least:
-                raise ConfigError(f"{value} is no number of {name}; give at least {least}, or leave it out")
+                raise ConfigError(f"{field}={value} must be at least {least}; or leave it out")
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         all_gpus = sum(node.get("GPU", 0.0) for node in nodes)
         gpus = float(bool(all_gpus)) if gpus is None else gpus
@@ -51,8 +59,8 @@ class Pool:
             fits = sum(count // cpus for count in with_cpus)
         if fits < (size or 1):
             raise ConfigError(
-                f"{size or 1} workers of {gpus:g} GPUs and {cpus} processors do not fit the cluster, which "
-                f"has room for {fits}: lower num_workers, gpus_per_worker or cpus_per_worker"
+                f"{size or 1} {name}s of {gpus:g} GPUs and {cpus} processors do not fit the cluster, which "
+                f"has room for {fits}: lower {', '.join(asked)}"
             )
         return cls(size or fits, gpus, cpus, in_flight)
 

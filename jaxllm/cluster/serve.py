@@ -214,7 +214,7 @@ def engine_apps(ray: Any, settings: Mapping[str, Any], server: ServerConfig, clu
         nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
         cpus = max(1, sum(nodes) // (cluster.max_replicas or cluster.num_replicas))
         cpus = min([cpus, *(count for count in nodes if count)])
-    pool = Pool.of_cluster(ray, cluster.num_replicas, cluster.gpus_per_replica, cpus, 1)
+    pool = Pool.of_cluster(ray, cluster.num_replicas, cluster.gpus_per_replica, cpus, name="replica")
     make = functools.partial(EngineApp, with_absolute_paths(settings), server, 0 if pool.gpus else cpus)
     return Apps(make, pool.gpus, 1 if pool.gpus else cpus)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import ipaddress
 import os
 import re
 from collections.abc import Sequence
@@ -99,9 +100,24 @@ class ServerConfig:
                 raise ConfigError(f"served_model_names holds {shown(name)}: names are text that is not empty")
         keys = self.api_keys
         if keys is None:
-            keys = [key for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key]
+            given = os.environ.get(API_KEYS_VARIABLE)
+            keys = [key for key in (given or "").split(",") if key]
+            if given is not None and not keys:
+                raise ConfigError(
+                    f"{API_KEYS_VARIABLE}={given!r} is set and holds no key: put one there, or unset it"
+                )
         object.__setattr__(self, "served_model_names", names)
         object.__setattr__(self, "api_keys", tuple(map(_hashed, keys)))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other machines' clients come in without a key."""
+        if self.api_keys or self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name
+            return True
 
     @property
     def key_digests(self) -> tuple[bytes, ...]:

@@ -152,7 +152,8 @@ class Call:
             raise refusal(error, self.body) from error
         await stack.enter_async_context(closed_on_disconnect(generation, self.request.receive))
         log = self.request.state.log
-        log.num_prompts, log.user, log.metadata = len(self.prompts), self.body.user, self.body.metadata
+        log.num_prompts, log.metadata = len(self.prompts), self.body.metadata
+        log.user, log.cache_key = self.body.safety_identifier or self.body.user, self.body.prompt_cache_key
         return generation
 
     async def _made(self, make: Callable[[_T], bytes], outputs: _T, num_tokens: int) -> bytes:
@@ -252,6 +253,7 @@ class Call:
 
     def _failed(self, one: CompletionOutput) -> ApiError:
         """Who is at fault: what a client bounds or distorts may leave nothing to sample."""
+        self.service.stats.on_failed()
         params = self.params
         is_theirs = params.structured_outputs is not None or params.needs_penalties or params.logit_bias
         message = f"the output failed: {one.stop_reason}"

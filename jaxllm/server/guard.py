@@ -44,6 +44,7 @@ class RequestLog:
     num_output_tokens: int = 0
     metrics: RequestMetrics | None = None
     user: str | None = None
+    cache_key: str | None = None
     metadata: dict[str, str] | None = None
     error: str | None = None
 
@@ -127,6 +128,7 @@ class Guard:
                 exchange.status = exchange.status or _CLOSED_BY_CLIENT
             except Exception as error:
                 await self._fail(error, exchange, answer)
+        exchange.path = getattr(scope.get("route"), "path", exchange.path)
         self._ended(exchange)
 
     async def _fail(self, error: Exception, exchange: Exchange, send: Send) -> None:
@@ -164,7 +166,7 @@ class Guard:
             parts.append(f"{log.num_prompt_tokens} + {log.num_output_tokens} tokens")
         if log.metrics is not None and log.metrics.num_preemptions:
             parts.append(f"{log.metrics.num_preemptions} preemptions")
-        for name in ("user", "metadata", "error"):
+        for name in ("user", "cache_key", "metadata", "error"):
             if value := getattr(log, name):
                 parts.append(f"{name}={value!r}")
         is_polled = exchange.path in _POLLED_PATHS and exchange.status < 400

@@ -91,6 +91,7 @@ class Metrics:
         self.registry.register(_Engine(service))
         ProcessCollector(registry=self.registry)
         service.stats.on_finished = self._finished
+        service.stats.on_failed = self._success.labels(self._model, "error").inc
         service.core.on_abort = self._success.labels(self._model, "abort").inc
         service.stats.inter_token_seconds = self._histograms["inter_token_latency_seconds"].observe
 

@@ -214,6 +214,8 @@ def refusal(error: JaxllmError, request: GenerationRequest) -> ApiError:
     message = re.sub(r"^prompts(\[\d+\]): ", r"prompt\1: " if has_several else "", str(error))
     found = re.match(r"\w+", message)
     name = found.group() if found else ""
+    if name == "structured_outputs" and request.structured_outputs is None:
+        name = "response_format"  # which became that
     is_long = isinstance(error, RequestTooLargeError)
     if is_long or name not in type(request).model_fields:
         name = "prompt" if "prompt" in type(request).model_fields else "messages"

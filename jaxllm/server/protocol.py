@@ -63,6 +63,8 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "spaces_between_special_tokens": ((None, True), "special tokens are separated by spaces"),
     "store": ((None, False), "nothing is stored"),
     "service_tier": ((None, "auto", "default"), "there is one tier; use priority"),
+    "verbosity": ((None, "medium"), "ask for it in the prompt"),
+    "prompt_cache_retention": ((None, "in_memory"), "how long blocks are kept is an engine option"),
     "parallel_tool_calls": ((None, True), "calls are in the text, as the model writes them"),
     "modalities": ((None, ["text"]), "models of text only are supported"),
     "audio": ((None,), "models of text only are supported"),
@@ -120,7 +122,9 @@ class ResponseFormat(_Body):
 class GenerationRequest(_Body):
     """What completions and chats have in common; None is a field's default.
 
-    Sampling parameters have the names and limits of `SamplingParams`, which checks them.
+    Sampling parameters have the names and limits of `SamplingParams`, which checks them. `user`, its
+    successor `safety_identifier`, `prompt_cache_key` and `metadata` are for the log: blocks are found by what
+    they hold.
     """
 
     model: _Name | None = None
@@ -135,6 +139,8 @@ class GenerationRequest(_Body):
     temperature: float | None = None
     top_p: float | None = None
     user: _Name | None = None
+    safety_identifier: _Name | None = None
+    prompt_cache_key: _Name | None = None
     metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None
     response_format: ResponseFormat | None = None
 
@@ -156,7 +162,7 @@ class GenerationRequest(_Body):
     add_special_tokens: bool | None = None
     priority: int | None = None
     deadline: float | None = None
-    cache_salt: _Name | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)] | None = None
     request_id: _Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

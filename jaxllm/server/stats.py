@@ -72,6 +72,7 @@ class Stats:
         totals: since the start.
         decisions: the last preemptions, each with the time it was decided; records are filled in later.
         on_finished: called as `finished`.
+        on_failed: called when a request fails.
         is_busy: whether requests are under way.
         inter_token_seconds: called with the seconds between tokens of a stream, once for each output.
     """
@@ -84,6 +85,7 @@ class Stats:
             maxlen=NUM_DECISIONS
         )
         self.on_finished: Callable[[RequestOutput, Sequence[tuple[int, str]]], None] = lambda *_: None
+        self.on_failed: Callable[[], object] = lambda: None
         self.is_busy: Callable[[], bool] = lambda: False
         self.inter_token_seconds: Callable[[float], None] = lambda seconds: None
         self._seconds: collections.deque[Second] = collections.deque([Second(int(clock()))], NUM_SECONDS)

@@ -76,7 +76,7 @@ def test_a_replica_that_dies_before_it_answers_is_replaced(url, folder):
 
 def test_a_stream_that_breaks_off_ends_with_an_error(url, folder):
     before = started(folder)
-    *some, last = events(url, {"prompt": "x", "stream": 9, "pause": 0.2, "die_at": 3})
+    *some, last, _ = events(url, {"prompt": "x", "stream": 9, "pause": 0.2, "die_at": 3})
     assert some[1:] == ["0", "1", "2"]
     assert json.loads(last)["error"]["code"] == "replica_died"
     wait_until(lambda: len(started(folder) - before) == 1)
