@@ -35,7 +35,7 @@ import jaxllm.cluster
 from jaxllm import SamplingParams
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.cluster.ray_extra import require_ray
-from jaxllm.cluster.serve import ClusterConfig, engine_apps, start
+from jaxllm.cluster.serve import ClusterConfig, engine_apps, started
 from jaxllm.server.config import ServerConfig
 
 SIZES = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, "num_host_blocks": 0}
@@ -153,8 +153,8 @@ def serve_once(
     server = ServerConfig(port=0, log_requests=False, shutdown_timeout=1.0)
     cluster = ClusterConfig(num_replicas=2, policy=policy)
     settings = {**SIZES, "num_gpu_blocks_override": SERVED_BLOCKS}
-    url = start(engine_apps(require_ray(), settings, server, cluster), server, cluster)
-    try:
+    with started(engine_apps(require_ray(), settings, server, cluster), server, cluster) as running:
+        url = running.url
         for number in range(8):  # both compile their programs
             ask(url, {"prompt": f"{number} {number}", "max_tokens": 2})
         before = work_of(url)
@@ -167,8 +167,6 @@ def serve_once(
         after = work_of(url)
         work = [after[replica] - before.get(replica, 0.0) for replica in after]
         hops = hop_milliseconds(url)
-    finally:
-        require_ray("ray.serve").serve.shutdown()
     num_tokens, cached, findable, latencies = zip(*turns, strict=True)
     return {
         "turns": len(turns),

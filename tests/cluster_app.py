@@ -84,7 +84,9 @@ class FakeApp:
                 await asyncio.sleep(body.get("pause", 0.0))
                 if body.get("die_at") == number:
                     os._exit(1)
-                yield f"data: {number}\n\n"
+                with open(self._folder / "produced", "ab") as file:
+                    file.write(b".")
+                yield f"data: {number}{' ' * body.get('padding', 0)}\n\n"
             yield "data: [DONE]\n\n"
         except asyncio.CancelledError:
             (self._folder / "cancelled").touch()

@@ -8,20 +8,17 @@ import urllib.request
 
 from cluster_app import FakeApp
 
-from jaxllm.cluster.serve import Apps, ClusterConfig, start
+from jaxllm.cluster.serve import Apps, ClusterConfig
+from jaxllm.cluster.serve import started as started_cluster
 from jaxllm.server.config import ServerConfig
 
 
 @contextlib.contextmanager
 def serving(folder, **settings):
-    from ray import serve
-
     config = ClusterConfig(health_check_seconds=0.5, **settings)
     server = ServerConfig(port=0, max_body_bytes=4096, shutdown_timeout=1.0)
-    try:
-        yield start(Apps(functools.partial(FakeApp, folder), cpus=0.1), server, config)
-    finally:
-        serve.shutdown()
+    with started_cluster(Apps(functools.partial(FakeApp, folder), cpus=0.1), server, config) as running:
+        yield running.url
 
 
 def post(url, body, path="/v1/completions", **headers):

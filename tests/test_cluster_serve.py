@@ -31,6 +31,7 @@ SCOPE = {
     "server": ("127.0.0.1", 8000),
 }
 JSON = [(b"content-type", b"application/json")]
+MORE = {"type": "http.response.body", "body": b"", "more_body": True}
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
@@ -64,7 +65,9 @@ class Replicas:
             self.num_closed += 1
 
 
-def ask(replicas, body=b"{}", path="/v1/completions", method="POST", query=b"", chunks=None, **config):
+def ask(
+    replicas, body=b"{}", path="/v1/completions", method="POST", query=b"", chunks=None, scope=None, **config
+):
     """Status, headers and body of the response."""
 
     async def run():
@@ -78,8 +81,8 @@ def ask(replicas, body=b"{}", path="/v1/completions", method="POST", query=b"", 
             return {"type": "http.request", "body": part, "more_body": more}
 
         ingress = Ingress(replicas.send, ServerConfig(**config), (LostError,))
-        scope = {**SCOPE, "path": path, "method": method, "query_string": query}
-        response = await ingress.answer(Request(scope, receive))
+        asked = {**SCOPE, "path": path, "method": method, "query_string": query, **(scope or {})}
+        response = await ingress.answer(Request(asked, receive))
         sent = []
 
         async def send(message):
@@ -91,59 +94,97 @@ def ask(replicas, body=b"{}", path="/v1/completions", method="POST", query=b"", 
     return asyncio.run(run())
 
 
-def test_an_ingress_is_idle_when_responses_have_been_passed_on():
-    async def run():
-        may_end = asyncio.Event()
-
-        async def send(request):
-            for batch in answer_of(b"data: 1\n\n", headers=EVENTS, then=[[]]):
-                yield batch
-            await may_end.wait()
-
-        async def receive():
-            return {"type": "http.request", "body": b"{}", "more_body": False}
-
-        ingress = Ingress(send, ServerConfig(), (LostError,))
-        scope = {**SCOPE, "asgi": {"spec_version": "2.4"}}
-        response = await ingress.answer(Request(dict(SCOPE), receive))
-
-        async def take(message):
-            if not message.get("more_body", True):
-                ended.append(True)
-
-        ended = []
-        passing_on = asyncio.create_task(response(scope, receive, take))
-        began = asyncio.get_running_loop().time()
-        await ingress.wait_until_idle(0.1)  # in vain
-        assert asyncio.get_running_loop().time() - began >= 0.1
-        ingress.refuse_new()
-        assert (await ingress.answer(Request(dict(SCOPE), receive))).status_code == 503
-        may_end.set()
-        await ingress.wait_until_idle(3600)
-        assert ended
-        await passing_on
-
-    asyncio.run(run())
-
-
-def test_an_ingress_is_idle_when_nobody_wants_a_response():
-    replicas = Replicas(answer_of(b"data: 1\n\n", headers=EVENTS))
+def test_an_ingress_that_is_to_end_refuses_what_is_new_and_what_has_not_come():
+    replicas = Replicas(answer_of(b"yes"))
 
     async def run():
-        async def receive():
-            return {"type": "http.request", "body": b"{}", "more_body": False}
+        never = asyncio.Event()
+        sent = [{"type": "http.request", "body": b"{", "more_body": True}]
 
-        async def gone(message):
-            raise ConnectionResetError
+        async def receive():
+            if not sent:
+                await never.wait()
+            return sent.pop()
 
         ingress = Ingress(replicas.send, ServerConfig(), (LostError,))
-        response = await ingress.answer(Request(dict(SCOPE), receive))
-        with pytest.raises(Exception, match=r"^$"):  # before the first piece
-            await response({**SCOPE, "asgi": {"spec_version": "2.4"}}, receive, gone)
-        await ingress.wait_until_idle(3600)
+        half = asyncio.create_task(ingress.answer(Request(dict(SCOPE), receive)))
+        await asyncio.sleep(0)
+        ingress.refuse_new()
+        refused = await ingress.answer(Request(dict(SCOPE), receive))
+        assert (refused.status_code, json.loads(refused.body)["error"]["code"]) == (503, "shutting_down")
+        await asyncio.sleep(0.01)
+        assert not half.done()
+        ingress.close()
+        assert (await half).status_code == 503
 
     asyncio.run(run())
-    assert replicas.num_closed == 1
+    assert not replicas.requests
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_client_that_leaves_ends_its_request(begins):
+    closed = []
+
+    async def run():
+        left = asyncio.Event()
+        sent = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+        async def send(request):
+            request.tried.append("a")
+            try:
+                if begins:
+                    for batch in answer_of(b"data: 1\n\n", headers=EVENTS, then=[[MORE]]):
+                        yield batch
+                await asyncio.sleep(3600)
+            finally:
+                closed.append(True)
+
+        async def receive():
+            if not sent:
+                await left.wait()
+                return {"type": "http.disconnect"}
+            return sent.pop()
+
+        messages = []
+
+        async def take(message):
+            messages.append(message)
+
+        ingress = Ingress(send, ServerConfig(), (LostError,))
+        task = asyncio.create_task(ingress(dict(SCOPE), receive, take))
+        while sent or (begins and len(messages) < 2):
+            await asyncio.sleep(0.001)
+        left.set()
+        await task
+        assert messages[0]["status"] == (200 if begins else 499)
+
+    asyncio.run(run())
+    assert closed == [True]
+
+
+def test_replicas_hear_how_far_they_have_been_read():
+    told = []
+    parts = [[{"type": "http.response.body", "body": b"x" * 2**17, "more_body": True}] for _ in range(5)]
+    answers = Replicas(answer_of(b"data: 1\n\n", headers=EVENTS, then=parts))
+
+    async def run():
+        sent = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+        async def receive():
+            if not sent:
+                await asyncio.sleep(3600)
+            return sent.pop()
+
+        async def take(message):
+            """Read it."""
+
+        ingress = Ingress(answers.send, ServerConfig(), (LostError,), lambda *what: told.append(what))
+        response = await ingress.answer(Request(dict(SCOPE), receive))
+        await response({**SCOPE, "asgi": {"spec_version": "2.4"}}, receive, take)
+
+    asyncio.run(run())
+    flow_id = answers.requests[0].flow_id
+    assert told == [("a", flow_id, 2**18 + 9), ("a", flow_id, 2**18)]
 
 
 def test_responses_are_passed_on_as_they_are():
@@ -213,9 +254,12 @@ def test_a_replica_that_raises_is_no_reason_to_ask_another(caplog):
 
 
 def test_bodies_are_bounded_in_size_and_time():
-    replicas = Replicas(answer_of(b"too large", 413))
-    assert ask(replicas, chunks=[b"x" * 1000] * 9, max_body_bytes=2000)[0] == 413
-    assert 2000 < len(replicas.requests[0].body) <= 3000  # enough for a replica to see that
+    replicas = Replicas()
+    declared = {"headers": [*JSON, (b"content-length", b"9000")]}
+    for sent in ({}, declared):
+        status, _, body = ask(replicas, chunks=[b"x" * 1000] * 9, scope=sent, max_body_bytes=2000)
+        assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
+    assert not replicas.requests
     status, _, body = ask(Replicas(), chunks=[b"..."], request_timeout=0.05)
     assert status == 408
     assert "0.05 seconds" in json.loads(body)["error"]["message"]
@@ -269,12 +313,20 @@ def test_bodies_together_are_bounded_while_they_are_held():
         may_end = asyncio.Event()
 
         async def send(request):
+            request.tried.append("a")
             await may_end.wait()
             for batch in answer_of(b"{}"):
                 yield batch
 
-        async def receive():
-            return {"type": "http.request", "body": b" " * 1500, "more_body": False}
+        def client():
+            sent = [{"type": "http.request", "body": b" " * 1500, "more_body": False}]
+
+            async def receive():
+                if not sent:
+                    await asyncio.sleep(3600)
+                return sent.pop()
+
+            return receive
 
         async def take(message):
             pass
@@ -283,6 +335,7 @@ def test_bodies_together_are_bounded_while_they_are_held():
         ingress = Ingress(send, config, (LostError,))
 
         async def ask_once():
+            receive = client()
             response = await ingress.answer(Request(dict(SCOPE), receive))
             await response({**SCOPE, "asgi": {"spec_version": "2.4"}}, receive, take)
             return response.status_code
@@ -388,6 +441,47 @@ def test_whoever_leaves_ends_what_runs_for_him():
         assert ended
 
     asyncio.run(run())
+
+
+def test_a_replica_waits_for_who_does_not_read():
+    produced = []
+
+    async def endless(request):
+        async def parts():
+            for number in range(1000):
+                produced.append(number)
+                yield b"x" * 2**16
+
+        return StreamingResponse(parts(), media_type="text/event-stream")
+
+    async def run():
+        replica = Replica(lambda: App(endless))
+        request = forwarded(SCOPE, b"{}")
+        batches = replica.handle(request)
+        size = 0
+
+        async def read_on():
+            nonlocal size
+            async for batch in batches:
+                size += sum(len(message.get("body", b"")) for message in batch)
+
+        reader = asyncio.create_task(read_on())
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            before = size
+            await asyncio.sleep(0.05)
+            assert size == before  # it has stopped
+            assert len(produced) * 2**16 < size + 2**23
+            await replica.acknowledge(request, request.flow_id, size // 2)
+            await replica.acknowledge(request, "another", 2**30)
+        while size < 1000 * 2**16:
+            await replica.acknowledge(request, request.flow_id, 2**20)
+            await asyncio.sleep(0.001)
+        await reader
+        await replica.acknowledge(request, request.flow_id, 1)  # late, and no longer of interest
+
+    asyncio.run(run())
+    assert len(produced) == 1000
 
 
 def test_a_replica_is_as_well_as_its_engine():

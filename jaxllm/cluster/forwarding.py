@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class ForwardedRequest:
         tried: replicas that it was sent to, the latest last. The router notes them.
         replicas: all that there are, likewise.
         target: the one that it is for, if it is for one; the router sets it to None if that has gone.
+        flow_id: by which a replica knows it when it is told how much of its answer was passed on.
     """
 
     scope: Mapping[str, Any]
@@ -39,6 +41,7 @@ class ForwardedRequest:
     tried: list[str] = dataclasses.field(default_factory=list)
     replicas: tuple[str, ...] = ()
     target: str | None = None
+    flow_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 
 def forwarded(scope: Mapping[str, Any], body: bytes) -> ForwardedRequest:

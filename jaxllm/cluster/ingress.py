@@ -19,20 +19,25 @@ from jaxllm.cluster.merged_metrics import merge_metrics
 from jaxllm.errors import EngineError
 from jaxllm.server.auth import Keys
 from jaxllm.server.config import ServerConfig
-from jaxllm.server.errors import ApiError, busy_with_bodies, shutting_down
+from jaxllm.server.errors import ApiError, busy_with_bodies, shutting_down, too_large, too_late
+from jaxllm.server.guard import request_id_of
 from jaxllm.server.streams import DONE, event
 
 _logger = logging.getLogger(__name__)
 _MOST_TRIES = 3
-_POLL_SECONDS = 0.02
 _LARGE_BODY = 2**16  # bytes; beyond, it is read in a thread
+
+_BYTES_TO_TELL = 2**18  # that have been passed on, before a replica is told
+_CLOSED_BY_CLIENT = 499
 
 Forward = Callable[[ForwardedRequest], AsyncIterator[list[Message]]]
 """Has a request answered by a replica; closing the iterator ends the request."""
+Acknowledge = Callable[[str, str, int], object]
+"""Tells a replica, by its name, how many more bytes of the answer of a flow have been passed on."""
 
 
 class Ingress:
-    """One request in, one response out, whichever replica it is of.
+    """One request in, one response out, whichever replica it is of: an ASGI application.
 
     A replica that dies before any of a response's body has been passed on is replaced by another one, and so
     is one that has no room. Once some of it was passed on, an event stream ends with an error object, and
@@ -43,43 +48,54 @@ class Ingress:
         send: how replicas are reached.
         config: how much of a body to read, and for how long. All else about requests replicas decide.
         lost: errors of `send` that mean that a replica is no more.
+        acknowledge: tells replicas how far their answers have been read.
     """
 
-    def __init__(self, send: Forward, config: ServerConfig, lost: tuple[type[BaseException], ...]) -> None:
-        self._send, self._config, self._lost = send, config, lost
+    def __init__(
+        self,
+        send: Forward,
+        config: ServerConfig,
+        lost: tuple[type[BaseException], ...],
+        acknowledge: Acknowledge = lambda *_: None,
+    ) -> None:
+        self._send, self._config, self._lost, self._acknowledge = send, config, lost, acknowledge
         self._keys = Keys(config.key_digests)
-        self._num_under_way = self._num_bytes = 0
-        self._is_closing = False
+        self._num_bytes = 0
+        self._is_closing = self._is_closed = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        response = await self.answer(Request(scope, receive))
+        await response(scope, receive, send)
 
     def refuse_new(self) -> None:
         """Answer 503 to new requests for outputs from now on."""
         self._is_closing = True
 
-    async def wait_until_idle(self, seconds: float) -> None:
-        """Returns when all that was asked has been answered to its end, or so many seconds later."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._num_under_way:
-                    await asyncio.sleep(_POLL_SECONDS)
+    def close(self) -> None:
+        """Wait no longer for what clients have yet to send."""
+        self._is_closed = True
+        for wait in self._waits:
+            wait.reschedule(0.0)
 
     async def answer(self, request: Request) -> Response:
         """The response to a request."""
         if self._is_closing and request.url.path in GENERATING_PATHS:
             return _as_response(shutting_down())
-        self._num_under_way += 1
         held = _Held()
         response: Response | None = None
         try:
             response = await self._answer(request, held)
         finally:
             if isinstance(response, _Forwarded):
-                response.on_end = functools.partial(self._end_one, held)
+                response.on_end = functools.partial(self._let_go, held)
             else:
-                self._end_one(held)
+                self._let_go(held)
+        response.headers.setdefault("x-request-id", request_id_of(request.headers))  # of our own errors
         return response
 
-    def _end_one(self, held: _Held) -> None:
-        self._num_under_way -= 1
+    def _let_go(self, held: _Held) -> None:
         self._num_bytes -= held.num_bytes
 
     async def _answer(self, request: Request, held: _Held) -> Response:
@@ -87,17 +103,18 @@ class Ingress:
             authorization = request.headers.get("authorization", "").encode("latin-1")
             self._keys.check(request.url.path, authorization or None)
             body = await self._body(request, held)
+            if len(body) > _LARGE_BODY:
+                to_forward = await asyncio.to_thread(forwarded, request.scope, body)
+            else:
+                to_forward = forwarded(request.scope, body)
+            if request.url.path == "/live":
+                to_forward.target = request.query_params.get("replica")
+            async with _ended_on_disconnect(request.receive):
+                response = await self._forward(to_forward)
         except ApiError as error:
             return _as_response(error)
         except ClientDisconnect:
-            return Response(status_code=499)
-        if len(body) > _LARGE_BODY:
-            to_forward = await asyncio.to_thread(forwarded, request.scope, body)
-        else:
-            to_forward = forwarded(request.scope, body)
-        if request.url.path == "/live":
-            to_forward.target = request.query_params.get("replica")
-        response = await self._forward(to_forward)
+            return Response(status_code=_CLOSED_BY_CLIENT)
         if request.url.path == "/metrics" and response.status_code == 200:
             return await self._metrics(to_forward, response)
         if request.url.path == "/live" and response.status_code == 200:
@@ -130,6 +147,8 @@ class Ingress:
             ):
                 await answer.close()
                 continue
+            replica = to_forward.target or to_forward.tried[-1]
+            answer.on_read = functools.partial(self._acknowledge, replica, to_forward.flow_id)
             return _Forwarded(answer, self._lost)
 
     async def _metrics(self, request: ForwardedRequest, first: Response) -> Response:
@@ -149,30 +168,65 @@ class Ingress:
         return Response(merge_metrics(pages), media_type=first.headers.get("content-type"))
 
     async def _body(self, request: Request, held: _Held) -> bytes:
-        """The body; of one that is too large enough for a replica to see that.
+        """The body.
 
         Raises:
-            ApiError: it did not come in time, or there is no room for it beside the others.
+            ApiError: it is too large, or did not come in time, or there is no room for it beside the others.
         """
         most = self._config.max_body_bytes
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and (len(declared) > 19 or int(declared) > most):
+            raise too_large(f"{declared[:20]} bytes", most)
         chunks, size = [], 0
+        wait = asyncio.timeout(0.0 if self._is_closed else self._config.request_timeout)
         try:
-            async with asyncio.timeout(self._config.request_timeout):
+            async with wait:
+                self._waits.add(wait)
                 async for chunk in request.stream():
-                    if size <= most:
-                        chunks.append(chunk)
-                        held.num_bytes += len(chunk)
-                        self._num_bytes += len(chunk)
-                        if self._num_bytes > self._config.max_total_body_bytes:
-                            raise busy_with_bodies(self._config.max_total_body_bytes)
+                    chunks.append(chunk)
                     size += len(chunk)
-                    if size > 2 * most:  # until there, who sends on hears of it instead of being cut off
-                        break
+                    held.num_bytes += len(chunk)
+                    self._num_bytes += len(chunk)
+                    if size > most:
+                        raise too_large(f"over {most} bytes", most)
+                    if self._num_bytes > self._config.max_total_body_bytes:
+                        raise busy_with_bodies(self._config.max_total_body_bytes)
         except TimeoutError:
-            raise ApiError(
-                408, f"the request's body did not arrive within {self._config.request_timeout:g} seconds"
-            ) from None
+            if self._is_closed:
+                raise shutting_down() from None
+            raise too_late(self._config.request_timeout) from None
+        finally:
+            self._waits.discard(wait)
         return b"".join(chunks)
+
+
+@contextlib.asynccontextmanager
+async def _ended_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block when the client has gone.
+
+    Raises:
+        ClientDisconnect: it has.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_gone and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watcher.cancel()
 
 
 @dataclasses.dataclass(slots=True)
@@ -190,6 +244,7 @@ class _Answer:
         self._first: list[Message] = []
         self.status = 0
         self.headers: Sequence[tuple[bytes, bytes]] = ()
+        self.on_read: Callable[[int], object] = lambda num_bytes: None
 
     async def begin(self) -> None:
         """Read up to where the body begins."""
@@ -204,10 +259,22 @@ class _Answer:
                     self._first.append(message)
 
     async def body(self) -> AsyncIterator[bytes]:
-        """The body, in pieces as they come."""
-        yield b"".join(message.get("body", b"") for message in self._first)
-        async for batch in self._batches:
-            yield b"".join(message.get("body", b"") for message in batch)
+        """The body, in pieces as they come; asking for the next one says that the last was passed on."""
+        num_read = 0
+        batch: list[Message] | None = self._first
+        while batch is not None:
+            piece = b"".join(message.get("body", b"") for message in batch)
+            if not batch[-1].get("more_body", False):
+                with contextlib.suppress(Exception):  # the router knows of its end before the client
+                    await anext(self._batches, None)
+                yield piece
+                return
+            yield piece
+            num_read += len(piece)
+            if num_read >= _BYTES_TO_TELL:
+                self.on_read(num_read)
+                num_read = 0
+            batch = await anext(self._batches, None)
 
     async def close(self) -> None:
         """Let the replica end it."""

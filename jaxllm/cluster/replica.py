@@ -12,6 +12,8 @@ from jaxllm.cluster.replica_app import ReplicaApp
 
 _MOST_UNREAD = 64
 """Messages that an application may be ahead of its reader."""
+_MOST_UNREAD_BYTES = 2**20
+"""That a replica may be ahead of a client; what it sends waits in the ingress' memory."""
 
 
 class Replica:
@@ -24,6 +26,7 @@ class Replica:
     def __init__(self, make_app: Callable[[], ReplicaApp]) -> None:
         self._made = make_app()
         self._lifespan = _Lifespan(self._made.app)
+        self._flows: dict[str, _Flow] = {}
 
     async def handle(self, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
         """What the application answers: its messages, as many at a time as there are.
@@ -51,21 +54,36 @@ class Replica:
                     await messages.put(None)
 
         task = asyncio.create_task(run())
+        flow = self._flows[request.flow_id] = _Flow()
         try:
             while (message := await messages.get()) is not None:
+                await flow.wait_for_room()
                 batch = [message]
                 while not messages.empty() and (message := messages.get_nowait()) is not None:
                     batch.append(message)
+                flow.num_unread += sum(len(one.get("body", b"")) for one in batch)
                 yield batch
                 if message is None:
                     break
             await task  # what went wrong
         finally:
+            self._flows.pop(request.flow_id, None)
             gone.set()
             if not task.done():
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+
+    async def acknowledge(self, request: ForwardedRequest, flow_id: str, num_bytes: int) -> None:
+        """Take note that so many more bytes of an answer have been passed on.
+
+        Args:
+            request: says to the router whom this is for; nothing else is in it.
+            flow_id: of the answer's request, which may have ended.
+            num_bytes: how many.
+        """
+        if (flow := self._flows.get(flow_id)) is not None:
+            flow.acknowledge(num_bytes)
 
     async def check_health(self) -> None:
         """Verify that it answers requests; Ray Serve asks every few seconds, and first when it starts.
@@ -96,6 +114,25 @@ class Replica:
     async def close(self) -> None:
         """Let the application end."""
         await self._lifespan.stop()
+
+
+class _Flow:
+    """How far an answer is ahead of its reader."""
+
+    def __init__(self) -> None:
+        self.num_unread = 0
+        self._has_room = asyncio.Event()
+
+    async def wait_for_room(self) -> None:
+        """Returns once there is room for more, of any size."""
+        while self.num_unread > _MOST_UNREAD_BYTES:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def acknowledge(self, num_bytes: int) -> None:
+        """So much of it has been read."""
+        self.num_unread -= num_bytes
+        self._has_room.set()
 
 
 class _Lifespan:

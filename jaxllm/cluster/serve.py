@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
 import signal
 import socket
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from jaxllm.cluster.autoscaling import QueuedTokens
 from jaxllm.cluster.forwarding import ForwardedRequest, Message
 from jaxllm.cluster.paths import with_absolute_paths
 from jaxllm.cluster.pool import Pool
-from jaxllm.cluster.ray_extra import require_ray
+from jaxllm.cluster.ray_extra import own_error, require_ray
 from jaxllm.cluster.replica import Replica
 from jaxllm.cluster.replica_app import EngineApp, ReplicaApp
 from jaxllm.errors import ConfigError
@@ -32,7 +33,7 @@ _ROUTER = "jaxllm.cluster.serve_router.ServeRouter"
 _SCALER = f"{QueuedTokens.__module__}:{QueuedTokens.__name__}"
 _MOST_ONGOING = 2**16  # the replicas' own servers say when they have no room
 _REPORT_SECONDS = 0.5
-_SECONDS_TO_LOOK_UP, _SECONDS_TO_PASS_ON, _SECONDS_TO_WRITE = 0.1, 5.0, 0.5
+_SECONDS_TO_LOOK_UP, _SECONDS_TO_ANSWER, _SECONDS_TO_PASS_ON = 0.1, 5.0, 8.0
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}  # replicas have lines for requests themselves
 
 
@@ -89,28 +90,54 @@ class ReplicaDeployment(Replica):
             await self.close()
 
 
-class IngressDeployment:
-    """An ingress in a process of Ray Serve's."""
+class IngressProcess:
+    """An ingress that listens, in a process of its own; one of Ray's actors.
 
-    def __init__(self, replicas: Any, config: ServerConfig) -> None:
+    Args:
+        replicas: the handle of their deployment.
+        config: where to listen, and bounds of connections and bodies.
+        port: to listen on, beside other ingresses.
+    """
+
+    def __init__(self, replicas: Any, config: ServerConfig, port: int) -> None:
+        import uvicorn
         from ray.exceptions import RayActorError
 
         from jaxllm.cluster.ingress import Ingress
+        from jaxllm.server.run import http_settings, log_to_stderr, tune_interpreter
 
-        self._handle = replicas.options(stream=True).handle
-        self._ingress = Ingress(self._send, config, (RayActorError,))
+        log_to_stderr()
+        tune_interpreter()
+        self._handle = replicas.options(stream=True, method_name="handle")
+        self._to_acknowledge = replicas.options(method_name="acknowledge")
+        self._config, self._port = config, port
+        self._ingress = Ingress(self._send, config, (RayActorError,), self._acknowledge)
+        self._server = uvicorn.Server(http_settings(self._ingress, config, lifespan="off"))
 
-    async def __call__(self, request: Any) -> Any:
-        """The response to an HTTP request."""
-        return await self._ingress.answer(request)
+    async def serve(self) -> None:
+        """Listen until told to stop.
+
+        Raises:
+            ConfigError: the address cannot be had.
+        """
+        from jaxllm.server.run import listen
+
+        with listen(self._config.host, self._port, is_shared=True) as listener:
+            await self._server.serve(sockets=[listener])
+
+    async def wait_until_ready(self) -> None:
+        """Returns once it listens."""
+        while not self._server.started:
+            await asyncio.sleep(_SECONDS_TO_LOOK_UP)
 
     async def refuse_new(self) -> None:
-        """See `Ingress`."""
+        """Answer 503 to new requests for outputs from now on."""
         self._ingress.refuse_new()
 
-    async def wait_until_idle(self, seconds: float) -> None:
-        """See `Ingress`."""
-        await self._ingress.wait_until_idle(seconds)
+    async def stop(self) -> None:
+        """Let `serve` end, once what replicas have answered has been passed on."""
+        self._ingress.close()
+        self._server.should_exit = True
 
     async def _send(self, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
         response = self._handle.remote(request)
@@ -119,6 +146,9 @@ class IngressDeployment:
                 yield batch
         finally:
             response.cancel()  # if it has not ended
+
+    def _acknowledge(self, replica: str, flow_id: str, num_bytes: int) -> None:
+        self._to_acknowledge.remote(ForwardedRequest({}, b"", target=replica), flow_id, num_bytes)
 
 
 def run(
@@ -155,37 +185,21 @@ def run(
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        url = start(engine_apps(ray, settings, server, cluster), server, cluster)
-        name = (*server.served_model_names, Path(settings.get("model") or demo_model_path()).name)[0]
-        is_up.set()
-        tell(f"serving {name} on {url}")
-        stop.wait()
-        draining = threading.Thread(target=_drain, args=(ray.serve, server.shutdown_timeout), daemon=True)
-        draining.start()
-        while draining.is_alive() and not hurry.is_set():
-            draining.join(_SECONDS_TO_LOOK_UP)
-        if hurry.is_set():
-            _drain(ray.serve, 0.0)
+        with started(engine_apps(ray, settings, server, cluster), server, cluster) as running:
+            name = (*server.served_model_names, Path(settings.get("model") or demo_model_path()).name)[0]
+            is_up.set()
+            tell(f"serving {name} on {running.url}")
+            while not stop.wait(_SECONDS_TO_LOOK_UP):
+                running.check()
+            draining = threading.Thread(target=running.drain, args=(server.shutdown_timeout,), daemon=True)
+            draining.start()
+            while draining.is_alive() and not hurry.is_set():
+                draining.join(_SECONDS_TO_LOOK_UP)
+            if hurry.is_set():
+                running.drain(0.0)
     finally:
-        ray.serve.shutdown()
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _drain(serve: Any, seconds: float) -> None:
-    """Have replicas end what they have, and ingresses pass it on: shutting down cuts all connections."""
-    steps: Sequence[tuple[str, str, tuple[float, ...]]] = (
-        ("Ingress", "refuse_new", ()),
-        ("Replica", "drain", (seconds,)),
-        ("Ingress", "wait_until_idle", (_SECONDS_TO_PASS_ON,)),
-    )
-    for name, method, given in steps:
-        try:
-            handle = serve.get_deployment_handle(name, APPLICATION)
-            handle.broadcast(method, *given).results(timeout_s=sum(given) + _SECONDS_TO_PASS_ON)
-        except Exception as error:  # one that has died; the others have been told
-            _logger.warning("%s of %s: %s", method, name, error)
-    time.sleep(_SECONDS_TO_WRITE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,23 +233,108 @@ def engine_apps(ray: Any, settings: Mapping[str, Any], server: ServerConfig, clu
     return Apps(make, pool.gpus, 1 if pool.gpus else cpus)
 
 
-def start(apps: Apps, server: ServerConfig, cluster: ClusterConfig) -> str:
-    """Start replicas and ingresses on a cluster, and return the URL once they answer.
+class Running:
+    """Replicas, and the ingresses before them.
+
+    Args:
+        ray: the package.
+        replicas: the handle of their deployment.
+        ingresses: actors.
+        url: where clients find them.
+    """
+
+    def __init__(self, ray: Any, replicas: Any, ingresses: Sequence[Any], url: str) -> None:
+        self._ray, self._replicas, self._ingresses, self.url = ray, replicas, ingresses, url
+        self._serving = [one.serve.remote() for one in ingresses]
+
+    def wait_until_ready(self) -> None:
+        """Returns once all ingresses listen.
+
+        Raises:
+            ConfigError: one cannot.
+        """
+        waiting = [one.wait_until_ready.remote() for one in self._ingresses]
+        while waiting:
+            _, waiting = self._ray.wait(waiting, timeout=_SECONDS_TO_LOOK_UP)
+            self.check()
+
+    def check(self) -> None:
+        """Verify that all ingresses serve; one that has died is started again, and does.
+
+        Raises:
+            ConfigError: one has ended.
+        """
+        if ended := self._ray.wait(self._serving, timeout=0)[0]:
+            try:
+                self._ray.get(ended)
+            except self._ray.exceptions.RayError as error:
+                raise own_error(error) from error
+            raise ConfigError("an ingress ended, though nobody told it to: start the server again")
+
+    def drain(self, seconds: float) -> None:
+        """Have replicas end what they have, and ingresses pass it on; the rest ends with errors.
+
+        Args:
+            seconds: that requests have to end.
+        """
+        self._tell_ingresses("refuse_new")
+        try:
+            drained = self._replicas.broadcast("drain", seconds)
+            drained.results(timeout_s=seconds + _SECONDS_TO_ANSWER)
+        except Exception as error:  # of one that has died; the others have been told
+            _logger.warning("replicas end: %s", error)
+        self._tell_ingresses("stop")
+        self._ray.wait(self._serving, num_returns=len(self._serving), timeout=_SECONDS_TO_PASS_ON)
+
+    def close(self) -> None:
+        """End everything."""
+        for one in self._ingresses:
+            self._ray.kill(one)
+
+    def _tell_ingresses(self, method: str) -> None:
+        told = [getattr(one, method).remote() for one in self._ingresses]
+        self._ray.wait(told, num_returns=len(told), timeout=_SECONDS_TO_ANSWER)
+
+
+@contextlib.contextmanager
+def started(apps: Apps, server: ServerConfig, cluster: ClusterConfig) -> Iterator[Running]:
+    """Replicas on a cluster, and ingresses on this machine, which answer; all of it ends with the block.
+
+    Raises:
+        ConfigError: they do not start, or the address is taken.
+    """
+    from jaxllm.server.run import listen, url_of
+
+    ray = require_ray("ray.serve", "ray.util.scheduling_strategies")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    listen(server.host, server.port).close()  # who listens there, listens alone
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    with contextlib.ExitStack() as stack:
+        holder = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET))
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((server.host, server.port))  # keeps the port for the ingresses; it does not listen
+        port = holder.getsockname()[1]
+        stack.callback(ray.serve.shutdown)
+        replicas = _deploy(ray.serve, apps, server, cluster)
+        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
+        make = actor(IngressProcess).remote
+        ingresses = [make(replicas, server, port) for _ in range(cluster.num_ingresses)]
+        running = Running(ray, replicas, ingresses, url_of(server.host, port))
+        stack.callback(running.close)
+        running.wait_until_ready()
+        yield running
+
+
+def _deploy(serve: Any, apps: Apps, server: ServerConfig, cluster: ClusterConfig) -> Any:
+    """The handle of replicas that are up.
 
     Raises:
         ConfigError: they do not start.
     """
-    serve = require_ray("ray.serve").serve
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    port = server.port or _free_port(server.host)
-    serve.start(
-        http_options={
-            "host": server.host,
-            "port": port,
-            "keep_alive_timeout_s": max(1, int(server.keep_alive_timeout)),
-        },
-        logging_config=_LOGGING,
-    )
+    serve.start(proxy_location="Disabled", logging_config=_LOGGING)
     number: dict[str, Any] = {"num_replicas": cluster.num_replicas}
     if cluster.max_replicas is not None:
         number = {
@@ -266,19 +365,10 @@ def start(apps: Apps, server: ServerConfig, cluster: ClusterConfig) -> str:
         graceful_shutdown_timeout_s=server.shutdown_timeout,
         **number,
     ).bind(apps.make)
-    ingress = serve.deployment(
-        IngressDeployment,
-        name="Ingress",
-        num_replicas=cluster.num_ingresses,
-        max_ongoing_requests=_MOST_ONGOING,
-        logging_config=_LOGGING,
-        ray_actor_options={"num_cpus": 0},
-    ).bind(replicas, server)
     try:
-        serve.run(ingress, name=APPLICATION, route_prefix="/")
+        return serve.run(replicas, name=APPLICATION, route_prefix=None)
     except RuntimeError as error:
         raise ConfigError(f"the replicas do not start: {_why(serve) or error}") from error
-    return f"http://[{server.host}]:{port}" if ":" in server.host else f"http://{server.host}:{port}"
 
 
 def _why(serve: Any) -> str:
@@ -287,10 +377,3 @@ def _why(serve: Any) -> str:
     messages = [one.message for one in application.deployments.values()] if application else []
     found = next((message.strip() for message in messages if message), "")
     return str(found.splitlines()[-1]) if found else ""
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

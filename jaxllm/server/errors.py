@@ -87,6 +87,16 @@ def busy_with_bodies(num_bytes: int) -> ApiError:
     )
 
 
+def too_large(what: str, limit: int) -> ApiError:
+    """A body of so much is more than is taken."""
+    return ApiError(413, f"the request's body has {what}; at most {limit} are taken: send less at once")
+
+
+def too_late(seconds: float) -> ApiError:
+    """A body did not come in time."""
+    return ApiError(408, f"the request's body did not arrive within {seconds:g} seconds")
+
+
 def shutting_down() -> ApiError:
     """The server takes no more, and ends what it has not done in time."""
     return busy("the server is shutting down: send the request to another one", 1, "shutting_down")

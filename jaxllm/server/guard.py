@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.server.auth import Keys
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.core import ClientGoneError
-from jaxllm.server.errors import ApiError, as_api_error, busy_with_bodies, shutting_down
+from jaxllm.server.errors import ApiError, as_api_error, busy_with_bodies, shutting_down, too_large, too_late
 from jaxllm.server.service import Service
 from jaxllm.server.streams import dumps
 from jaxllm.types import RequestMetrics
@@ -62,6 +62,12 @@ class Exchange:
     status: int = 0
 
 
+def request_id_of(headers: Headers) -> str:
+    """The client's own, or else a new one."""
+    given = headers.get("x-request-id")
+    return given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
+
+
 class Guard:
     """The outermost layer around the routes.
 
@@ -90,8 +96,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id")
-        request_id = given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = request_id_of(headers)
         exchange = Exchange(
             request_id, scope["method"], scope["path"], headers, RequestLog(), time.monotonic()
         )
@@ -203,7 +208,7 @@ class _Body:
             ApiError: it is.
         """
         if self._declared > self._config.max_body_bytes:
-            raise _too_large(f"{self._declared} bytes", self._config.max_body_bytes)
+            raise too_large(f"{self._declared} bytes", self._config.max_body_bytes)
 
     async def receive(self) -> Message:
         """The next part of it, and after it what the connection says.
@@ -223,9 +228,7 @@ class _Body:
         except TimeoutError:
             if self._core.is_drained:
                 raise shutting_down() from None
-            raise ApiError(
-                408, f"the request's body did not arrive within {self._config.request_timeout:g} seconds"
-            ) from None
+            raise too_late(self._config.request_timeout) from None
         finally:
             self._core.waits.discard(wait)
         if message["type"] == "http.disconnect":
@@ -236,7 +239,7 @@ class _Body:
         self._total[0] += chunk
         self.is_whole = not message.get("more_body", False)
         if self._size > self._config.max_body_bytes:
-            raise _too_large(f"over {self._config.max_body_bytes} bytes", self._config.max_body_bytes)
+            raise too_large(f"over {self._config.max_body_bytes} bytes", self._config.max_body_bytes)
         if self._total[0] > self._config.max_total_body_bytes:
             raise busy_with_bodies(self._config.max_total_body_bytes)
         return message
@@ -254,7 +257,3 @@ class _Body:
         """It is held no longer."""
         self._total[0] -= self._size
         self._size = 0
-
-
-def _too_large(what: str, limit: int) -> ApiError:
-    return ApiError(413, f"the request's body has {what}; at most {limit} are taken: send less at once")

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import uvicorn
 
@@ -20,7 +21,8 @@ from jaxllm.server.config import ServerConfig
 from jaxllm.server.connections import protocol_class
 from jaxllm.server.service import Service
 
-_SECONDS_TO_SEND = 3  # to slow readers what is left, once requests have ended
+SECONDS_TO_SEND = 3
+"""To slow readers what is left, once requests have ended."""
 _SECONDS_TO_CLOSE = 10.0  # the engine after that
 _SWITCH_SECONDS = 0.001  # that a thread goes on while another waits; 5 times as often as Python's default
 EXIT_STUCK = 70
@@ -42,7 +44,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let those under way end, abort the rest, and close everything."""
         seconds = self._service.config.shutdown_timeout
-        with _in_time(seconds + _SECONDS_TO_SEND + _SECONDS_TO_CLOSE):
+        with _in_time(seconds + SECONDS_TO_SEND + _SECONDS_TO_CLOSE):
             await self._service.core.drain(seconds, lambda: self.force_exit)
             self.force_exit = False  # the engine is to be closed in any case
             await super().shutdown(sockets)
@@ -84,8 +86,13 @@ def tune_interpreter() -> None:
     gc.freeze()
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """A socket that listens.
+
+    Args:
+        host: the address.
+        port: 0 picks a free one.
+        is_shared: whether other processes listen there, too, and the system chooses who gets a connection.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -94,6 +101,8 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(1024)
     except OSError as error:
@@ -112,24 +121,38 @@ def make_server(service: Service, listener: socket.socket, tell: Callable[[str],
         listener: where to listen.
         tell: given a line when the server is ready.
     """
-    config: ServerConfig = service.config
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    settings = uvicorn.Config(
-        make_app(service),
+    settings = http_settings(make_app(service), service.config, lifespan="on")
+    url = url_of(*listener.getsockname()[:2])
+    return _Server(settings, service, lambda: tell(f"serving {service.model_names[0]} on {url}"))
+
+
+def http_settings(app: Any, config: ServerConfig, lifespan: Literal["on", "off"]) -> uvicorn.Config:
+    """How an ASGI application is served.
+
+    Args:
+        app: the application.
+        config: bounds of connections.
+        lifespan: whether the application is told that it starts and stops.
+    """
+    return uvicorn.Config(
+        app,
         http=protocol_class(config),
         ws="none",
-        lifespan="on",
+        lifespan=lifespan,
         log_config=None,
         access_log=False,
         server_header=False,
         date_header=True,
         h11_max_incomplete_event_size=config.max_header_bytes,
         timeout_keep_alive=int(max(1, config.keep_alive_timeout)),
-        timeout_graceful_shutdown=_SECONDS_TO_SEND,
+        timeout_graceful_shutdown=SECONDS_TO_SEND,
         proxy_headers=False,
     )
-    return _Server(settings, service, lambda: tell(f"serving {service.model_names[0]} on {url}"))
+
+
+def url_of(host: str, port: int) -> str:
+    """Where clients find a server."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextlib.contextmanager

@@ -1,11 +1,17 @@
 import json
 import os
 import signal
+import socket
 import time
 import urllib.error
 
 import pytest
-from serve_helpers import events, get, post, serving, started, wait_until
+from cluster_helpers import pids_of
+from serve_helpers import events, get, post, serving, started, started_cluster, wait_until
+
+from jaxllm.cluster.serve import ClusterConfig
+from jaxllm.errors import ConfigError
+from jaxllm.server.config import ServerConfig
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +65,63 @@ def test_a_client_that_leaves_ends_its_request(url, folder):
     next(stream)
     stream.close()
     wait_until((folder / "cancelled").exists)
+
+
+def test_who_does_not_read_holds_little_memory(url, folder):
+    produced = folder / "produced"
+    before = produced.stat().st_size
+    stream = events(url, {"prompt": "x", "stream": 10000, "padding": 10000})
+    next(stream)
+    wait_until(lambda: produced.stat().st_size > before + 100)
+    last = 0
+    while (number := produced.stat().st_size - before) != last:
+        last = number
+        time.sleep(1)
+    assert last < 2000  # of 100 MB; the system's own buffers take some megabytes
+    assert sum(1 for _ in stream) > 9000  # and then all of it comes
+
+
+def test_what_is_no_request_is_refused_in_words(url):
+    host, port = url.removeprefix("http://").split(":")
+    for sent, status in (
+        (b"what is this?\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 70000 + b"\r\n\r\n", 431),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999\r\n\r\n", 413),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n", 400),
+    ):
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(sent)
+            answer = b""
+            while chunk := connection.recv(65536):
+                answer += chunk
+        assert int(answer.split()[1]) == status
+        assert set(json.loads(answer.partition(b"\r\n\r\n")[2])) == {"error"}
+
+
+def test_an_address_that_is_taken_is_refused_at_once(url, folder):
+    before = started(folder)
+    config = ServerConfig(port=int(url.rpartition(":")[2]))
+    with (
+        pytest.raises(ConfigError, match="choose another --host or --port"),
+        started_cluster(None, config, ClusterConfig()),
+    ):
+        pass
+    assert started(folder) == before
+    assert get(url, "/who")
+
+
+def test_an_ingress_that_dies_is_replaced(url):
+    [pid] = pids_of("ray::IngressProcess")
+    os.kill(pid, signal.SIGKILL)
+
+    def answers():
+        try:
+            return get(url, "/who")["pid"]
+        except OSError:
+            return False
+
+    wait_until(answers)
+    assert pids_of("ray::IngressProcess") != [pid]
 
 
 def test_a_replica_without_room_is_passed_by(url, folder):

@@ -2,7 +2,7 @@ import pytest
 from cluster_helpers import SMALL
 from serve_helpers import get, post, text, text_of
 
-from jaxllm.cluster.serve import ClusterConfig, engine_apps, start
+from jaxllm.cluster.serve import ClusterConfig, engine_apps, started
 from jaxllm.server.config import ServerConfig
 
 KEY = "a-key-of-tests"
@@ -12,14 +12,11 @@ KEY = "a-key-of-tests"
 def url(cluster):
     """Two real engines, each on a processor of its own."""
     import ray
-    from ray import serve
 
     server = ServerConfig(port=0, api_keys=[KEY], shutdown_timeout=1.0, served_model_names=["demo"])
     config = ClusterConfig(num_replicas=2)
-    try:
-        yield start(engine_apps(ray, SMALL, server, config), server, config)
-    finally:
-        serve.shutdown()
+    with started(engine_apps(ray, SMALL, server, config), server, config) as running:
+        yield running.url
 
 
 def ask(url, body, path="/v1/completions"):
