@@ -107,6 +107,7 @@ class IngressProcess:
         from jaxllm.server.run import http_settings, log_to_stderr, tune_interpreter
 
         log_to_stderr()
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         tune_interpreter()
         self._handle = replicas.options(stream=True, method_name="handle")
         self._to_acknowledge = replicas.options(method_name="acknowledge")
