@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,7 +191,8 @@ def run(
             name = (*server.served_model_names, Path(settings.get("model") or demo_model_path()).name)[0]
             is_up.set()
             tell(f"serving {name} on {running.url}")
-            while not stop.wait(_SECONDS_TO_LOOK_UP):
+            while not stop.is_set():
+                time.sleep(_SECONDS_TO_LOOK_UP)
                 running.check()
             draining = threading.Thread(target=running.drain, args=(server.shutdown_timeout,), daemon=True)
             draining.start()

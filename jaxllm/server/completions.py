@@ -47,7 +47,8 @@ class _CompletionForm:
     def first_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """See `Form`: the prompt, if it is to be repeated."""
         echoed = self._echoed(output) if self._body.echo else ""
-        self._offsets[index] = self._offsets_of_output(output, echoed)
+        if self._is_scored:
+            self._offsets[index] = self._offsets_of_output(output, echoed)
         if not self._body.echo:
             return []
         scores = self._scores_of_prompt(output, echoed) if self._is_scored else None

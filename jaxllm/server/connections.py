@@ -193,7 +193,7 @@ def protocol_class(config: ServerConfig) -> type[H11Protocol]:
 def _num_unread(transport: asyncio.Transport) -> int:
     """Bytes that were written and did not arrive, those included that the system holds."""
     size = transport.get_write_buffer_size()
-    with contextlib.suppress(OSError):  # no such system
+    with contextlib.suppress(OSError, ValueError):  # no such system, or the socket is closed
         queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         size += int.from_bytes(queued, sys.byteorder)
     return size

@@ -23,7 +23,8 @@ _SECONDS_TO_LOOK_UP = 1.0  # after which it is asked whether there is anything t
 _MAX_RETRY_SECONDS = 60
 _MOST_AT_A_TIME = 8  # items from the engine, or outputs of them, in one turn of the loop
 _POOL_SIZES = {"inputs": 2, "outputs": 1, "texts": 1}
-_MANY_SCORES = 16  # to be named; that takes a thread
+MANY_SCORES = 16
+"""Places with scores, from which on naming them takes a thread."""
 
 
 class Admission:
@@ -114,7 +115,7 @@ class Generation(AsyncIterator[RequestOutput]):
         self._core, self._builders = core, builders
         self._pending: dict[str, Delta] = {}
         self._has_news = asyncio.Event()
-        self._is_closed = self._is_suspect = False
+        self._is_closed = self._is_suspect = self._is_naming = False
         self._failure: BaseException | None = None
         self._num_read = 0
 
@@ -147,8 +148,10 @@ class Generation(AsyncIterator[RequestOutput]):
             request_id = next(iter(self._pending))
             item = self._pending.pop(request_id)
             builder = self._builders[request_id]
-            if item.num_scored > _MANY_SCORES:
+            if item.num_scored > MANY_SCORES:
+                self._is_naming = True
                 output = await self._core.call(builder.add, item, pool="outputs")
+                self._is_naming = False
             else:
                 output = builder.add(item)
             if item.finish_reason is not None:
@@ -190,7 +193,8 @@ class Generation(AsyncIterator[RequestOutput]):
 
     def look_up(self, has_ended: Callable[[Sequence[str]], bool]) -> None:
         """End it if the engine's thread knows nothing of it, twice in a row: news may be on their way."""
-        if self._pending or not self._builders or not has_ended(self.request_ids):
+        is_read = self._pending or self._is_naming or not self._builders
+        if is_read or not has_ended(self.request_ids):
             self._is_suspect = False
         elif self._is_suspect:
             self.fail(EngineError("the engine's thread ended without a word"))

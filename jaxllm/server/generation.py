@@ -16,7 +16,7 @@ from starlette.responses import Response
 from jaxllm.errors import RequestError, SamplingParamsError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.server.core import Generation, Reservation
+from jaxllm.server.core import MANY_SCORES, Generation, Reservation
 from jaxllm.server.errors import ApiError, refused
 from jaxllm.server.parameters import Prompt, extras, refusal
 from jaxllm.server.protocol import GenerationRequest
@@ -26,7 +26,6 @@ from jaxllm.server.streams import DONE, EventStream, closed_on_disconnect, dumps
 BYTES_PER_TOKEN = 3
 """Of a text that is not tokenised yet."""
 _MANY_TOKENS = 1024  # whose text takes long
-_MANY_SCORES = 16
 _T = TypeVar("_T")
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -158,7 +157,7 @@ class Call:
 
     async def _made(self, make: Callable[[_T], bytes], outputs: _T, num_tokens: int) -> bytes:
         """What is sent of outputs; where it takes long, made in a thread."""
-        if num_tokens <= _MANY_TOKENS and not (self._is_scored and num_tokens > _MANY_SCORES):
+        if num_tokens <= _MANY_TOKENS and not (self._is_scored and num_tokens > MANY_SCORES):
             return make(outputs)
         return await self.service.core.call(make, outputs, pool="outputs")
 
@@ -182,7 +181,7 @@ class Call:
         has_usage = options is not None and bool(options.include_usage)
         in_each = options is not None and bool(options.continuous_usage_stats)
         head = self._head(self.form.chunk_object)
-        written = b""
+        written, repeats = b"", bool(getattr(self.body, "echo", None))
 
         def chunk(choice: dict[str, Any]) -> bytes:
             usage = {"usage": self.usage.to_dict() if in_each else None} if has_usage or in_each else {}
@@ -205,7 +204,8 @@ class Call:
                 index = int(output.request_id) * self.params.n + one.index
                 self._observe_interval(index, one)
                 num_tokens += len(one.token_ids)
-                num_tokens += 0 if index in self._started else len(output.prompt_token_ids)
+                if repeats and index not in self._started:
+                    num_tokens += len(output.prompt_token_ids)
             written += await self._made(chunks, output, num_tokens)
             if not generation.has_pending:
                 yield written
