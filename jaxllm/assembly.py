@@ -257,7 +257,7 @@ def _assemble(
         ledger.costs = None if costs_source is None else scheduling.costs
     engine = Engine(
         executor,
-        Scheduler(scheduler_config, scheduling.policy, ledger=ledger, files=files),
+        Scheduler(scheduler_config, scheduling.policy, ledger=ledger, files=executor.file_index),
         observer=StepObserver(scheduling.costs, ledger),
         vocab_size=model_config.vocab_size,
         tokenizer=tokenizer,

@@ -476,13 +476,15 @@ class CopyProgress:
     `arrived` are handles of copies started by `load` that have reached the device, and were not `joined`.
     `num_leaving` blocks of device memory beside the pool are taken by copies out that are under way. `timed`
     are those whose durations have become known since the last time, and `read` handles of reads that have
-    ended since then, with whether each block was there.
+    ended since then, with whether each block was there. `write_room` is how many blocks may be
+    copied out to be written to files, where there are some.
     """
 
     arrived: Collection[int] = ()
     num_leaving: int = 0
     timed: Sequence[CopyTime] = ()
     read: Sequence[tuple[int, Sequence[bool]]] = ()
+    write_room: int | None = None
 
 
 NO_COPIES = CopyProgress()
@@ -539,8 +541,13 @@ class Executor(Protocol):
         """Start to read blocks from files; `copies` tells when they are in host memory."""
         ...
 
-    def wait_for_reads(self, seconds: float) -> None:
-        """Wait until a read has ended, at most so long."""
+    @property
+    def write_room(self) -> int | None:
+        """Blocks that may be copied out to be written to files, as `copies` says; None without files."""
+        ...
+
+    def wait_for_files(self, seconds: float) -> None:
+        """Wait until a read has ended, or if there is none something is written; at most so long."""
         ...
 
     def drop(self, pieces: Collection[HostPiece]) -> None:

@@ -21,52 +21,72 @@ class Offloader:
         """Reads `state`, and stores in its host pool; `is_eager` for policies that are not, too."""
         self._state, self._policy = state, policy
         state.collects_filled = is_eager or policy.is_eager
-        self._filled: collections.deque[_Named] = collections.deque()  # by earlier iterations
+        # Blocks that earlier iterations filled, and what they held then.
+        self._filled: collections.OrderedDict[int, BlockName] = collections.OrderedDict()
         self._looks_at = 0  # at how many changes of the pool it looks again for what is to be copied ahead
 
-    def swaps(self, num_leaving: int) -> list[Swap]:
+    def swaps(self, num_leaving: int, write_room: int | None = None) -> list[Swap]:
         """Copies of the iteration that is being decided, beside `num_leaving` blocks that are on their way.
 
-        What it computes itself has to wait for the next one.
+        What it computes itself has to wait for the next one; and what is to be written to files, until there
+        is room for that.
         """
+        swaps = self._copies(num_leaving, write_room)
+        for swap in swaps:
+            self._state.host.release(swap.host_blocks)
+        return swaps
+
+    def _copies(self, num_leaving: int, write_room: int | None) -> list[Swap]:
+        """Copies whose host blocks are held."""
         state = self._state
         reclaimed, state.pool.reclaimed = state.pool.reclaimed, []
-        room = max(0, MAX_STAGED_BLOCKS - num_leaving)
+        room = max(0, min(MAX_STAGED_BLOCKS - num_leaving, state.host.num_available))
         wanted: dict[BlockName, int] = {}
         pools = state.pools(state.pool.num_free)
         if reclaimed and self._policy.keeps(pools):
             self._add(wanted, reversed(reclaimed), room)  # heads first
-        self._add_filled(wanted, room)
+        self._add_filled(wanted, room if write_room is None else min(room, write_room))
         num_ahead = self._policy.num_ahead(pools)
         if num_ahead and state.pool.num_changes >= self._looks_at and len(wanted) < room:
             self._add(wanted, self._next_free(num_ahead), room)
             if len(wanted) < room:  # all of it is copied
                 self._looks_at = state.pool.num_changes + min(MAX_STAGED_BLOCKS // 2, 1 + num_ahead // 16)
-        self._filled += state.filled
-        state.filled = []
-        names = list(itertools.islice(wanted, state.host.num_available))
-        if not names:
+        self._take_filled()
+        if not wanted:
             return []
-        places = state.host.store(names)
-        state.host.release(places)
-        block_ids = tuple([wanted[name] for name in names])
-        return [Swap(None, places[0].handle, block_ids, tuple(places), tuple(names))]
+        places = state.host.store(list(wanted))
+        return [Swap(None, places[0].handle, tuple(wanted.values()), tuple(places), tuple(wanted))]
+
+    def _take_filled(self) -> None:
+        """Let what the iteration fills that is being decided be copied from the next one on."""
+        self._filled.update(self._state.filled)
+        self._state.filled = []
+        self._state.pool.unfilled.clear()
 
     @property
     def is_behind(self) -> bool:
         """Whether blocks are full that were to be copied with the next iterations."""
         return bool(self._filled or self._state.filled)
 
-    def flush(self) -> list[Swap]:
-        """Copies of all that is full and was to be copied with the next iterations, when there are none."""
+    def flush(self, write_room: int | None = None) -> list[Swap]:
+        """Copies of what is full and was to be copied with the next iterations, when there are none.
+
+        As many as there is room for beside each other: `is_behind` says whether that was all.
+        """
+        self._take_filled()  # all that was decided has been sent
         found: list[Swap] = []
-        while self._filled or self._state.filled:
-            found += self.swaps(0)
+        while self._filled and (swaps := self._copies(0, write_room)):
+            found += swaps
+            if write_room is not None:
+                write_room -= sum([len(swap.block_ids) for swap in swaps])
+        for swap in found:
+            self._state.host.release(swap.host_blocks)
         return found
 
     def forget(self) -> None:
         """Copy none of the blocks that had names until now."""
         self._state.pool.reclaimed, self._state.filled = [], []
+        self._state.pool.unfilled.clear()
         self._filled.clear()
 
     def _next_free(self, count: int) -> list[_Named]:
@@ -76,10 +96,14 @@ class Offloader:
         return [(block_id, name) for name, block_id in found if name is not None]
 
     def _add_filled(self, wanted: dict[BlockName, int], room: int) -> None:
-        """Add blocks that are full, and still hold what they held then."""
+        """Add blocks that are full, and still hold what they held then.
+
+        Not those that got the name again in the iteration that is being decided, which is to fill them.
+        """
+        pool = self._state.pool
         while self._filled and len(wanted) < room:
-            block_id, name = self._filled.popleft()
-            if self._state.pool.name_of(block_id) == name:
+            block_id, name = self._filled.popitem(last=False)
+            if pool.name_of(block_id) == name and block_id not in pool.unfilled:
                 self._add(wanted, [(block_id, name)], room)
 
     def _add(self, wanted: dict[BlockName, int], blocks: Iterable[_Named], room: int) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from typing import Protocol
 
-from jaxllm.sched.policies import Decision, ResumeDecision
+from jaxllm.errors import ConfigError
+from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, PreemptionAction, ResumeDecision
+from jaxllm.sched.policies.actions import num_copied
 from jaxllm.types import Request
 
 
@@ -48,3 +52,33 @@ class Planner(Protocol):
     def plan(self, now: float) -> Plan | None:
         """The next iteration; None if somebody whose copy is on its way must join first."""
         ...
+
+
+def ask_action(policy: ActionPolicy, victim: Request, pools: PoolState, room: int, now: float) -> Decision:
+    """What becomes of a victim: as the policy says, or recomputed where its KV cannot be swapped.
+
+    That is where there is none, or where more blocks are to be copied than the `room` in host memory.
+
+    Raises:
+        ConfigError: the policy's answer is no decision, or its predictions are no seconds.
+    """
+    decision = policy.choose(victim, pools, now)
+    if not isinstance(decision, Decision) or not isinstance(decision.action, PreemptionAction):
+        raise ConfigError(f"{policy} answered {decision!r}, which is not a Decision")
+    check_seconds(policy, decision.swap_seconds, decision.recompute_seconds, decision.copy_seconds)
+    if not victim.num_computed_tokens or num_copied(victim, pools) > room:
+        return decision._replace(action=PreemptionAction.RECOMPUTE)
+    return decision
+
+
+def check_seconds(policy: object, *predicted: float | None) -> None:
+    """Refuse predictions that are no seconds.
+
+    Raises:
+        ConfigError: one is neither None nor a finite number of at least 0.
+    """
+    for seconds in predicted:
+        if seconds is None or (type(seconds) is float and 0.0 <= seconds < math.inf):
+            continue
+        if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
+            raise ConfigError(f"{policy} predicted {seconds!r} s; predict seconds of at least 0, or None")

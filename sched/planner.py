@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from jaxllm.errors import ConfigError
 from jaxllm.sched.cache.names import BlockName
 from jaxllm.sched.cache.preview import NO_HIT, Hit, PoolPreview
-from jaxllm.sched.plan import Plan
+from jaxllm.sched.plan import Plan, ask_action, check_seconds
 from jaxllm.sched.policies import (
-    Decision,
     IterationState,
     PoolState,
     PreemptionAction,
@@ -21,6 +20,7 @@ from jaxllm.sched.policies import (
     ResumeDecision,
     SchedulerPolicy,
 )
+from jaxllm.sched.policies.actions import num_copied
 from jaxllm.sched.policies.victims import Outranks
 from jaxllm.sched.queues import Verdict
 from jaxllm.sched.state import SchedulerState
@@ -175,22 +175,13 @@ class PolicyPlanner:
         on_host = state.held_on_host(victim)
         num_host_free = state.host.num_available_beside(preview.kept.union(on_host)) - preview.num_stored
         pools = pools._replace(num_host_free=max(0, num_host_free))
-        decision = policy.choose(victim, pools._replace(num_shared=num_shared, num_on_host=len(on_host)), now)
-        if not isinstance(decision, Decision) or not isinstance(decision.action, PreemptionAction):
-            raise ConfigError(f"{policy} answered {decision!r}, which is not a Decision")
-        check_seconds(policy, decision.swap_seconds, decision.recompute_seconds, decision.copy_seconds)
-        if not (self._mixes or is_running):  # it would come back into a decode iteration
-            decision = decision._replace(action=PreemptionAction.RECOMPUTE)
+        asked = pools._replace(num_shared=num_shared, num_on_host=len(on_host))
+        # What was not promised to earlier victims; and whoever is half computed cannot come back to decode.
+        room = num_host_free if self._mixes or is_running else -1
+        decision = ask_action(policy, victim, asked, room, now)
         if decision.action is PreemptionAction.SWAP:
-            num_blocks = state.pool.blocks_for(victim.num_computed_tokens)
-            num_copied = num_blocks - len(on_host)
-            if not num_blocks or num_copied > num_host_free:
-                raise ConfigError(
-                    f"{policy} swaps {num_copied} blocks; {num_host_free} of {pools.num_host_blocks} host "
-                    "blocks are free: drop the victim or raise num_host_blocks"
-                )
             preview.kept.update(on_host)
-            preview.num_stored += num_copied
+            preview.num_stored += num_copied(victim, asked)
         plan.victims.append((victim, decision))
         plan.scores.append((victim.request_id, score))
         return pools._replace(num_free=pools.num_free + preview.release(victim.block_ids))
@@ -284,21 +275,25 @@ class PolicyPlanner:
             return hit.num_missing * self._state.pool.block_size
         return self._num_left(request, hit)
 
-    def _preview(self, plan: Plan, resuming: _Resuming = ()) -> PoolPreview:
-        """The pool when those who go on, and those who resume, have taken what they need."""
+    def _preview(self, plan: Plan, resuming: _Resuming = (), *, is_certain: bool = True) -> PoolPreview:
+        """The pool when those who go on, and those who resume, have taken what they need.
+
+        What they compute is found only if they are certain to go on.
+        """
         state = self._state
-        preview = PoolPreview(state.pool)
+        preview = PoolPreview(state.pool, is_exact=is_certain and not resuming)
         preview.take(sum([state.pool.blocks_for(request.num_tokens) for request, _, _ in resuming]))
         size = state.pool.block_size
         if plan.decodes and self._mixes:  # else those who start stop them
             preview.take(len(state.running.growing))
-            for request in state.running.filling:
+            for request in state.running.filling if is_certain else ():
                 stop = (request.num_computed_tokens + 1) // size
                 preview.compute(state.learn_names(request, stop * size)[stop - 1 : stop])
         for request, length in plan.chunks:
             preview.take(self._num_missing(request, length))
             stop = request.num_computed_tokens + length
-            preview.compute(state.learn_names(request, stop)[request.num_named_blocks : stop // size])
+            if is_certain:
+                preview.compute(state.learn_names(request, stop)[request.num_named_blocks : stop // size])
         return preview
 
     def _find(self, preview: PoolPreview, request: Request) -> Hit:
@@ -506,9 +501,10 @@ class PolicyPlanner:
             is_waiting and state.may_find
         ):  # what is on the host is computed again: victims' copies may take its room
             names = state.findable(queued)
-            hit = self._preview(plan).find(names, looks_past_gaps=state.looks_past_gaps)
+            preview = self._preview(plan, is_certain=False)
+            hit = preview.find(names, looks_past_gaps=state.looks_past_gaps)
         elif not is_waiting:
-            hit = self._find(self._preview(plan), queued)
+            hit = self._find(self._preview(plan, is_certain=False), queued)
         num_needed = num_total - hit.num_on_device + len(hit.free)
         order = self._victim_order(now)
         pools, preview = state.pools(room.num_blocks), PoolPreview(state.pool)
@@ -561,19 +557,6 @@ class PolicyPlanner:
 def _probes(names: Sequence[BlockName]) -> Sequence[BlockName]:
     """Some of a sequence's blocks that tell whether any are left of it."""
     return [names[len(names) // 2], names[-1]] if names else []
-
-
-def check_seconds(policy: object, *predicted: float | None) -> None:
-    """Refuse predictions that are no seconds.
-
-    Raises:
-        ConfigError: one is neither None nor a finite number of at least 0.
-    """
-    for seconds in predicted:
-        if seconds is None or (type(seconds) is float and 0.0 <= seconds < math.inf):
-            continue
-        if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
-            raise ConfigError(f"{policy} predicted {seconds!r} s; predict seconds of at least 0, or None")
 
 
 def _next_score(order: list[_Rank]) -> tuple[str, float]:

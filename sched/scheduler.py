@@ -126,7 +126,7 @@ class Scheduler:
         if self._files is not None:
             self._read_ahead = ReadAhead(self._state, self._files, offload or NoOffload())
         self._reads: list[Read] = []
-        self._num_leaving = 0
+        self._copies = NO_COPIES
 
     @property
     def has_unfinished(self) -> bool:
@@ -223,7 +223,7 @@ class Scheduler:
         """
         state = self._state
         self.is_planning = False
-        self._num_leaving = copies.num_leaving
+        self._copies = copies
         state.host.now = now
         state.settle(copies, now)
         if self._read_ahead is not None:
@@ -250,15 +250,17 @@ class Scheduler:
         is_left = state.joined or state.discarded or state.host.has_dropped or state.being_read
         return not self.has_unfinished and bool(is_left or (self._offloader and self._offloader.is_behind))
 
-    def flush(self) -> SchedulerOutput:
+    def flush(self, write_room: int | None = None) -> SchedulerOutput:
         """What executors were to be told with later iterations, when there are `has_leftovers`.
 
-        Files that are still being read will not be waited for: executors are to forget them.
+        Files that are still being read will not be waited for: executors are to forget them. There are
+        leftovers again while there is no room to copy out all that is to be written to files.
         """
-        swap_out = [] if self._offloader is None else self._offloader.flush()
         if self._read_ahead is not None:
             self._read_ahead.cancel()
         self._reads = []
+        self._state.host.complete(self.num_scheduled)  # nothing is read any more
+        swap_out = [] if self._offloader is None else self._offloader.flush(write_room)
         joined, discarded = self._state.emit()
         step_id = self.num_scheduled
         self.num_scheduled += 1
@@ -393,8 +395,10 @@ class Scheduler:
         out = [swap for swap in swap_out if swap is not None]
         if self._offloader is None:
             state.pool.reclaimed.clear()
+            state.pool.unfilled.clear()
         else:
-            out += self._offloader.swaps(self._num_leaving + sum([len(swap.block_ids) for swap in out]))
+            num_leaving = self._copies.num_leaving + sum([len(swap.block_ids) for swap in out])
+            out += self._offloader.swaps(num_leaving, self._copies.write_room)
         joined, discarded = state.emit()
         dropped = state.host.emit(step_id)
         output = SchedulerOutput(

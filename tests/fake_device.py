@@ -5,6 +5,8 @@ blocks of others reads what it would have written, or is found out. Only request
 others that were cut wrote, of the same tokens, those that are gone included.
 """
 
+import array
+
 from jaxllm.types import host_blocks_of
 
 VOCAB_SIZE = 31
@@ -29,8 +31,8 @@ class FakeDevice:
     """A KV pool whose cells know what was written to them, copies on the host, a newest token per slot.
 
     Unless requests share blocks these are wiped as they are copied out, so that only the copy can bring them
-    back. A row that has sampled
-    one of its end tokens computes nothing any more.
+    back. A row that has sampled one of its end tokens computes nothing any more. It forgives nothing: what is
+    copied under a name must hold what the name says, and only what is there can be dropped.
     """
 
     def __init__(self, block_size, is_shared=False):
@@ -43,6 +45,7 @@ class FakeDevice:
         self.host = {}  # block of the host -> its cells
         self.handles = set()
         self.loading = {}  # handle -> whether its blocks are filled only when it joins
+        self.contents = {}  # name -> what blocks of it hold
 
     def execute(self, scheduled):
         """The sampled token of each sampled request, one iteration after another."""
@@ -61,6 +64,7 @@ class FakeDevice:
             self.host.update(zip(swap.host_blocks, copies, strict=True))
             for name, place in zip(swap.names, swap.host_blocks, strict=True):
                 if name is not None:
+                    self._check_named(name, self.host[place])
                     self.files[name] = self.host[place]
         for swap in scheduled.swap_in:
             self._use(swap)
@@ -90,7 +94,9 @@ class FakeDevice:
     def drop(self, pieces):
         """Lose copies on the host."""
         for piece in pieces:
-            for block in [block for block in self.host if block.piece == piece]:
+            blocks = [block for block in self.host if block.piece == piece]
+            assert blocks, "drops what is not there"
+            for block in blocks:
                 del self.host[block]
 
     def read(self, read, is_lost):
@@ -130,6 +136,11 @@ class FakeDevice:
     def _take_block(self, block_id):
         take = self.cells.get if self.is_shared else self.cells.pop
         return [take((block_id, row), None) for row in range(self.block_size)]
+
+    def _check_named(self, name, cells):
+        token_ids = [None if cell is None else cell[0] for cell in cells]
+        assert token_ids == list(array.array("i", name.tokens)), "copies what is not filled yet"
+        assert self.contents.setdefault(name, cells) == cells, "copies the KV of other tokens"
 
     def _cell(self, request, position):
         return request.block_ids[position // self.block_size], position % self.block_size

@@ -1,6 +1,7 @@
 """KV blocks as files: bits, limits, damage, and processes that are killed or share a folder."""
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -22,10 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, WeightsError
-from jaxllm.executor import disk
+from jaxllm.executor import disk, file_io
 from jaxllm.executor.disk import BlockFiles, weights_fingerprint
 from jaxllm.executor.file_io import FileTransfers
 from jaxllm.sched.cache.names import BlockName, names_of, root
+from jaxllm.types import Read
 
 SHAPE = (2, 3, 4)
 PLENTY = 2**24
@@ -68,12 +70,12 @@ def total(folder):
 
 
 @contextmanager
-def warnings():
-    """What the module logs meanwhile; usable inside of hypothesis, unlike caplog."""
+def warnings(of=disk):
+    """What a module logs meanwhile; usable inside of hypothesis, unlike caplog."""
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger(disk.__name__)
+    logger = logging.getLogger(of.__name__)
     logger.addHandler(handler)
     try:
         yield records
@@ -816,3 +818,94 @@ def test_no_more_blocks_wait_to_be_written_than_may():
     transfers.flush()
     assert files.written[4:] == ["h", "i", "j"]
     transfers.close()
+
+
+class Gated:
+    """Files on a disk that does nothing until the gate is open, and fails once after that."""
+
+    shape, dtype = (2,), np.dtype(np.float32)
+
+    def __init__(self):
+        self.gate, self.written, self.num_failures = threading.Event(), [], 0
+
+    def believes_in(self, name):
+        return name == "known"
+
+    def __contains__(self, name):
+        self.gate.wait()
+        return True
+
+    def read(self, name):
+        self.gate.wait()
+        return np.ones(2, np.float32)
+
+    def write(self, name, block):
+        self.gate.wait()
+        if name == "bad":
+            raise RuntimeError("a fault of ours")
+        self.written.append(name)
+
+
+def until(is_so):
+    while not is_so():
+        time.sleep(0.001)
+
+
+def test_nobody_waits_for_a_disk_that_hangs():
+    files = Gated()
+    transfers = FileTransfers(files, most_writing=4, patience=0.05)
+    assert "known" in transfers
+    assert "unknown" not in transfers  # nobody knows, and it does not say
+    reads = [Read(1, ("a", "b", "c")), Read(2, ("d",))]
+    transfers.read(reads[0])
+    transfers.write([np.zeros((2, 2), np.float32)], ["e", "f"])
+    assert transfers.write_room == 0
+    until(lambda: transfers._reader.is_stuck and transfers._writer.is_stuck)
+    transfers.read(reads[1])
+    ended = transfers.ended()
+    assert [(read, was_there) for read, _, was_there in ended] == [
+        (reads[0], [False] * 3),
+        (reads[1], [False]),
+    ]
+    assert [[len(piece) for piece in pieces] for _, pieces, _ in ended] == [[2, 1], [1]]
+    assert "known" not in transfers
+    transfers.write([np.zeros((1, 2), np.float32)], ["g"])  # given up
+    assert transfers.write_room == 4
+    transfers.flush()
+    files.gate.set()  # it goes on
+    until(lambda: transfers._reader.is_idle and transfers._writer.is_idle and transfers._looker.is_idle)
+    assert files.written == ["e", "f"]
+    assert "unknown" in transfers
+    transfers.read(reads[1])
+    transfers.wait(60.0)
+    ((_, (piece,), was_there),) = transfers.ended()
+    assert (piece.tolist(), was_there) == ([[1.0, 1.0]], [True])
+    transfers.close()
+
+
+def test_what_fails_of_writing_is_said_and_the_rest_is_written():
+    files = Gated()
+    files.gate.set()
+    transfers = FileTransfers(files, most_writing=8)
+    with warnings(file_io) as said:
+        for name in ("bad", "good", "bad", "fine"):
+            transfers.write([np.zeros((1, 2), np.float32)], [name])
+        transfers.flush()
+    assert files.written == ["good", "fine"]
+    assert len(said) == 1
+    assert "a fault of ours" in said[0]
+    assert transfers.write_room == 4
+    transfers.close()
+
+
+def test_threads_of_files_end_with_their_owner():
+    files = Gated()
+    files.gate.set()
+    transfers = FileTransfers(files, most_writing=8)
+    transfers.write([np.zeros((1, 2), np.float32)], ["a"])
+    transfers.flush()
+    thread = transfers._writer._thread
+    del transfers
+    gc.collect()
+    thread.join(60.0)
+    assert not thread.is_alive()

@@ -17,6 +17,7 @@ from scheduler_helpers import (
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.programs import ProgramCosts, ProgramSizes
+from jaxllm.sched.plan import ask_action
 from jaxllm.sched.policies import (
     AdaptiveAction,
     AlwaysRecompute,
@@ -420,10 +421,23 @@ def test_predictions_must_be_seconds(seconds):
         scheduler.schedule(0.0)
 
 
-def test_a_swap_beyond_the_host_pool_is_refused():
+def test_a_swap_beyond_the_host_pool_becomes_a_recompute():
     scheduler = full(dataclasses.replace(V1, action=Answer(Decision(SWAP))), num_host_blocks=1)
-    with pytest.raises(ConfigError, match="swaps 2 blocks; 1 of 1 host blocks are free"):
-        scheduler.schedule(0.0)
+    output = scheduler.schedule(0.0)
+    assert (describe(output), output.num_swapped) == ("r0 -r1", 0)
+
+
+def test_who_has_computed_nothing_is_not_swapped():
+    nobody = holder(0, 1, 1)
+    for policy in (SwapIfItFits(), Answer(Decision(SWAP))):
+        assert ask_action(policy, nobody, pools(num_host_free=3), 3, 0.0).action is RECOMPUTE
+
+
+def test_nor_is_who_has_no_room_left_by_earlier_victims():
+    victim = holder(0, 4, 1)
+    state = pools(num_on_host=1)
+    assert SwapIfItFits().choose(victim, state, 0.0).action is SWAP  # there is nothing to copy
+    assert ask_action(SwapIfItFits(), victim, state, -3, 0.0).action is RECOMPUTE
 
 
 class WrongTokens(MixedIterations):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import make_engine, make_llm, restless, run
+from fake_device import FakeDevice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_helpers import LinearCosts, describe, make_request, make_scheduler, step, take
@@ -28,7 +29,7 @@ from jaxllm.sched.policies import (
     WriteThrough,
 )
 from jaxllm.sched.presets import adaptive, make_preset
-from jaxllm.types import CopyProgress
+from jaxllm.types import MAX_STAGED_BLOCKS, CopyProgress
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -490,3 +491,60 @@ def test_tokens_never_depend_on_what_is_shared(llm, data):
         assert output.token_ids == lone.token_ids
     engine.reset_prefix_cache()
     assert not llm.executor._swapper.pieces
+
+
+# Copies to the host
+
+
+def write_through(**changes):
+    policy = dataclasses.replace(make_preset("vllm_v1"), offload=WriteThrough())
+    return make_scheduler(policy, **({"num_host_blocks": 8, "enable_prefix_caching": True} | changes))
+
+
+def play(scheduler, device, **copies):
+    """An iteration on a device that checks what is copied."""
+    output = scheduler.schedule(0.0, CopyProgress(**copies))
+    device.execute(output)
+    take(scheduler, output)
+    scheduler.check()
+
+
+def test_a_block_that_is_named_again_is_copied_when_it_is_filled():
+    """A block that waits to be copied may be recycled meanwhile, for the very content it had."""
+    scheduler, device = write_through(num_gpu_blocks=2), FakeDevice(4, is_shared=True)
+    for index, first in enumerate((0, 10, 0)):
+        scheduler.add(make_request(index, 5, 1, prompt_token_ids=range(first, first + 5)))
+        play(scheduler, device, num_leaving=MAX_STAGED_BLOCKS if index < 2 else 0)
+    while scheduler.has_leftovers:
+        device.execute(scheduler.flush())
+    copied = [[cell[0] for cell in cells] for cells in device.host.values()]
+    assert sorted(copied) == [[0, 1, 2, 3], [10, 11, 12, 13]]
+
+
+def test_a_flush_lets_go_of_nothing_that_it_copies():
+    """More is full than the host holds, and nobody comes: it is copied in turns, as there is room."""
+    scheduler, device = write_through(num_gpu_blocks=100, num_host_blocks=40), FakeDevice(4, is_shared=True)
+    for index in range(4):
+        scheduler.add(make_request(index, 81, 1, prompt_token_ids=range(100 * index, 100 * index + 81)))
+    while scheduler.has_unfinished:
+        play(scheduler, device, num_leaving=MAX_STAGED_BLOCKS)
+    sizes = []
+    while scheduler.has_leftovers:
+        output = scheduler.flush()
+        device.execute(output)
+        scheduler.check()
+        assert not {block.piece for swap in output.swap_out for block in swap.host_blocks} & {*output.dropped}
+        sizes.append(sum(len(swap.block_ids) for swap in output.swap_out))
+    assert sizes == [40, 40]
+    assert len(device.host) == 40
+
+
+def test_what_is_full_waits_for_room_in_files():
+    scheduler = write_through(num_gpu_blocks=30)
+    scheduler.add(make_request(0, 81, 1))
+    take(scheduler, scheduler.schedule(0.0, CopyProgress(write_room=0)))
+    assert scheduler.flush(write_room=0).swap_out == ()
+    sizes = []
+    while scheduler.has_leftovers:
+        sizes.append(sum(len(swap.block_ids) for swap in scheduler.flush(write_room=3).swap_out))
+    assert sizes == [3] * 6 + [2]

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import random
+import threading
 
 import pytest
 from engine_helpers import make_engine, make_llm, run
@@ -11,6 +12,8 @@ from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError
+from jaxllm.executor import file_io
+from jaxllm.executor.disk import BlockFiles
 from jaxllm.sched.policies import NoOffload, OffloadIfCheaper
 from jaxllm.sched.presets import make_preset
 from jaxllm.types import CopyProgress
@@ -331,3 +334,26 @@ def test_a_folder_has_conditions(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             keeping(tmp_path, **changes)
+
+
+def test_a_disk_that_hangs_costs_a_computation(kept, monkeypatch):
+    folder, tokens = kept
+    monkeypatch.setattr(file_io, "PATIENCE_SECONDS", 0.05)
+    gate = threading.Event()
+    read = BlockFiles.read
+    monkeypatch.setattr(BlockFiles, "read", lambda self, name: gate.wait() and read(self, name))
+    llm = keeping(folder)
+    output = generate(llm)
+    assert output.token_ids == tokens
+    assert output.num_cached_tokens == 0
+    gate.set()
+    llm.close()
+
+
+def test_all_that_is_full_reaches_files_whatever_the_host_holds(tmp_path):
+    prompts = [[3 + (i + index) % 50 for i in range(60)] for index in range(6)]
+    with keeping(tmp_path, num_host_blocks=8) as llm:
+        for prompt in prompts:  # alone: there is no room to read more ahead
+            generate(llm, prompt)
+    assert len(files_below(tmp_path)) >= 6 * 15
+    assert len({path.name for path in files_below(tmp_path)}) == len(files_below(tmp_path))

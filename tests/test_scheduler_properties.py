@@ -12,7 +12,9 @@ from scheduler_helpers import LinearCosts, make_request, make_scheduler
 
 from jaxllm.sched.policies import (
     S3FIFO,
+    AdaptiveAction,
     AheadOfTime,
+    AlwaysRecompute,
     CostOverIdleTime,
     Decision,
     ExpectedSaving,
@@ -95,6 +97,13 @@ class ArbitraryVictim:
         return self.is_outranked and draw(now, holder.arrival_index, 9) == 0
 
 
+class AlwaysSwap:
+    """Does not look at what is possible."""
+
+    def choose(self, victim, state, now):
+        return Decision(PreemptionAction.SWAP)
+
+
 class ArbitraryAction:
     def choose(self, victim, state, now):
         assert 0 <= state.num_host_free <= state.num_host_blocks
@@ -138,6 +147,7 @@ class NeverAdmit:
 
 
 COSTS = LinearCosts()
+DEAR = LinearCosts(prefill=1000.0)  # so that swaps pay
 ALWAYS_SWAP = {"vllm_swap", "vllm_swap_both"}
 LETS_OTHERS_PAST = {"adaptive_throughput", "flashgen"}
 """Requests of these may start before earlier ones, though they serve who came first."""
@@ -199,6 +209,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             ]
         ),
         offload=st.sampled_from([NoOffload(), WriteBack(), WriteThrough(), AheadOfTime(0.5)]),
+        action=st.sampled_from(
+            [
+                None,
+                AlwaysRecompute(),
+                SwapIfItFits(),
+                AdaptiveAction(COSTS),
+                AdaptiveAction(DEAR),
+                AlwaysSwap(),
+            ]
+        ),
+        keeps_parts=st.booleans(),
     )
     def start(
         self,
@@ -216,11 +237,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_files,
         retention,
         offload,
+        action,
+        keeps_parts,
     ):
         # Those of presets may learn, so every run has its own.
         self.policy = make_preset(policy, COSTS) if policy in PRESETS else POLICIES[policy]
-        if isinstance(self.policy, SchedulerPolicy):
+        if isinstance(self.policy, SchedulerPolicy) and not (keeps_parts and policy in PRESETS):
             self.policy = dataclasses.replace(self.policy, offload=offload, retention=retention())
+            if action is not None:
+                self.policy = dataclasses.replace(self.policy, action=action)
         self.is_fcfs = isinstance(self.policy.priority, FCFSPriority) and policy not in LETS_OTHERS_PAST
         victim = getattr(self.policy, "victim", None)
         self.may_outrank = isinstance(victim, ArbitraryVictim | OutrankedVictim | OvertakerVictim)
@@ -257,30 +282,57 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # What users do
 
-    @precondition(lambda self: self.num_added < 30)
+    @precondition(lambda self: self.num_added < 40)
     @rule(count=st.integers(1, 4), data=st.data())
     def add(self, count, data):
         group_index = data.draw(st.sampled_from([None, self.num_added]))
         for _ in range(count):
-            total = data.draw(st.integers(2, min(self.kv_tokens + 1, MAX_MODEL_LEN)))
-            prompt = data.draw(st.integers(1, total - 1))
+            self._add(data, group_index=group_index)
+
+    @precondition(lambda self: self.num_added < 30)
+    @rule(total=st.integers(2, MAX_MODEL_LEN), data=st.data())
+    def add_backlog(self, total, data):
+        """As many of one kind as a burst brings."""
+        total = min(total, self.kv_tokens + 1)
+        prompt = data.draw(st.integers(1, total - 1))
+        for _ in range(8):
+            self._add(data, prompt=prompt, total=total)
+
+    @precondition(lambda self: self.live and self.is_shared and self.num_added < 40)
+    @rule(data=st.data())
+    def follow(self, data):
+        """Go on from a live request, whose output need not be known yet."""
+        live = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        most = min(self.kv_tokens, MAX_MODEL_LEN - 1)
+        token_ids = [*live.prompt_token_ids, *reference_output(live)][:most]
+        self._add(data, token_ids=token_ids[: data.draw(st.integers(1, len(token_ids)))])
+
+    def _add(self, data, *, group_index=None, prompt=None, total=None, token_ids=None):
+        most = min(self.kv_tokens + 1, MAX_MODEL_LEN)
+        num_dropped = 0
+        if token_ids is None:
+            total = total or data.draw(st.integers(2, most))
+            prompt = prompt or data.draw(st.integers(1, total - 1))
             first = data.draw(st.integers(0, 1)) if self.is_shared else self.num_added
             num_dropped = data.draw(st.sampled_from([0, 0, 1, 3])) * self.device.block_size
             token_ids = [(first + i) % VOCAB_SIZE for i in range(num_dropped + prompt)]
-            request = make_request(
-                self.num_added,
-                prompt,
-                prompt_token_ids=token_ids[num_dropped:],
-                dropped_token_ids=token_ids[:num_dropped],
-                max_total_tokens=total,
-                group_index=group_index,
-                eos_token_ids=data.draw(st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=3)),
-                priority=data.draw(st.integers(0, 2)),
-                deadline=data.draw(st.none() | st.floats(0, 10)),
-            )
-            self.num_added += 1
-            self.live[request.request_id] = request
-            self.scheduler.add(request)
+        else:
+            prompt = len(token_ids)
+            total = data.draw(st.integers(prompt + 1, most))
+        request = make_request(
+            self.num_added,
+            prompt,
+            prompt_token_ids=token_ids[num_dropped:],
+            dropped_token_ids=token_ids[:num_dropped],
+            max_total_tokens=total,
+            group_index=group_index,
+            eos_token_ids=data.draw(st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=3)),
+            priority=data.draw(st.integers(0, 2)),
+            deadline=data.draw(st.none() | st.floats(0, 10)),
+        )
+        self.num_added += 1
+        self.live[request.request_id] = request
+        self.scheduler.add(request)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -306,6 +358,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._step()
             self.invariants_hold()
 
+    @precondition(lambda self: self.live)
+    @rule(count=st.integers(0, 60))
+    def leave_alone(self, count):
+        """Nobody comes for a while, and then everybody leaves."""
+        for _ in range(count):
+            if self.live:
+                self._step()
+                self.invariants_hold()
+        for request in list(self.live.values()):
+            self._finish(request, "abort")
+        self._step()
+
     def _step(self):
         before = self._snapshot()
         self.joined_before = {swap.request for swap in self.scheduler._state.joined}
@@ -329,8 +393,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not output.is_empty:
             self.pending.append(Pending(output, self.device.execute(output)))
         # An empty iteration leaves the engine nothing to do but to read what is in flight.
-        while len(self.pending) > (0 if output.is_empty else self.run_ahead):
+        while self.pending and (
+            not self.live or len(self.pending) > (0 if output.is_empty else self.run_ahead)
+        ):
             self._commit(self.pending.popleft())
+        self._flush()
+
+    def _flush(self):
+        """Let the device do what is left when nobody is."""
+        for _ in range(self.num_blocks + 2):
+            if self.live or not self.scheduler.has_leftovers:
+                return
+            self.device.execute(self.scheduler.flush())
+            self.reads = []
+            self.invariants_hold()
+        raise AssertionError("an idle scheduler never comes to an end")
 
     def _snapshot(self):
         return {

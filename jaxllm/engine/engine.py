@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SECONDS_AT_A_TIME = 0.05
-_SECONDS_OF_READS = 0.01
+_SECONDS_OF_FILES = 0.01
 """How long an idle engine waits for files before it looks at its requests again."""
 _RATE = 0.1  # weight of the newest decode step
 
@@ -373,7 +373,8 @@ class Engine:
                 for state in list(self._states.values()):
                     self._finish(state, "abort", None)
                 self._in_flight.clear()
-                self._flush()
+                while self.scheduler.has_leftovers:
+                    self._flush()
                 self._deliver()
             self._failure = _CLOSED
 
@@ -500,7 +501,7 @@ class Engine:
         if len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight):
             self._commit(self._in_flight.popleft())
         elif scheduled.is_empty and self.scheduler.is_reading:
-            self._executor.wait_for_reads(_SECONDS_OF_READS)
+            self._executor.wait_for_files(_SECONDS_OF_FILES)
         while self._in_flight and not self._states:  # all that is in flight is overrun
             self._commit(self._in_flight.popleft())
         self._flush()
@@ -508,7 +509,9 @@ class Engine:
     def _flush(self) -> None:
         """Tell the executor what no step will any more, if all requests have ended."""
         if not self._states and self.scheduler.has_leftovers:
-            self._executor.transfer(self.scheduler.flush())
+            self._executor.transfer(self.scheduler.flush(self._executor.write_room))
+            if self.scheduler.has_leftovers:
+                self._executor.wait_for_files(_SECONDS_OF_FILES)
 
     def _commit(self, step: _Dispatched) -> None:
         scheduled = step.scheduled

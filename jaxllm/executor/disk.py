@@ -36,7 +36,8 @@ from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.sched.cache.names import BlockName
 
 FORMAT = "jaxllm-kv-blocks"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 may hold blocks that were copied before they were computed."""
 
 _logger = logging.getLogger(__name__)
 _ABOUT = "about.json"
@@ -130,8 +131,11 @@ class BlockFiles:
 
     def __contains__(self, name: BlockName) -> bool:
         """Whether a block seems to be there; `read` may find otherwise. Waits for no other thread."""
-        path = self._path(name)
-        return path in self._files or os.path.isfile(path)
+        return self.believes_in(name) or os.path.isfile(self._path(name))
+
+    def believes_in(self, name: BlockName) -> bool:
+        """Whether a block was there when somebody last looked; asks the disk for nothing."""
+        return self._path(name) in self._files
 
     def write(self, name: BlockName, block: np.ndarray) -> bool:
         """Keep a block, in place of the least recently used ones if there is no room.

@@ -33,6 +33,7 @@ from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
 from jaxllm.pallas_kernels import native
+from jaxllm.sched.cache.names import FileIndex
 from jaxllm.token_masks import fill_masks
 from jaxllm.types import (
     MAX_PIECE_BLOCKS,
@@ -229,6 +230,11 @@ class ModelExecutor:
         self._transfers = FileTransfers(files, most_writing)
         return files
 
+    @property
+    def file_index(self) -> FileIndex | None:
+        """What can be read from files; None without."""
+        return self._transfers
+
     def transfer(self, scheduled: SchedulerOutput) -> None:
         """Do what an iteration that computes nothing has to copy and to let go of, and give up all reads."""
         if self._swapper is not None:
@@ -242,13 +248,18 @@ class ModelExecutor:
         for read in reads:
             self._transfers.read(read)
 
-    def wait_for_reads(self, seconds: float) -> None:
-        """Wait until a read has ended, at most so long."""
+    @property
+    def write_room(self) -> int | None:
+        """Blocks that may be copied out to be written to files, as `copies` says; None without files."""
+        return None if self._transfers is None else self._transfers.write_room
+
+    def wait_for_files(self, seconds: float) -> None:
+        """Wait until a read has ended, or if there is none something is written; at most so long."""
         if self._transfers is not None:
             self._transfers.wait(seconds)
 
     def flush_files(self) -> None:
-        """Wait until all blocks that were copied to the host are in files."""
+        """Wait until all blocks that were copied to the host are in files, or the disk does nothing."""
         if self._transfers is not None:
             self._transfers.flush()
 
@@ -267,7 +278,9 @@ class ModelExecutor:
             self._swapper.put(one.handle, pieces)
             read.append((one.handle, was_there))
         progress = self._swapper.progress()
-        return dataclasses.replace(progress, read=read) if read else progress
+        if self._transfers is None:
+            return progress
+        return dataclasses.replace(progress, read=read, write_room=self._transfers.write_room)
 
     def settle_copies(self) -> None:
         """Wait until no copy is really under way, whatever a limited link still has to carry."""

@@ -192,7 +192,11 @@ class SimulatedExecutor:
             self._reads[read.handle] = ready, were_there
             self._copied_out[read.handle] = _Copied(ready, 0.0, piece_sizes(len(read.names)))
 
-    def wait_for_reads(self, seconds: float) -> None:
+    @property
+    def write_room(self) -> None:
+        """Whatever is copied out may be written."""
+
+    def wait_for_files(self, seconds: float) -> None:
         """Let the clock run until a read has ended, at most so long."""
         self.wait_until(min([self.now + seconds, *(ready for ready, _ in self._reads.values())]))
 

@@ -125,7 +125,7 @@ def simulate(
         if scheduled.is_empty:
             due = feed.next_due
             if scheduler.is_reading:
-                executor.wait_for_reads(math.inf if due is None else max(0.0, due - executor.now))
+                executor.wait_for_files(math.inf if due is None else max(0.0, due - executor.now))
                 continue
             assert due is not None  # an idle scheduler has nothing left to run
             executor.wait_until(due)

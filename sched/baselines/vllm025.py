@@ -13,7 +13,7 @@ import dataclasses
 from typing import Literal
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.plan import Plan
+from jaxllm.sched.plan import Plan, ask_action
 from jaxllm.sched.policies import ActionPolicy, Decision, PreemptionAction, ResumeAction, ResumeDecision
 from jaxllm.sched.policies.priority import FCFSPriority, PriorityPolicy
 from jaxllm.sched.queues import Verdict
@@ -135,7 +135,8 @@ class VLLM025Planner:
         """What becomes of a victim, while so many blocks are free."""
         rules = self._rules
         if rules.action is not None:
-            return rules.action.choose(victim, self._state.pools(num_free, num_host_free), now)
+            pools = self._state.pools(num_free, num_host_free)
+            return ask_action(rules.action, victim, pools, num_host_free, now)
         return _SWAP if rules.swaps != "never" and len(victim.block_ids) <= num_host_free else _DROP
 
     def _prefill(self, plan: Plan, now: float) -> None:

@@ -26,6 +26,8 @@ class BlockPool:
         names: where the blocks of names are.
         reclaimed: blocks that lost their names since somebody emptied the list, as they were handed out; what
             they hold is still there until the next iteration runs.
+        unfilled: blocks that got names since somebody emptied the set: they hold what these say once the next
+            iteration has run.
         num_changes: counts whatever changed which blocks are free.
     """
 
@@ -40,6 +42,7 @@ class BlockPool:
         "num_blocks",
         "num_changes",
         "reclaimed",
+        "unfilled",
     )
 
     def __init__(self, num_blocks: int, block_size: int, *, heads_go_first: bool = False) -> None:
@@ -57,6 +60,7 @@ class BlockPool:
         self._names: list[BlockName | None] = [None] * num_blocks
         self.names: NameIndex[int] = NameIndex()
         self.reclaimed: list[tuple[int, BlockName]] = []
+        self.unfilled: set[int] = set()
         self.num_changes = 0
 
     @property
@@ -164,6 +168,7 @@ class BlockPool:
         if self._names[block_id] is None:
             self._names[block_id] = name
             self.names.add(name, block_id)
+            self.unfilled.add(block_id)
 
     def name_of(self, block_id: int) -> BlockName | None:
         """What a block is called."""

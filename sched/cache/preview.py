@@ -13,6 +13,7 @@ from jaxllm.types import HostBlock
 class Hit(NamedTuple):
     """What a lookup found: so many blocks, nobody's in `free`, somebody's in `held`, `copied` on the host.
 
+    Those in `free` take one that is free, or may do so.
     The others will have been computed. The first `num_first` of the sequence are among them, and the next
     one that is comes `num_missing` later, if that is not 0.
     """
@@ -44,9 +45,9 @@ class PoolPreview:
         num_stored: blocks that they will store there.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        """As the pool is now."""
-        self._pool = pool
+    def __init__(self, pool: BlockPool, *, is_exact: bool = True) -> None:
+        """As the pool is now; not `is_exact` if it is told of more blocks that are taken than will be."""
+        self._pool, self._is_exact = pool, is_exact
         self._queue: Iterator[int] = pool.free_blocks()
         self._gone: set[int] = set()
         self._held: set[int] = set()
@@ -109,12 +110,14 @@ class PoolPreview:
 
     def _find(self, name: BlockName, free: list[int], held: list[int]) -> bool:
         """Look for a block in the pool, and add it to those that are free, or held."""
-        pool = self._pool
+        pool, may_be_free = self._pool, False
         for block_id in pool.names.places.get(name, ()):
-            if block_id not in self._gone:
-                is_held = pool.num_references(block_id) or block_id in self._held
-                (held if is_held else free).append(block_id)
-                return True
+            if block_id in self._gone:
+                may_be_free = not self._is_exact  # a lookup may find this one yet
+                continue
+            is_held = pool.num_references(block_id) or block_id in self._held
+            (held if is_held and not may_be_free else free).append(block_id)
+            return True
         return False
 
     def hold(self, hit: Hit) -> None:

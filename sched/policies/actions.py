@@ -38,8 +38,8 @@ class ActionPolicy(Protocol):
     def choose(self, victim: Request, state: PoolState, now: float) -> Decision:
         """The action for `victim`, which still holds its blocks.
 
-        `SWAP` is allowed only if as many host blocks are free as hold its `num_computed_tokens`, less those
-        that are there already (`num_copied`).
+        `SWAP` needs as many free host blocks as hold its `num_computed_tokens`, less those that are there
+        already (`num_copied`). Where there are fewer, or it has computed nothing, it is recomputed.
         """
         ...
 
