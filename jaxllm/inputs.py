@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 from jaxllm import tokenizer as tokenization
 from jaxllm.errors import RequestError, RequestTooLargeError, SamplingParamsError, shown
 from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, SamplingParams
+from jaxllm.sched.cache.names import learn_names
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.token_masks import TokenMasks
 from jaxllm.types import Request
@@ -142,6 +143,12 @@ class InputProcessor:
             for index, (sample_id, of_sample) in zip(indices, samples.items(), strict=True)
         ]
         self._config.check_fits(requests[0])
+        if self._config.enable_prefix_caching:  # here, so that no iteration waits for it
+            learn_names(requests[0], len(token_ids), self._config.block_size)
+            for request in requests[1:]:
+                request.block_names, request.uncut_names = (
+                    list(names) for names in (requests[0].block_names, requests[0].uncut_names)
+                )
         return requests, text
 
     def check_params(self, params: SamplingParams) -> None:

@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.cache.names import BlockName
+from jaxllm.sched.cache.names import BlockName, NameIndex
 from jaxllm.sched.cache.preview import NO_HIT, Hit, PoolPreview
 from jaxllm.sched.plan import Plan, ask_action, check_seconds
 from jaxllm.sched.policies import (
@@ -24,8 +24,10 @@ from jaxllm.sched.policies.actions import num_copied
 from jaxllm.sched.policies.victims import Outranks
 from jaxllm.sched.queues import Verdict
 from jaxllm.sched.state import SchedulerState
-from jaxllm.types import Request, RequestStatus
+from jaxllm.types import HostBlock, Request, RequestStatus
 
+_MAX_LOOKED_UP = 2**15
+"""Blocks that are looked up, after which nobody else starts or resumes in an iteration."""
 _FULL = 0.9
 """Share of a program's rows from which on it is not worth cutting prompts for a smaller one."""
 
@@ -242,8 +244,9 @@ class PolicyPlanner:
         hit, decision = NO_HIT, ResumeDecision(ResumeAction.AT_ONCE)
         if state.config.enable_prefix_caching:
             preview = self._preview(plan)
-            hit = self._find(preview, request)
-            if hit.copied and request.status is RequestStatus.WAITING:
+            is_waiting = request.status is RequestStatus.WAITING
+            hit = self._find(preview, request) if is_waiting else self._find_copies(preview, request)
+            if hit.copied and is_waiting:
                 pools = state.pools(room.num_blocks)
                 hit, decision = self._ask_to_copy(request, hit, preview, pools, now, now)
         num_needed = state.pool.blocks_for(request.num_tokens) - hit.num_on_device + len(hit.free)
@@ -297,24 +300,32 @@ class PolicyPlanner:
         return preview
 
     def _find(self, preview: PoolPreview, request: Request) -> Hit:
-        """What a queued request finds; all its blocks are looked for only if the first is there.
+        """What a waiting request finds; all its blocks are looked for only if the first is there.
 
         Where others may be without it, if that or one in the middle or the last is.
         """
         state = self._state
-        if request.host_blocks:
-            return preview.find_each(request.block_names, request.host_blocks)
-        on_host = state.host.names
-        first = state.findable(request, state.config.block_size)
-        if not first:
-            return NO_HIT
-        is_there = preview.find(first, on_host).num_blocks
-        if not is_there and not state.looks_past_gaps:
-            return NO_HIT
         names = state.findable(request)
-        if not is_there and not any(preview.find([one], on_host).num_blocks for one in _probes(names)):
-            return NO_HIT
-        return preview.find(names, on_host, looks_past_gaps=state.looks_past_gaps)
+        probes = [*names[:1], *(_probes(names) if state.looks_past_gaps else ())]
+        if any(preview.is_there(name, state.host.names) for name in probes):
+            return self._find_all(preview, request, names, state.host.names)
+        return NO_HIT
+
+    def _find_copies(self, preview: PoolPreview, request: Request) -> Hit:
+        """Where the blocks are that a swapped request has on the host."""
+        names, is_chain = request.block_names, not request.uncut_names
+        return preview.find_each(names, request.host_blocks, is_chain=is_chain)
+
+    def _find_all(
+        self,
+        preview: PoolPreview,
+        request: Request,
+        names: Sequence[BlockName],
+        on_host: NameIndex[HostBlock] | None = None,
+    ) -> Hit:
+        """What a waiting request finds of `names`."""
+        looks_past_gaps, is_chain = self._state.looks_past_gaps, not request.uncut_names
+        return preview.find(names, on_host, looks_past_gaps=looks_past_gaps, is_chain=is_chain)
 
     def _ask_to_copy(
         self,
@@ -329,8 +340,7 @@ class PolicyPlanner:
         policy, on_device = self._policy.resume, hit
         num_more = 0
         if request.status is RequestStatus.WAITING:
-            names, looks_past_gaps = self._state.findable(request), self._state.looks_past_gaps
-            on_device = preview.find(names, looks_past_gaps=looks_past_gaps)
+            on_device = self._find_all(preview, request, self._state.findable(request))
             num_more = (hit.num_blocks - on_device.num_blocks) * pools.block_size
         pools = pools._replace(num_to_copy=self._state.host.num_moved(hit.copied), num_to_recompute=num_more)
         decision = policy.choose(request, copied_out_at, pools, now)
@@ -371,6 +381,8 @@ class PolicyPlanner:
             if pools is None:
                 pools = state.pools(room.num_blocks)
             if preview is not None:
+                if preview.num_looked_up > _MAX_LOOKED_UP:
+                    return Verdict.STOP
                 hit = self._find(preview, request)
                 num_needed += len(hit.free) - hit.num_on_device
                 if state.is_coming(hit.copied):
@@ -422,7 +434,8 @@ class PolicyPlanner:
         preview.take(pool.blocks_for(stop) - hit.num_first + len(hit.copied))
         if length or not hit.copied:
             names = self._state.learn_names(request, stop)
-            preview.compute(names[: stop // pool.block_size])
+            first = 0 if hit.copied else hit.num_first  # those are there already
+            preview.compute(names[first : stop // pool.block_size])
 
     def _resumable(
         self, room: _Room, now: float, *, put_off: bool = True
@@ -443,10 +456,14 @@ class PolicyPlanner:
             nonlocal pools
             if min(room.num_slots, room.num_tokens) < 1 or (resuming and not put_off):
                 return Verdict.STOP
-            hit = self._find(preview, request)
-            num_needed = pool.blocks_for(request.num_tokens) - hit.num_on_device + len(hit.free)
+            if preview.num_looked_up > _MAX_LOOKED_UP:
+                return Verdict.STOP
+            names, is_chain = request.block_names[: len(request.host_blocks)], not request.uncut_names
+            hit = preview.find(names, looks_past_gaps=True, is_chain=is_chain)
+            num_needed = pool.blocks_for(request.num_tokens) - hit.num_blocks + len(hit.free)
             if num_needed > room.num_blocks:
                 return self._unsuited if finds else self._too_large
+            hit = self._find_copies(preview, request)
             num_left = request.num_tokens - request.num_computed_tokens
             if request.num_in_flight or (num_left > 1 and room.num_chunks < 1):
                 return self._unsuited
@@ -500,11 +517,10 @@ class PolicyPlanner:
         if (
             is_waiting and state.may_find
         ):  # what is on the host is computed again: victims' copies may take its room
-            names = state.findable(queued)
             preview = self._preview(plan, is_certain=False)
-            hit = preview.find(names, looks_past_gaps=state.looks_past_gaps)
+            hit = self._find_all(preview, queued, state.findable(queued))
         elif not is_waiting:
-            hit = self._find(self._preview(plan, is_certain=False), queued)
+            hit = self._find_copies(self._preview(plan, is_certain=False), queued)
         num_needed = num_total - hit.num_on_device + len(hit.free)
         order = self._victim_order(now)
         pools, preview = state.pools(room.num_blocks), PoolPreview(state.pool)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.host import HostPool
-from jaxllm.sched.cache.names import BlockName, FileIndex, cut_name, names_of, root
+from jaxllm.sched.cache.names import BlockName, FileIndex, cut_name, learn_names
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import LeastRecentlyUsed, PriorityPolicy, RetentionPolicy
 from jaxllm.sched.pool_state import PoolState
@@ -139,25 +139,9 @@ class SchedulerState:
 
         Nothing without prefix caching.
         """
-        names, size = request.block_names, self.config.block_size
         if self.config.enable_prefix_caching:
-            num_blocks = min(num_tokens, request.num_known_tokens) // size
-            if len(names) < num_blocks:
-                token_ids = request.token_ids(len(names) * size, num_blocks * size)
-                if request.dropped_token_ids:
-                    names += self._learn_uncut_names(request, token_ids)
-                else:
-                    before = names[-1].digest if names else root(request.cache_salt)
-                    names += names_of(token_ids, size, before, len(names))
-        return names
-
-    def _learn_uncut_names(self, request: Request, token_ids: Sequence[int]) -> list[BlockName]:
-        """Name the next full blocks of a cut request; returns what they are called as it computes them."""
-        size = self.config.block_size
-        before = request.uncut_names or names_of(request.dropped_token_ids, size, root(request.cache_salt))
-        new = names_of(token_ids, size, before[-1].digest, before[-1].number + 1)
-        request.uncut_names += new
-        return [cut_name(name) for name in new]
+            learn_names(request, num_tokens, self.config.block_size)
+        return request.block_names
 
     def name_blocks(self, request: Request, limit: int | None = None) -> None:
         """Let others find a holder's full blocks whose tokens are known, of its first `limit` tokens."""

@@ -5,8 +5,9 @@
 Steady: every running request decodes, one in `block_size` needs a block, nobody is admitted or preempted;
 with the prefix cache and without, and nothing in common.
 Preempting: no free block is left, and one request in 16 needs one, for which as many others go, under the
-policies of `vllm_v1` and of `adaptive`. Admitting: one request joins the others. Trace: every iteration of
-2,000 Chatbot requests of 64 output tokens under a preset, while about half of `--running` run in a pool that
+policies of `vllm_v1` and of `adaptive`. Admitting: one request joins the others. Sharing: requests that
+begin with the same tokens wait for room beside those that run; the first such iteration, and the later ones.
+Trace: every iteration of 2,000 Chatbot requests of 64 output tokens under a preset, while about half of `--running` run in a pool that
 is too small. Decision: one call of the preset's action or resume policy, predictions and choice,
 with distilled tables as `jaxllm profile` stores them, corrected online.
 """
@@ -35,6 +36,7 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.sched.cache.names import learn_names
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy
 from jaxllm.sched.presets import PRESETS, make_preset
@@ -184,6 +186,59 @@ def bench_admitting(num_running: int, repetitions: int, seed: int) -> Timing:
     return summarise("admitting", num_running, samples)
 
 
+def bench_sharing(preset: str, num_shared: int, num_waiting: int, repetitions: int) -> list[Timing]:
+    """Iterations beside which `num_waiting` requests with `num_shared` tokens in common wait for room."""
+    costs = OnlineCalibration(TableCostModel.distil(_ROOFLINE, _AXES))
+    num_blocks = num_shared // BLOCK_SIZE + 32 * 40 + 10
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_gpu_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=1024,
+            max_num_batched_tokens=8192,
+            num_host_blocks=4 * num_blocks,
+            enable_prefix_caching=True,
+        ),
+        make_preset(preset, costs),
+    )
+
+    def add(index: int, num_own: int) -> None:
+        request = Request(
+            f"request-{index}",
+            [1] * num_shared + [2 + index] * num_own,
+            SamplingParams(),
+            arrival_time=0.0,
+            arrival_index=index,
+            max_total_tokens=num_shared + num_own + 512,
+        )
+        learn_names(request, request.num_prompt_tokens, BLOCK_SIZE)  # as where requests are prepared
+        scheduler.add(request)
+
+    loading: list[int] = []
+
+    def run() -> tuple[float, int]:
+        microseconds, output = timed(lambda now: scheduler.schedule(now, CopyProgress(loading)))
+        loading[:] = [swap.handle for swap in output.load]
+        for request in output.sampled:
+            request.output_token_ids.append(0)
+        scheduler.complete(output.step_id)
+        return microseconds, len(output.preempted)
+
+    for index in range(32):
+        add(index, 100)
+    run()
+    while scheduler.num_waiting or scheduler._state.prompts:
+        run()
+    for index in range(32, 32 + num_waiting):
+        add(index, 600)
+    name = f"{num_shared} tokens shared by {num_waiting}, {preset}"
+    first, _ = run()
+    samples = [run() for _ in range(repetitions + 5)][5:]
+    once = Timing(f"first, {name}", scheduler.num_running, 0.0, first, first, 1)
+    return [once, summarise(name, scheduler.num_running, samples)]
+
+
 def bench_trace(preset: str, num_running: int, seed: int) -> list[Timing]:
     """Iterations of a trace with about `num_running` requests running, and its decisions."""
     trace = make_trace("chatbot", _TRACE_REQUESTS, 64, seed=seed)
@@ -284,11 +339,14 @@ def main() -> None:
         timings.append(bench_admitting(running, args.repetitions, args.seed))
         for preset in PRESETS:
             timings += bench_trace(preset, running // 2, args.seed)
+    for preset in ("vllm_v1", "adaptive"):
+        for shared, waiting in ((1000, 400), (8000, 100), (32000, 300)):
+            timings += bench_sharing(preset, shared, waiting, 40)
     print(f"{cpu_model()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, seed {args.seed}")
-    print(f"{'iteration':<32} {'running':>7} {'preempted':>9} {'median us':>9} {'p99 us':>9} {'calls':>6}")
+    print(f"{'iteration':<44} {'running':>7} {'preempted':>9} {'median us':>9} {'p99 us':>9} {'calls':>6}")
     for t in timings:
         print(
-            f"{t.iteration:<32} {t.running:>7} {t.preempted:>9.1f} {t.median_us:>9.1f} {t.p99_us:>9.1f} "
+            f"{t.iteration:<44} {t.running:>7} {t.preempted:>9.1f} {t.median_us:>9.1f} {t.p99_us:>9.1f} "
             f"{t.repetitions:>6}"
         )
     if args.out is not None:

@@ -151,6 +151,8 @@ DEAR = LinearCosts(prefill=1000.0)  # so that swaps pay
 ALWAYS_SWAP = {"vllm_swap", "vllm_swap_both"}
 LETS_OTHERS_PAST = {"adaptive_throughput", "flashgen"}
 """Requests of these may start before earlier ones, though they serve who came first."""
+OUTRANKING = ["priority", "deadline", "least_work", "fastserve", "flashgen", "outranked"]
+"""Where those who run give way to others: what was planned for them is taken back."""
 POLICIES = {
     "high watermark": SchedulerPolicy(admission=WatermarkAdmission(0.3)),
     "one at a time": SchedulerPolicy(admission=NeverAdmit()),
@@ -187,7 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Plays the engine: reads tokens `run_ahead` iterations after they were scheduled."""
 
     @initialize(
-        policy=st.sampled_from([*PRESETS, *POLICIES]),
+        policy=st.sampled_from([*PRESETS, *POLICIES]) | st.sampled_from(OUTRANKING),
         num_blocks=st.integers(2, 14),
         num_host_blocks=st.integers(0, 10),
         block_size=st.integers(1, 5),

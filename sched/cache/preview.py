@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.names import BlockName, NameIndex
 from jaxllm.types import HostBlock
 
 
-class Hit(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Hit:
     """What a lookup found: so many blocks, nobody's in `free`, somebody's in `held`, `copied` on the host.
 
     Those in `free` take one that is free, or may do so.
+
     The others will have been computed. The first `num_first` of the sequence are among them, and the next
     one that is comes `num_missing` later, if that is not 0.
     """
@@ -32,6 +35,103 @@ class Hit(NamedTuple):
 
 
 NO_HIT = Hit(0, (), ())
+_NAMES_AT_A_TIME = 8
+"""Names that together take as long as one alone."""
+
+
+class _Walk:
+    """Where the blocks of a sequence will be, as far as anybody has asked.
+
+    Of sequences that begin alike only what differs is looked up: names are chained, so that those before
+    equal ones are equal, too.
+
+    Attributes:
+        names: of the sequence that was looked up last.
+        places: of its blocks, one by one: on the device, on the host, nowhere (None), or `COMPUTED`.
+    """
+
+    COMPUTED = object()
+
+    def __init__(self) -> None:
+        """Of nobody."""
+        self.names: Sequence[BlockName] = ()
+        self.places: list[object] = []
+        self._found: list[int] = []  # numbers of blocks that will be somewhere,
+        self._free: list[int] = []  # that are nobody's,
+        self._copied: list[int] = []  # and that are on the host
+        self._hits: dict[int, Hit] = {}  # by how many blocks were found
+
+    def cut(self, size: int) -> None:
+        """Forget all but the first `size` blocks."""
+        if size < len(self.places):
+            del self.places[size:]
+            for numbers in (self._found, self._free, self._copied):
+                del numbers[bisect.bisect_left(numbers, size) :]
+            for count in [count for count in self._hits if count > len(self._found)]:
+                del self._hits[count]
+
+    def follow(self, names: Sequence[BlockName]) -> None:
+        """Turn to another sequence, of which only the blocks stay known that are the same."""
+        if names is not self.names:
+            low, high = 0, min(len(names), len(self.places))
+            while low < high:
+                middle = (low + high) // 2
+                is_equal = names[middle] == self.names[middle]
+                low, high = (middle + 1, high) if is_equal else (low, middle)
+            self.cut(low)
+            self.names = names
+
+    def add(self, place: object, *, is_free: bool = False) -> None:
+        """Say where the next block is."""
+        number = len(self.places)
+        self.places.append(place)
+        if place is not None:
+            self._found.append(number)
+        if is_free:
+            self._free.append(number)
+        elif isinstance(place, HostBlock):
+            self._copied.append(number)
+
+    def cut_changed(self, is_changed: Callable[[object], bool]) -> None:
+        """Forget all from the first block on that was nobody's and is so no more."""
+        first = next((number for number in self._free if is_changed(self.places[number])), None)
+        if first is not None:
+            self.cut(first)
+
+    def cut_missing(self) -> None:
+        """Forget all from the first block on that is not on the device, and may be now."""
+        first = self._num_first(len(self._found))
+        self.cut(min([first, *self._copied[:1]]))
+
+    def hit(self, num_blocks: int) -> Hit:
+        """What was found among the first blocks."""
+        count = bisect.bisect_left(self._found, num_blocks)
+        if not count:
+            return NO_HIT
+        hit = self._hits.get(count)
+        if hit is None:
+            stop, num_first = self._found[count - 1] + 1, self._num_first(count)
+            free = self._free[: bisect.bisect_left(self._free, stop)]
+            copied = self._copied[: bisect.bisect_left(self._copied, stop)]
+            is_free, places = set(free), self.places
+            held = [places[number] for number in self._found[:count] if number not in is_free]
+            hit = self._hits[count] = Hit(
+                count,
+                tuple([place for number in free if isinstance(place := places[number], int)]),
+                tuple([place for place in held if isinstance(place, int)]),
+                tuple([place for number in copied if isinstance(place := places[number], HostBlock)]),
+                num_first,
+                self._found[num_first] - num_first if num_first < count else 0,
+            )
+        return hit
+
+    def _num_first(self, count: int) -> int:
+        """How many of the first `count` that were found nothing is missing before."""
+        low, high = 0, count
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self._found[middle] == middle else (low, middle)
+        return low
 
 
 class PoolPreview:
@@ -43,6 +143,7 @@ class PoolPreview:
     Attributes:
         kept: blocks of the host that victims will hold.
         num_stored: blocks that they will store there.
+        num_looked_up: names that were looked up.
     """
 
     def __init__(self, pool: BlockPool, *, is_exact: bool = True) -> None:
@@ -54,19 +155,31 @@ class PoolPreview:
         self._computed: set[BlockName] = set()
         self._released: dict[int, int] = {}
         self._freed: set[int] = set()
+        self._walks: dict[tuple[BlockName, bool, bool], _Walk] = {}  # by the first block's name, and how
         self.kept: set[HostBlock] = set()
-        self.num_stored = 0
+        self.num_stored = self.num_looked_up = 0
 
     def take(self, num_blocks: int) -> None:
         """As many new blocks, or all there are."""
+        before = len(self._gone)
         while num_blocks > 0 and (block_id := next(self._queue, None)) is not None:
             if block_id not in self._held:
                 self._gone.add(block_id)
                 num_blocks -= 1
+        if len(self._gone) > before:
+            for walk in self._walks.values():
+                walk.cut_changed(self._gone.__contains__)
 
     def compute(self, names: Sequence[BlockName]) -> None:
         """What full blocks will hold."""
-        self._computed.update(names)
+        if names:
+            self._computed.update(names)
+            for walk in self._walks.values():
+                walk.cut_missing()
+
+    def is_there(self, name: BlockName, on_host: NameIndex[HostBlock] | None = None) -> bool:
+        """Whether a block of this name will be anywhere."""
+        return self._look_up(name, on_host)[0] is not None
 
     def find(
         self,
@@ -74,55 +187,76 @@ class PoolPreview:
         on_host: NameIndex[HostBlock] | None = None,
         *,
         looks_past_gaps: bool = False,
+        is_chain: bool = True,
     ) -> Hit:
-        """Blocks of `names`, until one will not be there, nor is `on_host`; or all of them that are."""
-        count = num_first = num_missing = 0
-        free: list[int] = []
-        held: list[int] = []
-        copied: list[HostBlock] = []
-        for number, name in enumerate(names):
-            if not self._find(name, free, held) and name not in self._computed:
-                place = None if on_host is None else on_host.first(name)
-                if place is None and looks_past_gaps:
-                    continue
-                if place is None:
-                    break
-                copied.append(place)
-            if count == number:
-                num_first += 1
-            elif not num_missing:
-                num_missing = number - num_first
-            count += 1
-        if not count:
+        """Blocks of `names`, until one will not be there, nor is `on_host`; or all of them that are.
+
+        Unless `is_chain`, equal names may come after others that are not.
+        """
+        if not names:
             return NO_HIT
-        return Hit(count, tuple(free), tuple(held), tuple(copied), num_first, num_missing)
+        walk = self._walk(names, on_host, looks_past_gaps=looks_past_gaps, is_chain=is_chain)
+        return walk.hit(len(names))
 
-    def find_each(self, names: Sequence[BlockName], host_blocks: Sequence[HostBlock]) -> Hit:
+    def _walk(
+        self,
+        names: Sequence[BlockName],
+        on_host: NameIndex[HostBlock] | None,
+        *,
+        looks_past_gaps: bool,
+        is_chain: bool,
+    ) -> _Walk:
+        """Look up what is not known of a sequence yet."""
+        walk = _Walk()
+        if is_chain and names:
+            walk = self._walks.setdefault((names[0], on_host is not None, looks_past_gaps), walk)
+        walk.follow(names)
+        if looks_past_gaps and self._is_nowhere(names[len(walk.places) :], on_host):
+            walk.places += [None] * (len(names) - len(walk.places))
+        while len(walk.places) < len(names) and (looks_past_gaps or walk.places[-1:] != [None]):
+            place, is_free = self._look_up(names[len(walk.places)], on_host)
+            walk.add(place, is_free=is_free)
+        return walk
+
+    def find_each(
+        self, names: Sequence[BlockName], host_blocks: Sequence[HostBlock], *, is_chain: bool = True
+    ) -> Hit:
         """Where the blocks are that a swapped request has on the host; `names` are of the first ones."""
-        free: list[int] = []
-        held: list[int] = []
-        copied = [
-            place
-            for number, place in enumerate(host_blocks)
-            if number >= len(names) or not self._find(names[number], free, held)
-        ]
-        return Hit(len(host_blocks), tuple(free), tuple(held), tuple(copied))
+        walk = self._walk(names[: len(host_blocks)], None, looks_past_gaps=True, is_chain=is_chain)
+        hit, found = walk.hit(len(host_blocks)), [place is not None for place in walk.places]
+        found += [False] * (len(host_blocks) - len(found))
+        copied = [place for place, is_found in zip(host_blocks, found, strict=True) if not is_found]
+        return Hit(len(host_blocks), hit.free, hit.held, tuple(copied))
 
-    def _find(self, name: BlockName, free: list[int], held: list[int]) -> bool:
-        """Look for a block in the pool, and add it to those that are free, or held."""
+    def _is_nowhere(self, names: Sequence[BlockName], on_host: NameIndex[HostBlock] | None) -> bool:
+        """Whether none of these blocks will be anywhere: most often nobody shares a sequence's end."""
+        self.num_looked_up += len(names) // _NAMES_AT_A_TIME
+        return (
+            self._pool.names.places.keys().isdisjoint(names)
+            and (on_host is None or on_host.places.keys().isdisjoint(names))
+            and self._computed.isdisjoint(names)
+        )
+
+    def _look_up(self, name: BlockName, on_host: NameIndex[HostBlock] | None = None) -> tuple[object, bool]:
+        """Where a block of this name will be, and whether it is nobody's, or may be."""
         pool, may_be_free = self._pool, False
+        self.num_looked_up += 1
         for block_id in pool.names.places.get(name, ()):
             if block_id in self._gone:
                 may_be_free = not self._is_exact  # a lookup may find this one yet
                 continue
             is_held = pool.num_references(block_id) or block_id in self._held
-            (held if is_held and not may_be_free else free).append(block_id)
-            return True
-        return False
+            return block_id, may_be_free or not is_held
+        if name in self._computed:
+            return _Walk.COMPUTED, False
+        return (None if on_host is None else on_host.first(name)), False
 
     def hold(self, hit: Hit) -> None:
         """What was found."""
-        self._held.update(hit.free)
+        if hit.free:
+            self._held.update(hit.free)
+            for walk in self._walks.values():
+                walk.cut_changed(self._held.__contains__)
 
     def release(self, block_ids: Sequence[int]) -> int:
         """Blocks of a holder; returns how many nobody holds any more."""
