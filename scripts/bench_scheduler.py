@@ -7,9 +7,9 @@ with the prefix cache and without, and nothing in common.
 Preempting: no free block is left, and one request in 16 needs one, for which as many others go, under the
 policies of `vllm_v1` and of `adaptive`. Admitting: one request joins the others. Sharing: requests that
 begin with the same tokens wait for room beside those that run; the first such iteration, and the later ones.
-Trace: every iteration of 2,000 Chatbot requests of 64 output tokens under a preset, while about half of `--running` run in a pool that
-is too small. Decision: one call of the preset's action or resume policy, predictions and choice,
-with distilled tables as `jaxllm profile` stores them, corrected online.
+Trace: every iteration of 2,000 Chatbot requests of 64 output tokens under a preset, while about half of
+`--running` run in a pool that is too small. Decision: one call of the preset's action or resume policy,
+predictions and choice, with distilled tables as `jaxllm profile` stores them, corrected online.
 """
 
 from __future__ import annotations
