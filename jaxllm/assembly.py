@@ -37,6 +37,7 @@ from jaxllm.loading import load_params
 from jaxllm.logits_processors import load_processors
 from jaxllm.models.config import LlamaConfig, ModelConfig, OPTConfig, config_from_dict, read_hf_config
 from jaxllm.models.registry import AnyConfig, pack_linear_weights, weight_bytes
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.predictors.base import ITEMSIZES, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
@@ -99,6 +100,7 @@ class Assembly:
     files: BlockFiles | None = None
 
 
+@under_jax_defaults
 def assemble(
     config: EngineConfig,
     scheduler_policy: SchedulingPolicy | str | None = None,

@@ -26,6 +26,7 @@ from jaxllm.executor.sampler import Sampling, SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, chunk_of, forward, run_step
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.registry import AnyConfig
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling_params import MAX_LOGIT_BIAS
 
 Params = Mapping[str, jax.Array]
@@ -52,6 +53,7 @@ class Generated(NamedTuple):
     lengths: jax.Array
 
 
+@under_jax_defaults
 def init_pool(
     config: AnyConfig, num_blocks: int, block_size: int = 16, dtype: Any = jnp.float32
 ) -> jax.Array:
@@ -65,6 +67,7 @@ def init_pool(
     return jnp.zeros(shape, dtype)
 
 
+@under_jax_defaults
 def init_cache(
     config: AnyConfig, batch_size: int, max_len: int, block_size: int = 16, dtype: Any = jnp.float32
 ) -> KVCache:
@@ -79,6 +82,7 @@ def init_cache(
     return KVCache(init_pool(config, batch_size * blocks_per_row, block_size, dtype), tables)
 
 
+@under_jax_defaults
 def prefill(
     params: Params,
     config: AnyConfig,
@@ -116,6 +120,7 @@ def prefill(
     return KVCache(pool, cache.block_tables), model.logits(hidden[last])
 
 
+@under_jax_defaults
 def decode(
     params: Params,
     config: AnyConfig,
@@ -158,6 +163,7 @@ def decode(
     return KVCache(pool, cache.block_tables), model.logits(hidden)
 
 
+@under_jax_defaults
 def generate(
     params: Params,
     config: AnyConfig,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.pallas_kernels.tiles import current_device
 
 IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic")
@@ -23,6 +24,7 @@ IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+@under_jax_defaults
 def decode_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -62,6 +64,7 @@ def decode_attention(
     return backend.decode_attention(q, pool, block_tables, lengths, layer=layer, scale=scale, **options)
 
 
+@under_jax_defaults
 def prefill_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -114,6 +117,7 @@ def prefill_attention(
     )
 
 
+@under_jax_defaults
 def write_kv(
     pool: jax.Array,
     k: jax.Array,
@@ -148,6 +152,7 @@ def write_kv(
     return backend.write_kv(pool, k, v, slot_mapping, layer=layer)
 
 
+@under_jax_defaults
 def attend(
     qkv: jax.Array,
     rope: RopeTable | None,

@@ -300,6 +300,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(8):
             self._add(data, prompt=prompt, total=total)
 
+    @precondition(lambda self: self.num_added < 38)
+    @rule(prompt=st.integers(1, 12), count=st.integers(2, 3), data=st.data())
+    def add_twins(self, prompt, count, data):
+        """Requests that compute the same blocks, each for itself."""
+        prompt = min(prompt, self.kv_tokens)
+        total = data.draw(st.integers(prompt + 1, min(self.kv_tokens + 1, MAX_MODEL_LEN)))
+        token_ids = [i % VOCAB_SIZE for i in range(prompt)]
+        for _ in range(count):
+            self._add(data, token_ids=token_ids, total=total)
+
     @precondition(lambda self: self.live and self.is_shared and self.num_added < 40)
     @rule(data=st.data())
     def follow(self, data):
@@ -320,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_ids = [(first + i) % VOCAB_SIZE for i in range(num_dropped + prompt)]
         else:
             prompt = len(token_ids)
-            total = data.draw(st.integers(prompt + 1, most))
+            total = total or data.draw(st.integers(prompt + 1, most))
         request = make_request(
             self.num_added,
             prompt,

@@ -33,6 +33,7 @@ from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.token_masks import fill_masks
 from jaxllm.types import (
@@ -53,6 +54,7 @@ _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
 class ModelExecutor:
     """Executes steps of one model on one device. One thread owns it: every step donates the pool."""
 
+    @under_jax_defaults
     def __init__(
         self,
         model_config: AnyConfig,
@@ -158,6 +160,7 @@ class ModelExecutor:
         """Every compiled program, with seconds and memory."""
         return self._programs.report()
 
+    @under_jax_defaults
     def warm_up(self, on_progress: Callable[[CompileProgress], None] | None = None) -> None:
         """Compile the programs known to be needed and run each once, so that steps do not wait for these.
 
@@ -170,6 +173,7 @@ class ModelExecutor:
             self._state = self._state._replace(pool=self._swapper.warm_up(self._state.pool))
         self._restore(self.config.max_num_seqs, [], [])
 
+    @under_jax_defaults
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
         """Dispatch one step and return without waiting for the device.
 
@@ -235,6 +239,7 @@ class ModelExecutor:
         """What can be read from files; None without."""
         return self._transfers
 
+    @under_jax_defaults
     def transfer(self, scheduled: SchedulerOutput) -> None:
         """Do what an iteration that computes nothing has to copy and to let go of, and give up all reads."""
         if self._swapper is not None:
@@ -263,12 +268,14 @@ class ModelExecutor:
         if self._transfers is not None:
             self._transfers.flush()
 
+    @under_jax_defaults
     def drop(self, pieces: Collection[HostPiece]) -> None:
         """Let go of host memory that nobody will read."""
         if self._swapper is not None:
             for piece in pieces:
                 self._swapper.drop(piece)
 
+    @under_jax_defaults
     def copies(self) -> CopyProgress:
         """How far the copies between device and host are."""
         if self._swapper is None:
@@ -282,6 +289,7 @@ class ModelExecutor:
             return progress
         return dataclasses.replace(progress, read=read, write_room=self._transfers.write_room)
 
+    @under_jax_defaults
     def settle_copies(self) -> None:
         """Wait until no copy is really under way, whatever a limited link still has to carry."""
         if self._swapper is not None:
@@ -310,6 +318,7 @@ class ModelExecutor:
             )
         self._swapper.limit_bandwidth(bytes_per_second, clock)
 
+    @under_jax_defaults
     def time_swap(self, num_blocks: int) -> tuple[float, float]:
         """Seconds to copy `num_blocks` blocks of the pool (some twice if it has fewer) out and back.
 

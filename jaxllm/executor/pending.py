@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.executor.sampler import Logprobs, SampledRows
 from jaxllm.executor.step import StepOutputs
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.types import PrefillChunk, SampledTokens, SchedulerOutput, TokenLogprobs
 
 
@@ -31,11 +32,13 @@ class PendingStep:
         self._prompt: Logprobs | None = outputs.prompt_logprobs
         outputs.sampled.tokens.copy_to_host_async()
 
+    @under_jax_defaults
     def is_ready(self) -> bool:
         """Whether the device has finished the step."""
         assert self._sampled is not None, "a step is fetched once"
         return bool(self._sampled.tokens.is_ready())  # type: ignore[attr-defined]
 
+    @under_jax_defaults
     def fetch(self) -> SampledTokens:
         """Wait for the device and return the step's tokens; call once."""
         assert self._sampled is not None, "a step is fetched once"

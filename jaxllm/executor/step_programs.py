@@ -20,6 +20,7 @@ from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.programs import CompiledProgram, ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.models.registry import AnyConfig
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 
 _logger = logging.getLogger(__name__)
 _MOST_THREADS = 4  # XLA compiles outside the interpreter lock, and takes memory for each program
@@ -196,6 +197,7 @@ class StepPrograms:
             except Exception as error:
                 _logger.warning("%s: %s; to be tried again by the step that needs it", key.name, error)
 
+    @under_jax_defaults
     def _compile(self, key: ProgramKey) -> jax.stages.Compiled:
         started = time.perf_counter()
         self._began = self._began or started

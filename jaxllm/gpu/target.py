@@ -18,6 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 
 _PLUGINS = {"jax_plugins.xla_cuda13": "cuda13", "jax_plugins.xla_cuda12": "cuda12"}
 
@@ -170,6 +171,7 @@ class Compiler:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), value
         )
 
+    @under_jax_defaults
     def compile(
         self, jitted: jax.stages.Wrapped, *arguments: Any, options: dict[str, Any] | None = None
     ) -> jax.stages.Compiled:

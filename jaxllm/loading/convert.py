@@ -12,6 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.loading.load import iter_params, resolve_dtype
 from jaxllm.loading.orbax_format import save_orbax
 from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 
 # Everything a folder needs besides config.json and weights.
 SIDE_FILES = (
@@ -28,6 +29,7 @@ SIDE_FILES = (
 )
 
 
+@under_jax_defaults
 def convert_checkpoint(src: str | Path, dst: str | Path, dtype: str = "auto") -> Path:
     """Write `dst` with config.json, the tokenizer files and `params/`, an Orbax checkpoint in `dtype`.
 

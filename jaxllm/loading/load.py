@@ -16,11 +16,13 @@ from jaxllm.loading.safetensors_format import load_safetensors
 from jaxllm.loading.shards import INDEX_FILE, SINGLE_FILE, list_tensors
 from jaxllm.models.config import read_hf_config
 from jaxllm.models.registry import AnyConfig, Params
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@under_jax_defaults
 def load_params(
     path: str | Path,
     config: AnyConfig,
