@@ -55,7 +55,10 @@ class GrammarProcesses:
         with self._room:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
-            if process is None or process.poll() is not None:  # somebody may have ended it
+            if process is not None and process.poll() is not None:  # somebody has ended it
+                _end(process)
+                process = None
+            if process is None:
                 process = self._start()
             try:
                 answer = _ask(process, params)

@@ -244,6 +244,46 @@ def test_bad_words_do_not_come(llm):
             assert not any(output.token_ids[start : start + len(ids)] == ids for start in starts)
 
 
+def test_bad_words_are_forbidden_in_every_spelling(llm, masks):
+    """After a space, too, where that spelling has more or fewer tokens."""
+    tokenizer = llm.get_tokenizer()
+    words = [word for word in ("Ann", "Bob", "xylophone", "qwerty", "The") if word.isalpha()]
+    spelled = [
+        [tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}")] for word in words
+    ]
+    assert any(len(plain) != len(after) for plain, after in spelled)
+    for word, both in zip(words, spelled, strict=True):
+        for ids in both:
+            mask = masks.make(SamplingParams(bad_words=[word]))
+            row = np.full(128, -1, np.int32)
+            mask.fill(row, [7, *ids[:-1]])
+            bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+            assert not bits[ids[-1]], (word, ids)
+
+
+def test_bad_words_are_followed_a_token_at_a_time(monkeypatch):
+    """What a step costs does not grow with the words: each looks at the new tokens alone."""
+    rng = np.random.default_rng(0)
+    words = [tuple(rng.integers(0, 50, size).tolist()) for size in rng.integers(2, 6, 2000)]
+    bad_words, followed = BadWords(words, 64), []
+    after = BadWords.after
+
+    def counted(self, state, token):
+        followed.append(token)
+        return after(self, state, token)
+
+    monkeypatch.setattr(BadWords, "after", counted)
+    mask, outputs = TokenMask(bad_words=bad_words), []
+    for token in rng.integers(0, 50, 300).tolist():
+        outputs.append(token)
+        row = np.full(2, -1, np.int32)
+        mask.fill(row, outputs)
+        banned = {word[-1] for word in words if word[:-1] == tuple(outputs[len(outputs) - len(word) + 1 :])}
+        found = np.unpackbits(row.view(np.uint8), bitorder="little")
+        assert set(np.flatnonzero(found == 0).tolist()) == banned
+    assert followed == outputs
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_masks_of_allowed_and_bad_tokens(data):
