@@ -1,5 +1,6 @@
 """Hostile grammars: they are tried in another process, which may die of them; what is kept is bounded."""
 
+import itertools
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ VOCAB_SIZE = 4096
 def chain(link, end, count):
     """Definitions of which each refers to the next."""
     names = [f"a{number}" for number in range(count + 1)]
-    links = {name: link({"$ref": f"#/$defs/{after}"}) for name, after in zip(names, names[1:], strict=False)}
+    links = {name: link({"$ref": f"#/$defs/{after}"}) for name, after in itertools.pairwise(names)}
     return {"$ref": "#/$defs/a0", "$defs": {**links, names[-1]: end}}
 
 

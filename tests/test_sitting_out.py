@@ -62,7 +62,7 @@ def test_a_late_mask_holds_back_its_own_request_alone(monkeypatch):
         alone = {}
         for name, one in params.items():
             engine.add_request(name, "The cat", one)
-            alone |= {name: output for output in _run(engine) if output.finished}
+            (alone[name],) = [output for output in _run(engine) if output.finished]
         monkeypatch.setattr(MaskThreads, "_fill", wait_for_others)
         for name, one in params.items():
             engine.add_request(name, "The cat", one)
