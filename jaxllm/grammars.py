@@ -17,7 +17,7 @@ from jaxllm.errors import SamplingParamsError
 from jaxllm.grammar_child import STACK_BYTES
 from jaxllm.grammar_processes import GrammarProcesses
 from jaxllm.structured_outputs import StructuredOutputsParams, Vocabulary, compiled, mask_width, problem_of
-from jaxllm.threads import threads_of_stack
+from jaxllm.threads import NativeThreads
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -169,9 +169,9 @@ class Grammars:
 
 
 @functools.cache
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
+def _threads() -> NativeThreads:
     """Threads of the process that compile, with more stack than that which grammars were tried with."""
-    return threads_of_stack(_NUM_THREADS, 2 * STACK_BYTES, "jaxllm-grammars")
+    return NativeThreads(_NUM_THREADS, 2 * STACK_BYTES, "jaxllm-grammars")
 
 
 def _begin(vocabulary: Vocabulary, grammar: str) -> tuple[LLMatcher, np.ndarray]:

@@ -22,7 +22,7 @@ from jaxllm.grammar_child import STACK_BYTES
 from jaxllm.grammars import Grammar, Grammars
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_outputs import mask_width, problem_of
-from jaxllm.threads import threads_of_stack
+from jaxllm.threads import NativeThreads
 from jaxllm.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ class MaskThreads:
 
         stack = 2 * STACK_BYTES
         self._executor: LLExecutor = LLExecutor()
-        self._quick = threads_of_stack(1, stack, "jaxllm-masks")
-        self._slow = threads_of_stack(_NUM_SLOW_THREADS, stack, "jaxllm-slow-masks", _be_nice)
+        self._quick = NativeThreads(1, stack, "jaxllm-masks")
+        self._slow = NativeThreads(_NUM_SLOW_THREADS, stack, "jaxllm-slow-masks", _be_nice)
         self._news = threading.Condition()
 
     def begin(self, states: Iterable[GrammarState]) -> concurrent.futures.Future[None] | None:

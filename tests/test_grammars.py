@@ -188,6 +188,28 @@ def _is_running(pid):
         return False
 
 
+def test_threads_outlive_the_main_one():
+    """A thread that is not the main one goes on with structured output, and then the program ends."""
+    code = (
+        "import threading\n"
+        "from jaxllm.checkpoints import demo_model_path\n"
+        "from jaxllm.grammars import Grammars\n"
+        "from jaxllm.structured_outputs import StructuredOutputsParams\n"
+        "from jaxllm.token_masks import GrammarState, mask_threads\n"
+        "from jaxllm.tokenizer import load_tokenizer\n"
+        "found = Grammars(load_tokenizer(demo_model_path()), 4096, {0})\n"
+        "def run():\n"
+        "    threading.main_thread().join()\n"
+        "    state = GrammarState(found.get(StructuredOutputsParams(choice=['aaaa'])))\n"
+        "    state.append(65)\n"
+        "    mask_threads().begin([state]).result()\n"
+        "    print(state.is_ready, state.problem)\n"
+        "threading.Thread(target=run).start()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "True None\n"), ran.stderr
+
+
 def test_several_threads_compile_what_they_ask_for_once(compiled, monkeypatch):
     """Those who want the same wait for it; whoever wants another is not held up."""
     may_go, begin, begun = threading.Event(), grammars._begin, []
