@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import json
-import threading
-from collections.abc import Iterable, Mapping, Sequence, Set
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import SamplingParamsError, did_you_mean, shown
 from jaxllm.json_text import parse
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-    from transformers import PreTrainedTokenizerBase
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_GRAMMAR_LENGTH = 1_000_000
 """Longest schema, expression, grammar, or choices together, in characters."""
 MAX_CHOICES = 10_000
 """Most entries of `choice`."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_NUM_CACHED = 256
+DEFAULT_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
+"""Between the tokens of JSON: a space, or a line break and what indents the next line. Models that may write
+more sometimes write nothing else."""
+_SPACES = r"[ \t\n\r]"
+"""What JSON allows between its tokens, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,8 @@ class StructuredOutputsParams:
         json_object: True for any JSON object.
         disable_any_whitespace: JSON has no spaces and line breaks but those in strings.
         disable_additional_properties: objects have no properties but those that the schema names.
-        whitespace_pattern: a regular expression of the space allowed in JSON.
+        whitespace_pattern: a regular expression of the space allowed between JSON's tokens, of the four
+            characters that JSON takes there; `DEFAULT_WHITESPACE` if None. `[ \\t\\n\\r]+` bounds nothing.
 
     Raises:
         SamplingParamsError: none or several are given, or one is no such thing.
@@ -101,6 +105,11 @@ class StructuredOutputsParams:
                 )
         return cls(**value)
 
+    @property
+    def is_harmless(self) -> bool:
+        """Whether it is known, without trying, that only JSON itself nests or repeats anything in it."""
+        return self.choice is not None or (self.json_object is True and self.whitespace_pattern is None)
+
     def grammar_text(self) -> str:
         """The grammar in llguidance's form.
 
@@ -112,17 +121,49 @@ class StructuredOutputsParams:
         if self.regex is not None:
             return llguidance.LLMatcher.grammar_from_regex(self.regex)
         if self.choice is not None:
-            lark = " | ".join(json.dumps(one, ensure_ascii=False) for one in self.choice)
-            return llguidance.LLMatcher.grammar_from_lark(f"start: {lark}")
+            return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literal, self.choice)))
         if self.grammar is not None:
             return llguidance.grammar_from("grammar", self.grammar)
         schema = {"type": "object"} if self.json is None else json.loads(str(self.json))
         if self.disable_additional_properties:
             _close_objects(schema)
         options: Any = {"whitespace_flexible": not self.disable_any_whitespace}
-        if self.whitespace_pattern is not None:
-            options["whitespace_pattern"] = self.whitespace_pattern
+        if not self.disable_any_whitespace:
+            pattern = self.whitespace_pattern
+            options["whitespace_pattern"] = DEFAULT_WHITESPACE if pattern is None else only_spaces(pattern)
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+
+def _literal(text: str) -> str:
+    """A regular expression of one text."""
+    return "".join(
+        one if one == " " or (one.isascii() and one.isalnum()) else f"\\x{{{ord(one):X}}}" for one in text
+    )
+
+
+_PARTS = re.compile(
+    r"""
+    (?P<group> \(\? (?: P?<\w+> | [\w-]*[:)] ) | [()|*+?^$] | \{[^}]*\} | \\[AzbB] )
+  | (?P<set> \[ \^? \]? (?: \\. | \[ \^? \]? (?: \\. | [^\]\\] )* \] | [^\]\\] )* \] )
+  | (?P<escape> \\ (?: [xuUpP] \{[^}]*\} | x.. | u.{4} | U.{8} | [pP]. | . ) )
+  | (?P<other> . )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def only_spaces(pattern: str) -> str:
+    """A regular expression of those matches of another one that hold nothing but JSON's spaces."""
+
+    def narrowed(part: re.Match[str]) -> str:
+        if part["group"] is not None:
+            return part.group()
+        one = r"[^\n]" if part.group() == "." else part.group()
+        if part["other"] is not None and one in "[]&~-":
+            one = f"\\{one}"
+        return f"[{one}&&{_SPACES}]"
+
+    return _PARTS.sub(narrowed, pattern)
 
 
 def _check_text(name: str, value: object) -> None:
@@ -196,71 +237,65 @@ def _close_objects(schema: Any) -> None:
             stack += part
 
 
-class Grammars:
-    """Compiles grammars for one tokenizer, in the thread that asks, and keeps the latest ones.
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokens that grammars are compiled for.
 
-    llguidance bounds what it compiles and what a token may take, so that neither takes long.
-
-    Args:
-        tokenizer: a fast one of transformers.
-        vocab_size: the model's.
-        eos_token_ids: tokens that end an output, of which there is at least one.
+    Attributes:
+        tokenizer: as in a tokenizer.json.
+        size: tokens that masks tell of, at least the tokenizer's.
+        eos_token_ids: those that end an output.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: Set[int]
-    ) -> None:
-        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
-        self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
-        self._compiled: collections.OrderedDict[StructuredOutputsParams, LLMatcher] = (
-            collections.OrderedDict()
-        )
+    tokenizer: str
+    size: int
+    eos_token_ids: Sequence[int]
 
-    def matcher(self, params: StructuredOutputsParams) -> LLMatcher:
-        """A matcher at the beginning of an output.
-
-        Raises:
-            SamplingParamsError: the grammar is invalid or too large, or the tokenizer cannot be used.
-        """
-        with self._lock:
-            compiled = self._compiled.get(params)
-            if compiled is None:
-                compiled = self._compile(params)
-                self._compiled[params] = compiled
-                if len(self._compiled) > _NUM_CACHED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(params)
-            return compiled.deep_copy()
-
-    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+    @functools.cached_property
+    def tokens(self) -> LLTokenizer:
+        """llguidance's form of it."""
         import llguidance
 
-        if self._vocabulary is None:
-            self._vocabulary = self._make_vocabulary()
-        try:
-            matcher = llguidance.LLMatcher(self._vocabulary, params.grammar_text(), log_level=0)
-            problem = matcher.get_error()
-        except ValueError as error:
-            problem = str(error)
-        if problem:
-            raise SamplingParamsError(f"structured_outputs cannot be compiled: {problem.strip()}")
-        return matcher
+        return llguidance.LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=list(self.eos_token_ids))
 
-    def _make_vocabulary(self) -> LLTokenizer:
-        import llguidance.hf
-        from transformers import PreTrainedTokenizerFast
 
-        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
-            raise SamplingParamsError(
-                "structured_outputs needs a tokenizer with a tokenizer.json: "
-                f"{'none was loaded' if self._tokenizer is None else type(self._tokenizer).__name__}"
-            )
-        if not self._eos_token_ids:
-            raise SamplingParamsError(
-                "structured_outputs needs an end-of-sequence token, and the model's config.json has none: "
-                "set eos_token_id there"
-            )
-        return llguidance.hf.from_tokenizer(
-            self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids)
-        )
+def mask_width(vocab_size: int) -> int:
+    """Numbers in a row of masks."""
+    return -(-vocab_size // 32)
+
+
+def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
+    """A matcher at the beginning of an output.
+
+    Raises:
+        ValueError: the grammar is invalid or too large.
+    """
+    import llguidance
+
+    matcher = llguidance.LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=_limits())
+    if problem := problem_of(matcher):
+        raise ValueError(problem)
+    return matcher
+
+
+def problem_of(matcher: LLMatcher) -> str | None:
+    """Why a matcher cannot go on."""
+    if not matcher.is_error():
+        return None
+    return matcher.get_error().replace("<non-verbose/>", "").strip() or "the grammar cannot go on"
+
+
+def _limits() -> LLParserLimits:
+    """What a grammar, and each mask, may take."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=2000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=100_000,
+        max_grammar_size=500_000,
+        precompute_large_lexemes=True,  # without it memory is not bounded
+        verbose_errors=False,
+    )

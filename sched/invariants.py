@@ -20,7 +20,7 @@ def check_invariants(state: SchedulerState) -> None:
     pool.check()
     host.check()
     running.check()
-    holders = [*running, *state.ending, *state.prompts]
+    holders = [*running, *state.ending, *state.prompts, *state.aside]
     released = [r for r in live.values() if r.status is RequestStatus.RUNNING and r.slot is None]
     placed = [r.request_id for r in (*waiting, *swapped, *loading, *holders, *released)]
     _require(

@@ -52,7 +52,12 @@ class PolicyPlanner:
     The running requests' next tokens come first, then the prompts under way, in chunks; then those who return
     or start, until the budget or the blocks are used up. Where blocks run out for the first two, holders are
     preempted, and nobody returns or starts.
+
+    Attributes:
+        lets_sit_out: it plans without those who sit out; they are the first to be preempted.
     """
+
+    lets_sit_out = True
 
     def __init__(self, state: SchedulerState, policy: SchedulerPolicy) -> None:
         """Reads `state`."""
@@ -130,6 +135,10 @@ class PolicyPlanner:
         growing = state.running.growing
         num_spared = 0  # blocks that victims among the running ones do not need
         num_needed = self._num_needed(plan)
+        for victim in state.aside:
+            if num_needed > pools.num_free:
+                score = self._policy.victim.score(victim, now)
+                pools = self._give_up(plan, victim, score, pools, preview, now)
         while num_needed - num_spared * plan.decodes > pools.num_free and len(order) > 1:
             score, _, victim = heapq.heappop(order)
             num_spared += victim in growing
@@ -254,7 +263,7 @@ class PolicyPlanner:
         is_free = min(room.num_slots, room.num_tokens, room.num_chunks) > 0
         if not (has_room and is_free) or request.num_in_flight or state.is_coming(hit.copied):
             return
-        if request.request_id in state.awaited:
+        if state.has_to_wait(request):
             return
         length = min(self._num_in_first_run(request, hit), room.num_tokens)
         decision = decision._replace(action=ResumeAction.AT_ONCE)
@@ -374,7 +383,7 @@ class PolicyPlanner:
             nonlocal pools, is_busy
             if min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
                 return Verdict.STOP
-            if request.request_id in state.awaited:
+            if state.has_to_wait(request):
                 return self._unsuited
             num_needed, hit = pool.blocks_for(request.num_tokens), NO_HIT
             decision = ResumeDecision(ResumeAction.AT_ONCE)
@@ -465,7 +474,7 @@ class PolicyPlanner:
                 return self._unsuited if finds else self._too_large
             hit = self._find_copies(preview, request)
             num_left = request.num_tokens - request.num_computed_tokens
-            if request.num_in_flight or (num_left > 1 and room.num_chunks < 1):
+            if request.num_in_flight or (num_left > 1 and room.num_chunks < 1) or state.has_to_wait(request):
                 return self._unsuited
             if state.is_coming(hit.copied):
                 return self._unsuited
@@ -509,7 +518,7 @@ class PolicyPlanner:
             queue.visit(now, look)
         _, _, queued = min((-policy.priority.score(one, now), one.arrival_index, one) for one in heads)
         is_waiting = queued.status is RequestStatus.WAITING
-        if queued.request_id in state.awaited:
+        if state.has_to_wait(queued):
             return
         if not plan.decodes or queued.num_in_flight or min(room.num_tokens, room.num_chunks) < 1:
             return

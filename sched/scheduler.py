@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from jaxllm.errors import ConfigError, RequestError
@@ -201,6 +201,19 @@ class Scheduler:
             request.predicted_tokens = self.policy.length.predict(request)
         state.queue(request)
         state.live[request_id] = request
+
+    @property
+    def lets_sit_out(self) -> bool:
+        """Whether the policy can plan without some of those who hold blocks."""
+        return getattr(self._planner, "lets_sit_out", False)
+
+    def sit_out(self, request_ids: Collection[str]) -> None:
+        """Let these requests get no tokens until the next call, and those of the last call go on.
+
+        They have computed their prompts, and no step of theirs is in flight. They keep what they hold, unless
+        others need it.
+        """
+        self._state.sit_out(request_ids)
 
     def schedule(
         self, now: float, copies: CopyProgress = NO_COPIES, max_decode_steps: int = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.host import HostPool
@@ -34,6 +34,8 @@ class SchedulerState:
         swapped: those that hold blocks in host memory, and are not on their way back.
         running: those that decode.
         prompts: those whose prompt, or what was lost of it, is computed in part; in order of their start.
+        aside: those that decode, but sit out for now.
+        sitting_out: ids of all that do, of queued ones, too.
         ending: those whose last token has been scheduled, and which still hold what they held.
         being_read: by handle, host blocks that files are read into, what these hold, and host blocks that
             are kept for those who wait for it.
@@ -74,6 +76,8 @@ class SchedulerState:
         self.swapped = RequestQueue(priority)
         self.running = RunningRequests(config.block_size)
         self.prompts: list[Request] = []
+        self.aside: list[Request] = []
+        self.sitting_out: Collection[str] = ()
         self.ending: list[Request] = []
         self.copied_out_at: dict[str, float] = {}
         self.copy_out_until = self.copy_in_until = float("-inf")
@@ -108,6 +112,10 @@ class SchedulerState:
     def num_holders(self) -> int:
         """Requests that can be preempted."""
         return len(self.running) + len(self.prompts)
+
+    def has_to_wait(self, request: Request) -> bool:
+        """Whether a queued request waits for more than room: for files, or for who lets it sit out."""
+        return request.request_id in self.awaited or request.request_id in self.sitting_out
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that a holder lacks to hold the KV of its first `num_tokens`."""
@@ -231,6 +239,18 @@ class SchedulerState:
             self.copy_out_until = min(self.copy_out_until, now)
         if not self.loading:
             self.copy_in_until = min(self.copy_in_until, now)
+
+    def sit_out(self, request_ids: Collection[str]) -> None:
+        """Let these get no tokens from now on, and those who sat out before go on."""
+        if not (request_ids or self.sitting_out):
+            return
+        self.sitting_out = frozenset(request_ids)
+        aside, self.aside = self.aside, []
+        for request in aside:
+            self.activate(request)
+        for request in [one for one in self.running if one.request_id in self.sitting_out]:
+            self.running.leave(request)
+            self.aside.append(request)
 
     def take_places(self, request: Request, found: list[int | HostBlock | None]) -> Swap | None:
         """Give a queued request a slot, and blocks that hold what was found, or will hold what was not.
@@ -365,6 +385,8 @@ class SchedulerState:
         """Take a holder out of those that run; it keeps what it holds."""
         if request in self.prompts:
             self.prompts.remove(request)
+        elif request in self.aside:
+            self.aside.remove(request)
         else:
             self.running.leave(request)
 

@@ -15,7 +15,7 @@ from jaxllm import LLM, RequestOutputKind, SamplingParams, StructuredOutputsPara
 from jaxllm.errors import SamplingParamsError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.sampler import Sampling
-from jaxllm.token_masks import TokenMask, TokenMasks, fill_masks
+from jaxllm.token_masks import BadWords, MaskThreads, TokenMask, TokenMasks, fill_masks
 
 EMAIL = r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)"
 PERSON = {
@@ -241,9 +241,47 @@ def test_bad_words_do_not_come(llm):
         for text in (word, f" {word}"):
             ids = tokenizer.encode(text, add_special_tokens=False)
             starts = range(len(output.token_ids) - len(ids) + 1)
-            assert not any(output.token_ids[start : start + len(ids)] == ids for start in starts) or (
-                text != word and len(ids) != len(tokenizer.encode(word, add_special_tokens=False))
-            )
+            assert not any(output.token_ids[start : start + len(ids)] == ids for start in starts)
+
+
+def test_bad_words_are_forbidden_in_every_spelling(llm, masks):
+    """After a space, too, where that spelling has more or fewer tokens."""
+    tokenizer = llm.get_tokenizer()
+    words = [word for word in ("Ann", "Bob", "xylophone", "qwerty", "The") if word.isalpha()]
+    spelled = [
+        [tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}")] for word in words
+    ]
+    assert any(len(plain) != len(after) for plain, after in spelled)
+    for word, both in zip(words, spelled, strict=True):
+        for ids in both:
+            mask = masks.make(SamplingParams(bad_words=[word]))
+            row = np.full(128, -1, np.int32)
+            mask.fill(row, [7, *ids[:-1]])
+            bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+            assert not bits[ids[-1]], (word, ids)
+
+
+def test_bad_words_are_followed_a_token_at_a_time(monkeypatch):
+    """What a step costs does not grow with the words: each looks at the new tokens alone."""
+    rng = np.random.default_rng(0)
+    words = [tuple(rng.integers(0, 50, size).tolist()) for size in rng.integers(2, 6, 2000)]
+    bad_words, followed = BadWords(words, 64), []
+    after = BadWords.after
+
+    def counted(self, state, token):
+        followed.append(token)
+        return after(self, state, token)
+
+    monkeypatch.setattr(BadWords, "after", counted)
+    mask, outputs = TokenMask(bad_words=bad_words), []
+    for token in rng.integers(0, 50, 300).tolist():
+        outputs.append(token)
+        row = np.full(2, -1, np.int32)
+        mask.fill(row, outputs)
+        banned = {word[-1] for word in words if word[:-1] == tuple(outputs[len(outputs) - len(word) + 1 :])}
+        found = np.unpackbits(row.view(np.uint8), bitorder="little")
+        assert set(np.flatnonzero(found == 0).tolist()) == banned
+    assert followed == outputs
 
 
 @given(data=st.data())
@@ -259,7 +297,7 @@ def test_masks_of_allowed_and_bad_tokens(data):
         flags = np.zeros(96, bool)
         flags[list(allowed)] = True
         bits = np.packbits(flags, bitorder="little").view(np.int32)
-    mask = TokenMask(bits, words)
+    mask = TokenMask(bits, BadWords(words, size))
     rows = np.full((3, 3), -1, np.int32)
     fill_masks([(None, []), (mask, outputs)], rows)
     banned = {word[-1] for word in words if word[:-1] == tuple(outputs[len(outputs) - len(word) + 1 :])}
@@ -402,10 +440,15 @@ def test_expressions_that_others_hang_on(llm, regex):
 def test_a_grammar_that_gives_up_ends_its_request(llm, monkeypatch):
     mates = SamplingParams(temperature=0, max_tokens=8)
     (alone,) = generate(llm, PROMPTS[:1], mates)
-    monkeypatch.setattr(TokenMask, "append", lambda self, token_id: "too complex" if self.matcher else None)
+
+    def give_up(self, states, rows):
+        raise RuntimeError("too complex")
+
+    monkeypatch.setattr(MaskThreads, "_fill", give_up)
     params = [SamplingParams(max_tokens=9, structured_outputs={"regex": "[a-z]+"}), mates]
     failed, fine = generate(llm, [PROMPTS[1], PROMPTS[0]], params)
-    assert (failed.finish_reason, failed.stop_reason, len(failed.token_ids)) == ("error", "too complex", 1)
+    assert (failed.finish_reason, len(failed.token_ids)) == ("error", 1)
+    assert failed.stop_reason == "its grammar could not be followed: too complex"
     assert fine.token_ids == alone.token_ids
 
 

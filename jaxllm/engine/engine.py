@@ -6,6 +6,7 @@ It knows the scheduler and the executor's protocol, never a concrete executor.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -23,6 +24,7 @@ from jaxllm.output_builder import Delta, OutputBuilder, Samples
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.token_masks import GrammarState, mask_threads, patience
 from jaxllm.types import (
     MAX_DECODE_STEPS,
     Executor,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 _SECONDS_AT_A_TIME = 0.05
 _SECONDS_OF_FILES = 0.01
 """How long an idle engine waits for files before it looks at its requests again."""
+_SECONDS_OF_MASKS = 0.05
+"""The same for masks that are being made."""
 _RATE = 0.1  # weight of the newest decode step
 
 
@@ -134,6 +138,8 @@ class Engine:
         self._samples: dict[str, list[str]] = {}  # ids of live samples, by that of their request
         self._builders: dict[str, OutputBuilder] = {}
         self._num_following = 0  # requests whose masks depend on their outputs
+        self._to_follow: dict[str, GrammarState] = {}  # those that have got a token since the last step
+        self._late: dict[str, GrammarState] = {}  # those that are still following theirs
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
         self._deliveries: list[tuple[RequestState, Delta]] = []
         self._reports: list[RequestOutput] = []
@@ -327,6 +333,10 @@ class Engine:
         """Raise a SamplingParamsError if a request could not be sampled so; see `InputProcessor`."""
         self._inputs.check_params(params)
 
+    def takes_long(self, params: SamplingParams) -> bool:
+        """Whether preparing such a request may take seconds; see `InputProcessor`."""
+        return self._inputs.takes_long(params)
+
     def truncated(self, token_ids: Sequence[int], params: SamplingParams, num_dropped: int) -> Sequence[int]:
         """What is left of a prompt where its parameters say that it is cut; see `InputProcessor`."""
         return self._inputs.truncated(token_ids, params, num_dropped)
@@ -413,6 +423,8 @@ class Engine:
         states = list(self._states.values())
         self._states.clear()
         self._samples.clear()
+        self._to_follow.clear()
+        self._late.clear()
         self._in_flight.clear()
         self.scheduler.clear()
         for state in states:
@@ -462,6 +474,8 @@ class Engine:
         """Let a request be live no longer."""
         del self._states[state.request.request_id]
         self._num_following -= state.follows
+        self._to_follow.pop(state.request.request_id, None)
+        self._late.pop(state.request.request_id, None)
         if state.sampled_for is not None:
             left = self._samples[state.sampled_for]
             left.remove(state.request.request_id)
@@ -486,6 +500,7 @@ class Engine:
         """Schedule, dispatch, commit."""
         while self._num_following and self._in_flight:  # what may come next depends on these tokens
             self._commit(self._in_flight.popleft())
+        self._follow_grammars()
         copies = self._executor.copies()
         if self._observer is not None and copies.timed:
             self._observer.observe_copies(copies.timed)
@@ -502,9 +517,29 @@ class Engine:
             self._commit(self._in_flight.popleft())
         elif scheduled.is_empty and self.scheduler.is_reading:
             self._executor.wait_for_files(_SECONDS_OF_FILES)
+        elif scheduled.is_empty and self._late:
+            mask_threads().wait(self._late.values(), _SECONDS_OF_MASKS)
         while self._in_flight and not self._states:  # all that is in flight is overrun
             self._commit(self._in_flight.popleft())
         self._flush()
+
+    def _follow_grammars(self) -> None:
+        """Have masks made after the newest tokens; who is late with it sits out, unless nobody may."""
+        if self._to_follow:
+            begun = mask_threads().begin(self._to_follow.values())
+            seconds = patience(len(self._to_follow))
+            self._late |= self._to_follow
+            self._to_follow = {}
+            if begun is not None:
+                concurrent.futures.wait([begun], seconds)
+        while not self.scheduler.lets_sit_out and not all(one.is_ready for one in self._late.values()):
+            mask_threads().wait([one for one in self._late.values() if not one.is_ready], _SECONDS_OF_MASKS)
+        for request_id, grammar in list(self._late.items()):
+            if grammar.is_ready:
+                del self._late[request_id]
+                if grammar.problem is not None:
+                    self._finish(self._states[request_id], "error", grammar.problem)
+        self.scheduler.sit_out(self._late)
 
     def _flush(self) -> None:
         """Tell the executor what no step will any more, if all requests have ended."""
@@ -539,7 +574,10 @@ class Engine:
             num_tokens += 1
             if ended is not None:
                 self._finish(state, *ended)
-            elif state.stream:
+                continue
+            if request.token_mask is not None and request.token_mask.grammar is not None:
+                self._to_follow[request.request_id] = request.token_mask.grammar
+            if state.stream:
                 streaming[request.request_id] = state
         self.on_tokens(num_tokens)
         for state in streaming.values():

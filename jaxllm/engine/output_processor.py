@@ -77,9 +77,8 @@ class RequestState:
         if logprobs is not None:
             self._logprobs.append(logprobs)
         mask = self.request.token_mask
-        problem = None if mask is None else mask.append(token_id)
-        if problem is not None:
-            return "error", problem
+        if mask is not None and mask.grammar is not None:
+            mask.grammar.append(token_id)
         if token_id in self._stop_ids:
             params = self.request.sampling_params
             if len(outputs) >= params.min_tokens:

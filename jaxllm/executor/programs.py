@@ -22,7 +22,7 @@ from jaxllm.executor.step import (
 )
 from jaxllm.logits_processors import LogitsProcessor
 from jaxllm.models.registry import AnyConfig, Params, abstract_params
-from jaxllm.token_masks import mask_width
+from jaxllm.structured_outputs import mask_width
 
 _NOWHERE = np.iinfo(np.int32).max
 

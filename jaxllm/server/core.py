@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 _SECONDS_TO_LOOK_UP = 1.0  # after which it is asked whether there is anything to wait for
 _MAX_RETRY_SECONDS = 60
 _MOST_AT_A_TIME = 8  # items from the engine, or outputs of them, in one turn of the loop
-_POOL_SIZES = {"inputs": 2, "outputs": 1, "texts": 1}
+_POOL_SIZES = {"inputs": 2, "grammars": 8, "outputs": 1, "texts": 1}
 MANY_SCORES = 16
 """Places with scores, from which on naming them takes a thread."""
 
@@ -271,8 +271,8 @@ class EngineCore:
         Args:
             function: what to call.
             *args: its arguments.
-            pool: whose work it is, of requests' "inputs" and "outputs", and other "texts"; each has threads
-                of its own, so that none waits for another's.
+            pool: whose work it is, of requests' "inputs" (with new "grammars" apart) and "outputs", and other
+                "texts"; each has threads of its own, so that none waits for another's.
         """
         assert self._loop is not None
         return await self._loop.run_in_executor(self._pools[pool], functools.partial(function, *args))
@@ -314,7 +314,9 @@ class EngineCore:
                     self._loop.call_soon_threadsafe(self._distribute)
 
         prepare = functools.partial(self._thread.prepare, named, stream=stream, put=put)
-        states, builders = await self.call(prepare)
+        params = [one.get("sampling_params") for one in requests]
+        takes_long = any(one is not None and self.made.engine.takes_long(one) for one in params)
+        states, builders = await self.call(prepare, pool="grammars" if takes_long else "inputs")
         if self.is_drained:
             raise shutting_down()
         reservation.correct(sum(state.request.num_prompt_tokens for state in states))

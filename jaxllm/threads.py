@@ -1,0 +1,65 @@
+"""Threads for native code: with as much stack as it needs, and not within it when the interpreter ends."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_starting = threading.Lock()  # the size of a stack is that of all threads that start
+
+
+class NativeThreads:
+    """Threads that are there until the interpreter ends, which waits for what they are doing.
+
+    Others may use them while it does: not all that runs then has ended with the main thread.
+    """
+
+    def __init__(
+        self, num_threads: int, stack_bytes: int, name: str, initializer: Callable[[], object] | None = None
+    ) -> None:
+        """Start so many, each with a stack of so many bytes, and with a call of `initializer`."""
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        atexit.register(self._end)
+        with _starting:
+            before = threading.stack_size(stack_bytes)
+            try:
+                for number in range(num_threads):
+                    thread = threading.Thread(
+                        target=self._run, args=(initializer,), name=f"{name}_{number}", daemon=True
+                    )
+                    thread.start()
+                    self._threads.append(thread)
+            finally:
+                threading.stack_size(before)
+
+    def submit(self, function: Callable[..., _T], *arguments: Any) -> concurrent.futures.Future[_T]:
+        """Have a function called by one of them; whatever it raises is raised by the future."""
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # a panic of native code is no Exception
+                future.set_exception(error)
+
+        self._work.put(call)
+        return future
+
+    def _run(self, initializer: Callable[[], object] | None) -> None:
+        if initializer is not None:
+            initializer()
+        while (call := self._work.get()) is not None:
+            call()
+            del call  # and what it holds
+
+    def _end(self) -> None:
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()

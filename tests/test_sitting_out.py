@@ -1,0 +1,84 @@
+"""Requests that sit out of iterations, under random traffic, and in the engine while their masks are late."""
+
+import threading
+
+from hypothesis import settings
+from test_scheduler_properties import SchedulerMachine, draw
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.token_masks import MaskThreads
+from jaxllm.types import RequestStatus
+
+
+class SittingOutMachine(SchedulerMachine):
+    """Some of those who decode sit out of each iteration, as the engine lets them: with nothing in flight."""
+
+    sitting_out = frozenset()
+
+    def _step(self):
+        self.run_ahead = 0
+        if self.scheduler.lets_sit_out:
+            running = self.scheduler._state.running
+            late = {one.request_id for one in running if draw(self.now, one.arrival_index + 1, 4) == 0}
+            before = [self.live[name] for name in self.sitting_out if name in self.live]
+            late |= {one.request_id for one in before if draw(self.now, one.arrival_index, 3)}
+            self.sitting_out = late
+            self.scheduler.sit_out(self.sitting_out)
+        super()._step()
+
+    def _check_decision(self, output, before):
+        if not self.sitting_out:
+            super()._check_decision(output, before)
+            return
+        computed = {*output.decode, *(chunk.request for chunk in output.prefill)}
+        assert not {one.request_id for one in computed} & self.sitting_out
+        self._check_swaps(output, before)
+        others = [one for one in before if one.request_id not in self.sitting_out]
+        able = [one for one in others if before[one][2] is RequestStatus.RUNNING and one.num_in_flight == 0]
+        decoding = [one for one in able if one.num_computed_tokens == one.num_tokens - 1]
+        assert computed or output.preempted or not decoding, "nobody computes, though somebody could"
+
+
+TestSittingOut = SittingOutMachine.TestCase
+TestSittingOut.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+
+
+def test_a_late_mask_holds_back_its_own_request_alone(monkeypatch):
+    """Whose mask is late waits for it; a free request and another grammar's end meanwhile."""
+    may_end, fill = threading.Event(), MaskThreads._fill
+
+    def wait_for_others(self, states, rows):
+        if any(state.num_checks for state in states):
+            may_end.wait(60)
+        fill(self, states, rows)
+
+    with LLM(max_num_seqs=4, max_model_len=128, block_size=16, num_gpu_blocks_override=40) as llm:
+        engine = llm.engine
+        params = {
+            "slow": SamplingParams(max_tokens=12, seed=1, structured_outputs={"regex": "[a-z ]{20}"}),
+            "quick": SamplingParams(max_tokens=12, seed=2, structured_outputs={"regex": "[0-9 ]{20}"}),
+            "free": SamplingParams(max_tokens=30, seed=3, ignore_eos=True),
+        }
+        alone = {}
+        for name, one in params.items():
+            engine.add_request(name, "The cat", one)
+            (alone[name],) = [output for output in _run(engine) if output.finished]
+        monkeypatch.setattr(MaskThreads, "_fill", wait_for_others)
+        for name, one in params.items():
+            engine.add_request(name, "The cat", one)
+        engine._states["slow"].request.token_mask.grammar.num_checks = 1000
+        ended = {}
+        while len(ended) < 2:
+            ended |= {output.request_id: output for output in engine.step() if output.finished}
+            engine.scheduler.check()
+        assert ended.keys() == {"quick", "free"}
+        assert len(engine._states["slow"].request.output_token_ids) == 1
+        may_end.set()
+        ended |= {output.request_id: output for output in _run(engine) if output.finished}
+        for name, output in ended.items():
+            assert output.outputs[0].token_ids == alone[name].outputs[0].token_ids
+
+
+def _run(engine):
+    while engine.has_unfinished_requests:
+        yield from engine.step()
