@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.chat import render
 from jaxllm.errors import JaxllmError, RequestTooLargeError, shown
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.server.errors import ApiError, refused
+from jaxllm.server.errors import ApiError, refused, too_long
 from jaxllm.server.protocol import (
     MAX_MESSAGES,
     ChatCompletionRequest,
@@ -54,13 +54,17 @@ class PromptLimits:
 
     Attributes:
         max_prompts: most prompts of one request.
-        max_tokens: longest prompt, in tokens.
+        max_tokens: longest prompt that is looked at, in tokens.
         max_characters: characters beyond which a text has more tokens than that, whatever it says.
+        max_model_len: the model's length.
+        takes_empty: whether a text of nothing has a token, that of the beginning.
     """
 
     max_prompts: int
     max_tokens: int
     max_characters: int
+    max_model_len: int
+    takes_empty: bool = False
 
     def check_text(self, text: str, param: str) -> str:
         """The text, if it may fit.
@@ -68,14 +72,14 @@ class PromptLimits:
         Raises:
             ApiError: it is empty, or longer than any text the model takes.
         """
-        if not text:
+        if not text and not (self.takes_empty and param != "messages"):
             raise refused(f"{param} is empty: send text, or token ids", param)
         if len(text) > self.max_characters:
-            raise refused(
-                f"{param} has {len(text)} characters; the model takes {self.max_tokens} tokens, which are at "
-                f"most {self.max_characters} characters: shorten it",
+            raise too_long(
+                f"{param} has {len(text)} characters, and {self.max_tokens} tokens are at most "
+                f"{self.max_characters}: shorten it",
                 param,
-                "context_length_exceeded",
+                self.max_model_len,
             )
         return text
 
@@ -111,11 +115,7 @@ class PromptLimits:
 
     def _token_ids(self, value: list[Any], param: str) -> list[int]:
         if len(value) > self.max_tokens:
-            raise refused(
-                f"{param} has {len(value)} tokens; the model takes at most {self.max_tokens}: shorten it",
-                param,
-                "context_length_exceeded",
-            )
+            raise too_long(f"{param} has {len(value)} tokens: shorten it", param, self.max_model_len)
         for place, one in enumerate(value):
             if not _is_id(one):
                 raise refused(f"{param}[{place}]={shown(one, 80)} must be a token id", param)
@@ -156,7 +156,7 @@ def chat_params(request: ChatCompletionRequest, defaults: SamplingParams) -> Sam
             f"max_completion_tokens={given} and max_tokens={request.max_tokens} are the same limit: send one",
             "max_tokens",
         )
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
     values: dict[str, Any] = {"max_tokens": request.max_tokens if given is None else given}
     if request.logprobs:
@@ -179,7 +179,7 @@ def _params(
     try:
         params = SamplingParams(**chosen)
     except JaxllmError as error:
-        raise refusal(error, request) from error
+        raise refused(str(error), _field(error, request)) from error
     if request.stream and params.num_samples > params.n:
         raise refused(
             f"best_of={params.best_of} above n={params.n} cannot be streamed: which samples are the best is "
@@ -207,19 +207,28 @@ def _structured_outputs(request: GenerationRequest) -> object:
     return {"json": wanted.json_schema.schema_}
 
 
-def refusal(error: JaxllmError, request: GenerationRequest) -> ApiError:
-    """What a client is told of what the engine refuses; messages begin with the field they are of."""
+def refusal(error: JaxllmError, request: GenerationRequest, max_model_len: int) -> ApiError:
+    """What a client is told of what the engine refuses."""
     given = getattr(request, "prompt", None)
     has_several = isinstance(given, list) and bool(given) and not _is_id(given[0])
     message = re.sub(r"^prompts(\[\d+\]): ", r"prompt\1: " if has_several else "", str(error))
-    found = re.match(r"\w+", message)
-    name = found.group() if found else ""
+    field = _field(error, request)
+    return (
+        too_long(message, field, max_model_len)
+        if isinstance(error, RequestTooLargeError)
+        else refused(message, field)
+    )
+
+
+def _field(error: JaxllmError, request: GenerationRequest) -> str:
+    """Which field an error is about: messages begin with it."""
+    found = re.match(r"(?:prompts\[\d+\]: )?(\w+)", str(error))
+    name = found.group(1) if found else ""
     if name == "structured_outputs" and request.structured_outputs is None:
         name = "response_format"  # which became that
-    is_long = isinstance(error, RequestTooLargeError)
-    if is_long or name not in type(request).model_fields:
+    if isinstance(error, RequestTooLargeError) or name not in type(request).model_fields:
         name = "prompt" if "prompt" in type(request).model_fields else "messages"
-    return refused(message, name, "context_length_exceeded" if is_long else None)
+    return name
 
 
 def extras(request: GenerationRequest) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jaxllm.server.core import EngineCore
 from jaxllm.server.errors import ApiError, refused, shutting_down
 from jaxllm.server.parameters import PromptLimits
 from jaxllm.server.stats import Stats
+from jaxllm.tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +56,11 @@ class Service:
         self.block_bytes = made.executor.pool_bytes // made.executor.num_gpu_blocks
         max_len = self.core.limits.max_model_len
         self.prompt_limits = PromptLimits(
-            config.max_prompts, 2 * max_len, 2 * max_len * _longest_token(made.tokenizer)
+            config.max_prompts,
+            2 * max_len,
+            2 * max_len * _longest_token(made.tokenizer),
+            max_len,
+            takes_empty=made.tokenizer is not None and bool(encode(made.tokenizer, "")),
         )
 
     @classmethod
