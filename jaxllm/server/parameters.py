@@ -179,7 +179,7 @@ def _params(
     try:
         params = SamplingParams(**chosen)
     except JaxllmError as error:
-        raise refused(str(error), _field(error, request)) from error
+        raise refused(str(error), field_of(error, request)) from error
     if request.stream and params.num_samples > params.n:
         raise refused(
             f"best_of={params.best_of} above n={params.n} cannot be streamed: which samples are the best is "
@@ -212,7 +212,7 @@ def refusal(error: JaxllmError, request: GenerationRequest, max_model_len: int) 
     given = getattr(request, "prompt", None)
     has_several = isinstance(given, list) and bool(given) and not _is_id(given[0])
     message = re.sub(r"^prompts(\[\d+\]): ", r"prompt\1: " if has_several else "", str(error))
-    field = _field(error, request)
+    field = field_of(error, request)
     return (
         too_long(message, field, max_model_len)
         if isinstance(error, RequestTooLargeError)
@@ -220,12 +220,12 @@ def refusal(error: JaxllmError, request: GenerationRequest, max_model_len: int) 
     )
 
 
-def _field(error: JaxllmError, request: GenerationRequest) -> str:
+def field_of(error: JaxllmError, request: GenerationRequest) -> str:
     """Which field an error is about: messages begin with it."""
     found = re.match(r"(?:prompts\[\d+\]: )?(\w+)", str(error))
     name = found.group(1) if found else ""
     if name == "structured_outputs" and request.structured_outputs is None:
-        name = "response_format"  # which became that
+        name = "tools" if request.response_format is None else "response_format"  # which became that
     if isinstance(error, RequestTooLargeError) or name not in type(request).model_fields:
         name = "prompt" if "prompt" in type(request).model_fields else "messages"
     return name
@@ -256,10 +256,14 @@ def conversation(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequ
     variables = dict(variables or {})
     continues = bool(request.continue_final_message)
     opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    optional: dict[str, Any] = {}
     if isinstance(request, ChatCompletionRequest):
-        tools = _chosen_tools(request)
-        if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = request.reasoning_effort
+        if request.tool_choice == "none":
+            tools = None
+        elif request.tool_choice not in (None, "auto"):  # what the output must be does not hang on the template
+            tools, optional["tools"] = None, tools
+        if request.reasoning_effort is not None and "reasoning_effort" not in variables:
+            optional["reasoning_effort"] = request.reasoning_effort
     try:
         return render(
             tokenizer,
@@ -268,6 +272,7 @@ def conversation(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequ
             continue_final_message=continues,
             tools=tools,
             template_variables=variables,
+            optional_variables=optional,
         )
     except ApiError:
         raise
@@ -277,19 +282,7 @@ def conversation(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequ
 
 def _field_of(message: str) -> str:
     """Which field of a conversation an error is about, by what it names."""
-    for name in ("tools", "reasoning_effort"):
-        if message.startswith(f"{name}=") or f"does not read {name!r}" in message:
-            return name
+    if message.startswith("tools=") or "does not read 'tools'" in message:
+        return "tools"
     is_variable = "does not read" in message or message.startswith("chat_template_kwargs")
     return "chat_template_kwargs" if is_variable else "messages"
-
-
-def _chosen_tools(request: ChatCompletionRequest) -> Any:
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise refused(
-            f"tool_choice={shown(choice, 80)} is not supported: the model chooses by itself among tools "
-            '("auto"), and "none" shows it none of them',
-            "tool_choice",
-        )
-    return None if choice == "none" else request.tools

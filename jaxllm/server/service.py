@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from jaxllm.server.core import EngineCore
 from jaxllm.server.errors import ApiError, refused, shutting_down
 from jaxllm.server.parameters import PromptLimits
 from jaxllm.server.stats import Stats
+from jaxllm.server.tools import CallFormat, call_format
 from jaxllm.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -111,6 +113,11 @@ class Service:
         if self.tokenizer is None:
             raise refused("this server has no tokenizer: send prompts to /v1/completions as token ids")
         return self.tokenizer
+
+    @functools.cached_property
+    def call_format(self) -> CallFormat:
+        """How the model writes calls of tools."""
+        return call_format(self.needed_tokenizer())
 
     def check_health(self) -> None:
         """Verify that the engine takes requests.
