@@ -159,7 +159,9 @@ def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
         if not isinstance(message["role"], str):
             raise RequestError(f'{place}["role"] must be a string, not {type(message["role"]).__name__}.')
         content, calls = message.get("content"), message.get("tool_calls")
-        if not isinstance(content, str) and (content is not None or (message["role"] in _HEARD and not calls)):
+        if not isinstance(content, str) and (
+            content is not None or (message["role"] in _HEARD and not calls)
+        ):
             _check_parts(f'{place}["content"]', content)
         if calls is not None:
             _check_calls(f'{place}["tool_calls"]', calls)
@@ -202,7 +204,7 @@ def _check_calls(place: str, calls: object) -> None:
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
-    """A call's arguments, from an object's JSON as other servers have it; else the text that a model wrote."""
+    """A call's arguments, from an object's JSON as others have it; else the text that a model wrote."""
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, str):
         return arguments

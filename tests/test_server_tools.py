@@ -1,4 +1,4 @@
-"""Calls that clients demand: by OpenAI's client, in every format that a template shows, whole and streamed."""
+"""Calls that clients demand, in every format that a template shows, whole and streamed."""
 
 import json
 
@@ -17,12 +17,13 @@ from jaxllm.tokenizer import load_tokenizer
 MESSAGES = [{"role": "user", "content": "add two numbers"}]
 HERMES = """{% if tools %}{{ tools | length }} tools
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}{% if not loop.first %}{{ '\n' }}{% endif %}<tool_call>
+{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] -%}
+{% if not loop.first %}{{ '\n' }}{% endif %}<tool_call>
 {"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-ONE_AT_A_TIME = """{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls is not defined %}{{ m.content }}{% else %}
+ONE_AT_A_TIME = """{% for m in messages %}<|{{ m.role }}|>{% if not m.tool_calls %}{{ m.content }}{% else %}
 {%- if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}
 {%- set f = m.tool_calls[0].function %}{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
 {%- endif %}<|end|>{% endfor %}"""
@@ -219,7 +220,9 @@ def test_a_name_within_another_is_not_taken_for_it():
         (
             {
                 "tool_choice": NAMED,
-                "tools": [{"type": "function", "function": {"name": "switch", "parameters": {"type": "array"}}}],
+                "tools": [
+                    {"type": "function", "function": {"name": "switch", "parameters": {"type": "array"}}}
+                ],
             },
             "tools",
             'of type "object"',

@@ -82,7 +82,9 @@ def read_batch(path: str | os.PathLike[str], context: str) -> list[BatchLine]:
     except OSError as error:
         raise ConfigError(f"cannot read the batch file {name!r} ({error.strerror})") from error
     if not lines:
-        raise RequestError(f"{name}: the file is empty, or holds nothing but blank lines; give at least one request")
+        raise RequestError(
+            f"{name}: the file is empty, or holds nothing but blank lines; give at least one request"
+        )
     return lines
 
 

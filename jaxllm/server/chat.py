@@ -86,7 +86,7 @@ class _ChatForm:
     def _end(self, index: int, one: CompletionOutput) -> dict[str, Any]:
         """Scores, and how it ended: by calls, as OpenAI has it, unless the client had named the function."""
         body, scores = self._body, None
-        reason = one.finish_reason
+        reason: str | None = one.finish_reason
         if reason == "stop" and self._calls is not None and not self._calls.is_named:
             reason = "tool_calls" if self._readers[index].calls else reason
         if body.logprobs:

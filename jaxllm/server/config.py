@@ -45,8 +45,8 @@ class ServerConfig:
         max_connections: most open connections.
         request_timeout: seconds in which a request's head, and then its body, must have arrived.
         send_timeout: seconds after which a client that reads nothing is taken to be gone.
-        keep_alive_timeout: seconds that an idle connection is kept open; longer than proxies' usual 60, so that
-            none of them sends a request into a connection that is being closed.
+        keep_alive_timeout: seconds that an idle connection is kept open; longer than proxies' usual 60, so
+            that none of them sends a request into a connection that is being closed.
         stream_keep_alive: seconds of silence after which a stream has a comment (": keep-alive"), so that
             proxies keep the connections of requests that wait; 0 for none.
         shutdown_timeout: seconds that requests under way have to end when the server is told to stop; those

@@ -170,7 +170,7 @@ def of_status(error: HTTPException, path: str, paths: Collection[str]) -> ApiErr
     if error.status_code == 404:
         return ApiError(404, f"there is no {shown(path, 200)} here: {_way_to(path, paths)}")
     if error.status_code == 405:
-        methods = (error.headers or {}).get("allow", "another method")
+        methods = {name.lower(): value for name, value in (error.headers or {}).items()}["allow"]
         return ApiError(405, f"{path} takes {methods}: send that", headers=error.headers)
     phrase = http.HTTPStatus(error.status_code).phrase
     detail = str(error.detail or phrase)
@@ -187,4 +187,4 @@ def _way_to(path: str, paths: Collection[str]) -> str:
         if route != "/" and path.endswith(route):
             base = f"http://<host>:<port>{_API if known.startswith(_API) else ''}"
             return f"it is {known}; set the client's base URL to {base}"
-    return f"clients of OpenAI's API have the base URL http://<host>:<port>{_API}; /openapi.json lists all routes"
+    return f"OpenAI's API has the base URL http://<host>:<port>{_API}, and /openapi.json lists all routes"

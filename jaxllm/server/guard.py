@@ -195,7 +195,7 @@ def _check_encoding(headers: Headers) -> None:
     if encoding not in ("", "identity"):
         raise ApiError(
             415,
-            f"Content-Encoding: {encoding[:80]} is not supported: send the body as it is, without that header",
+            f"Content-Encoding: {encoding[:80]} is not supported: send the body as it is, without the header",
             param="content-encoding",
         )
 

@@ -260,7 +260,10 @@ def conversation(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequ
     if isinstance(request, ChatCompletionRequest):
         if request.tool_choice == "none":
             tools = None
-        elif request.tool_choice not in (None, "auto"):  # what the output must be does not hang on the template
+        elif request.tool_choice not in (
+            None,
+            "auto",
+        ):  # what the output must be does not hang on the template
             tools, optional["tools"] = None, tools
         if request.reasoning_effort is not None and "reasoning_effort" not in variables:
             optional["reasoning_effort"] = request.reasoning_effort

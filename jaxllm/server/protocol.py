@@ -104,7 +104,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding_backend": (("auto", "guidance"), "grammars are llguidance's"),
     "guided_whitespace_pattern": ((), "use structured_outputs"),
 }
-"""Fields of OpenAI and vLLM, the values of them that change nothing beside null, and the way out from others."""
+"""Fields of OpenAI and vLLM, the values beside null that change nothing, and the way out from others."""
 _NEUTRAL_OF_STREAMS: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_obfuscation": ((False,), "chunks are as long as what they say"),
 }
@@ -185,8 +185,8 @@ class GenerationRequest(_Body):
     """What completions and chats have in common; None is a field's default.
 
     Sampling parameters have the names and limits of `SamplingParams`, which checks them. `user`, its
-    successor `safety_identifier`, `prompt_cache_key`, `session_id` and `metadata` are for the log: blocks are found by what
-    they hold.
+    successor `safety_identifier`, `prompt_cache_key`, `session_id` and `metadata` are for the log: blocks
+    are found by what they hold.
     """
 
     neutral = NEUTRAL

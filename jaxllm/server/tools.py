@@ -54,7 +54,8 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     or refuses such conversations, or writes arguments in another way than as one JSON object.
     """
     tool = {"type": "function", "function": {"name": _PROBE_NAME, "parameters": {"type": "object"}}}
-    call = {"id": "call12345", **tool, "function": {"name": _PROBE_NAME, "arguments": _PROBE_ARGUMENTS}}
+    call_id = "call12345"
+    call = {"id": call_id, **tool, "function": {"name": _PROBE_NAME, "arguments": _PROBE_ARGUMENTS}}
 
     def turn(**message: Any) -> str:
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", **message}]
@@ -68,7 +69,7 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
         return PLAIN
     arguments = json.dumps(_PROBE_ARGUMENTS)
     found = re.fullmatch(f"(.*?){_PROBE_NAME}(.*?){re.escape(arguments)}(.*)", one or "", re.DOTALL)
-    if found is None or call["id"] in found.group() or _PROBE_NAME in found[2] + found[3]:
+    if found is None or call_id in found.group() or _PROBE_NAME in found[2] + found[3]:
         return PLAIN
     first, middle, last = found.groups()
     end = str(tokenizer.eos_token) if tokenizer.eos_token else None
@@ -78,8 +79,10 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     between = None
     try:
         two = _within(turn(content=None, tool_calls=[call, call]), before, after)
-        pair = re.fullmatch(f"{re.escape(first)}{spelled}(.+?){spelled}{re.escape(last)}", two or "", re.DOTALL)
-        between = None if pair is None or end is not None and end in pair[1] else pair[1]
+        pair = re.fullmatch(
+            f"{re.escape(first)}{spelled}(.+?){spelled}{re.escape(last)}", two or "", re.DOTALL
+        )
+        between = None if pair is None or (end is not None and end in pair[1]) else pair[1]
     except JaxllmError:
         pass  # as templates of one call at a time do
     return CallFormat(first, middle, last.partition(end)[0] if end else last, between)
@@ -200,7 +203,7 @@ class CallReader:
                 found = self._beginning.search(self._ahead)
                 if found is None:
                     break
-                call = {
+                call: dict[str, Any] = {
                     "id": f"call_{uuid.uuid4().hex[:24]}",
                     "type": "function",
                     "function": {"name": found[1], "arguments": ""},
@@ -276,5 +279,7 @@ def _lark(text: str, special: Mapping[str, int]) -> str:
     pattern = "|".join(map(re.escape, special))
     pieces = re.split(f"({pattern})", text) if special else [text]
     return " ".join(
-        f"<[{special[piece]}]>" if piece in special else json.dumps(piece, ensure_ascii=False) for piece in pieces if piece
+        f"<[{special[piece]}]>" if piece in special else json.dumps(piece, ensure_ascii=False)
+        for piece in pieces
+        if piece
     )
