@@ -27,8 +27,8 @@ class PreemptionRecord:
     where that predicted nothing, or None; `resume_action` is how a swapped request came back, and
     `resume_swap_seconds` what was predicted then.
     `measured_seconds` is what the chosen action took: what its copies, or its tokens, added to the iterations
-    they rode in; None if the run ended before, or nobody measured, or it is not known of one of the iterations
-    how long it ran. `bound_seconds` is then what it took at most; where all is known the two are the same.
+    they rode in; None if the run ended before, or nobody measured, or it is not known how long one of the
+    iterations ran. `bound_seconds` is then what it took at most; where all is known the two are the same.
     """
 
     step_id: int
@@ -104,8 +104,8 @@ class Ledger:
     """Collects records in memory, or writes them to a file as lines of JSON.
 
     A preemption is written when its request ends, or an iteration after it was preempted again, or when the
-    ledger is closed; a step at once; how well costs were predicted when it is closed. Each line has a `record` field,
-    "preemption", "step" or "predictions".
+    ledger is closed; a step at once; how well costs were predicted when it is closed. Each line has a
+    `record` field, "preemption", "step" or "predictions".
 
     Args:
         file: where to write; None keeps `preemptions` and `steps` in memory.

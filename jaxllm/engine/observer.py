@@ -19,9 +19,9 @@ class StepObserver:
     A recompute is charged with its share, by tokens, of what the prompt tokens added to the step: what it
     took longer than its decodes alone are predicted to. A swap is charged with what the steps in which its
     copies start take longer than predicted, by blocks: copies run beside steps, so that their own durations
-    would say nothing; the charge holds the error of the prediction, too. A step of which only a bound is known
-    bounds the charge. Steps with copies are left out of
-    the comparison; of the others the first 64 are compared, then one in four.
+    would say nothing; the charge holds the error of the prediction, too. A step of which only
+    a bound is known bounds the charge. Steps with copies are left out of the comparison; of the others the
+    first 64 are compared, then one in four.
 
     Args:
         costs: corrected as steps are observed; None compares nothing, and leaves swaps unmeasured.

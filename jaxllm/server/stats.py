@@ -164,6 +164,7 @@ class Stats:
     def latencies(self, num_seconds: int = 60) -> dict[str, float | None]:
         """Medians and 99th percentiles of requests that ended in the last seconds, in ms."""
         with self._lock:
+            self._now()
             recent = list(self._seconds)[-num_seconds:]
             times = {
                 name: [one for second in recent for one in getattr(second, name)]

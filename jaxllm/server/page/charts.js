@@ -38,9 +38,9 @@ const CHARTS = [
     isLog: true,
     series: [
       ["ttft_ms", "first token", "blue"],
-      ["ttft_p99_ms", "p99", "violet"],
+      ["ttft_p99_ms", "first token p99", "violet"],
       ["e2e_ms", "end to end", "teal"],
-      ["e2e_p99_ms", "p99", "amber"],
+      ["e2e_p99_ms", "end to end p99", "amber"],
     ],
   },
   {

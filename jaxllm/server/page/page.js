@@ -39,7 +39,7 @@ function showTiles({ limits, queues, history, latencies, totals }) {
   };
   const median = (key) => {
     const [value, unit] = known(latencies[`${key}_ms`], milliseconds).split(/ (.*)/);
-    return { value, unit, under: `1 min median, p99 ${known(latencies[`${key}_p99_ms`], milliseconds)}` };
+    return { value, unit, under: `median, p99 ${known(latencies[`${key}_p99_ms`], milliseconds)}` };
   };
   const ofAtMost = (most) => `of at most ${count(most)}`;
   const refused = `${count(sum(history.refused))} in 5 minutes`;
