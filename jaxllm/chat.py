@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 CONTENT_FORMATS = ("auto", "string", "openai")
 _ARGUMENTS = ("chat_template", "add_generation_prompt", "continue_final_message", "tools")
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Parts of messages that are text, and the keys it is under."""
+_HEARD = ("user", "system", "developer")
+"""Roles whose messages say something."""
 _RESERVED = (*_ARGUMENTS, "conversation", "messages", "tokenize")
 
 
@@ -38,6 +42,7 @@ def render(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_variables: Mapping[str, Any] | None = None,
+    optional_variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The text that a chat template makes of a conversation.
 
@@ -54,6 +59,7 @@ def render(
         continue_final_message: leave the last message open instead, for the model to continue.
         tools: JSON schemas of functions, which the template shows to the model.
         template_variables: others that the template reads, e.g. `{"enable_thinking": False}`.
+        optional_variables: others for templates that read them; the rest does without. `tools` may be one.
 
     Raises:
         RequestError: malformed messages, ones that the template refuses, or options that contradict each
@@ -79,7 +85,9 @@ def render(
     given = [*tools] if isinstance(tools, Sequence) else [tools]
     if tools is not None and (isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in given)):
         raise RequestError(f"tools={tools!r} must be a list of functions' JSON schemas, each a dictionary")
-    template = _template(tokenizer, chat_template, tools)
+    optional = dict(optional_variables or {})
+    optional_tools = optional.pop("tools", None)
+    template = _template(tokenizer, chat_template, tools or optional_tools)
     variables = dict(template_variables or {})
     for name in _RESERVED:
         if name in variables:
@@ -93,7 +101,11 @@ def render(
 
         try:
             parsed = _parse(template)
-            _check_variables([*variables, *(["tools"] if tools else [])], parsed)
+            known = _variables(parsed)
+            variables |= {name: one for name, one in optional.items() if name in known}
+            if "tools" in known:
+                tools = tools or optional_tools
+            _check_variables([*variables, *(["tools"] if tools else [])], known)
             is_openai = content_format == "openai" or (content_format == "auto" and _reads_parts(parsed))
             with bounded():
                 return str(
@@ -121,8 +133,9 @@ def render(
 def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
     """Returns messages that are a conversation: a non-empty list of objects with a role and a content.
 
-    A role is a string. Content is a string or a list of `{"type": "text", "text": ...}`; beside `tool_calls`
-    it may be None, or absent.
+    A role is a string. Content is a string or a list of `{"type": "text", "text": ...}`; other names of text
+    parts are `input_text`, `output_text` and `refusal`. Of what a model said it may be None, and beside
+    `tool_calls` absent.
 
     Raises:
         RequestError: they are not; the message names the entry.
@@ -146,7 +159,9 @@ def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
         if not isinstance(message["role"], str):
             raise RequestError(f'{place}["role"] must be a string, not {type(message["role"]).__name__}.')
         content, calls = message.get("content"), message.get("tool_calls")
-        if not isinstance(content, str) and not (content is None and calls):
+        if not isinstance(content, str) and (
+            content is not None or (message["role"] in _HEARD and not calls)
+        ):
             _check_parts(f'{place}["content"]', content)
         if calls is not None:
             _check_calls(f'{place}["tool_calls"]', calls)
@@ -162,14 +177,18 @@ def _check_parts(place: str, parts: object) -> None:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is None:
             raise RequestError(f'{place}[{index}] must be an object {{"type": "text", "text": ...}}.')
-        if kind != "text":
+        key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if key is None:
             raise RequestError(
                 f"{place}[{index}] is of type {shown(kind, 80)}: models of text only are supported; send text"
             )
-        if not isinstance(part.get("text"), str):
-            raise RequestError(
-                f'{place}[{index}]["text"] must be a string, not {shown(part.get("text"), 80)}.'
-            )
+        if not isinstance(part.get(key), str):
+            raise RequestError(f'{place}[{index}]["{key}"] must be a string, not {shown(part.get(key), 80)}.')
+
+
+def text_of_part(part: str | Mapping[str, Any]) -> str:
+    """What a part of a message says."""
+    return part if isinstance(part, str) else str(part[_TEXT_PARTS[part["type"]]])
 
 
 def _check_calls(place: str, calls: object) -> None:
@@ -177,22 +196,23 @@ def _check_calls(place: str, calls: object) -> None:
         raise RequestError(f"{place} must be a list, not {type(calls).__name__}.")
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(_arguments(function), Mapping):
+        if not isinstance(function, Mapping) or not isinstance(_arguments(function), Mapping | list | str):
             raise RequestError(
                 f'{place}[{index}] must be an object {{"function": {{"name": ..., "arguments": ...}}}} whose '
-                "arguments are an object, or its JSON."
+                "arguments are an object, or text."
             )
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
-    """A call's arguments, from JSON as other servers have it; None if that is broken."""
+    """A call's arguments, from an object's JSON as others have it; else the text that a model wrote."""
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
-    except ValueError:
-        return None
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def _as_read(message: Mapping[str, Any], is_openai: bool) -> dict[str, Any]:
@@ -200,10 +220,16 @@ def _as_read(message: Mapping[str, Any], is_openai: bool) -> dict[str, Any]:
     content = message.get("content")
     parts = [content] if isinstance(content, str) else content or []
     if is_openai and message["role"] != "tool":
-        form: Any = [{"type": "text", "text": one} if isinstance(one, str) else dict(one) for one in parts]
+        form: Any = [
+            dict(one)
+            if isinstance(one, Mapping) and one["type"] == "text"
+            else {"type": "text", "text": text_of_part(one)}
+            for one in parts
+        ]
     else:
-        form = "\n".join([one if isinstance(one, str) else one["text"] for one in parts])
-    read = {**message, "content": form}
+        form = "\n".join(map(text_of_part, parts))
+    # What is null, as in a message that a client sends back as it came, is not there.
+    read = {**{name: value for name, value in message.items() if value is not None}, "content": form}
     if calls := read.pop("tool_calls", None):
         read["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
@@ -243,16 +269,20 @@ def _parse(template: str) -> Template:
     return compile_template(template).environment.parse(template)
 
 
-def _check_variables(given: Sequence[str], parsed: Template) -> None:
+def _variables(parsed: Template) -> set[str]:
+    """What a template reads that it does not make itself."""
+    from jinja2.meta import find_undeclared_variables
+
+    assert parsed.environment is not None
+    return find_undeclared_variables(parsed) - parsed.environment.globals.keys()
+
+
+def _check_variables(given: Sequence[str], known: set[str]) -> None:
     """Verify that a template reads all variables that it is given.
 
     Raises:
         RequestError: it does not; names the nearest one that it reads.
     """
-    from jinja2.meta import find_undeclared_variables
-
-    assert parsed.environment is not None
-    known = find_undeclared_variables(parsed) - parsed.environment.globals.keys()
     for name in given:
         if name not in known:
             others = sorted(known - {"messages", *_ARGUMENTS})

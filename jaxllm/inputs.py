@@ -196,7 +196,8 @@ class InputProcessor:
         Raises:
             RequestError: it is not, or does not.
         """
-        self._check_read("priority", priority)
+        if type(priority) is not int or priority:  # 0 is what all have
+            self._check_read("priority", priority)
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
             raise RequestError(
                 f"priority={shown(priority)} must be an integer from -{_MAX_PRIORITY} to {_MAX_PRIORITY}; "
@@ -279,9 +280,12 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("this engine has no tokenizer; pass the prompt as token ids")
-            token_ids = tokenization.encode(self._tokenizer, prompt) if prompt else []
+            token_ids = tokenization.encode(self._tokenizer, prompt)
             if not token_ids:
-                raise RequestError("the prompt is empty; send text, or the token ids to start from")
+                raise RequestError(
+                    "the prompt is empty, and this tokenizer adds no token of its own; send text, or the "
+                    "token ids to start from"
+                )
             return prompt, self._check_token_ids(token_ids), options
         return None, self._check_token_ids(prompt), options
 

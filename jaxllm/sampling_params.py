@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,9 +33,11 @@ MAX_LOGPROBS = 20
 MAX_SAMPLES = 16384
 """Largest `n` and `best_of`."""
 MIN_TEMPERATURE = 0.01
-"""Smallest temperature that samples; 0 is greedy, and nothing lies between."""
+"""Smallest temperature that samples; 0 is greedy, and what lies between becomes this."""
 
 _MAX_INT32 = 2**31 - 1
+
+_logger = logging.getLogger(__name__)
 
 _NOT_SUPPORTED = "jaxllm does not support it; remove it"
 _NO_BEAMS = "it belongs to beam search: use LLM.beam_search with BeamSearchParams"
@@ -132,7 +135,7 @@ class SamplingParams:
     penalties, min_tokens, temperature, min-p, top-k, top-p.
 
     Args:
-        temperature: 0 is greedy; else 0.01..100.
+        temperature: 0 is greedy; else 0.01..100, and what lies between becomes 0.01, as in vLLM.
         top_k: sample among the k most likely tokens, 1..2**31-1; 0 or -1 is off (stored as 0). What ties
             with the k-th of them is kept, too.
         top_p: keep the smallest set of most likely tokens of at least this probability, in (0, 1]. What ties
@@ -456,10 +459,10 @@ def _temperature(value: object) -> float:
     temperature = check_number("temperature", value, 0, 100, "0 is greedy")
     # The margin lets float32's 0.01, which lies just below, pass.
     if 0.0 < temperature < MIN_TEMPERATURE * (1 - 1e-6):
-        raise SamplingParamsError(
-            f"temperature={temperature!r} is out of range: it must be 0 or in [{MIN_TEMPERATURE}, 100]. "
-            "Use temperature=0 for greedy sampling."
+        _logger.warning(
+            "temperature=%r becomes %s, the smallest that samples; 0 is greedy", temperature, MIN_TEMPERATURE
         )
+        return MIN_TEMPERATURE
     return temperature
 
 

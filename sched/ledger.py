@@ -27,7 +27,8 @@ class PreemptionRecord:
     where that predicted nothing, or None; `resume_action` is how a swapped request came back, and
     `resume_swap_seconds` what was predicted then.
     `measured_seconds` is what the chosen action took: what its copies, or its tokens, added to the iterations
-    they rode in; None if the run ended before, or nobody measured.
+    they rode in; None if the run ended before, or nobody measured, or it is not known how long one of the
+    iterations ran. `bound_seconds` is then what it took at most; where all is known the two are the same.
     """
 
     step_id: int
@@ -44,6 +45,7 @@ class PreemptionRecord:
     measured_seconds: float | None = None
     resume_action: str | None = None
     resume_swap_seconds: float | None = None
+    bound_seconds: float | None = None
 
     @property
     def is_swap(self) -> bool:
@@ -58,10 +60,16 @@ class PreemptionRecord:
     @property
     def regret_seconds(self) -> float | None:
         """What was lost against the estimate of the action not taken; None where either is unknown."""
+        return self._over_other(self.measured_seconds)
+
+    @property
+    def regret_bound_seconds(self) -> float | None:
+        """The most that was lost, where it is not known how much."""
+        return self._over_other(self.bound_seconds)
+
+    def _over_other(self, seconds: float | None) -> float | None:
         other = self.recompute_seconds if self.is_swap else self.swap_seconds
-        if self.measured_seconds is None or other is None:
-            return None
-        return max(0.0, self.measured_seconds - other)
+        return None if seconds is None or other is None else max(0.0, seconds - other)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,9 +103,9 @@ Record = PreemptionRecord | StepRecord | KindReport
 class Ledger:
     """Collects records in memory, or writes them to a file as lines of JSON.
 
-    A preemption is written when its request is back and preempted again, ends, or the ledger is closed; a
-    step at once; how well costs were predicted when it is closed. Each line has a `record` field,
-    "preemption", "step" or "predictions".
+    A preemption is written when its request ends, or an iteration after it was preempted again, or when the
+    ledger is closed; a step at once; how well costs were predicted when it is closed. Each line has a
+    `record` field, "preemption", "step" or "predictions".
 
     Args:
         file: where to write; None keeps `preemptions` and `steps` in memory.
@@ -121,6 +129,7 @@ class Ledger:
         self._is_broken = False
         self.costs = costs
         self._open: dict[str, PreemptionRecord] = {}
+        self._replaced: dict[str, tuple[int, PreemptionRecord]] = {}  # and in which step
 
     def preempted(
         self,
@@ -131,7 +140,11 @@ class Ledger:
         decision: Decision,
     ) -> None:
         """Open a record; `victim` still holds its blocks."""
-        self.finished(victim.request_id)
+        earlier = self._open.pop(victim.request_id, None)
+        if earlier is not None:
+            self._settle(victim.request_id)
+            self._replaced[victim.request_id] = step_id, earlier
+            self._keep(earlier)
         swap, recompute = decision.swap_seconds, decision.recompute_seconds
         if self.costs is not None and swap is None and recompute is None:
             _, swap, recompute = serial_costs(
@@ -164,27 +177,33 @@ class Ledger:
         if record is not None and record.resumed_step_id is None:
             record.resumed_step_id, record.resumed_time = step_id, now
 
-    def measured(self, request_id: str, seconds: float, step_id: int) -> None:
-        """Add what step `step_id` spent on the open preemption of a request.
+    def measured(self, request_id: str, seconds: float, step_id: int, *, is_timed: bool = True) -> None:
+        """Add what step `step_id` spent on the preemption of a request; at most, if it is not `is_timed`.
 
-        With run-ahead the request may have been preempted anew since then; the new record is not charged.
+        With run-ahead the request may have been preempted anew since then: the earlier record is charged.
         """
         record = self._open.get(request_id)
-        if record is not None and record.step_id <= step_id:
-            record.measured_seconds = (record.measured_seconds or 0.0) + seconds
+        if record is None or record.step_id > step_id:
+            _, record = self._replaced.get(request_id, (0, None))
+        if record is None or record.step_id > step_id:
+            return
+        is_exact = is_timed and record.measured_seconds == record.bound_seconds
+        record.bound_seconds = (record.bound_seconds or 0.0) + seconds
+        record.measured_seconds = record.bound_seconds if is_exact else None
 
     def finished(self, request_id: str) -> None:
-        """Write the record of a request that ended, or was preempted again."""
+        """Write the records of a request that ended."""
+        self._settle(request_id)
         record = self._open.pop(request_id, None)
-        if record is None:
-            return
-        if self._file is not None:
-            self._write("preemption", record, regret_seconds=record.regret_seconds)
-        elif self._on_record is None:
-            self.preemptions.append(record)
+        if record is not None:
+            self._keep(record)
+            self._write_preemption(record)
 
     def step(self, record: StepRecord) -> None:
         """Take the record of an iteration."""
+        known = [name for name, (step_id, _) in self._replaced.items() if step_id < record.step_id]
+        for request_id in known:  # what was under way when they were replaced has been measured
+            self._settle(request_id)
         if self._on_record is not None:
             self._on_record(record)
         if self._file is not None:
@@ -194,13 +213,26 @@ class Ledger:
 
     def close(self) -> None:
         """Write what is still open, and how well costs were predicted; the file stays the caller's."""
-        for request_id in list(self._open):
+        for request_id in [*self._replaced, *self._open]:
             self.finished(request_id)
         if isinstance(self.costs, OnlineCalibration):
             for kind, report in self.costs.report().items():
                 self.predictions[kind] = report
                 if self._file is not None:
                     self._write("predictions", report, kind=kind)
+
+    def _settle(self, request_id: str) -> None:
+        """Nothing more will be known of a record that was replaced."""
+        if request_id in self._replaced:
+            self._write_preemption(self._replaced.pop(request_id)[1])
+
+    def _keep(self, record: PreemptionRecord) -> None:
+        if self._file is None and self._on_record is None:
+            self.preemptions.append(record)
+
+    def _write_preemption(self, record: PreemptionRecord) -> None:
+        if self._file is not None:
+            self._write("preemption", record, regret_seconds=record.regret_seconds)
 
     def _write(self, name: str, record: Record, **more: Any) -> None:
         if self._is_broken:

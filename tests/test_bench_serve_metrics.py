@@ -49,6 +49,21 @@ def test_whose_turn_it_is_is_no_output():
     assert answer.output_len == 2
 
 
+def test_outputs_that_come_together_share_the_time_since_the_one_before():
+    events = [encoded([event]) for event in words(8)]
+    pieces = [events[0] + events[1], events[2] + events[3] + events[4], events[5], events[6] + events[7]]
+    answer = read(*pieces, *events[8:], times=[101.0, 104.0, 105.0, 106.0, 106.0, 106.0])
+    assert answer.itls == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]  # what came with the first has no time of its own
+    assert (answer.output_len, answer.error) == (8, "")
+    assert answer.latency == answer.ttft + sum(answer.itls)
+    assert figures([answer], 6.0, Report())["median_itl_ms"] == 1000.0
+
+
+def test_without_a_usage_all_outputs_count_whenever_they_come():
+    events = [encoded([event]) for event in [*words(5)[:5], DONE]]
+    assert read(b"".join(events[:3]), b"".join(events[3:])).output_len == 5
+
+
 def test_outputs_without_text_count():
     events = [{"choices": [{"index": 0, "text": "", "token_ids": [one]}]} for one in (3, 4)]
     answer = read(*[encoded([event]) for event in (*events, DONE)])
@@ -75,7 +90,7 @@ def test_bytes_may_be_cut_anywhere(data):
     pieces = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     answer = read(*pieces)
     assert (answer.error, answer.text, answer.output_len) == ("", "w0 w1 ", 2)
-    assert len(answer.itls) == 1
+    assert len(answer.itls) == (answer.latency > answer.ttft)  # none if both came at once
     assert answer.latency == pytest.approx(answer.ttft + sum(answer.itls))
 
 

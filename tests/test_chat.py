@@ -69,7 +69,7 @@ def test_chat_template_adds_no_special_tokens(tokenizer):
         ),
         ([{"role": "assistant", "tool_calls": "x"}], r'"tool_calls"\] must be a list, not str'),
         ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], r'"tool_calls"\]\[0\] must be an object'),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "or its JSON"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": 7}}]}], "are an object, or text"),
     ],
 )
 def test_malformed_messages(tokenizer, messages, cause):

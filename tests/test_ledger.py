@@ -41,7 +41,9 @@ def test_a_record_is_closed_by_the_end_of_its_request():
     assert ledger.preemptions == []
     ledger.finished("r0")
     assert ledger.preemptions == [
-        PreemptionRecord(5, 1.5, "r0", 7, 2, [("r0", 0.25)], "swap", 2.0, 3.0, 8, 2.5, 0.75)
+        PreemptionRecord(
+            5, 1.5, "r0", 7, 2, [("r0", 0.25)], "swap", 2.0, 3.0, 8, 2.5, 0.75, bound_seconds=0.75
+        )
     ]
     ledger.finished("r0")
     ledger.close()
@@ -99,6 +101,57 @@ def test_how_a_swapped_request_came_back():
     assert "never resumed (in background)" in summary(ledger, 1)
 
 
+def a_step(step_id):
+    return StepRecord(step_id, 0.0, *[0] * 10)
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_what_is_known_late_goes_to_the_preemption_that_it_is_of(in_file):
+    file = io.StringIO() if in_file else None
+    ledger = Ledger(file)
+    ledger.preempted(victim(), 5, 0.0, [], SWAP)
+    ledger.preempted(victim(), 9, 0.0, [], SWAP)  # as step 8, in which it was back, is under way
+    ledger.step(a_step(9))
+    ledger.measured("r0", 3.5, 8)
+    ledger.measured("r0", 0.5, 9)
+    ledger.step(a_step(10))
+    ledger.measured("r0", 0.5, 8)  # nobody is so late
+    if in_file:
+        lines = [json.loads(line) for line in file.getvalue().splitlines()]
+        found = [(one["measured_seconds"], one["regret_seconds"]) for one in lines if one["record"] != "step"]
+        assert found == [(3.5, 0.5)]
+    ledger.close()
+    if in_file:
+        lines = [json.loads(line) for line in file.getvalue().splitlines()]
+        found = [one["measured_seconds"] for one in lines if one["record"] == "preemption"]
+    else:
+        found = [record.measured_seconds for record in ledger.preemptions]
+    assert found == [3.5, 0.5]
+
+
+def test_a_request_that_ends_takes_all_its_records_with_it():
+    file = io.StringIO()
+    ledger = Ledger(file)
+    ledger.preempted(victim(), 5, 0.0, [], SWAP)
+    ledger.preempted(victim(), 9, 0.0, [], SWAP)
+    ledger.finished("r0")
+    assert [json.loads(line)["step_id"] for line in file.getvalue().splitlines()] == [5, 9]
+    ledger.close()
+    assert len(file.getvalue().splitlines()) == 2
+
+
+def test_one_iteration_of_unknown_length_leaves_a_bound():
+    ledger = Ledger()
+    ledger.preempted(victim(), 5, 0.0, [], SWAP)
+    ledger.measured("r0", 2.0, 6)
+    ledger.measured("r0", 1.5, 7, is_timed=False)
+    ledger.measured("r0", 0.5, 8)
+    ledger.close()
+    (record,) = ledger.preemptions
+    assert (record.measured_seconds, record.regret_seconds) == (None, None)
+    assert (record.bound_seconds, record.regret_bound_seconds) == (4.0, 1.0)
+
+
 def test_steps_before_a_preemption_are_not_charged_to_it():
     ledger = Ledger()
     ledger.preempted(victim(), 5, 0.0, [], SWAP)
@@ -136,6 +189,7 @@ def test_lines_of_json():
         "measured_seconds": None,
         "resume_action": None,
         "resume_swap_seconds": None,
+        "bound_seconds": None,
         "regret_seconds": None,
     }
 

@@ -417,13 +417,13 @@ def test_presets_by_name_give_the_same_tokens(preset, tmp_path, monkeypatch):
     for record in records.preemptions:
         assert record.swap_seconds >= 0
         assert record.recompute_seconds >= 0
-    assert any(record.measured_seconds is not None for record in records.preemptions)
+    assert any(record.bound_seconds is not None for record in records.preemptions)
     if preset in ("vllm", "vllm_v1"):
         assert actions == {"recompute"}
         for record in records.preemptions:  # alone
             assert record.recompute_seconds > 0
             assert record.swap_seconds > 0
-        assert any(record.measured_seconds for record in records.preemptions)
+        assert any(record.bound_seconds for record in records.preemptions)
     report = llm.costs.report()
     assert report["decode"].count > 10
     assert report["prefill"].count + report["mixed"].count > 0

@@ -56,7 +56,7 @@ def test_defaults_are_vllms():
 
 NUMBERS = {
     # name: (accepted, refused)
-    "temperature": ([0, 0.0, 0.01, np.float32(0.01), 1, 100], [-1e-9, 1e-5, 0.0099, 100.1]),
+    "temperature": ([0, 0.0, 1e-9, 0.01, np.float32(0.01), 1, 100], [-1e-9, 100.1]),
     "top_p": ([1e-9, 0.5, 1], [0, -0.1, 1.0001]),
     "min_p": ([0, 0.5, 1], [-0.1, 1.0001]),
     "presence_penalty": ([-2, 0, 2], [-2.001, 2.001]),

@@ -145,7 +145,7 @@ def test_other_kinds_of_content_are_refused(server, kind):
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions/", "/V1/models", "/%00", "/../etc/passwd", "/v1/models/%ff/x", "//"]
+    "path", ["/v1/completions/", "/V1/models", "/%00", "/../etc/passwd", "/v1/models/%ff/x"]
 )
 def test_strange_paths(server, path):
     assert check(server.request("GET", path)) in (307, 404, 405)

@@ -332,7 +332,7 @@ def test_a_full_queue_is_answered_before_anything_is_read():
 def test_prompts_are_bounded_before_they_are_tokenised(server, monkeypatch):
     monkeypatch.setattr("jaxllm.tokenizer.encode", None)  # nothing calls it
     limits = server.service.prompt_limits
-    monkeypatch.setattr(server.service, "prompt_limits", type(limits)(2, 8, 100))
+    monkeypatch.setattr(server.service, "prompt_limits", type(limits)(2, 8, 100, 1024))
     for prompt, place in (("x" * 101, "prompt"), (["a", "x" * 101], "prompt[1]"), ([1] * 9, "prompt")):
         found = error_of(
             server.post("/v1/completions", {**BODY, "prompt": prompt}), 400, "context_length_exceeded"

@@ -11,11 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import serving
 
 from jaxllm.errors import ConfigError
+from jaxllm.executor.step_programs import CompileProgress
 from jaxllm.outputs import RequestOutput
 from jaxllm.sched.ledger import PreemptionRecord, StepRecord
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.stats import NUM_SECONDS, Stats
 from jaxllm.server.tracing import Tracer
+from jaxllm.types import RequestMetrics
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,10 @@ def test_the_live_state_adds_up(server):
     for decision in state["decisions"]:
         assert decision["action"] in ("swap", "recompute")
         assert decision["num_blocks"] > 0
+        assert decision["is_back"]
+        assert decision["bound_ms"] is not None  # whoever was preempted again, and whatever compiled
+        assert decision["measured_ms"] in (None, decision["bound_ms"])
+    assert list(state["latencies"]) == ["ttft_ms", "ttft_p99_ms", "e2e_ms", "e2e_p99_ms"]
     times = [decision["time"] for decision in state["decisions"]]
     assert times == sorted(times, reverse=True)
 
@@ -159,7 +165,7 @@ def test_history_is_by_the_second_and_bounded():
     assert history["dropped"] == [1, 0, 0, 0]
     assert history["device_blocks"] == [7, 0, 0, 0]
     assert history["refused"] == [0, 0, 0, 1]
-    assert history["ttft_ms"] == [None] * 4
+    assert history["ttft_ms"] == history["ttft_p99_ms"] == history["e2e_p99_ms"] == [None] * 4
     stats.on_record(step(num_running=4))
     stats.is_busy = lambda: True
     now[0] = 1007.0
@@ -168,6 +174,31 @@ def test_history_is_by_the_second_and_bounded():
     now[0] = 9000.0
     assert len(stats.history()["time"]) == NUM_SECONDS - 1
     assert set(stats.history()["output_tokens"]) == {0}
+
+
+def test_medians_come_with_99th_percentiles():
+    now = [1000.0]
+    stats = Stats(lambda: now[0])
+    assert set(stats.latencies().values()) == {None}
+    for milliseconds in range(1, 201):
+        metrics = RequestMetrics(arrival_time=0.0, first_token_time=milliseconds / 1e3, finished_time=1.0)
+        stats.finished(RequestOutput("r", None, [1], None, [], True, metrics), [])
+    now[0] = 1001.0
+    expected = {"ttft_ms": 100.5, "ttft_p99_ms": 198.0, "e2e_ms": 1000.0, "e2e_p99_ms": 1000.0}
+    assert stats.latencies() == expected
+    assert {name: stats.history()[name][-1] for name in expected} == expected
+    now[0] = 1100.0
+    assert set(stats.latencies().values()) == {None}
+
+
+def test_programs_that_compile_are_in_the_live_state(monkeypatch):
+    with serving() as running:
+        executor = running.service.made.executor
+        monkeypatch.setattr(executor, "compile_progress", lambda: CompileProgress(3, 12, 1.0))
+        found = running.request("GET", "/live")[2]["compiling"]
+        assert found == {"num_compiled": 3, "num_programs": 12}
+        monkeypatch.setattr(executor, "compile_progress", lambda: CompileProgress(12, 12, 1.0))
+        assert running.request("GET", "/live")[2]["compiling"] is None
 
 
 def test_decisions_are_kept_and_filled_in_later():

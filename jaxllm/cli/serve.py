@@ -35,7 +35,8 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "max_connections": (int, "N", "most open connections (default: 4096)"),
     "request_timeout": (float, "S", "for a request's head, and its body, to arrive (default: 30)"),
     "send_timeout": (float, "S", "after which a client that reads nothing is gone (default: 60)"),
-    "keep_alive_timeout": (float, "S", "that an idle connection is kept (default: 60)"),
+    "keep_alive_timeout": (float, "S", "that an idle connection is kept (default: 75)"),
+    "stream_keep_alive": (float, "S", "of silence after which a stream has a comment; 0: none (default: 15)"),
     "shutdown_timeout": (float, "S", "for requests to end when told to stop; then abort them (default: 30)"),
     "otlp_traces_endpoint": (str, "URL", "OpenTelemetry collector to send traces to (extra: otel)"),
 }

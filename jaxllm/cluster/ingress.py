@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -21,7 +20,7 @@ from jaxllm.server.auth import Keys
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.errors import ApiError, busy_with_bodies, shutting_down, too_large, too_late
 from jaxllm.server.guard import request_id_of
-from jaxllm.server.streams import DONE, event
+from jaxllm.server.streams import last_event
 
 _logger = logging.getLogger(__name__)
 _MOST_TRIES = 3
@@ -309,7 +308,7 @@ class _Forwarded(StreamingResponse):
             ended = ApiError(
                 503, "the replica that answered this has died: send it again", code="replica_died"
             )
-            yield event(ended.body()) + DONE
+            yield last_event(ended)
         finally:
             await answer.close()
 
@@ -334,5 +333,4 @@ def _lost_replicas(tries: int) -> ApiError:
 
 
 def _as_response(error: ApiError) -> Response:
-    content = json.dumps(error.body()).encode()
-    return Response(content, error.status_code, error.headers, media_type="application/json")
+    return Response(error.content(), error.status_code, error.headers, media_type="application/json")

@@ -19,8 +19,9 @@ class StepObserver:
     A recompute is charged with its share, by tokens, of what the prompt tokens added to the step: what it
     took longer than its decodes alone are predicted to. A swap is charged with what the steps in which its
     copies start take longer than predicted, by blocks: copies run beside steps, so that their own durations
-    would say nothing; the charge holds the error of the prediction, too. Steps with copies are left out of
-    the comparison; of the others the first 64 are compared, then one in four.
+    would say nothing; the charge holds the error of the prediction, too. A step of which only
+    a bound is known bounds the charge. Steps with copies are left out of the comparison; of the others the
+    first 64 are compared, then one in four.
 
     Args:
         costs: corrected as steps are observed; None compares nothing, and leaves swaps unmeasured.
@@ -45,10 +46,10 @@ class StepObserver:
                 each, longest = predicted / scheduled.num_decode_steps, seconds / scheduled.num_decode_steps
                 kind = step_kind(len(scheduled.decode), len(prefill))
                 costs.observe_bounds(kind, each, longest if is_timed else 0.0, longest)
-            elif predicted > 0.0 and is_timed:
-                self._charge_swaps(scheduled, max(0.0, seconds - predicted))
+            elif predicted > 0.0:
+                self._charge_swaps(scheduled, max(0.0, seconds - predicted), is_timed)
                 seconds = min(seconds, predicted)
-        if ledger is None or not is_timed or not any(chunk.num_recomputed for chunk in prefill):
+        if ledger is None or not any(chunk.num_recomputed for chunk in prefill):
             return
         added = seconds
         if costs is not None:
@@ -57,7 +58,7 @@ class StepObserver:
         for chunk in prefill:
             if chunk.num_recomputed:
                 charge = per_token * chunk.num_recomputed
-                ledger.measured(chunk.request.request_id, charge, scheduled.step_id)
+                ledger.measured(chunk.request.request_id, charge, scheduled.step_id, is_timed=is_timed)
 
     def observe_copies(self, timed: Iterable[CopyTime]) -> None:
         """Take durations of copies, as far as they are known."""
@@ -71,7 +72,7 @@ class StepObserver:
             else:
                 costs.observe_bounds("swap_in", costs.swap_in_seconds(copy.num_blocks), *bounds)
 
-    def _charge_swaps(self, scheduled: SchedulerOutput, seconds: float) -> None:
+    def _charge_swaps(self, scheduled: SchedulerOutput, seconds: float, is_timed: bool) -> None:
         if self._ledger is None:
             return
         copies = (*scheduled.swap_out, *scheduled.swap_in, *scheduled.load)
@@ -79,7 +80,7 @@ class StepObserver:
         for swap in copies:
             charge = seconds * len(swap.block_ids) / total
             if swap.request is not None:
-                self._ledger.measured(swap.request.request_id, charge, scheduled.step_id)
+                self._ledger.measured(swap.request.request_id, charge, scheduled.step_id, is_timed=is_timed)
 
 
 def predicted_seconds(costs: CostModel, scheduled: SchedulerOutput) -> float:

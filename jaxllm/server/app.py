@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from importlib import resources
 from pathlib import PurePath
 from typing import Any
@@ -72,6 +72,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "There is no such model",
         408: "The request did not arrive in time",
         413: "The request is too large",
+        415: "The request's body is compressed",
         503: "The server is busy, shutting down or has failed",
     }.items()
 }
@@ -142,7 +143,7 @@ def make_app(service: Service, *, owns_service: bool = True) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.router.route_class = _Route
-    _add_error_handlers(app)
+    _add_error_handlers(app, paths)
     _add_generation(app, service)
     _add_texts(app, service)
     _add_state(app, service, metrics)
@@ -150,12 +151,12 @@ def make_app(service: Service, *, owns_service: bool = True) -> FastAPI:
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
     async def of_api(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        found = error if isinstance(error, ApiError) else of_status(error)
+        found = error if isinstance(error, ApiError) else of_status(error, request.url.path, paths)
         request.state.log.error = found.message
-        content = dumps(found.body())
+        content = found.content()
         return Response(content, found.status_code, found.headers, media_type="application/json")
 
     async def of_wrong(request: Request, error: Exception) -> Response:
@@ -201,6 +202,7 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
         """One name of it."""
+        name = name.rstrip("/")
         service.check_model(name)
         found = service.models()["data"]
         return next((one for one in found if one["id"] == name), found[0])

@@ -68,8 +68,10 @@ def read_batch(path: str | os.PathLike[str], context: str) -> list[BatchLine]:
         with open(path, "rb") as file:
             offset = 0
             for number, data in enumerate(file, 1):
-                line = _parse_line(f"{name}, line {number}", data, offset, context)
-                offset += len(data)
+                start, offset = offset, offset + len(data)
+                if not data.strip():
+                    continue
+                line = _parse_line(f"{name}, line {number}", data, start, context)
                 earlier = sources.setdefault(line.custom_id, number)
                 if earlier != number:
                     raise RequestError(
@@ -80,13 +82,13 @@ def read_batch(path: str | os.PathLike[str], context: str) -> list[BatchLine]:
     except OSError as error:
         raise ConfigError(f"cannot read the batch file {name!r} ({error.strerror})") from error
     if not lines:
-        raise RequestError(f"{name}: the file is empty; give at least one request")
+        raise RequestError(
+            f"{name}: the file is empty, or holds nothing but blank lines; give at least one request"
+        )
     return lines
 
 
 def _parse_line(source: str, data: bytes, offset: int, context: str) -> BatchLine:
-    if not data.strip():
-        raise RequestError(f"{source}: the line is empty; remove it")
     try:
         values = parse(data)
     except (ValueError, UnicodeDecodeError) as error:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxllm import tokenizer as tokenization
+from jaxllm.chat import text_of_part
 from jaxllm.errors import JaxllmError
 from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.errors import refused
 from jaxllm.server.generation import BYTES_PER_TOKEN, Call, reserve
-from jaxllm.server.parameters import chat_params, conversation
+from jaxllm.server.parameters import chat_params, conversation, field_of
 from jaxllm.server.protocol import ChatCompletionRequest
 from jaxllm.server.scores import chat_logprobs, prompt_logprobs
 from jaxllm.server.service import Service
 from jaxllm.server.streams import dumps
+from jaxllm.server.tools import CallReader, DemandedCalls
 
 _ROLE = "assistant"
 
@@ -27,21 +32,27 @@ class _ChatForm:
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatCompletionRequest) -> None:
-        self._body = body
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        calls: DemandedCalls | None = None,
+        make_reader: Callable[[], CallReader] | None = None,
+    ) -> None:
+        self._body, self._calls, self._make_reader = body, calls, make_reader
+        self._readers: dict[int, CallReader] = {}
         self._echoed = ""
         if body.echo:
             last = body.messages[-1]["content"]
-            self._echoed = last if isinstance(last, str) else "".join(part["text"] for part in last or [])
+            self._echoed = last if isinstance(last, str) else "".join(map(text_of_part, last or []))
 
     def choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         """See `Form`."""
         body = self._body
-        choice = {
-            "index": index,
-            "message": {"role": _ROLE, "content": self._echoed + one.text, "refusal": None},
-            **self._end(one),
-        }
+        message: dict[str, Any] = {"role": _ROLE, "content": self._echoed + one.text, "refusal": None}
+        if (reader := self._reader(index)) is not None:
+            reader.feed(one.text)
+            message |= {"content": self._echoed or None, "tool_calls": reader.calls}
+        choice = {"index": index, "message": message, **self._end(index, one)}
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if body.return_token_ids:
@@ -50,7 +61,7 @@ class _ChatForm:
 
     def first_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """See `Form`: whose turn it is, and the last message if it is to be repeated."""
-        delta = {"role": _ROLE, "content": self._echoed}
+        delta = {"role": _ROLE, "content": self._echoed if self._calls is None else self._echoed or None}
         first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         if self._body.return_token_ids:
             first["prompt_token_ids"] = list(output.prompt_token_ids)
@@ -58,17 +69,32 @@ class _ChatForm:
 
     def chunk(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         """See `Form`."""
-        return {"index": index, "delta": {"content": one.text}, **self._end(one)}
+        delta: dict[str, Any] = {"content": one.text}
+        if (reader := self._reader(index)) is not None:
+            news = reader.feed(one.text)
+            delta = {"tool_calls": news} if news else {}
+        return {"index": index, "delta": delta, **self._end(index, one)}
 
-    def _end(self, one: CompletionOutput) -> dict[str, Any]:
-        """Scores, and how it ended."""
+    def _reader(self, index: int) -> CallReader | None:
+        """What finds calls in an output; None if it is text."""
+        if self._make_reader is None:
+            return None
+        if index not in self._readers:
+            self._readers[index] = self._make_reader()
+        return self._readers[index]
+
+    def _end(self, index: int, one: CompletionOutput) -> dict[str, Any]:
+        """Scores, and how it ended: by calls, as OpenAI has it, unless the client had named the function."""
         body, scores = self._body, None
+        reason: str | None = one.finish_reason
+        if reason == "stop" and self._calls is not None and not self._calls.is_named:
+            reason = "tool_calls" if self._readers[index].calls else reason
         if body.logprobs:
             as_ids = bool(body.return_tokens_as_token_ids)
             scores = chat_logprobs(one.token_ids, one.logprobs or [], body.top_logprobs or 0, as_ids=as_ids)
         ending: dict[str, Any] = {
             "logprobs": scores,
-            "finish_reason": one.finish_reason,
+            "finish_reason": reason,
             "stop_reason": one.stop_reason if one.finish_reason == "stop" else None,
         }
         if body.return_token_ids:
@@ -84,20 +110,25 @@ async def answer(service: Service, request: Request, body: ChatCompletionRequest
     """
     arrival_time = time.monotonic()
     service.check_model(body.model)
-    params = chat_params(body, service.default_params)
+    params, calls = chat_params(body, service.default_params), DemandedCalls.of(body)
     num_tokens = len(dumps(body.messages)) // BYTES_PER_TOKEN
     reservation = reserve(service, request, params, 1, num_tokens)
     tokenizer = service.needed_tokenizer()
 
-    def read() -> dict[str, Any]:
+    def read() -> tuple[dict[str, Any], SamplingParams, _ChatForm]:
         text = conversation(tokenizer, body)
         service.prompt_limits.check_text(text, "messages")
         try:
             token_ids = tokenization.encode(tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
+            prompt = {"prompt": text, "prompt_token_ids": token_ids}
+            if calls is None:
+                return prompt, params, _ChatForm(body)
+            form = service.call_format
+            make_reader = functools.partial(calls.reader, params, form, tokenizer)
+            return prompt, calls.bound(params, form, tokenizer), _ChatForm(body, calls, make_reader)
         except JaxllmError as error:
-            raise refused(str(error), "messages") from error
-        return {"prompt": text, "prompt_token_ids": token_ids}
+            raise refused(str(error), field_of(error, body)) from error
 
-    prompt = await service.core.call(read)
-    call = Call(service, request, body, [prompt], params, _ChatForm(body))
+    prompt, bounded, form = await service.core.call(read)
+    call = Call(service, request, body, [prompt], bounded, form)
     return await call.respond(arrival_time, reservation)

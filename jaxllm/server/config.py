@@ -45,7 +45,10 @@ class ServerConfig:
         max_connections: most open connections.
         request_timeout: seconds in which a request's head, and then its body, must have arrived.
         send_timeout: seconds after which a client that reads nothing is taken to be gone.
-        keep_alive_timeout: seconds that an idle connection is kept open.
+        keep_alive_timeout: seconds that an idle connection is kept open; longer than proxies' usual 60, so
+            that none of them sends a request into a connection that is being closed.
+        stream_keep_alive: seconds of silence after which a stream has a comment (": keep-alive"), so that
+            proxies keep the connections of requests that wait; 0 for none.
         shutdown_timeout: seconds that requests under way have to end when the server is told to stop; those
             left are aborted.
         log_requests: write a line for each request to the log.
@@ -68,7 +71,8 @@ class ServerConfig:
     max_connections: int = 4096
     request_timeout: float = 30.0
     send_timeout: float = 60.0
-    keep_alive_timeout: float = 60.0
+    keep_alive_timeout: float = 75.0
+    stream_keep_alive: float = 15.0
     shutdown_timeout: float = 30.0
     log_requests: bool = True
     otlp_traces_endpoint: str | None = None
@@ -89,6 +93,8 @@ class ServerConfig:
             _check_number(name, getattr(self, name), low, high, int)
         for name in ("request_timeout", "send_timeout", "keep_alive_timeout", "shutdown_timeout"):
             _check_number(name, getattr(self, name), 0.0, 86400.0, float)
+        if self.stream_keep_alive != 0:
+            _check_number("stream_keep_alive", self.stream_keep_alive, 0.1, 86400.0, float)
         if self.max_total_body_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_total_body_bytes={self.max_total_body_bytes} is below max_body_bytes="

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import http
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -12,7 +13,6 @@ from jaxllm.errors import (
     ConfigError,
     EngineError,
     RequestError,
-    RequestTooLargeError,
     SamplingParamsError,
     shown,
 )
@@ -26,6 +26,19 @@ _CODES = {
     413: "request_too_large",
     415: "unsupported_media_type",
     503: "service_unavailable",
+}
+_API = "/v1"
+_OTHER_APIS = {
+    "/responses": "OpenAI's Responses API is not served; use chat completions (of the openai package, "
+    "client.chat.completions.create), at /v1/chat/completions",
+    "/messages": "Anthropic's API is not served; use OpenAI's chat completions, at /v1/chat/completions",
+    "/api/generate": "Ollama's API is not served; use OpenAI's, at /v1/completions",
+    "/api/chat": "Ollama's API is not served; use OpenAI's, at /v1/chat/completions",
+    "/batches": "files of requests are for the command `jaxllm run-batch`",
+    "/files": "files of requests are for the command `jaxllm run-batch`",
+    "/embeddings": "models only generate text here",
+    "/score": "models only generate text here; a prompt's own log-probabilities are those of /v1/completions "
+    "with echo, logprobs and max_tokens 0",
 }
 _MAX_PARAM, _MAX_MESSAGE = 200, 1000
 
@@ -60,6 +73,10 @@ class ApiError(HTTPException):
         """The error object."""
         return error_object(self.status_code, self.message, self.param, self.code)
 
+    def content(self) -> bytes:
+        """The same as JSON, spaced as OpenAI's is: some clients look for `"code": "` in the text."""
+        return json.dumps(self.body()).encode("ascii")
+
 
 def error_object(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
@@ -71,6 +88,15 @@ def error_object(status: int, message: str, param: str | None, code: str | None)
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that is wrong."""
     return ApiError(400, message, param=param, code=code)
+
+
+def too_long(message: str, param: str, max_model_len: int) -> ApiError:
+    """A prompt, or what it may grow to, does not fit; clients know it by OpenAI's own first sentence."""
+    return refused(
+        f"This model's maximum context length is {max_model_len} tokens. However, {message}",
+        param,
+        "context_length_exceeded",
+    )
 
 
 def busy(message: str, seconds: int, code: str = "overloaded") -> ApiError:
@@ -106,8 +132,6 @@ def as_api_error(error: BaseException) -> ApiError:
     """What a client is told of an error: its own faults in full, of the server's that there is one."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestTooLargeError):
-        return refused(str(error), "prompt", "context_length_exceeded")
     if isinstance(error, SamplingParamsError | RequestError | ConfigError):
         return refused(str(error))
     if isinstance(error, EngineError):
@@ -135,8 +159,32 @@ def of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     return refused(f"{about}: {message}", param)
 
 
-def of_status(error: HTTPException) -> ApiError:
-    """An error that only has a status, such as that of an unknown route."""
+def of_status(error: HTTPException, path: str, paths: Collection[str]) -> ApiError:
+    """An error that only has a status, such as that of an unknown route.
+
+    Args:
+        error: the error.
+        path: what was asked for.
+        paths: what there is.
+    """
+    if error.status_code == 404:
+        return ApiError(404, f"there is no {shown(path, 200)} here: {_way_to(path, paths)}")
+    if error.status_code == 405:
+        methods = {name.lower(): value for name, value in (error.headers or {}).items()}["allow"]
+        return ApiError(405, f"{path} takes {methods}: send that", headers=error.headers)
     phrase = http.HTTPStatus(error.status_code).phrase
     detail = str(error.detail or phrase)
     return ApiError(error.status_code, detail, headers=error.headers)
+
+
+def _way_to(path: str, paths: Collection[str]) -> str:
+    """What a client that asked for a path there is not probably wants."""
+    for end, way_out in _OTHER_APIS.items():
+        if path.endswith(end):
+            return way_out
+    for known in sorted(paths, key=len, reverse=True):
+        route = known.removeprefix(_API)
+        if route != "/" and path.endswith(route):
+            base = f"http://<host>:<port>{_API if known.startswith(_API) else ''}"
+            return f"it is {known}; set the client's base URL to {base}"
+    return f"OpenAI's API has the base URL http://<host>:<port>{_API}, and /openapi.json lists all routes"

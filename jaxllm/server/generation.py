@@ -124,9 +124,7 @@ class Call:
             outputs = await self._all(generation)
             content = await self._made(self._whole, outputs, self.usage.completion_tokens)
             return Response(content, media_type="application/json")
-        chunks = self._chunks(generation)
-        first = await anext(chunks)  # what fails before there is anything has a status of its own
-        return EventStream(first, chunks)
+        return EventStream(self._chunks(generation), self.service.config.stream_keep_alive)
 
     async def _begin(self, arrival_time: float, reservation: Reservation) -> Generation:
         """Queue it; the end of the HTTP request gives everything back."""
@@ -148,11 +146,12 @@ class Call:
         try:
             generation = await stack.enter_async_context(run)
         except (RequestError, SamplingParamsError) as error:
-            raise refusal(error, self.body) from error
+            raise refusal(error, self.body, service.core.limits.max_model_len) from error
         await stack.enter_async_context(closed_on_disconnect(generation, self.request.receive))
         log = self.request.state.log
         log.num_prompts, log.metadata = len(self.prompts), self.body.metadata
-        log.user, log.cache_key = self.body.safety_identifier or self.body.user, self.body.prompt_cache_key
+        log.user = self.body.safety_identifier or self.body.user
+        log.cache_key = self.body.prompt_cache_key or self.body.session_id
         return generation
 
     async def _made(self, make: Callable[[_T], bytes], outputs: _T, num_tokens: int) -> bytes:

@@ -19,7 +19,6 @@ from jaxllm.server.config import ServerConfig
 from jaxllm.server.core import ClientGoneError
 from jaxllm.server.errors import ApiError, as_api_error, busy_with_bodies, shutting_down, too_large, too_late
 from jaxllm.server.service import Service
-from jaxllm.server.streams import dumps
 from jaxllm.types import RequestMetrics
 
 _logger = logging.getLogger("jaxllm.server.requests")
@@ -95,6 +94,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = self._with_tidy_path(scope)
         headers = Headers(scope=scope)
         request_id = request_id_of(headers)
         exchange = Exchange(
@@ -128,6 +128,7 @@ class Guard:
                 if scope["path"] in GENERATING_PATHS and scope["method"] == "POST":
                     self._service.check_room()
                 body.check_size()
+                _check_encoding(headers)
                 await self._app(scope, body.receive, answer)
             except ClientGoneError:
                 exchange.status = exchange.status or _CLOSED_BY_CLIENT
@@ -135,6 +136,12 @@ class Guard:
                 await self._fail(error, exchange, answer)
         exchange.path = getattr(scope.get("route"), "path", exchange.path)
         self._ended(exchange)
+
+    def _with_tidy_path(self, scope: Scope) -> Scope:
+        """The same, where only slashes are too many for a route that there is."""
+        path = re.sub("/+", "/", scope["path"])
+        path = path if path == "/" else path.removesuffix("/")
+        return {**scope, "path": path} if path != scope["path"] and path in self._paths else scope
 
     async def _fail(self, error: Exception, exchange: Exchange, send: Send) -> None:
         """Answer what the routes did not, or end a response that broke off."""
@@ -144,7 +151,7 @@ class Guard:
             _logger.exception("%s %s %s failed", exchange.request_id, exchange.method, exchange.path)
         if exchange.status:
             raise ConnectionError("a response broke off") from error
-        content = dumps(found.body())
+        content = found.content()
         headers = {
             "content-type": "application/json",
             "content-length": str(len(content)),
@@ -176,6 +183,21 @@ class Guard:
                 parts.append(f"{name}={value!r}")
         is_polled = exchange.path in _POLLED_PATHS and exchange.status < 400
         _logger.log(logging.DEBUG if is_polled else logging.INFO, "%s", ", ".join(parts))
+
+
+def _check_encoding(headers: Headers) -> None:
+    """Verify that a body is not compressed: what it holds is bounded before it is read.
+
+    Raises:
+        ApiError: it is.
+    """
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"Content-Encoding: {encoding[:80]} is not supported: send the body as it is, without the header",
+            param="content-encoding",
+        )
 
 
 class _Body:

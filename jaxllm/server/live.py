@@ -35,6 +35,7 @@ def live(service: Service) -> dict[str, Any]:
         "started": stats.started,
         "now": time.time(),
         "is_healthy": service.core.is_healthy,
+        "compiling": _compiling(service),
         "limits": {
             "num_gpu_blocks": limits.num_gpu_blocks,
             "num_host_blocks": limits.num_host_blocks,
@@ -52,6 +53,7 @@ def live(service: Service) -> dict[str, Any]:
         },
         "pool": pools(service),
         "requests": _requests(service),
+        "latencies": stats.latencies(),
         "history": stats.history(),
         "decisions": [_decision(when, record) for when, record in reversed(list(stats.decisions))],
         "predictions": {
@@ -70,6 +72,14 @@ def live(service: Service) -> dict[str, Any]:
             "recomputed_tokens": totals.recomputed_tokens,
         },
     }
+
+
+def _compiling(service: Service) -> dict[str, int] | None:
+    """How many programs there are, of how many known to be needed; None while none is being compiled."""
+    progress = service.made.executor.compile_progress()
+    if progress.num_compiled == progress.num_programs:
+        return None
+    return {"num_compiled": progress.num_compiled, "num_programs": progress.num_programs}
 
 
 def _requests(service: Service) -> list[dict[str, Any]]:
@@ -103,8 +113,11 @@ def _decision(when: float, record: PreemptionRecord) -> dict[str, Any]:
         "num_blocks": record.num_blocks,
         "swap_ms": _milliseconds(record.swap_seconds),
         "recompute_ms": _milliseconds(record.recompute_seconds),
+        "is_back": record.resumed_time is not None,
         "measured_ms": _milliseconds(record.measured_seconds),
         "regret_ms": _milliseconds(record.regret_seconds),
+        "bound_ms": _milliseconds(record.bound_seconds),
+        "regret_bound_ms": _milliseconds(record.regret_bound_seconds),
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.chat import render
 from jaxllm.errors import JaxllmError, RequestTooLargeError, shown
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.server.errors import ApiError, refused
+from jaxllm.server.errors import ApiError, refused, too_long
 from jaxllm.server.protocol import (
     MAX_MESSAGES,
     ChatCompletionRequest,
@@ -54,13 +54,17 @@ class PromptLimits:
 
     Attributes:
         max_prompts: most prompts of one request.
-        max_tokens: longest prompt, in tokens.
+        max_tokens: longest prompt that is looked at, in tokens.
         max_characters: characters beyond which a text has more tokens than that, whatever it says.
+        max_model_len: the model's length.
+        takes_empty: whether a text of nothing has a token, that of the beginning.
     """
 
     max_prompts: int
     max_tokens: int
     max_characters: int
+    max_model_len: int
+    takes_empty: bool = False
 
     def check_text(self, text: str, param: str) -> str:
         """The text, if it may fit.
@@ -68,14 +72,14 @@ class PromptLimits:
         Raises:
             ApiError: it is empty, or longer than any text the model takes.
         """
-        if not text:
+        if not text and not (self.takes_empty and param != "messages"):
             raise refused(f"{param} is empty: send text, or token ids", param)
         if len(text) > self.max_characters:
-            raise refused(
-                f"{param} has {len(text)} characters; the model takes {self.max_tokens} tokens, which are at "
-                f"most {self.max_characters} characters: shorten it",
+            raise too_long(
+                f"{param} has {len(text)} characters, and {self.max_tokens} tokens are at most "
+                f"{self.max_characters}: shorten it",
                 param,
-                "context_length_exceeded",
+                self.max_model_len,
             )
         return text
 
@@ -111,11 +115,7 @@ class PromptLimits:
 
     def _token_ids(self, value: list[Any], param: str) -> list[int]:
         if len(value) > self.max_tokens:
-            raise refused(
-                f"{param} has {len(value)} tokens; the model takes at most {self.max_tokens}: shorten it",
-                param,
-                "context_length_exceeded",
-            )
+            raise too_long(f"{param} has {len(value)} tokens: shorten it", param, self.max_model_len)
         for place, one in enumerate(value):
             if not _is_id(one):
                 raise refused(f"{param}[{place}]={shown(one, 80)} must be a token id", param)
@@ -156,7 +156,7 @@ def chat_params(request: ChatCompletionRequest, defaults: SamplingParams) -> Sam
             f"max_completion_tokens={given} and max_tokens={request.max_tokens} are the same limit: send one",
             "max_tokens",
         )
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
     values: dict[str, Any] = {"max_tokens": request.max_tokens if given is None else given}
     if request.logprobs:
@@ -179,7 +179,7 @@ def _params(
     try:
         params = SamplingParams(**chosen)
     except JaxllmError as error:
-        raise refusal(error, request) from error
+        raise refused(str(error), field_of(error, request)) from error
     if request.stream and params.num_samples > params.n:
         raise refused(
             f"best_of={params.best_of} above n={params.n} cannot be streamed: which samples are the best is "
@@ -207,19 +207,28 @@ def _structured_outputs(request: GenerationRequest) -> object:
     return {"json": wanted.json_schema.schema_}
 
 
-def refusal(error: JaxllmError, request: GenerationRequest) -> ApiError:
-    """What a client is told of what the engine refuses; messages begin with the field they are of."""
+def refusal(error: JaxllmError, request: GenerationRequest, max_model_len: int) -> ApiError:
+    """What a client is told of what the engine refuses."""
     given = getattr(request, "prompt", None)
     has_several = isinstance(given, list) and bool(given) and not _is_id(given[0])
     message = re.sub(r"^prompts(\[\d+\]): ", r"prompt\1: " if has_several else "", str(error))
-    found = re.match(r"\w+", message)
-    name = found.group() if found else ""
+    field = field_of(error, request)
+    return (
+        too_long(message, field, max_model_len)
+        if isinstance(error, RequestTooLargeError)
+        else refused(message, field)
+    )
+
+
+def field_of(error: JaxllmError, request: GenerationRequest) -> str:
+    """Which field an error is about: messages begin with it."""
+    found = re.match(r"(?:prompts\[\d+\]: )?(\w+)", str(error))
+    name = found.group(1) if found else ""
     if name == "structured_outputs" and request.structured_outputs is None:
-        name = "response_format"  # which became that
-    is_long = isinstance(error, RequestTooLargeError)
-    if is_long or name not in type(request).model_fields:
+        name = "tools" if request.response_format is None else "response_format"  # which became that
+    if isinstance(error, RequestTooLargeError) or name not in type(request).model_fields:
         name = "prompt" if "prompt" in type(request).model_fields else "messages"
-    return refused(message, name, "context_length_exceeded" if is_long else None)
+    return name
 
 
 def extras(request: GenerationRequest) -> dict[str, Any]:
@@ -247,10 +256,17 @@ def conversation(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequ
     variables = dict(variables or {})
     continues = bool(request.continue_final_message)
     opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    optional: dict[str, Any] = {}
     if isinstance(request, ChatCompletionRequest):
-        tools = _chosen_tools(request)
-        if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = request.reasoning_effort
+        if request.tool_choice == "none":
+            tools = None
+        elif request.tool_choice not in (
+            None,
+            "auto",
+        ):  # what the output must be does not hang on the template
+            tools, optional["tools"] = None, tools
+        if request.reasoning_effort is not None and "reasoning_effort" not in variables:
+            optional["reasoning_effort"] = request.reasoning_effort
     try:
         return render(
             tokenizer,
@@ -259,6 +275,7 @@ def conversation(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequ
             continue_final_message=continues,
             tools=tools,
             template_variables=variables,
+            optional_variables=optional,
         )
     except ApiError:
         raise
@@ -268,19 +285,7 @@ def conversation(tokenizer: PreTrainedTokenizerBase, request: ChatCompletionRequ
 
 def _field_of(message: str) -> str:
     """Which field of a conversation an error is about, by what it names."""
-    for name in ("tools", "reasoning_effort"):
-        if message.startswith(f"{name}=") or f"does not read {name!r}" in message:
-            return name
+    if message.startswith("tools=") or "does not read 'tools'" in message:
+        return "tools"
     is_variable = "does not read" in message or message.startswith("chat_template_kwargs")
     return "chat_template_kwargs" if is_variable else "messages"
-
-
-def _chosen_tools(request: ChatCompletionRequest) -> Any:
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise refused(
-            f"tool_choice={shown(choice, 80)} is not supported: the model chooses by itself among tools "
-            '("auto"), and "none" shows it none of them',
-            "tool_choice",
-        )
-    return None if choice == "none" else request.tools

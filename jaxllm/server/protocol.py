@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -56,39 +57,93 @@ _Texts = Annotated[
     ),
 ]
 
+_TEXT_ONLY = "models of text only are supported"
+_NO_REASONING = "what a model thinks is not told apart from what it says; ask for less in the prompt"
+_RENDERED = "it is for vLLM's routes that only render prompts"
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": ((None, ""), "text is only continued at its end"),
-    "use_beam_search": ((None, False), "beams are searched offline, by LLM.beam_search"),
-    "length_penalty": ((None, 1, 1.0), "it belongs to beam search, which is offline: LLM.beam_search"),
-    "spaces_between_special_tokens": ((None, True), "special tokens are separated by spaces"),
-    "store": ((None, False), "nothing is stored"),
-    "service_tier": ((None, "auto", "default"), "there is one tier; use priority"),
-    "verbosity": ((None, "medium"), "ask for it in the prompt"),
-    "prompt_cache_retention": ((None, "in_memory"), "how long blocks are kept is an engine option"),
-    "parallel_tool_calls": ((None, True), "calls are in the text, as the model writes them"),
-    "modalities": ((None, ["text"]), "models of text only are supported"),
-    "audio": ((None,), "models of text only are supported"),
-    "mm_processor_kwargs": ((None, {}), "models of text only are supported"),
-    "prediction": ((None,), "there is no speculative decoding"),
-    "functions": ((None, []), "use tools"),
-    "function_call": ((None, "auto", "none"), "use tool_choice"),
-    "chat_template": ((None,), "no templates are taken from requests: the server has the checkpoint's"),
-    "documents": ((None, []), "use chat_template_kwargs, if the template reads them"),
-    "kv_transfer_params": ((None, {}), "KV is not sent between servers"),
-    "vllm_xargs": ((None, {}), "there are no engine plug-ins"),
-    "logits_processors": ((None, []), "the server's own are an engine option"),
-    "guided_json": ((None,), "use structured_outputs, or response_format"),
-    "guided_regex": ((None,), "use structured_outputs"),
-    "guided_choice": ((None,), "use structured_outputs"),
-    "guided_grammar": ((None,), "use structured_outputs"),
+    "suffix": (("",), "text is only continued at its end"),
+    "use_beam_search": ((False,), "beams are searched offline, by LLM.beam_search"),
+    "length_penalty": ((1, 1.0), "it belongs to beam search, which is offline: LLM.beam_search"),
+    "early_stopping": ((False,), "it belongs to beam search, which is offline: LLM.beam_search"),
+    "spaces_between_special_tokens": ((True,), "special tokens are separated by spaces"),
+    "store": ((False,), "nothing is stored"),
+    "service_tier": (("auto", "default"), "there is one tier; use priority"),
+    "verbosity": (("medium",), "ask for it in the prompt"),
+    "prompt_cache_retention": (("in_memory", "in-memory"), "how long blocks are kept is an engine option"),
+    "parallel_tool_calls": ((True, False), "it is for chats with tools"),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "audio": ((), _TEXT_ONLY),
+    "mm_processor_kwargs": (({},), _TEXT_ONLY),
+    "media_io_kwargs": (({},), _TEXT_ONLY),
+    "prompt_embeds": (([],), "prompts are text or token ids"),
+    "prediction": ((), "there is no speculative decoding"),
+    "web_search_options": ((), "there is no search; put what it found into the prompt"),
+    "functions": (([],), "use tools"),
+    "function_call": (("auto", "none"), "use tool_choice"),
+    "chat_template": ((), "no templates are taken from requests: the server has the checkpoint's"),
+    "documents": (([],), "use chat_template_kwargs, if the template reads them"),
+    "include_reasoning": ((True,), _NO_REASONING),
+    "thinking_token_budget": ((-1,), _NO_REASONING),
+    "truncation_side": (("left",), "truncate_prompt_tokens keeps a prompt's last tokens"),
+    "logprob_token_ids": (([],), "use allowed_token_ids with logprobs"),
+    "repetition_detection": ((), "use repetition_penalty, or stop"),
+    "watermarking": ((False,), "outputs have no watermarks"),
+    "stream_interval": ((1,), "what is new is sent at once; a slow reader gets it put together"),
+    "return_prompt_text": ((False,), "use echo for completions, return_token_ids for chats"),
+    "return_token_offsets": ((False,), _RENDERED),
+    "return_mm_kwargs": ((True,), _RENDERED),
+    "routed_experts_prompt_start": ((0,), "experts are not returned"),
+    "kv_transfer_params": (({},), "KV is not sent between servers"),
+    "ec_transfer_params": (({},), _TEXT_ONLY),
+    "vllm_xargs": (({},), "there are no engine plug-ins"),
+    "logits_processors": (([],), "the server's own are an engine option"),
+    "guided_json": ((), "use structured_outputs, or response_format"),
+    "guided_regex": ((), "use structured_outputs"),
+    "guided_choice": ((), "use structured_outputs"),
+    "guided_grammar": ((), "use structured_outputs"),
+    "guided_decoding_backend": (("auto", "guidance"), "grammars are llguidance's"),
+    "guided_whitespace_pattern": ((), "use structured_outputs"),
 }
-"""Fields of OpenAI and vLLM, the values of them that change nothing, and the way out from others."""
+"""Fields of OpenAI and vLLM, the values beside null that change nothing, and the way out from others."""
+_NEUTRAL_OF_STREAMS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "include_obfuscation": ((False,), "chunks are as long as what they say"),
+}
 
 
 class _Body(BaseModel):
-    """An object without unknown fields, whose values are of the type that they ought to be."""
+    """An object without unknown fields, whose values are of the type that they ought to be.
+
+    Unknown fields that are null say nothing, and are taken.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+    place: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        """Take fields that change nothing out, and refuse them where they would."""
+        if not isinstance(values, dict):
+            return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {}
+        for name, value in values.items():
+            if name in known:
+                kept[name] = value
+            elif value is not None:
+                cls._check_neutral(name, value, known)
+        return kept
+
+    @classmethod
+    def _check_neutral(cls, name: str, value: Any, known: set[str]) -> None:
+        param = f"{cls.place}{name}"
+        if name not in cls.neutral:
+            hint = did_you_mean(name, [*known, *cls.neutral])
+            raise refused(f"unknown field {shown(param, 80)}: {hint}leave it out, or correct it", param)
+        neutral, way_out = cls.neutral[name]
+        if not any(type(value) is type(one) and value == one for one in neutral):
+            raise refused(f"{param}={shown(value, 80)} is not supported: {way_out}; leave it out", param)
 
 
 class StreamOptions(_Body):
@@ -99,12 +154,17 @@ class StreamOptions(_Body):
         continuous_usage_stats: have them in each chunk (vLLM's).
     """
 
+    neutral = _NEUTRAL_OF_STREAMS
+    place = "stream_options."
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(_Body):
     """A JSON schema, as OpenAI wraps it."""
+
+    place = "response_format.json_schema."
 
     name: _Name
     schema_: _Object = Field(default=None, alias="schema")
@@ -115,6 +175,8 @@ class JsonSchema(_Body):
 class ResponseFormat(_Body):
     """What the output must be."""
 
+    place = "response_format."
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -123,9 +185,11 @@ class GenerationRequest(_Body):
     """What completions and chats have in common; None is a field's default.
 
     Sampling parameters have the names and limits of `SamplingParams`, which checks them. `user`, its
-    successor `safety_identifier`, `prompt_cache_key` and `metadata` are for the log: blocks are found by what
-    they hold.
+    successor `safety_identifier`, `prompt_cache_key`, `session_id` and `metadata` are for the log: blocks
+    are found by what they hold.
     """
+
+    neutral = NEUTRAL
 
     model: _Name | None = None
     frequency_penalty: float | None = None
@@ -141,6 +205,7 @@ class GenerationRequest(_Body):
     user: _Name | None = None
     safety_identifier: _Name | None = None
     prompt_cache_key: _Name | None = None
+    session_id: _Name | None = None
     metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None
     response_format: ResponseFormat | None = None
 
@@ -166,27 +231,6 @@ class GenerationRequest(_Body):
     request_id: _Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, values: Any) -> Any:
-        """Take fields that change nothing out, and refuse them where they would."""
-        if not isinstance(values, dict):
-            return values
-        kept = {}
-        for name, value in values.items():
-            if name in cls.model_fields:
-                kept[name] = value
-                continue
-            if name not in NEUTRAL:
-                hint = did_you_mean(name, [*cls.model_fields, *NEUTRAL])
-                raise refused(
-                    f"unknown field {shown(name, 80)}: {hint}leave it out, or correct it", str(name)
-                )
-            neutral, way_out = NEUTRAL[name]
-            if not any(type(value) is type(one) and value == one for one in neutral):
-                raise refused(f"{name}={shown(value, 80)} is not supported: {way_out}; leave it out", name)
-        return kept
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
@@ -222,7 +266,8 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: _Objects = None
     tool_choice: Any = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: _Object = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -231,6 +276,8 @@ class ChatCompletionRequest(GenerationRequest):
 
 class TokenizeRequest(_Body):
     """Body of /tokenize: `prompt`, or `messages`."""
+
+    neutral = {name: NEUTRAL[name] for name in ("chat_template", "mm_processor_kwargs", "media_io_kwargs")}
 
     model: _Name | None = None
     prompt: str | None = None

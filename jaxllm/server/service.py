@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from jaxllm.server.core import EngineCore
 from jaxllm.server.errors import ApiError, refused, shutting_down
 from jaxllm.server.parameters import PromptLimits
 from jaxllm.server.stats import Stats
+from jaxllm.server.tools import CallFormat, call_format
+from jaxllm.tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +58,11 @@ class Service:
         self.block_bytes = made.executor.pool_bytes // made.executor.num_gpu_blocks
         max_len = self.core.limits.max_model_len
         self.prompt_limits = PromptLimits(
-            config.max_prompts, 2 * max_len, 2 * max_len * _longest_token(made.tokenizer)
+            config.max_prompts,
+            2 * max_len,
+            2 * max_len * _longest_token(made.tokenizer),
+            max_len,
+            takes_empty=made.tokenizer is not None and bool(encode(made.tokenizer, "")),
         )
 
     @classmethod
@@ -106,6 +113,11 @@ class Service:
         if self.tokenizer is None:
             raise refused("this server has no tokenizer: send prompts to /v1/completions as token ids")
         return self.tokenizer
+
+    @functools.cached_property
+    def call_format(self) -> CallFormat:
+        """How the model writes calls of tools."""
+        return call_format(self.needed_tokenizer())
 
     def check_health(self) -> None:
         """Verify that the engine takes requests.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import statistics
 import threading
 import time
@@ -146,20 +147,32 @@ class Stats:
                     second.e2e_seconds.append(metrics.finished_time - metrics.arrival_time)
         self.on_finished(output, samples)
 
-    def history(self) -> dict[str, list[float | int | None]]:
-        """The last seconds, by what happened in them; medians of times, in ms."""
+    def history(self) -> dict[str, Sequence[float | int | None]]:
+        """The last seconds, by what happened in them; medians and 99th percentiles of times, in ms."""
         with self._lock:
             self._now()
             seconds = list(self._seconds)[:-1]  # the last one is not over
-        columns: dict[str, list[float | int | None]] = {}
+        columns: dict[str, Sequence[float | int | None]] = {}
         for field in dataclasses.fields(Second):
             values = [getattr(second, field.name) for second in seconds]
             if field.name.endswith("_seconds"):
-                name = field.name.replace("_seconds", "_ms")
-                columns[name] = [round(statistics.median(one) * 1e3, 3) if one else None for one in values]
+                columns |= _figures(field.name, values)
             else:
                 columns[field.name] = values
         return columns
+
+    def latencies(self, num_seconds: int = 60) -> dict[str, float | None]:
+        """Medians and 99th percentiles of requests that ended in the last seconds, in ms."""
+        with self._lock:
+            self._now()
+            recent = list(self._seconds)[-num_seconds:]
+            times = {
+                name: [one for second in recent for one in getattr(second, name)]
+                for name in ("ttft_seconds", "e2e_seconds")
+            }
+        return {
+            key: figure[0] for name, one in times.items() for key, figure in _figures(name, [one]).items()
+        }
 
     def median_seconds(self) -> float:
         """Of requests that ended lately, from end to end, as of this second; 1 if there are none."""
@@ -196,3 +209,18 @@ class Stats:
         for missing in range(max(last.time + 1, now - NUM_SECONDS), now + 1):
             self._seconds.append(Second(missing, **goes_on))
         return self._seconds[-1]
+
+
+def _figures(name: str, times: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
+    """Median and 99th percentile of each list of seconds, in ms, by what they are called; None of nothing."""
+    kind = name.removesuffix("_seconds")
+
+    def column(figure: Callable[[Sequence[float]], float]) -> list[float | None]:
+        return [round(figure(one) * 1e3, 3) if one else None for one in times]
+
+    return {f"{kind}_ms": column(statistics.median), f"{kind}_p99_ms": column(_p99)}
+
+
+def _p99(times: Sequence[float]) -> float:
+    """The least of them that 99 % do not exceed."""
+    return sorted(times)[math.ceil(0.99 * len(times)) - 1]

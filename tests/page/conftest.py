@@ -232,8 +232,11 @@ def sample() -> dict[str, Any]:
             "num_blocks": 3,
             "swap_ms": 1.5 + 0.1 * number,
             "recompute_ms": 4.25 - 0.2 * number,
-            "measured_ms": None if number == 0 else 1.75 + 0.15 * number,
-            "regret_ms": None if number == 0 else 0.5 if number == 1 else 0.0,
+            "is_back": number > 0,
+            "measured_ms": None if number in (0, 3) else 1.75 + 0.15 * number,
+            "regret_ms": None if number in (0, 3) else 0.5 if number == 1 else 0.0,
+            "bound_ms": None if number == 0 else 1.75 + 0.15 * number,
+            "regret_bound_ms": None if number == 0 else 0.5 if number in (1, 3) else 0.0,
         }
         for number in range(12)
     ]
@@ -244,6 +247,7 @@ def sample() -> dict[str, Any]:
         "started": now - 3723,
         "now": now,
         "is_healthy": True,
+        "compiling": None,
         "limits": {
             "num_gpu_blocks": 40,
             "num_host_blocks": 20,
@@ -276,8 +280,11 @@ def sample() -> dict[str, Any]:
             "finished": wave(6, 3, 30),
             "refused": [int(tick % 100 == 0) for tick in ticks],
             "ttft_ms": [None if tick % 7 else 40.0 + tick / 10 for tick in ticks],
+            "ttft_p99_ms": [None if tick % 7 else 90.0 + tick / 10 for tick in ticks],
             "e2e_ms": [None if tick % 7 else 1400.0 + tick for tick in ticks],
+            "e2e_p99_ms": [None if tick % 7 else 4400.0 + tick for tick in ticks],
         },
+        "latencies": {"ttft_ms": 62.5, "ttft_p99_ms": 119.0, "e2e_ms": 1580.0, "e2e_p99_ms": 4690.0},
         "decisions": decisions,
         "predictions": {
             "prefill": {"count": 120, "error": 0.081, "factor": 1.04},

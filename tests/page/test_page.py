@@ -59,6 +59,8 @@ def test_head_line_and_counters(tab):
     assert shown["Output"].endswith("tokens/s")
     assert shown["First token"].endswith("ms")
     assert shown["End to end"].endswith("s")
+    under = tab.page.eval_on_selector_all("#tiles .under", "all => all.map(one => one.innerText)")
+    assert under[-2:] == ["median, p99 119 ms", "median, p99 4.7 s"]
 
 
 def parts(tab, tier):
@@ -132,12 +134,48 @@ def test_decisions_with_predicted_and_measured_costs(tab):
         ["swap out", "0", NONE, "\u00d7 1.00"],
     ]
     label = tab.page.eval_on_selector("#scatter", "canvas => canvas.ariaLabel")
-    assert "costs of 11 preemptions" in label
+    assert "costs of 10 preemptions" in label
+
+
+def test_what_a_preemption_took_at_most_is_told_as_that(tab, scripted):
+    assert tab.rows("#decisions")[3][-2:] == ["\u2264 2.20 ms", "\u2264 0.50 ms"]
+    titles = "rows => rows.map(row => row.children[6].title)"
+    found = tab.page.eval_on_selector_all("#decisions tr", titles)
+    assert (found[0], found[1]) == ("it is not back yet", "")
+    assert "at most" in found[3]
+    scripted.live["decisions"][0] |= {"is_back": True, "measured_ms": 3.0, "regret_ms": 1.5, "bound_ms": 3.0}
+    tab.wait("document.querySelector('#decisions tr td:nth-child(7)').innerText === '3.00 ms'")
+
+
+@pytest.mark.parametrize("width", [1080, 1199, 1200, 1280, 1440])
+def test_no_column_is_cut(scripted, open_tab, width):
+    for one in scripted.live["decisions"]:
+        one |= {"request_id": "chatcmpl-" + "0123456789abcdef" * 2 + "/123.0", "action": "recompute"}
+        one |= {"swap_ms": 12345.0, "recompute_ms": 123.0, "measured_ms": None, "bound_ms": 12345.0}
+        one |= {"regret_bound_ms": 12345.0, "num_blocks": 12345}
+    tab = open_tab(scripted.url)
+    tab.page.set_viewport_size({"width": width, "height": 800})
+    tab.wait(IS_UP_TO_DATE)
+    over = "tiles => tiles.filter(tile => tile.scrollWidth > tile.clientWidth).length"
+    assert tab.page.eval_on_selector_all("#tiles > div", over) == 0
+    hidden = "table => table.scrollWidth - table.parentElement.clientWidth"
+    assert tab.page.eval_on_selector("table:has(#decisions)", hidden) <= 0
+
+
+def test_programs_that_compile_are_told_of(tab, scripted):
+    scripted.live["compiling"] = {"num_compiled": 3, "num_programs": 12}
+    tab.wait("document.querySelector('#health').innerText === 'compiling 3 of 12'")
+    assert tab.page.get_attribute("#health", "class") == "health busy"
+    assert tab.page.is_hidden("#banner")
+    scripted.live["is_healthy"] = False
+    tab.wait("document.querySelector('#health').innerText === 'unhealthy'")
+    scripted.live |= {"is_healthy": True, "compiling": None}
+    tab.wait(IS_UP_TO_DATE)
 
 
 def test_charts_are_drawn_and_have_words(tab, scripted):
     drawn = coloured_pixels(tab, "#charts figure")
-    assert [len(series) for series in drawn] == [2, 3, 2, 2, 3, 2]
+    assert [len(series) for series in drawn] == [2, 3, 2, 4, 3, 2]
     assert min(min(series) for series in drawn) > 10, drawn
     assert min(coloured_pixels(tab, ".scatter")[0]) > 10
     labels = tab.page.eval_on_selector_all("#charts canvas", "all => all.map(canvas => canvas.ariaLabel)")
@@ -146,9 +184,9 @@ def test_charts_are_drawn_and_have_words(tab, scripted):
     assert labels[4].endswith("dropped 18, swapped out 28, swapped in 27")
     tab.page.click("summary")
     rows = tab.rows("#series")
-    assert len(rows) == 14
+    assert len(rows) == 16
     assert rows[0][:3] == ["Throughput", "output", f"{last} tokens/s"]
-    assert rows[7][:2] == ["Latency, median of each second", "first token"]
+    assert rows[7][:2] == ["Latency, median and 99th percentile of each second", "first token"]
     assert rows[7][5] == "69.4 ms"
 
 
@@ -236,6 +274,7 @@ def test_nothing_is_there_yet(scripted, open_tab):
         "disk": None,
     }
     live["totals"] = dict.fromkeys(live["totals"], 0)
+    live["latencies"] = dict.fromkeys(live["latencies"])
     tab = open_tab(scripted.url)
     tab.wait(IS_UP_TO_DATE)
     assert "Nobody is here" in tab.text("#requests")
@@ -243,7 +282,7 @@ def test_nothing_is_there_yet(scripted, open_tab):
     assert "Nothing has been predicted" in tab.text("#predictions")
     assert [name for name, _ in parts(tab, 1)] == ["free"]
     assert tab.text(".tier:nth-child(2) p") == "Host\nno blocks here"
-    assert coloured_pixels(tab, "#charts figure") == [[0] * number for number in (2, 3, 2, 2, 3, 2)]
+    assert coloured_pixels(tab, "#charts figure") == [[0] * number for number in (2, 3, 2, 4, 3, 2)]
     assert tiles(tab)["First token"] == NONE
     assert "NaN" not in tab.text("body")
     assert "undefined" not in tab.text("body")

@@ -22,7 +22,8 @@ class Answer:
         due_time: when the workload has it sent.
         start_time: when it was sent.
         ttft: from sending to the first output.
-        itls: between one output and the next.
+        itls: between one output and the next. Outputs that arrive together share the time since the one
+            before; those that come with the first have no time of their own.
         latency: from sending to the last output; of a request that failed, to its failure.
         output_len: tokens of the output; the number of chunks that brought output if the server tells none.
         text: the output.
@@ -73,6 +74,7 @@ class AnswerStream:
         self._rest = b""
         self._texts: list[str] = []
         self._last: float | None = None
+        self._num_outputs = self._num_new = 0
         self._is_over = False
 
     def feed(self, data: bytes, now: float) -> None:
@@ -85,7 +87,16 @@ class AnswerStream:
             if payload == b"[DONE]":
                 self._is_over = True
             elif payload and not self._answer.error:
-                self._event(payload, now)
+                self._event(payload)
+        if not self._num_new:
+            return
+        if self._last is None:
+            self._answer.ttft = now - self._answer.start_time
+        else:
+            self._answer.itls += [(now - self._last) / self._num_new] * self._num_new
+        self._last = now
+        self._num_outputs += self._num_new
+        self._num_new = 0
 
     def close(self) -> None:
         """The stream has ended: put the answer together, or say what it lacked."""
@@ -93,7 +104,7 @@ class AnswerStream:
         answer.text = "".join(self._texts)
         if self._last is not None:
             answer.latency = self._last - answer.start_time
-            answer.output_len = answer.output_len or len(answer.itls) + 1
+            answer.output_len = answer.output_len or self._num_outputs
         if answer.error:
             return
         if not self._is_over:
@@ -101,7 +112,7 @@ class AnswerStream:
         elif self._last is None:
             answer.error = "the stream held no output"
 
-    def _event(self, payload: bytes, now: float) -> None:
+    def _event(self, payload: bytes) -> None:
         answer = self._answer
         try:
             event = json.loads(payload)
@@ -117,9 +128,9 @@ class AnswerStream:
             answer.output_len, answer.has_usage = usage.get("completion_tokens") or 0, True
             answer.prompt_len = usage.get("prompt_tokens") or answer.prompt_len
         for choice in event.get("choices") or ():
-            self._choice(choice, now)
+            self._choice(choice)
 
-    def _choice(self, choice: Mapping[str, Any], now: float) -> None:
+    def _choice(self, choice: Mapping[str, Any]) -> None:
         answer, delta = self._answer, choice.get("delta")
         self._is_over = self._is_over or choice.get("finish_reason") is not None
         if delta is None:
@@ -131,11 +142,7 @@ class AnswerStream:
         if text:
             self._texts.append(text)
         answer.token_ids += choice.get("token_ids") or ()
-        if self._last is None:
-            answer.ttft = now - answer.start_time
-        else:
-            answer.itls.append(now - self._last)
-        self._last = now
+        self._num_new += 1
 
 
 def error_message(body: object) -> str:

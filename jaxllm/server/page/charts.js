@@ -32,11 +32,16 @@ const CHARTS = [
   },
   {
     title: "Latency",
-    note: "median of each second",
+    note: "median and 99th percentile of each second",
     format: milliseconds,
     tick: milliseconds,
     isLog: true,
-    series: [["ttft_ms", "first token", "blue"], ["e2e_ms", "end to end", "teal"]],
+    series: [
+      ["ttft_ms", "first token", "blue"],
+      ["ttft_p99_ms", "first token p99", "violet"],
+      ["e2e_ms", "end to end", "teal"],
+      ["e2e_p99_ms", "end to end p99", "amber"],
+    ],
   },
   {
     title: "Preemptions and restores",

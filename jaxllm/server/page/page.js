@@ -31,16 +31,15 @@ function showHead(live) {
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-function showTiles({ limits, queues, history, totals }) {
+function showTiles({ limits, queues, history, latencies, totals }) {
   const latest = (key, numSeconds) => history[key].slice(-numSeconds).filter((value) => value !== null);
   const rate = (key) => {
     const values = latest(key, 10);
     return values.length ? precise(sum(values) / values.length) : "0";
   };
   const median = (key) => {
-    const values = latest(key, 60).sort((a, b) => a - b);
-    const [value, unit] = known(values[Math.floor(values.length / 2)], milliseconds).split(/ (.*)/);
-    return { value, unit, under: "median of 1 minute" };
+    const [value, unit] = known(latencies[`${key}_ms`], milliseconds).split(/ (.*)/);
+    return { value, unit, under: `median, p99 ${known(latencies[`${key}_p99_ms`], milliseconds)}` };
   };
   const ofAtMost = (most) => `of at most ${count(most)}`;
   const refused = `${count(sum(history.refused))} in 5 minutes`;
@@ -55,15 +54,20 @@ function showTiles({ limits, queues, history, totals }) {
     ...counters,
     { name: "Output", value: rate("output_tokens"), ...speed, className: "blue" },
     { name: "Prompts", value: rate("prompt_tokens"), ...speed, className: "teal" },
-    { name: "First token", ...median("ttft_ms"), className: "blue" },
-    { name: "End to end", ...median("e2e_ms"), className: "teal" },
+    { name: "First token", ...median("ttft"), className: "blue" },
+    { name: "End to end", ...median("e2e"), className: "teal" },
   ]);
 }
 
 function showDecisions({ decisions }) {
   const predicted = (value, isDone) => ({ text: known(value, cost), className: isDone ? "number done" : "number" });
+  const why = "of some of its iterations it is not known how long they ran: it took this at most";
+  const atMost = (value) => `≤ ${cost(value)}`;
   const rows = decisions.map((one) => {
     const isSwap = one.action === "swap";
+    const isBound = one.measured_ms === null && one.bound_ms !== null;
+    const regret = isBound ? one.regret_bound_ms : one.regret_ms;
+    const title = isBound ? why : one.is_back ? "" : "it is not back yet";
     return [
       { text: clock(one.time), className: "" },
       { text: one.request_id, className: "id", title: one.request_id },
@@ -71,8 +75,8 @@ function showDecisions({ decisions }) {
       { text: count(one.num_blocks), title: plural(one.num_tokens, "token") },
       predicted(one.swap_ms, isSwap),
       predicted(one.recompute_ms, !isSwap),
-      { text: known(one.measured_ms, cost), title: one.measured_ms === null ? "it is not back yet" : "" },
-      { text: known(one.regret_ms, cost), className: one.regret_ms > 0 ? "number regret" : "number" },
+      { text: isBound ? atMost(one.bound_ms) : known(one.measured_ms, cost), title },
+      { text: known(regret, isBound && regret > 0 ? atMost : cost), className: regret > 0 ? "number regret" : "number" },
     ];
   });
   fillRows(byId("decisions"), rows, 8, "Nobody has been preempted: there were blocks for all.");
@@ -163,8 +167,11 @@ async function poll() {
   const since = isStale && last ? ` What is below is as of ${clock(last.now)}.` : "";
   byId("main").classList.toggle("stale", isStale);
   byId("main").ariaBusy = String(last === null);
-  setClass(byId("health"), problem ? "health bad" : "health good");
-  setText(byId("health").lastElementChild, problem ? problem[0] : "healthy");
+  const compiling = problem === null && last?.compiling;
+  const progress = compiling && `compiling ${compiling.num_compiled} of ${compiling.num_programs}`;
+  setClass(byId("health"), problem ? "health bad" : compiling ? "health busy" : "health good");
+  setText(byId("health").lastElementChild, problem ? problem[0] : compiling ? progress : "healthy");
+  byId("health").title = compiling ? "Requests that need a program which is not there yet wait for it." : "";
   byId("banner").hidden = problem === null;
   setText(byId("banner"), problem ? `${problem[1]}${since}` : "");
 }
