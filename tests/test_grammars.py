@@ -357,8 +357,8 @@ def test_json_ends_though_the_model_likes_whitespace():
             assert json.loads(output.outputs[0].text).keys() == {"a"}
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model(tokenizer):
-    """The others are never sampled."""
+def test_a_tokenizer_with_more_tokens_than_the_model(tokenizer, tmp_path):
+    """The others are never sampled, though the grammar would take them."""
     larger = load_tokenizer(demo_model_path())
     larger.add_tokens(["<one more>", "<and another>"])
     assert len(larger) > VOCAB_SIZE
@@ -371,3 +371,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tokenizer):
     width = VOCAB_SIZE // 32
     assert np.array_equal(found.first_row[:width], same.first_row[:width])
     assert found.first_row[:width].any()
+    larger.save_pretrained(tmp_path)
+    with LLM(tokenizer=tmp_path, max_num_seqs=2, max_model_len=64) as llm:
+        params = SamplingParams(seed=0, max_tokens=30, structured_outputs={"regex": "[a-z<> ]{12}"})
+        (output,) = llm.generate("The cat", params, use_tqdm=False)
+        assert output.outputs[0].finish_reason == "stop"
+        assert len(output.outputs[0].text) == 12
+        assert max(output.outputs[0].token_ids) < VOCAB_SIZE

@@ -1,0 +1,50 @@
+"""The benchmark of what ordinary streams notice of hostile requests."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from server_helpers import serving
+
+from jaxllm import StructuredOutputsParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import bench_stalls
+
+
+@pytest.mark.parametrize("name", sorted(bench_stalls.CASES))
+def test_requests_of_a_case_are_new_each_time(name):
+    make = bench_stalls.CASES[name]
+    first, second = (StructuredOutputsParams(**make(number)) for number in (1, 2))
+    assert first != second
+
+
+def test_gaps_are_written_with_and_without_a_case(monkeypatch, tmp_path, capsys):
+    @contextlib.contextmanager
+    def running_server(arguments):
+        with serving() as server:
+            yield server.url
+
+    monkeypatch.setattr(bench_stalls, "running_server", running_server)
+    monkeypatch.setattr(bench_stalls, "_OUTPUT_LEN", 10)
+    out = tmp_path / "stalls.json"
+    arguments = ["--cases", "rules,repeats", "--streams", "2", "--seconds", "0.5", "--out", str(out)]
+    bench_stalls.main(arguments)
+    values = json.loads(out.read_text())
+    assert values["cases"].keys() == {"rules", "repeats"}
+    for case in values["cases"].values():
+        for measured in (case["alone"], case["beside"]):
+            assert measured["num_gaps"] > 0
+            assert measured["worst_gap"] >= measured["median_gap"]
+        assert case["bound"] == pytest.approx(3 * case["alone"]["median_gap"] + 0.05, rel=1e-4)
+        assert case["is_within_bound"] == (case["beside"]["worst_gap"] <= case["bound"])
+    assert values["cases"]["repeats"]["beside"]["statuses"].keys() == {"400"}
+    assert values["seed"] == 0
+    assert "--cases rules,repeats" in values["command"]
+    assert "rules: median gap" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench_stalls.main(["--cases", "rulez", "--out", str(out)])
+    assert "there are references" in capsys.readouterr().err
