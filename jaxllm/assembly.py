@@ -227,7 +227,8 @@ def _assemble(
         num_host_blocks=num_host_blocks,
         host_bandwidth_limit=config.host_bandwidth_limit,
         max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
-        has_complete_programs=config.warm_up == "everything",
+        warms_sampling=config.warm_up != "background",
+        warms_everything=config.warm_up == "everything",
         logits_processors=load_processors(config.logits_processors, model_config.vocab_size, max_model_len),
     )
     programs = StepPrograms(model_config, executor_config, device)

@@ -76,10 +76,10 @@ class EngineConfig:
         decode_buckets: batch sizes to compile decode programs for; a ladder up to max_num_seqs by default.
         prefill_buckets: token counts to compile programs of steps with prompts for, likewise.
         warm_up: "background" compiles programs in the order of need beside an engine that already serves: a
-            step waits for its own only. "all" compiles every program of greedy and random steps and runs it
-            once before the first request, for measurements; other sampling has programs of its own, compiled
-            when it is first asked for. "everything" adds one for each shape that serves all of it, so that
-            nothing compiles later, unless somebody asks for `logprobs=-1`.
+            step waits for its own only, and a request whose options need another program waits until that is
+            there, while others go on. "all" compiles every program of steps, filters, penalties, masks and
+            log-probabilities and runs those of steps once before the first request, for measurements.
+            "everything" adds what `prompt_logprobs` and `logprobs=-1` take, so that nothing compiles later.
         compilation_cache_dir: folder of JAX's persistent compilation cache; None leaves JAX's settings alone.
 
     Raises:

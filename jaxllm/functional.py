@@ -424,6 +424,7 @@ def _slot_params(
         prompt_length=per_row(lengths, jnp.int32, 0),
         min_length=per_row(0, jnp.int32, 0),
         first_position=per_row(0, jnp.int32, 0),
+        has_logprobs=per_row(0, jnp.int32, 0),
         bias_ids=jnp.full((batch_size + 1, MAX_LOGIT_BIAS), -1, jnp.int32),
         bias_values=jnp.zeros((batch_size + 1, MAX_LOGIT_BIAS), jnp.float32),
         banned_ids=jnp.full((batch_size + 1, 1), -1, jnp.int32),

@@ -525,6 +525,17 @@ class Executor(Protocol):
         """Whether the last step runs as it always will: no program was being compiled when it was sent."""
         ...
 
+    def samples_apart(self, params: SamplingParams) -> bool:
+        """Whether requests of these parameters take one iteration at a time, whatever the others do."""
+        ...
+
+    def is_ready_for(self, request: Request) -> bool:
+        """Whether no step waits for a program because of what a request asks of sampling.
+
+        If one would, it is compiled from now on, beside the steps.
+        """
+        ...
+
     def execute(self, scheduled: SchedulerOutput) -> StepResult:
         """Dispatch one step; reads the requests' block tables before it returns."""
         ...

@@ -213,7 +213,9 @@ class PolicyPlanner:
         room = _Room(num_free, num_tokens, len(state.free_slots), num_chunks)
         first = state.first_queued()
         assert first is not None  # somebody is queued
-        num_passing = math.inf if self._policy.patience is None else self._policy.patience - first.num_passed
+        num_passing = math.inf
+        if self._policy.patience is not None and not state.sits_out(first):
+            num_passing = self._policy.patience - first.num_passed
         if num_passing <= 0:
             plan.reserved = first
             self._take_only(plan, first, room, now)
@@ -383,6 +385,8 @@ class PolicyPlanner:
             nonlocal pools, is_busy
             if min(room.num_slots, room.num_chunks, room.num_tokens) < 1:
                 return Verdict.STOP
+            if state.sits_out(request):
+                return Verdict.SKIP_ONE
             if state.has_to_wait(request):
                 return self._unsuited
             num_needed, hit = pool.blocks_for(request.num_tokens), NO_HIT

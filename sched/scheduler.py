@@ -453,7 +453,7 @@ class Scheduler:
         if plan.resuming or plan.starting:
             first = self._state.first_queued()
             taking = [one[0] for one in (*plan.resuming, *plan.starting)]
-            if first is not None and first not in taking:
+            if first is not None and first not in taking and not self._state.sits_out(first):
                 first.num_passed += len(taking)
 
     def _preempt(

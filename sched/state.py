@@ -113,9 +113,13 @@ class SchedulerState:
         """Requests that can be preempted."""
         return len(self.running) + len(self.prompts)
 
+    def sits_out(self, request: Request) -> bool:
+        """Whether somebody lets it sit out."""
+        return request.request_id in self.sitting_out
+
     def has_to_wait(self, request: Request) -> bool:
         """Whether a queued request waits for more than room: for files, or for who lets it sit out."""
-        return request.request_id in self.awaited or request.request_id in self.sitting_out
+        return request.request_id in self.awaited or self.sits_out(request)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that a holder lacks to hold the KV of its first `num_tokens`."""

@@ -22,7 +22,7 @@ from jaxllm.executor.sampler import (
 )
 
 VOCAB, SLOTS, MAX_LEN = 50, 6, 24
-sample_jit = jax.jit(sample, static_argnums=5)
+sample_jit = jax.jit(sample, static_argnums=5, static_argnames="is_lazy")
 
 
 def run_sampler(
@@ -34,6 +34,7 @@ def run_sampler(
     seeds=None,
     eos=frozenset(),
     sampling=Sampling.GREEDY,
+    is_lazy=False,
 ):
     """Sample one token per entry of `params`, row i in slot i, with a program that may do more `sampling`."""
     host = SlotParams.host_zeros(SLOTS)
@@ -52,7 +53,7 @@ def run_sampler(
     ends = np.full(SLOTS, prompt_length if lengths is None else lengths, np.int32)
     sampling = functools.reduce(operator.or_, map(Sampling.of, params), sampling)
     slot_params = SlotParams(*map(jnp.asarray, host))
-    rows = sample_jit(jnp.asarray(padded), slot_params, slots, tokens, ends, sampling)
+    rows = sample_jit(jnp.asarray(padded), slot_params, slots, tokens, ends, sampling, is_lazy=is_lazy)
     return [np.asarray(x)[: len(params)] for x in jax.tree.leaves(rows)]
 
 
@@ -289,12 +290,12 @@ def test_a_token_is_the_same_whichever_program_computes_it(params, number):
     lengths = rng.integers(4, MAX_LEN, SLOTS)
     eos = frozenset([int(logits[0].argmax())])
     together = run_sampler(params, logits, history, lengths=lengths, seeds=range(SLOTS), eos=eos)
-    most = run_sampler(
-        params, logits, history, lengths=lengths, seeds=range(SLOTS), eos=eos, sampling=Sampling.EVERYTHING
-    )
-    assert together[0].tolist() == most[0].tolist()
-    for found, expected in zip(together[1:], most[1:], strict=False):
-        np.testing.assert_array_equal(found, expected)
+    options = {"lengths": lengths, "seeds": range(SLOTS), "eos": eos, "sampling": Sampling.COMPLETE}
+    for is_lazy in (False, True):
+        most = run_sampler(params, logits, history, is_lazy=is_lazy, **options)
+        assert together[0].tolist() == most[0].tolist()
+        for found, expected in zip(together[1:], most[1:], strict=False):
+            np.testing.assert_array_equal(found, expected)
     for row, one in enumerate(params):
         alone = [SamplingParams(temperature=0)] * SLOTS
         alone[row] = one

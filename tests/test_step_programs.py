@@ -10,12 +10,16 @@ from checkpoint_helpers import golden_checkpoint
 from engine_helpers import make_llm
 
 from jaxllm import SamplingParams
+from jaxllm.errors import EngineError
+from jaxllm.executor import sampling_programs
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
+from jaxllm.executor.sampling_programs import RowsKey
 from jaxllm.executor.step_programs import StepPrograms
 from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.types import RequestStatus
 
 NAME = "llama_gqa"
 LARGE, SMALL = ProgramKey(16, 2, sampling=Sampling.RANDOM), ProgramKey(8, 1, sampling=Sampling.RANDOM)
@@ -154,20 +158,76 @@ def test_tokens_do_not_depend_on_when_programs_compile():
         outputs = llm.generate(prompts, params, use_tqdm=False)
         tokens.append([output.token_ids for output in outputs])
     assert tokens[0] == tokens[1]
-    assert llm.compile_progress()[:2] == (6, 6)
+    steps = [key for key in llm.executor.programs if isinstance(key, ProgramKey)]
+    assert len(steps) == 6
+    assert set(llm.executor.config.sampling_keys()) == set(llm.executor.programs) - set(steps)
 
 
 def test_steps_that_waited_for_their_program_are_not_timed():
     llm = make_llm(golden_checkpoint(NAME))
-    params = SamplingParams(temperature=0, logprobs=1, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=6, ignore_eos=True)
     flags = []
     for _ in range(2):
         llm.engine.add_request("0", [3, 5, 7], params)
         while llm.engine.has_unfinished_requests:
             llm.engine.step()
             flags.append(llm.executor.is_undisturbed)
-    assert flags[:2] == [False, False]  # the prompt's, and the first decode
-    assert all(flags[2:])
+    assert not flags[0]  # the prompt's
+    assert all(flags[1:])
+
+
+def test_a_request_waits_for_its_program_and_nobody_else_does(monkeypatch):
+    """Also those that come after it, whatever the order."""
+    llm = make_llm(golden_checkpoint(NAME), warm_up="background")
+    programs, gate = llm.executor._programs, threading.Event()
+    programs.wait()
+    lower = programs._lower
+    monkeypatch.setattr(programs, "_lower", lambda key: gate.wait(60) and lower(key))
+    plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    filtered = SamplingParams(top_p=0.5, seed=1, max_tokens=4, ignore_eos=True)
+    engine = llm.engine
+    for request_id, params in (("0", plain), ("1", filtered), ("2", plain), ("3", filtered)):
+        engine.add_request(request_id, [3, 5, 7], params)
+    done = []
+    while not {"0", "2"} <= {output.request_id for output in done}:
+        done += engine.step()
+        assert engine.is_live("1")
+    late = engine.scheduler.live_requests()
+    assert {request.status for request in late} == {RequestStatus.WAITING}
+    gate.set()
+    while engine.has_unfinished_requests:
+        done += engine.step()
+    tokens = {output.request_id: output.token_ids for output in done}
+    alone = llm.generate([3, 5, 7], filtered, use_tqdm=False)[0]
+    assert tokens["1"] == tokens["3"] == alone.token_ids
+
+
+def test_a_program_that_cannot_be_compiled_fails_the_step_that_needs_it(monkeypatch):
+    llm = make_llm(golden_checkpoint(NAME), warm_up="background")
+    programs = llm.executor._programs
+    programs.wait()
+
+    def fail(key):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(programs, "_lower", fail)
+    llm.engine.add_request("0", [3, 5, 7], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
+    llm.engine.add_request("1", [3, 5, 7], SamplingParams(top_p=0.5))
+    with pytest.raises(EngineError, match="no memory"):
+        list(iter(llm.engine.step, None))  # until it raises
+
+
+def test_more_rows_than_a_program_samples_take_turns(monkeypatch):
+    monkeypatch.setattr(sampling_programs, "_SIZES", (2,))
+    llm = make_llm(golden_checkpoint(NAME))
+    params = [
+        SamplingParams(temperature=0.9, top_k=9, seed=seed, logprobs=1, max_tokens=6) for seed in range(4)
+    ]
+    together = llm.generate([[3, 5, 7]] * 4, params, use_tqdm=False)
+    assert max(key.rows for key in llm.executor.programs if isinstance(key, RowsKey)) == 2
+    for output, one in zip(together, params, strict=True):
+        alone = llm.generate([3, 5, 7], one, use_tqdm=False)[0]
+        assert (output.token_ids, output.logprobs) == (alone.token_ids, alone.logprobs)
 
 
 def test_a_dropped_engine_compiles_nothing_more():

@@ -138,6 +138,8 @@ class Engine:
         self._samples: dict[str, list[str]] = {}  # ids of live samples, by that of their request
         self._builders: dict[str, OutputBuilder] = {}
         self._num_following = 0  # requests whose masks depend on their outputs
+        self._num_apart = 0  # requests that take one iteration at a time
+        self._unready: set[str] = set()  # those whose programs are being compiled
         self._to_follow: dict[str, GrammarState] = {}  # those that have got a token since the last step
         self._late: dict[str, GrammarState] = {}  # those that are still following theirs
         self._in_flight: collections.deque[_Dispatched] = collections.deque()
@@ -425,6 +427,7 @@ class Engine:
         self._samples.clear()
         self._to_follow.clear()
         self._late.clear()
+        self._unready.clear()
         self._in_flight.clear()
         self.scheduler.clear()
         for state in states:
@@ -467,6 +470,10 @@ class Engine:
             self.scheduler.add(state.request)
             self._states[request_id] = state
             self._num_following += state.follows
+            state.is_apart = self._executor.samples_apart(state.request.sampling_params)
+            self._num_apart += state.is_apart
+            if not self._executor.is_ready_for(state.request):
+                self._unready.add(request_id)
             if state.sampled_for is not None:
                 self._samples.setdefault(state.sampled_for, []).append(request_id)
 
@@ -474,6 +481,8 @@ class Engine:
         """Let a request be live no longer."""
         del self._states[state.request.request_id]
         self._num_following -= state.follows
+        self._num_apart -= state.is_apart
+        self._unready.discard(state.request.request_id)
         self._to_follow.pop(state.request.request_id, None)
         self._late.pop(state.request.request_id, None)
         if state.sampled_for is not None:
@@ -489,7 +498,7 @@ class Engine:
         return [self._states[name] for name in self._samples.get(request_id, [request_id])]
 
     def _max_decode_steps(self) -> int:
-        if self._num_following:
+        if self._num_following or self._num_apart:
             return 1
         if self._num_scheduler_steps is not None:
             return self._num_scheduler_steps
@@ -501,6 +510,8 @@ class Engine:
         while self._num_following and self._in_flight:  # what may come next depends on these tokens
             self._commit(self._in_flight.popleft())
         self._follow_grammars()
+        self._look_at_programs()
+        self.scheduler.sit_out({*self._late, *self._unready})
         copies = self._executor.copies()
         if self._observer is not None and copies.timed:
             self._observer.observe_copies(copies.timed)
@@ -539,7 +550,14 @@ class Engine:
                 del self._late[request_id]
                 if grammar.problem is not None:
                     self._finish(self._states[request_id], "error", grammar.problem)
-        self.scheduler.sit_out(self._late)
+
+    def _look_at_programs(self) -> None:
+        """Let those begin whose programs are compiled, or for whose programs nobody else would wait."""
+        if self._unready:
+            requests = [self._states[request_id].request for request_id in self._unready]
+            self._unready = {one.request_id for one in requests if not self._executor.is_ready_for(one)}
+            if len(self._unready) == len(self._states):
+                self._unready.clear()
 
     def _flush(self) -> None:
         """Tell the executor what no step will any more, if all requests have ended."""

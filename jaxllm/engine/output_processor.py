@@ -35,6 +35,7 @@ class RequestState:
 
     Attributes:
         follows: whether which token may come next depends on the one before.
+        is_apart: whether it takes one iteration at a time.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RequestState:
         params = request.sampling_params
         self.request, self.sampled_for = request, sampled_for
         self.follows = request.token_mask is not None and request.token_mask.depends_on_outputs
+        self.is_apart = False
         self.stream = stream
         self.sink = sink
         self._primary_eos = primary_eos_token_id

@@ -7,6 +7,7 @@ import dataclasses
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
+from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of, row_sizes
 from jaxllm.logits_processors import LogitsProcessor
 
 
@@ -15,7 +16,8 @@ class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
     `packs_weights`: linear layers are packed for native products (`registry.pack_linear_weights`).
-    `has_complete_programs`: each shape has a program that serves whatever requests ask of sampling.
+    `warms_sampling`: the programs of what is sampled apart are among those compiled ahead, but for what
+    prompts' and all tokens' log-probabilities take, which `warms_everything` adds.
     """
 
     num_gpu_blocks: int
@@ -31,7 +33,8 @@ class ExecutorConfig:
     host_bandwidth_limit: float | None = None
     max_decode_steps: int = 1
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    has_complete_programs: bool = False
+    warms_sampling: bool = False
+    warms_everything: bool = False
 
     @property
     def max_blocks(self) -> int:
@@ -41,8 +44,8 @@ class ExecutorConfig:
     def program_keys(self, platform: str) -> list[ProgramKey]:
         """The programs of greedy and of random steps, those first that a full engine needs first.
 
-        Complete ones come last, if there are to be any. Those of other `sampling` have the same shapes. With
-        prompts the random ones serve for greedy steps, too: noise is little beside so many tokens.
+        With prompts the random ones serve for greedy steps, too: noise is little beside so many tokens. Those
+        that score prompts come last, if there are to be any.
 
         A GPU's loop waits for the host to read its condition, so single steps have programs of their own
         there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
@@ -57,6 +60,21 @@ class ExecutorConfig:
         keys = [step._replace(sampling=Sampling.RANDOM) for step in steps]
         pairs = [key for pair in zip(decodes, random, strict=True) for key in pair]
         keys = [*keys[:1], *pairs, *keys[1:]]
-        if self.has_complete_programs:
-            keys += [key.complete for key in (*decodes, *steps)]
+        if self.warms_everything:
+            keys += [step._replace(sampling=Sampling.IN_STEPS) for step in steps]
         return keys
+
+    def sampling_keys(self) -> list[RowsKey | TakeKey]:
+        """The programs of what is sampled apart; the first ones serve everybody."""
+        kinds = [Sampling.COMPLETE, kind_of(Sampling.FILTERED)]
+        if self.warms_everything:
+            kinds.append(kind_of(Sampling.ALL_LOGPROBS))
+        sizes = row_sizes(self.max_num_seqs)
+        takes = [TakeKey(num_logits, size) for size in sizes for num_logits in self.logits_sizes]
+        return [*(RowsKey(size, kind) for size in sizes for kind in kinds), *takes]
+
+    @property
+    def logits_sizes(self) -> list[int]:
+        """Of how many rows steps leave logits."""
+        rows = (*self.buckets.decode, *self.buckets.sizes)
+        return sorted({min(size, self.max_num_seqs) for size in rows})

@@ -19,7 +19,7 @@ from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.disk import BlockFiles
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
 from jaxllm.executor.file_io import FileTransfers
-from jaxllm.executor.pending import PendingStep
+from jaxllm.executor.pending import Apart, PendingStep
 from jaxllm.executor.programs import (
     CompiledProgram,
     EngineState,
@@ -27,14 +27,17 @@ from jaxllm.executor.programs import (
     ProgramKey,
     state_shapes,
 )
-from jaxllm.executor.sampler import PackedSlotParams, Sampling
+from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling
+from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of, padded, row_sizes
 from jaxllm.executor.step import StepOutputs
-from jaxllm.executor.step_programs import CompileProgress, StepPrograms
+from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.sched.cache.names import FileIndex
+from jaxllm.structured_outputs import mask_width
 from jaxllm.token_masks import fill_masks
 from jaxllm.types import (
     MAX_PIECE_BLOCKS,
@@ -139,7 +142,7 @@ class ModelExecutor:
         return self._state.pool.nbytes
 
     @property
-    def programs(self) -> Mapping[ProgramKey, jax.stages.Compiled]:
+    def programs(self) -> Mapping[Key, jax.stages.Compiled]:
         """The compiled programs, by shape; `memory_analysis()` of each tells what it needs."""
         return self._programs.compiled
 
@@ -148,7 +151,7 @@ class ModelExecutor:
         """Whether no program was being compiled when the last step was sent, nor had to be for it."""
         return self._is_undisturbed
 
-    def program(self, key: ProgramKey, then: Sequence[ProgramKey] = ()) -> Callable[..., Any]:
+    def program(self, key: Key, then: Sequence[Key] = ()) -> Callable[..., Any]:
         """The program of a key, waited for if need be; `then` are those likely to be needed next."""
         return self._programs.get(key, then)
 
@@ -168,7 +171,8 @@ class ModelExecutor:
         """
         self._programs.wait(on_progress)
         for key in self._programs.keys:
-            np.asarray(self._run(key, self._padding(key)).sampled.tokens)
+            if isinstance(key, ProgramKey):
+                np.asarray(self._run(key, self._padding(key)).sampled.tokens)
         if self._swapper is not None:
             self._state = self._state._replace(pool=self._swapper.warm_up(self._state.pool))
         self._restore(self.config.max_num_seqs, [], [])
@@ -202,8 +206,8 @@ class ModelExecutor:
         slots = [_slot(request) for request in scheduled.decode]
         key = self._key(scheduled, slots)
         packed = self._pack(key, scheduled, slots)
-        outputs = self._run(key, packed, self._following(scheduled, slots), scheduled.sampled)
-        return PendingStep(scheduled, outputs, key.rows)
+        outputs = self._run(key, packed, self._following(scheduled, slots))
+        return PendingStep(scheduled, outputs, key.rows, self._sample_apart(scheduled, outputs.logits))
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
@@ -363,47 +367,114 @@ class ModelExecutor:
                 key = key._replace(max_decode_steps=self.config.max_decode_steps)
         if key not in self._programs.shapes or num_steps > key.max_decode_steps:
             raise EngineError(f"no program computes a {key.name} with {num_steps} decode iterations")
-        return key._replace(sampling=self._sampling(scheduled, slots))
+        return self._programs.fitting(key._replace(sampling=self._sampling(scheduled, slots)))
 
     def _sampling(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> Sampling:
-        """All that the requests of an iteration ask for."""
-        found = int(np.bitwise_or.reduce(self._slot_sampling[slots])) & ~Sampling.PROMPT_LOGPROBS.value
+        """What the requests of an iteration ask of its program."""
+        found = int(np.bitwise_or.reduce(self._slot_sampling[slots])) & Sampling.RANDOM.value
         for chunk in scheduled.prefill:  # the random programs with prompts serve for greedy steps, too
             found |= int(self._slot_sampling[_slot(chunk.request)]) | Sampling.RANDOM.value
-        return Sampling(found)
+        return Sampling(found) & Sampling.IN_STEPS
 
     def _following(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> tuple[ProgramKey, ...]:
         """Programs that are likely to be needed after an iteration with prompts."""
         if self._programs.is_settled or not scheduled.prefill:
             return ()
         all_slots = [*slots, *(_slot(chunk.request) for chunk in scheduled.prefill)]
-        found = int(np.bitwise_or.reduce(self._slot_sampling[all_slots])) & ~Sampling.PROMPT_LOGPROBS.value
+        found = int(np.bitwise_or.reduce(self._slot_sampling[all_slots])) & Sampling.RANDOM.value
         rows = self.config.buckets.decode_size(min(len(all_slots), self.config.max_num_seqs))
         steps = 1, self.config.max_decode_steps
         return tuple(ProgramKey(rows, 0, count, Sampling(found)) for count in steps)
 
-    def _run(
-        self,
-        key: ProgramKey,
-        packed: np.ndarray,
-        then: Sequence[ProgramKey] = (),
-        sampled: Sequence[Request] = (),
-    ) -> StepOutputs:
-        key = self._programs.fitting(key)
+    def _run(self, key: ProgramKey, packed: np.ndarray, then: Sequence[ProgramKey] = ()) -> StepOutputs:
         self._is_undisturbed = self._programs.is_settled and self._programs.has(key)
         program = self.program(key, then)
-        masks = self._masks(key, sampled)
-        self._state, outputs = program(self._params, self._state, self._slot_params, packed, *masks)
+        self._state, outputs = program(self._params, self._state, self._slot_params, packed)
         return outputs
 
-    def _masks(self, key: ProgramKey, sampled: Sequence[Request]) -> list[np.ndarray]:
-        """Which tokens the sampled rows may have, if the program asks."""
-        shape = key.masks_shape(self.config.max_num_seqs, self.model_config.vocab_size)
-        if shape is None:
-            return []
-        masks = np.full(shape, -1, np.int32)
-        fill_masks([(request.token_mask, request.output_token_ids) for request in sampled], masks)
-        return [masks]
+    # What is sampled apart
+
+    def samples_apart(self, params: SamplingParams) -> bool:
+        """Whether requests of these parameters are sampled apart from their steps, one at a time."""
+        return bool(Sampling.of(params) & Sampling.APART)
+
+    def is_ready_for(self, request: Request) -> bool:
+        """Whether no step waits for a program because of what a request asks of sampling.
+
+        If one would, it is compiled from now on, beside the steps.
+        """
+        asked = Sampling.of(request.sampling_params)
+        needed: list[Key] = []
+        if asked & Sampling.APART:
+            size, kind = row_sizes(self.config.max_num_seqs)[0], kind_of(asked & ~Sampling.PROMPT_LOGPROBS)
+            if not self._programs.has(RowsKey(size, Sampling.COMPLETE)) or kind not in Sampling.COMPLETE:
+                needed.append(RowsKey(size, kind))
+            needed += [TakeKey(num_logits, size) for num_logits in self.config.logits_sizes]
+        if Sampling.PROMPT_LOGPROBS in asked:
+            buckets = self.config.buckets
+            sizes = {buckets.sizes[-1], self._size_beside_decodes(request)}
+            needed += [ProgramKey(size, buckets.max_chunks(size), 1, Sampling.IN_STEPS) for size in sizes]
+        return not needed or self._programs.prepare(needed)
+
+    def _size_beside_decodes(self, request: Request) -> int:
+        """Rows of the program that is likely to compute a prompt."""
+        buckets = self.config.buckets
+        num_rows = min(request.num_prompt_tokens + self.config.max_num_seqs, buckets.sizes[-1])
+        return buckets.size(0, num_rows, 1)
+
+    def _sample_apart(self, scheduled: SchedulerOutput, logits: jax.Array) -> list[Apart]:
+        """Sample anew the rows of an iteration that ask for more than its program does."""
+        requests = scheduled.sampled
+        slots = [_slot(request) for request in requests]
+        asked = self._slot_sampling[slots] & (Sampling.APART | Sampling.RANDOM).value
+        rows = np.flatnonzero(asked & Sampling.APART.value).tolist()
+        apart: list[Apart] = []
+        if not rows:
+            return apart
+        if scheduled.num_decode_steps > 1:
+            raise EngineError("requests that are sampled apart were scheduled for several iterations")
+        kind = kind_of(Sampling(int(np.bitwise_or.reduce(asked[rows]))))
+        while rows:
+            key = self._rows_key(len(rows), kind)
+            now, rows = rows[: key.rows], rows[key.rows :]
+            apart.append(Apart(now, self._sample_rows(key, now, requests, logits)))
+        return apart
+
+    def _rows_key(self, num_rows: int, kind: Sampling) -> RowsKey:
+        """A program for as many rows as it can: the best one if it is compiled, or else one that is."""
+        sizes = row_sizes(self.config.max_num_seqs)
+        best = RowsKey(next((size for size in sizes if size >= num_rows), sizes[-1]), kind)
+        if self._programs.has(best):
+            return best
+        for size in (best.rows, *reversed(sizes[: sizes.index(best.rows)])):
+            for can_do in (kind, Sampling.COMPLETE):
+                key = RowsKey(size, can_do)
+                if kind in can_do and self._programs.has(key):
+                    self._programs.prepare([best])
+                    return key
+        return best
+
+    def _sample_rows(
+        self, key: RowsKey, rows: list[int], requests: Sequence[Request], logits: jax.Array
+    ) -> SampledRows:
+        """Sample rows of the logits, and store their tokens."""
+        size, of_rows = key.rows, [requests[row] for row in rows]
+        take = self.program(TakeKey(len(logits), size))
+        places = np.stack(
+            [
+                padded([_slot(request) for request in of_rows], size, self.config.max_num_seqs),
+                padded([request.num_tokens - 1 for request in of_rows], size, 0),
+            ]
+        )
+        masks: list[np.ndarray] = []
+        if Sampling.MASKED in key.sampling:
+            masks = [np.full((size, mask_width(self.model_config.vocab_size)), -1, np.int32)]
+            fill_masks([(request.token_mask, request.output_token_ids) for request in of_rows], masks[0])
+        history, sampled = self.program(key)(
+            self._state.history, self._slot_params, take(logits, padded(rows, size, 0)), places, *masks
+        )
+        self._state = self._state._replace(history=history)
+        return sampled
 
     def _choose_fastest(self) -> None:
         """Measure which attention is the fastest for each shape of a program."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,10 +13,19 @@ from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.types import PrefillChunk, SampledTokens, SchedulerOutput, TokenLogprobs
 
 
+class Apart(NamedTuple):
+    """Rows of a step that were sampled apart from it, in order, and what they are then."""
+
+    rows: Sequence[int]
+    sampled: SampledRows
+
+
 class PendingStep:
     """A dispatched step; `fetch` waits for it and reads back what the host needs."""
 
-    def __init__(self, scheduled: SchedulerOutput, outputs: StepOutputs, num_rows: int) -> None:
+    def __init__(
+        self, scheduled: SchedulerOutput, outputs: StepOutputs, num_rows: int, apart: Sequence[Apart] = ()
+    ) -> None:
         """`num_rows` of its sampled rows belong to each decode iteration, if there are several."""
         self._requests, self._num_steps, self._num_rows = (
             scheduled.sampled,
@@ -29,14 +39,20 @@ class PendingStep:
                 self._prompt_chunks.append((chunk, row))
             row += chunk.length
         self._sampled: SampledRows | None = outputs.sampled
+        self._apart = apart
         self._prompt: Logprobs | None = outputs.prompt_logprobs
-        outputs.sampled.tokens.copy_to_host_async()
+        for tokens in self._tokens():
+            tokens.copy_to_host_async()
 
     @under_jax_defaults
     def is_ready(self) -> bool:
         """Whether the device has finished the step."""
+        return all(tokens.is_ready() for tokens in self._tokens())
+
+    def _tokens(self) -> list[Any]:
+        """The arrays of sampled tokens."""
         assert self._sampled is not None, "a step is fetched once"
-        return bool(self._sampled.tokens.is_ready())  # type: ignore[attr-defined]
+        return [self._sampled.tokens, *(apart.sampled.tokens for apart in self._apart)]
 
     @under_jax_defaults
     def fetch(self) -> SampledTokens:
@@ -45,15 +61,19 @@ class PendingStep:
         tokens, count = np.asarray(self._sampled.tokens), len(self._requests)
         starts = [step * self._num_rows for step in range(self._num_steps)]
         token_ids = [token for start in starts for token in tokens[start : start + count].tolist()]
-        logprobs = None
-        if self._sampled.logprobs is not None:
-            rows = [row for start in starts for row in range(start, start + count)]
-            num_logprobs = [request.sampling_params.logprobs for request in self._requests] * self._num_steps
-            arrays = [np.asarray(x) for x in self._sampled.logprobs]
-            logprobs = [
-                None if n is None else _token_logprobs(arrays, token, row, n)
-                for token, row, n in zip(token_ids, rows, num_logprobs, strict=True)
-            ]
+        logprobs: list[TokenLogprobs | None] | None = None
+        for rows, sampled in self._apart:
+            asked = [self._requests[row].sampling_params.logprobs for row in rows]
+            scores = None
+            if any(num_top is not None for num_top in asked):
+                scores = [np.asarray(x) for x in sampled.logprobs or ()]
+                logprobs = logprobs or [None] * count
+            for place, (row, token) in enumerate(
+                zip(rows, np.asarray(sampled.tokens)[: len(rows)].tolist(), strict=True)
+            ):
+                token_ids[row] = token
+                if scores and logprobs and (num_top := asked[place]) is not None:
+                    logprobs[row] = _token_logprobs(scores, token, place, num_top)
         prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
         if self._prompt is not None:
             prompt = [np.asarray(x) for x in self._prompt]
@@ -61,7 +81,7 @@ class PendingStep:
                 chunk.request.request_id: _prompt_logprobs(prompt, chunk, start)
                 for chunk, start in self._prompt_chunks
             }
-        self._sampled = self._prompt = None
+        self._sampled, self._apart, self._prompt = None, (), None
         return SampledTokens(token_ids, logprobs, prompt_logprobs)
 
 

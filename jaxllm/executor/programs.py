@@ -22,7 +22,6 @@ from jaxllm.executor.step import (
 )
 from jaxllm.logits_processors import LogitsProcessor
 from jaxllm.models.registry import AnyConfig, Params, abstract_params
-from jaxllm.structured_outputs import mask_width
 
 _NOWHERE = np.iinfo(np.int32).max
 
@@ -31,7 +30,7 @@ class ProgramKey(NamedTuple):
     """What is static of a step: rows, and the most prompt chunks among them; 0 for one that only decodes.
 
     With `max_decode_steps` of more than one it is a program of up to so many decode iterations. `sampling` is
-    all that requests may ask of it.
+    what it can do of `Sampling.IN_STEPS`.
     """
 
     rows: int
@@ -42,17 +41,15 @@ class ProgramKey(NamedTuple):
     @property
     def name(self) -> str:
         """What the program computes."""
-        sampling = "".join(f", {str(flag.name).lower().replace('_', ' ')}" for flag in self.sampling)
         if self.max_chunks:
-            return f"step of {self.rows} tokens, up to {self.max_chunks} prompts{sampling}"
+            return f"step of {self.rows} tokens, up to {self.max_chunks} prompts{self.sampling.words}"
         steps = f", up to {self.max_decode_steps} steps" if self.max_decode_steps > 1 else ""
-        return f"decode of {self.rows}{steps}{sampling}"
+        return f"decode of {self.rows}{steps}{self.sampling.words}"
 
-    @property
-    def complete(self) -> ProgramKey:
-        """The program of this shape that serves whatever requests ask of sampling."""
-        without = Sampling.GREEDY if self.max_chunks else Sampling.PROMPT_LOGPROBS
-        return self._replace(sampling=Sampling.COMPLETE & ~without)
+    def covers(self, other: ProgramKey) -> bool:
+        """Whether it computes whatever the other one does, with more padding."""
+        is_alike = bool(self.max_chunks) == bool(other.max_chunks) and other.sampling in self.sampling
+        return is_alike and all(mine >= its for mine, its in zip(self[:3], other[:3], strict=True))
 
     def num_decodes(self, max_num_seqs: int) -> int:
         """Most requests that it decodes."""
@@ -67,12 +64,6 @@ class ProgramKey(NamedTuple):
         shapes |= {"tokens": (rows,), "targets": (rows,), "query_starts": (chunks + 1,)}
         shapes |= {"lengths": (chunks,), "slots": (chunks,), "num_seqs": (1,), "sampled": (3, decodes)}
         return {**shapes, "new_blocks": (2, decodes + chunks + rows // block_size)}
-
-    def masks_shape(self, max_num_seqs: int, vocab_size: int) -> tuple[int, int] | None:
-        """Of the masks of the rows that it samples; None without `Sampling.MASKED`."""
-        if Sampling.MASKED not in self.sampling:
-            return None
-        return self.num_decodes(max_num_seqs), mask_width(vocab_size)
 
 
 class EngineState(NamedTuple):
@@ -125,8 +116,7 @@ def step_program(
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
 
-    Lowered with them and compiled it tells the memory it needs. The second argument is the `EngineState`; the
-    last are the masks, if its requests ask for some.
+    Lowered with them and compiled it tells the memory it needs. The second argument is the `EngineState`.
     """
     state = state_shapes(
         model_config,
@@ -141,9 +131,7 @@ def step_program(
     packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
     step = functools.partial(_packed_step, model_config, key, max_num_seqs, implementation, processors)
     params = abstract_params(model_config, dtype, is_packed=packs_weights)
-    shape = key.masks_shape(max_num_seqs, model_config.vocab_size)
-    masks = () if shape is None else (jax.ShapeDtypeStruct(shape, jnp.int32),)
-    return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed, *masks)
+    return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed)
 
 
 def state_shapes(
@@ -222,7 +210,6 @@ def _packed_step(
     state: EngineState,
     slot_params: PackedSlotParams,
     packed: jax.Array,
-    masks: jax.Array | None = None,
 ) -> tuple[EngineState, StepOutputs]:
     parts = _split(packed, _layout(key, max_num_seqs, state.pool.shape[4])[0])
     places, blocks = parts["new_blocks"]
@@ -233,7 +220,6 @@ def _packed_step(
     options: dict[str, Any] = {
         "sampling": key.sampling,
         "processors": processors,
-        "masks": masks,
         "implementation": implementation,
     }
     inputs: tuple[Any, ...] = decode, None

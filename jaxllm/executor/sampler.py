@@ -1,8 +1,9 @@
 """Sampling on the device: from logits to tokens, one row per request.
 
-What a batch needs of it is a static choice, `Sampling`, so that a program holds only what one of its requests
-asks for; a row's token is the same, bit by bit, whichever program computes it. The order is vLLM's:
-logits processors, masks, logit bias, penalties, min_tokens, temperature, min_p, top_k, top_p.
+Steps sample greedily or at random. Whatever else rows ask for is sampled of the logits that a step leaves,
+in programs of their own (`sampling_programs`): they are small, and compile in a second. What a program can do
+is a static choice, `Sampling`; a row's token is the same, bit by bit, whichever one computes it. The order is
+vLLM's: logits processors, masks, logit bias, penalties, min_tokens, temperature, min_p, top_k, top_p.
 Log-probabilities are those of the raw logits.
 
 The filters need no sorting: each keeps what is at least a threshold, which a bisection over all float32
@@ -44,10 +45,17 @@ class Sampling(enum.IntFlag):
     """Allowed tokens, bad words or structured outputs."""
     ALL_LOGPROBS = enum.auto()
     """Log-probabilities of all tokens."""
-    EVERYTHING = RANDOM | FILTERED | ADJUSTED | LOGPROBS | PROMPT_LOGPROBS
-    """But the last two, which change the sizes of inputs or outputs."""
-    COMPLETE = EVERYTHING | MASKED
-    """What serves all requests but those that ask for all tokens' log-probabilities."""
+    IN_STEPS = RANDOM | PROMPT_LOGPROBS
+    """What steps do."""
+    COMPLETE = RANDOM | FILTERED | ADJUSTED | LOGPROBS | MASKED
+    """What is sampled apart, but for all tokens' log-probabilities."""
+    APART = FILTERED | ADJUSTED | LOGPROBS | MASKED | ALL_LOGPROBS
+    """What makes a row one that is."""
+
+    @property
+    def words(self) -> str:
+        """What it names, to be read after something else."""
+        return "".join(f", {str(flag.name).lower().replace('_', ' ')}" for flag in self)
 
     @classmethod
     def of(cls, params: SamplingParams) -> Sampling:
@@ -79,7 +87,7 @@ class SlotParams(NamedTuple):
     `first_position` is the position of the first token. `seeds` holds the high and low 32 bits. Unused places
     of `bias_ids` and `banned_ids` are -1. `banned_ids` may not be sampled before the request is `min_length`
     tokens long (prompt included). `end_ids` are tokens that end the request, as many as there is room for:
-    the host knows them all.
+    the host knows them all. `has_logprobs` is 1 where a request asks for log-probabilities.
     """
 
     temperature: jax.Array
@@ -93,10 +101,25 @@ class SlotParams(NamedTuple):
     prompt_length: jax.Array
     min_length: jax.Array
     first_position: jax.Array
+    has_logprobs: jax.Array
     bias_ids: jax.Array
     bias_values: jax.Array
     banned_ids: jax.Array
     end_ids: jax.Array
+
+    @property
+    def are_filtered(self) -> jax.Array:
+        """Which rows min_p, top_k or top_p change; bool."""
+        filters = (self.min_p > 0) | (self.top_k > 0) | (self.top_p < 1)
+        return (self.temperature > 0) & filters
+
+    @property
+    def are_adjusted(self) -> jax.Array:
+        """Which rows bias, penalties or min_tokens change; bool."""
+        has_penalties = (
+            (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
+        )
+        return has_penalties | (self.bias_ids[..., 0] >= 0) | (self.banned_ids[..., 0] >= 0)
 
     @classmethod
     def host_zeros(cls, num_slots: int) -> SlotParams:
@@ -126,6 +149,7 @@ class SlotParams(NamedTuple):
             "prompt_length": prompt_length,
             "min_length": prompt_length + params.min_tokens,
             "first_position": first_position,
+            "has_logprobs": params.logprobs is not None,
         }
         host: dict[str, np.ndarray] = self._asdict()
         for name, value in scalars.items():
@@ -161,6 +185,7 @@ _FIELDS: tuple[dict[str, tuple[type, int, Any]], ...] = (
         "prompt_length": (np.int32, 1, 0),
         "min_length": (np.int32, 1, 0),
         "first_position": (np.int32, 1, 0),
+        "has_logprobs": (np.int32, 1, 0),
         "end_ids": (np.int32, _MAX_END_IDS, -1),
     },
     {
@@ -219,7 +244,7 @@ class Logprobs(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """Tokens [R] int32, and with `Sampling.LOGPROBS` their log-probabilities.
+    """Tokens [R] int32, and with `Sampling.LOGPROBS` their log-probabilities (zeros where no row wants them).
 
     A token is -1 where a row's scores hold a NaN or infinity, or exclude all tokens: nothing can be sampled.
     """
@@ -239,6 +264,7 @@ def sample(
     processors: tuple[LogitsProcessor, ...] = (),
     masks: jax.Array | None = None,
     is_native: bool = False,
+    is_lazy: bool = False,
 ) -> SampledRows:
     """Sample one token per row.
 
@@ -252,22 +278,51 @@ def sample(
         processors: change the logits before all else (static).
         masks: [R, mask_width] int32 with `Sampling.MASKED`, a bit for each token that may be sampled.
         is_native: whether a native kernel finds the largest score (static).
+        is_lazy: whether only what some row asks for is computed, by conditionals (static).
     """
     rows = SlotParams(*(array[slots] for array in params))
     scores = logits
+
+    def if_any(asks: jax.Array, compute: Callable[[jax.Array], Any], otherwise: Callable[[], Any]) -> Any:
+        if not is_lazy:
+            return compute(scores)
+        return lax.cond(jnp.any(asks), compute, lambda _: otherwise(), scores)
+
     for process in processors:
         scores = process(scores, LogitsRows(history[slots], lengths, rows.prompt_length))
     if masks is not None:
-        scores = jnp.where(_bits(masks, logits.shape[1]), scores, -jnp.inf)
+        scores = if_any(
+            masks != -1,
+            lambda scores: jnp.where(_bits(masks, logits.shape[1]), scores, -jnp.inf),
+            lambda: scores,
+        )
     if Sampling.ADJUSTED in sampling:
-        scores = _adjust(scores, rows, history[slots], lengths)
+        scores = if_any(
+            rows.are_adjusted,
+            lambda scores: _adjust(scores, rows, history[slots], lengths),
+            lambda: scores,
+        )
     if Sampling.RANDOM in sampling:
-        scores = _perturb(scores, rows, lengths, is_filtered=Sampling.FILTERED in sampling)
+        scaled = scores / jnp.maximum(rows.temperature, 1e-6)[:, None]
+        least = None
+        if Sampling.FILTERED in sampling:
+            filters = {"min_p": rows.min_p, "top_k": rows.top_k, "top_p": rows.top_p}
+            least = if_any(
+                rows.are_filtered,
+                lambda _: least_kept(scaled, **filters),
+                lambda: jnp.full(len(scaled), -jnp.inf, scaled.dtype),
+            )
+        scores = _perturb(scores, scaled, rows, lengths, least)
     tokens = native.argmax(scores) if is_native else _argmax(scores)
     logprobs = None
     if Sampling.LOGPROBS in sampling:
         num_top = logits.shape[1] if Sampling.ALL_LOGPROBS in sampling else MAX_LOGPROBS
-        logprobs = token_logprobs(logits, tokens, num_top)
+        shapes = jax.eval_shape(lambda: token_logprobs(logits, tokens, num_top))
+        logprobs = if_any(
+            rows.has_logprobs > 0,
+            lambda _: token_logprobs(logits, tokens, num_top),
+            lambda: jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes),
+        )
     return SampledRows(tokens, logprobs)
 
 
@@ -334,16 +389,17 @@ def _adjust(logits: jax.Array, rows: SlotParams, tokens: jax.Array, lengths: jax
     return logits.at[row_ids, banned].set(_NEGATIVE, mode="drop")  # last: nothing may undo it
 
 
-def _perturb(logits: jax.Array, rows: SlotParams, lengths: jax.Array, *, is_filtered: bool) -> jax.Array:
+def _perturb(
+    logits: jax.Array, scaled: jax.Array, rows: SlotParams, lengths: jax.Array, least: jax.Array | None
+) -> jax.Array:
     """Scores [R, vocab_size] of which the largest is a sample (Gumbel-max); logits where rows are greedy.
 
-    The noise of a row depends on its seed and position only.
+    `scaled` are divided by the temperature, and `least` [R] is the least of these that may be sampled. The
+    noise of a row depends on its seed and position only.
     """
     is_random = (rows.temperature > 0)[:, None]
-    scaled = logits / jnp.maximum(rows.temperature, 1e-6)[:, None]
     scores = jnp.where(is_random, scaled + gumbel(rows.seeds, lengths, logits.shape[1]), logits)
-    if is_filtered:
-        least = least_kept(scaled, min_p=rows.min_p, top_k=rows.top_k, top_p=rows.top_p)
+    if least is not None:
         scores = jnp.where(is_random & (scaled < least[:, None]), -jnp.inf, scores)
     return scores
 

@@ -69,11 +69,13 @@ class PrefillInputs(NamedTuple):
 class StepOutputs(NamedTuple):
     """Sampled rows, and with `Sampling.PROMPT_LOGPROBS` those of each row's target in a step with prompts.
 
-    Of several decode iterations the rows come one iteration after another.
+    Of several decode iterations the rows come one iteration after another. `logits` [S, vocab_size] float32
+    are those that rows were sampled of, in the last iteration.
     """
 
     sampled: SampledRows
     prompt_logprobs: Logprobs | None
+    logits: jax.Array
 
 
 class _Places(NamedTuple):
@@ -84,7 +86,7 @@ class _Places(NamedTuple):
     slot_mapping: jax.Array
 
 
-_Carry = tuple[jax.Array, DeviceState, jax.Array, jax.Array, SampledRows]
+_Carry = tuple[jax.Array, DeviceState, jax.Array, jax.Array, SampledRows, jax.Array]
 
 
 def slot_of(block_tables: jax.Array, rows: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
@@ -241,12 +243,11 @@ def run_step(
     *,
     sampling: Sampling,
     processors: tuple[LogitsProcessor, ...] = (),
-    masks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute one iteration: forward pass, KV writes, sampling, and the sampled tokens into the history.
 
-    `sampling` is all that its requests ask for (static); `processors` and `masks` are those of `sample`.
+    `sampling` is what its requests ask for (static), `processors` those of `sample`.
     """
     pool, history = state
     padding_slot = history.shape[0] - 1
@@ -280,11 +281,11 @@ def run_step(
         hidden = hidden[rows]
     # Whatever is sampled how, the logits are computed in the same way.
     logits = lax.optimization_barrier(model.logits(hidden, num_sampled))
-    options: dict[str, Any] = {"processors": processors, "masks": masks, "is_native": model.is_packed}
+    options: dict[str, Any] = {"processors": processors, "is_native": model.is_packed}
     sampled = sample(logits, slot_params, slots, history, lengths, sampling, **options)
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
-    return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs)
+    return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs, logits)
 
 
 def run_decode_steps(
@@ -298,7 +299,6 @@ def run_decode_steps(
     max_steps: int,
     sampling: Sampling,
     processors: tuple[LogitsProcessor, ...] = (),
-    masks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute several decode iterations, each on the tokens of the one before it.
@@ -316,7 +316,6 @@ def run_decode_steps(
         max_steps: the most there may be (static).
         sampling: all that the requests ask for (static).
         processors: see `sample` (static).
-        masks: of all iterations; see `sample`.
         implementation: of attention.
 
     Returns:
@@ -334,7 +333,7 @@ def run_decode_steps(
     tokens = state.history[decode.slots, newest]
     is_live = (decode.lengths > 0) & ~ends(tokens, newest)
 
-    def step(state: DeviceState, lengths: jax.Array) -> tuple[DeviceState, SampledRows]:
+    def step(state: DeviceState, lengths: jax.Array) -> tuple[DeviceState, StepOutputs]:
         inputs = DecodeInputs(decode.slots, lengths, decode.block_tables)
         state, outputs = run_step(
             config,
@@ -345,35 +344,36 @@ def run_decode_steps(
             None,
             sampling=sampling,
             processors=processors,
-            masks=masks,
             implementation=implementation,
         )
-        return state, outputs.sampled
+        return state, outputs
 
     def goes_on(carry: _Carry) -> jax.Array:
-        i, _, is_live, _, _ = carry
+        i, _, is_live, *_ = carry
         return (i < num_steps) & jnp.any(is_live)
 
     def body(carry: _Carry) -> _Carry:
-        i, state, is_live, last, collected = carry
-        state, sampled = step(state, jnp.where(is_live, decode.lengths + i, 0))
+        i, state, is_live, last, collected, _ = carry
+        state, (sampled, _, logits) = step(state, jnp.where(is_live, decode.lengths + i, 0))
         collected = jax.tree.map(
             lambda all_rows, rows: lax.dynamic_update_index_in_dim(all_rows, rows, i, 0), collected, sampled
         )
         last = jnp.where(is_live, sampled.tokens, last)
-        return i + 1, state, is_live & ~ends(sampled.tokens, decode.lengths + i), last, collected
+        is_live &= ~ends(sampled.tokens, decode.lengths + i)
+        return i + 1, state, is_live, last, collected, logits
 
     shapes = jax.eval_shape(step, state, decode.lengths)[1]
-    empty = jax.tree.map(lambda rows: jnp.zeros((max_steps, *rows.shape), rows.dtype), shapes)
-    _, state, _, last, collected = lax.while_loop(
-        goes_on, body, (jnp.int32(0), state, is_live, tokens, empty)
+    empty = jax.tree.map(lambda rows: jnp.zeros((max_steps, *rows.shape), rows.dtype), shapes.sampled)
+    nothing = jnp.zeros(shapes.logits.shape, shapes.logits.dtype)
+    _, state, _, last, collected, logits = lax.while_loop(
+        goes_on, body, (jnp.int32(0), state, is_live, tokens, empty, nothing)
     )
     # Where the next program looks for the newest tokens it finds the ends of rows that have ended.
     place = jnp.minimum(newest + num_steps, state.history.shape[1] - 1)
     slots = jnp.where(decode.lengths > 0, decode.slots, state.history.shape[0] - 1)
     state = state._replace(history=state.history.at[slots, place].set(last))
     sampled = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), collected)
-    return state, StepOutputs(sampled, None)
+    return state, StepOutputs(sampled, None, logits)
 
 
 def _prompt_logprobs(model: AnyModel, hidden: jax.Array, targets: jax.Array) -> Logprobs:

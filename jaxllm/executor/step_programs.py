@@ -19,6 +19,7 @@ from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.programs import CompiledProgram, ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
+from jaxllm.executor.sampling_programs import RowsKey, TakeKey, rows_program, take_program
 from jaxllm.models.registry import AnyConfig
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 
@@ -34,8 +35,11 @@ class CompileProgress(NamedTuple):
     seconds: float
 
 
+Key = ProgramKey | RowsKey | TakeKey
+
+
 class StepPrograms:
-    """Compiles the programs of greedy and random steps in threads; others when a step needs them.
+    """Compiles the programs of steps, and of what is sampled apart, in threads; others when they are needed.
 
     Shapes are all it takes, so that this may begin before the weights are loaded. A step waits for its own
     program only.
@@ -49,8 +53,9 @@ class StepPrograms:
     def __init__(self, model_config: AnyConfig, config: ExecutorConfig, device: jax.Device) -> None:
         compile_stats.start()
         self._model_config, self._config, self._device = model_config, config, device
-        self.keys = config.program_keys(device.platform)
-        self.shapes = frozenset(_shape(key) for key in self.keys)
+        shapes = config.program_keys(device.platform)
+        self.keys: list[Key] = [*shapes, *(config.sampling_keys() if config.warms_sampling else ())]
+        self.shapes = frozenset(_shape(key) for key in shapes)
         self.chosen: dict[ProgramKey, str] = {}
         self._default, self._why_default = pallas_kernels.settle_implementation(
             model_config.num_heads,
@@ -59,16 +64,17 @@ class StepPrograms:
             config.block_size,
         )
         self._changed = threading.Condition()
-        self._waiting: collections.deque[ProgramKey] = collections.deque()
-        self._under_way: set[ProgramKey] = set()
-        self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
-        self._seconds: dict[ProgramKey, float] = {}
+        self._waiting: collections.deque[Key] = collections.deque()
+        self._under_way: set[Key] = set()
+        self._failed: set[Key] = set()
+        self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._seconds: dict[Key, float] = {}
         self._num_threads = 0
         self._is_closed = False
         self._began, self._ended = 0.0, 0.0
 
     @property
-    def compiled(self) -> Mapping[ProgramKey, jax.stages.Compiled]:
+    def compiled(self) -> Mapping[Key, jax.stages.Compiled]:
         """Those that are compiled; `memory_analysis()` of each tells what it needs."""
         with self._changed:
             return dict(self._compiled)
@@ -78,16 +84,30 @@ class StepPrograms:
         """Whether nothing is being compiled, nor waits for it."""
         return not (self._waiting or self._under_way)
 
-    def has(self, key: ProgramKey) -> bool:
+    def has(self, key: Key) -> bool:
         """Whether a program is compiled."""
         return key in self._compiled
 
     def fitting(self, key: ProgramKey) -> ProgramKey:
-        """The program itself; or its shape's complete one, if only that is compiled and can do as much."""
-        complete = key.complete
-        if self.has(key) or key.sampling not in complete.sampling or not self.has(complete):
+        """The program itself, or the smallest one that is compiled and can do as much, until it is, too."""
+        if self.has(key):
             return key
-        return complete
+        fitting = [one for one in self.compiled if isinstance(one, ProgramKey) and one.covers(key)]
+        if not fitting:
+            return key
+        self.prepare([key])
+        return min(fitting)
+
+    def prepare(self, keys: Sequence[Key]) -> bool:
+        """Whether programs are compiled, or cannot be; what is missing is compiled next, beside all else."""
+        if all(self.has(key) for key in keys):
+            return True
+        with self._changed:
+            known = {*self._compiled, *self._under_way, *self._waiting, *self._failed}
+            missing = [key for key in keys if key not in known]
+            self._waiting.extendleft(reversed(missing))
+            self._start_threads(1)
+            return self._failed.issuperset(key for key in keys if key not in self._compiled)
 
     def progress(self) -> CompileProgress:
         """How far it is."""
@@ -121,7 +141,7 @@ class StepPrograms:
         for key in self.keys:
             self.get(key)
 
-    def get(self, key: ProgramKey, then: Sequence[ProgramKey] = ()) -> jax.stages.Compiled:
+    def get(self, key: Key, then: Sequence[Key] = ()) -> jax.stages.Compiled:
         """A program, compiled at once if it is not yet; `then` those that are likely to be needed next.
 
         Raises:
@@ -164,6 +184,8 @@ class StepPrograms:
         """Every compiled program, with seconds and memory. Threads work side by side, so seconds overlap."""
         report = []
         for key, program in self.compiled.items():
+            if not isinstance(key, ProgramKey):
+                continue
             analysis = program.memory_analysis()
             sizes = [
                 None if analysis is None else int(getattr(analysis, f"{name}_size_in_bytes"))
@@ -195,10 +217,11 @@ class StepPrograms:
             try:
                 self._compile(key)
             except Exception as error:
+                self._failed.add(key)
                 _logger.warning("%s: %s; to be tried again by the step that needs it", key.name, error)
 
     @under_jax_defaults
-    def _compile(self, key: ProgramKey) -> jax.stages.Compiled:
+    def _compile(self, key: Key) -> jax.stages.Compiled:
         started = time.perf_counter()
         self._began = self._began or started
         program = None
@@ -221,20 +244,33 @@ class StepPrograms:
                     )
                 self._changed.notify_all()
 
-    def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        config = self._config
-        jitted, arguments = step_program(
-            self._model_config,
-            key,
-            dtype=config.dtype,
-            num_gpu_blocks=config.num_gpu_blocks,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            implementation=self.implementation(key),
-            packs_weights=config.packs_weights,
-            processors=config.logits_processors,
-        )
+    def _lower(self, key: Key) -> jax.stages.Lowered:
+        config, vocab_size = self._config, self._model_config.vocab_size
+        if isinstance(key, TakeKey):
+            jitted, arguments = take_program(key, vocab_size)
+        elif isinstance(key, RowsKey):
+            jitted, arguments = rows_program(
+                key,
+                vocab_size=vocab_size,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len,
+                processors=config.logits_processors,
+                is_native=config.packs_weights,
+                is_lazy=self._device.platform == "cpu",  # elsewhere the host would wait for each condition
+            )
+        else:
+            jitted, arguments = step_program(
+                self._model_config,
+                key,
+                dtype=config.dtype,
+                num_gpu_blocks=config.num_gpu_blocks,
+                block_size=config.block_size,
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                implementation=self.implementation(key),
+                packs_weights=config.packs_weights,
+                processors=config.logits_processors,
+            )
         here = SingleDeviceSharding(self._device)
         structs = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),

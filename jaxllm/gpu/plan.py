@@ -15,6 +15,7 @@ from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
+from jaxllm.executor.sampling_programs import RowsKey, row_sizes, rows_program
 from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.gpu.target import Compiler, GPUTarget
 from jaxllm.models.registry import AnyConfig, abstract_params
@@ -117,8 +118,7 @@ def make_plan(
             (XLA_PYTHON_CLIENT_MEM_FRACTION, which an engine sets to 0.95 unless it is set).
         implementation: of attention; by default the one an engine takes.
         buckets: sizes to compile for; the default ladders if None.
-        every_bucket: compile every size, not only the largest of each kind, for random requests; the
-            largest decode is compiled for requests that ask everything of sampling, too.
+        every_bucket: compile every size, not only the largest of each kind, for random requests.
         tell: is given a line for each program.
 
     Raises:
@@ -147,8 +147,6 @@ def make_plan(
     sizes = buckets.sizes if every_bucket else buckets.sizes[-1:]
     shapes += [ProgramKey(size, buckets.max_chunks(size)) for size in sizes]
     keys = [shape._replace(sampling=Sampling.RANDOM) for shape in shapes]
-    # Compiled only once a request asks for it, when the pool is there already.
-    keys += [ProgramKey(buckets.decode[-1], sampling=Sampling.EVERYTHING)]
     programs = []
     with Compiler(target) as compiler:
 
@@ -173,15 +171,22 @@ def make_plan(
                 max_num_seqs=max_num_seqs,
                 implementation=implementation,
             )
-            pool_shape = arguments[1].pool.shape
+            pool = arguments[1].pool
+            pool_shape = pool.shape
             compiled(key.name, jitted, arguments)
-        pool = arguments[1].pool
+        # Compiled only once a request asks for it, when the pool is there already.
+        apart = RowsKey(row_sizes(max_num_seqs)[-1], Sampling.COMPLETE)
+        jitted, arguments = rows_program(
+            apart, vocab_size=config.vocab_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        )
+        compiled(apart.name, jitted, arguments)
         for name, jitted, swap_arguments in BlockSwapper.programs(
             pool, min(guess, max(1, needed // max_num_seqs))
         ):
             compiled(name, jitted, swap_arguments)
     staged = 2 * MAX_STAGED_BLOCKS * block_bytes
     temporaries = max(program.temporary_bytes + program.output_bytes for program in programs)
+    temporaries += max_num_seqs * config.vocab_size * 4  # logits of the step before, to be sampled apart
     fitting = (allowed - weight_bytes - staged - temporaries) // block_bytes
     if num_gpu_blocks is not None and num_gpu_blocks > fitting:
         raise CapacityError(
