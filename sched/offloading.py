@@ -24,6 +24,8 @@ class Offloader:
         # Blocks that earlier iterations filled, and what they held then.
         self._filled: collections.OrderedDict[int, BlockName] = collections.OrderedDict()
         self._looks_at = 0  # at how many changes of the pool it looks again for what is to be copied ahead
+        self._looked_at: set[int] = set()  # free blocks that have copies, or no name
+        state.host.collect_lost()
 
     def swaps(self, num_leaving: int, write_room: int | None = None) -> list[Swap]:
         """Copies of the iteration that is being decided, beside `num_leaving` blocks that are on their way.
@@ -40,6 +42,8 @@ class Offloader:
         """Copies whose host blocks are held."""
         state = self._state
         reclaimed, state.pool.reclaimed = state.pool.reclaimed, []
+        self._look_again(block_id for block_id, _ in reclaimed)
+        self._look_again(state.pool.unfilled)
         room = max(0, min(MAX_STAGED_BLOCKS - num_leaving, state.host.num_available))
         wanted: dict[BlockName, int] = {}
         pools = state.pools(state.pool.num_free)
@@ -88,12 +92,26 @@ class Offloader:
         self._state.pool.reclaimed, self._state.filled = [], []
         self._state.pool.unfilled.clear()
         self._filled.clear()
+        self._looked_at.clear()
+
+    def _look_again(self, changed: Iterable[int]) -> None:
+        """At blocks that hold something else, and at those whose copies are gone."""
+        self._looked_at.difference_update(changed)
+        first = self._state.pool.names.first
+        self._looked_at.difference_update(first(name) for name in self._state.host.take_lost())
 
     def _next_free(self, count: int) -> list[_Named]:
-        """The free blocks with names that are handed out next, those first that go last."""
-        pool = self._state.pool
-        found = [(pool.name_of(one), one) for one in itertools.islice(pool.free_blocks(), count)]
-        return [(block_id, name) for name, block_id in found if name is not None]
+        """Those of the free blocks that are handed out next which are not known to have copies."""
+        pool, looked_at, on_host = self._state.pool, self._looked_at, self._state.host.names
+        found: list[_Named] = []
+        for block_id in itertools.islice(pool.free_blocks(), count):
+            if block_id not in looked_at:
+                name = pool.name_of(block_id)
+                if name is None or on_host.first(name) is not None:
+                    looked_at.add(block_id)
+                if name is not None:
+                    found.append((block_id, name))
+        return found
 
     def _add_filled(self, wanted: dict[BlockName, int], room: int) -> None:
         """Add blocks that are full, and still hold what they held then.

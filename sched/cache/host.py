@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import collections
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 
 from jaxllm.errors import KVCacheError
+from jaxllm.sched.cache.eviction import EvictionOrder, Piece, RecencyOrder, ValueOrder
 from jaxllm.sched.cache.names import BlockName, NameIndex
 from jaxllm.sched.policies.retention import IdlePiece, LeastRecentlyUsed, RetentionPolicy
 from jaxllm.types import HostBlock, HostPiece, host_blocks_of
 
 _LEAST_RECENTLY_USED = LeastRecentlyUsed()
-_RANKING_SECONDS = 5.0
-"""How long the order in which pieces go is taken to be the same."""
 # Of this process: executors may serve one scheduler after another.
 _handles = itertools.count()
 
@@ -64,9 +62,14 @@ class HostPool:
         self.num_blocks = self.num_free = num_blocks
         self.now = 0.0
         self._block_size, self._retention = block_size, retention
-        self._ranking: collections.deque[_Piece] = collections.deque()  # what goes next, as of `_ranked_at`
-        self._ranked_at = -math.inf
         self.names: NameIndex[HostBlock] = NameIndex()
+        self._order: EvictionOrder = ValueOrder(self._values)
+        if isinstance(retention, LeastRecentlyUsed):
+            self._order = RecencyOrder(self._is_awaited if retention.looks_ahead else None)
+            if retention.looks_ahead:
+                self.names.collect_unwatched()
+        self._collects_lost = False
+        self._lost: list[BlockName] = []
         self._blocks: dict[HostBlock, _Block] = {}
         self._idle: collections.OrderedDict[HostBlock, _Piece] = collections.OrderedDict()
         self._num_idle = 0  # blocks in pieces of which nobody holds a block
@@ -99,6 +102,7 @@ class HostPool:
             block = self._blocks[place]
             if not block.num_references:
                 del self._idle[place]
+                self._order.remove(place)
                 piece = block.piece
                 if not piece.num_held:
                     self._num_idle -= piece.size
@@ -119,7 +123,9 @@ class HostPool:
             if not piece.num_held:
                 self._num_idle += piece.size
                 piece.idle_since = self.now
+                self._order.free(piece)
             self._idle[place] = piece
+            self._order.add(place, piece)
             if block.name is None:
                 self._forget(place)
 
@@ -129,6 +135,7 @@ class HostPool:
         if not block.num_references:
             self._idle.move_to_end(place)
             block.piece.idle_since = self.now
+            self._order.add(place, block.piece)
 
     def store(self, names: Sequence[BlockName | None]) -> list[HostBlock]:
         """Room for a copy of blocks of these names, which whoever asks holds; None is a private one.
@@ -140,8 +147,11 @@ class HostPool:
         if not 0 < num_blocks <= self.num_available:
             problem = f"{self.num_available} of {self.num_blocks} are free or idle"
             raise KVCacheError(f"cannot take {num_blocks} host blocks: {problem}")
+        if self.num_free < num_blocks:
+            self._order.stop_waiting(self._pieces_of(self.names.take_unwatched()))
         while self.num_free < num_blocks:
-            old = self._least_valuable()
+            old = self._order.next(self.now)
+            assert isinstance(old, _Piece)
             self._retention.observe(self._describe(old), is_used=False)
             for place in list(old.blocks):
                 self._forget(place)
@@ -209,32 +219,25 @@ class HostPool:
         while self._reading and self._reading[0][0] <= step_id:
             self.release(self._reading.popleft()[1])
 
-    def _least_valuable(self) -> _Piece:
-        """The idle piece that goes next."""
-        if isinstance(self._retention, LeastRecentlyUsed):
-            idle = (piece for piece in self._idle.values() if not piece.num_held)
-            first = next(idle)
-            if not (self._retention.looks_ahead and self._is_awaited(first)):
-                return first
-            return next((piece for piece in idle if not self._is_awaited(piece)), first)
-        if self.now - self._ranked_at > _RANKING_SECONDS:
-            self._ranking.clear()
-        while True:
-            if not self._ranking:
-                self._rank()
-            piece = self._ranking.popleft()
-            if piece.blocks and not piece.num_held:
-                return piece
+    def collect_lost(self) -> None:
+        """Remember from now on what is lost, until `take_lost`."""
+        self._collects_lost = True
 
-    def _rank(self) -> None:
-        idle = list({piece: None for piece in self._idle.values() if not piece.num_held})
-        values = self._retention.values([self._describe(piece) for piece in idle], self.now)
-        ranks = [(value, piece.idle_since, piece.key) for value, piece in zip(values, idle, strict=True)]
-        self._ranking.extend(idle[place] for place in sorted(range(len(idle)), key=ranks.__getitem__))
-        self._ranked_at = self.now
+    def take_lost(self) -> list[BlockName]:
+        """Names of blocks that have gone since the last time."""
+        lost, self._lost = self._lost, []
+        return lost
 
-    def _is_awaited(self, piece: _Piece) -> bool:
+    def _pieces_of(self, names: Iterable[BlockName]) -> list[_Piece]:
+        found = (place for name in names for place in self.names.places.get(name, ()))
+        return [self._blocks[place].piece for place in found]
+
+    def _is_awaited(self, piece: Piece) -> bool:
         return any(self.names.is_watched(self._blocks[place].name) for place in piece.blocks)
+
+    def _values(self, pieces: Sequence[Piece]) -> Sequence[float]:
+        described = [self._describe(piece) for piece in pieces if isinstance(piece, _Piece)]
+        return self._retention.values(described, self.now)
 
     def _describe(self, piece: _Piece) -> IdlePiece:
         names = [name for place in piece.blocks if (name := self._blocks[place].name) is not None]
@@ -246,8 +249,11 @@ class HostPool:
         """Take out a block that nobody holds."""
         block = self._blocks.pop(place)
         del self._idle[place]
+        self._order.remove(place)
         if block.name is not None:
             self.names.remove(block.name, place)
+            if self._collects_lost:
+                self._lost.append(block.name)
         piece = block.piece
         piece.blocks.remove(place)
         if not piece.blocks:

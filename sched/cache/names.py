@@ -97,12 +97,14 @@ class NameIndex(Generic[Place]):
         places: by name, those that got it first first; no name is without.
     """
 
-    __slots__ = ("_num_found", "_num_watching", "_watched", "places")
+    __slots__ = ("_collects_unwatched", "_num_found", "_num_watching", "_unwatched", "_watched", "places")
 
     def __init__(self) -> None:
         """No names, and nobody who waits."""
         self.places: dict[BlockName, list[Place]] = {}
         self._watched: dict[BlockName, int] = {}
+        self._collects_unwatched = False
+        self._unwatched: list[BlockName] = []
         self._num_watching = self._num_found = 0  # watchers; and of the names they watch those of a block
 
     def add(self, name: BlockName, place: Place) -> None:
@@ -144,7 +146,19 @@ class NameIndex(Generic[Place]):
             self._watched[name] = count
             return
         del self._watched[name]
-        self._num_found -= name in self.places
+        if name in self.places:
+            self._num_found -= 1
+            if self._collects_unwatched:
+                self._unwatched.append(name)
+
+    def collect_unwatched(self) -> None:
+        """Remember from now on what nobody watches any more, until `take_unwatched`."""
+        self._collects_unwatched = True
+
+    def take_unwatched(self) -> list[BlockName]:
+        """Names of blocks that nobody watches any more since the last time."""
+        unwatched, self._unwatched = self._unwatched, []
+        return unwatched
 
     def is_watched(self, name: BlockName | None) -> bool:
         """Whether somebody would find a block of this name."""
