@@ -8,7 +8,7 @@ VENV_NEXT ?= .venv-next
 TEST_JOBS ?= 2
 OTHER_TESTS := clients cluster gpu_compile page parity
 
-.PHONY: help demo test test-next test-page test-cluster test-parity test-clients test-gpu-compile lint check docs bench reproduce clean
+.PHONY: help demo test test-next test-page test-cluster test-parity test-clients test-gpu-compile lint check docs bench soak reproduce clean
 
 help:
 	@echo "make demo         answer a batch of prompts with the embedded model"
@@ -23,6 +23,7 @@ help:
 	@echo "make check        lint and all of these: what CI runs"
 	@echo "make docs         the documentation as a site, in out/site"
 	@echo "make reproduce    the AdaptiveLLM paper's evaluation, and the choice of the default policy, simulated"
+	@echo "make soak         random traffic for MINUTES=30, each preset in turn"
 	@echo "make bench        throughput and scheduler benchmarks of this machine"
 
 $(VENV)/.installed: pyproject.toml
@@ -105,6 +106,10 @@ bench: $(VENV)/.installed-dev
 	mkdir -p out
 	$(BIN)/python scripts/bench_scheduler.py --out out/scheduler.json
 	$(BIN)/jaxllm bench throughput --num-prompts 64 --input-len 8:64 --output-len 16:64 --output out/throughput.json
+
+MINUTES ?= 30
+soak: $(VENV)/.installed-dev
+	$(BIN)/python scripts/soak.py --minutes $(MINUTES)
 
 reproduce: $(VENV)/.installed-dev
 	$(BIN)/python scripts/reproduce_paper.py --measured benchmarks --out-dir out/paper
