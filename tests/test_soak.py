@@ -5,8 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import soak
 
@@ -44,7 +43,7 @@ def test_errors_threads_and_growth_are_problems():
 
 
 def test_a_short_soak_finds_nothing():
-    command = [sys.executable, str(SCRIPTS / "soak.py"), "--minutes", "0.01", "--seconds", "2"]
+    command = [sys.executable, soak.__file__, "--minutes", "0.01", "--seconds", "2"]
     ended = subprocess.run([*command, "--presets", "hicache"], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert '"rounds": 1' in ended.stdout
