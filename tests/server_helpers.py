@@ -49,6 +49,19 @@ class Running:
         is_json = response.headers.get("content-type", "").startswith("application/json")
         return response.status, response.headers, json.loads(found) if is_json and found else found
 
+    def stream(self, path, body, began):
+        """The content of a stream that has begun; `began` is called when the first event has come."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            lines = []
+            while not any(line.startswith(b"data: ") for line in lines):
+                lines.append(response.readline())
+            began()
+            return b"".join(lines) + response.read()
+
     def post(self, path, body, **others):
         return self.request("POST", path, body, **others)
 
@@ -59,7 +72,7 @@ class Running:
     def connect(self):
         return socket.create_connection((self.host, self.port), timeout=30)
 
-    def wait_until_idle(self, seconds=30):
+    def wait_until_idle(self, seconds=300):
         """Wait until nothing is under way any more, and nothing is held."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -136,8 +149,8 @@ def option(value):
 
 
 def read_events(content):
-    """The JSON values of server-sent events; the last one must be [DONE]."""
-    lines = [line for line in content.decode().split("\n") if line]
+    """The JSON values of server-sent events; the last one must be [DONE]. Comments come where it is slow."""
+    lines = [line for line in content.decode().split("\n") if line and not line.startswith(":")]
     assert all(line.startswith("data: ") for line in lines)
     values = [line.removeprefix("data: ") for line in lines]
     assert values.pop() == "[DONE]"
