@@ -16,7 +16,9 @@ from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError, RequestError
+from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.names import names_of, root
+from jaxllm.sched.cache.preview import PoolPreview
 from jaxllm.sched.policies import (
     AheadOfTime,
     CostOverIdleTime,
@@ -548,3 +550,37 @@ def test_what_is_full_waits_for_room_in_files():
     while scheduler.has_leftovers:
         sizes.append(sum(len(swap.block_ids) for swap in scheduler.flush(write_room=3).swap_out))
     assert sizes == [3] * 6 + [2]
+
+
+# Those who give way
+
+
+def test_what_a_victim_was_about_to_compute_is_not_found():
+    """A request takes the room of one that would have filled a block for it: then there is no such block."""
+    scheduler = shared(make_preset("priority", LinearCosts()), num_gpu_blocks=3, num_host_blocks=4)
+    scheduler.add(make_request(0, 2, 8, prompt_token_ids=[9, 9], priority=0))
+    low = make_request(1, 6, 4, priority=2)
+    scheduler.add(low)
+    assert [step(scheduler) for _ in range(2)] == ["| r0[0:2]! r1[0:6]!", "r0 r1"]
+    urgent = make_request(2, 9, 2, prompt_token_ids=[*range(6), 0, 0, 7], priority=1)
+    scheduler.add(urgent)
+    assert step(scheduler) == "r0 r1"  # the room of r1 is not enough without the block that it fills
+    while scheduler.has_unfinished:
+        step(scheduler)
+
+
+def test_a_lookup_counts_on_no_copy_behind_one_that_may_be_found():
+    """Of two blocks of one name the first is found; whether it was handed out is not certain."""
+    pool = BlockPool(3, 4)
+    (name,) = names_of(range(4), 4, root())
+    first, second = pool.allocate(2)
+    pool.name(first, name)
+    pool.name(second, name)
+    pool.release([first])
+    while next(pool.free_blocks()) != first:
+        pool.allocate(1)
+    for is_exact, free, held in ((True, (), (second,)), (False, (second,), ())):
+        preview = PoolPreview(pool, is_exact=is_exact)
+        preview.take(1)
+        hit = preview.find([name])
+        assert (hit.free, hit.held) == (free, held)

@@ -191,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from([*PRESETS, *POLICIES]) | st.sampled_from(OUTRANKING),
         num_blocks=st.integers(2, 14),
-        num_host_blocks=st.integers(0, 10),
+        num_host_blocks=st.integers(0, 10) | st.integers(1, 3),
         block_size=st.integers(1, 5),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(0, 20),
@@ -199,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         data=st.data(),
         run_ahead=st.integers(0, 2),  # the engine's is 0 or 1; 2 exercises the guard on tokens in flight
         most_steps=st.sampled_from([1, 3, 8]),
-        is_shared=st.booleans(),
+        is_shared=st.sampled_from([True, True, False]),
         has_files=st.booleans(),
         retention=st.sampled_from(
             [
@@ -210,7 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 lambda: ExpectedSaving(COSTS),
             ]
         ),
-        offload=st.sampled_from([NoOffload(), WriteBack(), WriteThrough(), AheadOfTime(0.5)]),
+        offload=st.sampled_from([NoOffload(), WriteBack(), WriteThrough(), WriteThrough(), AheadOfTime(0.5)]),
         action=st.sampled_from(
             [
                 None,
