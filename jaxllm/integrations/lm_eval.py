@@ -123,17 +123,23 @@ class JaxLLM(TemplateLM):
         disable_tqdm: bool = False,
         **options: Any,
     ) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities of each continuation, and whether it is what greedy decoding gives."""
-        prompts = []
+        """Sum of log-probabilities of each continuation, and whether it is what greedy decoding gives.
+
+        A continuation of no tokens is certain.
+        """
+        prompts, places = [], []
         for place, (_, context, continuation) in enumerate(requests):
-            if not 1 <= len(continuation) <= self.max_length:
+            if len(continuation) > self.max_length:
                 raise RequestError(
-                    f"requests[{place}] scores {len(continuation)} tokens, which must be 1 to max_length="
+                    f"requests[{place}] scores {len(continuation)} tokens, more than max_length="
                     f"{self.max_length}: raise max_model_len, or shorten the text"
                 )
-            prompts.append((context + continuation)[-(self.max_length + 1) :])
-        scores: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        for place, output in self._outputs(prompts, [_SCORED] * len(prompts), disable_tqdm):
+            if continuation:
+                prompts.append((context + continuation)[-(self.max_length + 1) :])
+                places.append(place)
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        for number, output in self._outputs(prompts, [_SCORED] * len(prompts), disable_tqdm):
+            place = places[number]
             text, _, continuation = requests[place]
             logprobs = output.prompt_logprobs or []
             found = [

@@ -107,9 +107,17 @@ def test_long_texts_are_scored_in_windows(ours, theirs):
     assert found == pytest.approx(theirs.loglikelihood_rolling(requests, disable_tqdm=True), abs=1e-3)
 
 
+def test_a_continuation_of_no_tokens_is_certain(ours):
+    """It does not end the run of the others."""
+    requests = [(None, [5, 6], [7]), (("a", ""), [5, 6], []), (None, [5, 6], [8])]
+    first, empty, last = ours._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert empty == (0.0, True)
+    assert [first, last] == ours._loglikelihood_tokens([requests[0], requests[2]], disable_tqdm=True)
+
+
 def test_what_cannot_be_run_is_an_error(ours):
     with pytest.raises(
-        RequestError, match=r"requests\[1\] scores .* tokens, which must be 1 to max_length=200"
+        RequestError, match=r"requests\[1\] scores .* tokens, more than max_length=200"
     ):
         ours.loglikelihood(
             requests_of("loglikelihood", ("a =", " b"), ("a =", " b\n" * 400)), disable_tqdm=True
