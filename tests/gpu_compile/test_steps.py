@@ -9,6 +9,7 @@ from published import LLAMA_3_8B
 
 from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
+from jaxllm.executor.sampling_programs import RowsKey, kind_of, rows_program
 from jaxllm.gpu.target import Compiler, get_target
 from jaxllm.models.config import config_from_dict
 
@@ -37,16 +38,20 @@ class Found:
 def compiled(tmp_path):
     def compile_step(key, num_layers=2):
         config = config_from_dict({**LLAMA_3_8B, "num_hidden_layers": num_layers})
-        jitted, arguments = step_program(
-            config,
-            key,
-            dtype="bfloat16",
-            num_gpu_blocks=2048,
-            block_size=16,
-            max_model_len=2048,
-            max_num_seqs=64 if key.max_chunks else max(64, key.rows),
-            implementation="triton",
-        )
+        if isinstance(key, RowsKey):
+            limits = {"max_num_seqs": 64, "max_model_len": 2048}
+            jitted, arguments = rows_program(key, vocab_size=config.vocab_size, **limits)
+        else:
+            jitted, arguments = step_program(
+                config,
+                key,
+                dtype="bfloat16",
+                num_gpu_blocks=2048,
+                block_size=16,
+                max_model_len=2048,
+                max_num_seqs=64 if key.max_chunks else max(64, key.rows),
+                implementation="triton",
+            )
         folder = tmp_path / str(num_layers)
         with Compiler(get_target("h200")) as compiler:
             options = {"xla_dump_to": str(folder)}
@@ -113,26 +118,20 @@ def test_a_step_with_prompts_is_one_command_buffer(compiled, rows, sampling):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "loops", "sorts", "arrays"),
-    [
-        (RANDOM | Sampling.FILTERED, 2, 0, 3),
-        (Sampling.ADJUSTED, 0, 0, 2),
-        (Sampling.LOGPROBS, 0, 1, 2),
-        (Sampling.EVERYTHING, 2, 1, 5),
-    ],
-    ids=["filtered", "adjusted", "logprobs", "everything"],
+    ("kind", "loops", "sorts", "arrays"),
+    [(kind_of(Sampling.FILTERED), 2, 0, 3), (Sampling.COMPLETE, 2, 1, 5)],
+    ids=["filtered", "complete"],
 )
-def test_other_sampling_costs_what_it_needs(compiled, sampling, loops, sorts, arrays):
+def test_sampling_apart_costs_what_it_needs(compiled, kind, loops, sorts, arrays):
     """A loop for each of top_k and top_p, a sort for the most likely tokens; `arrays` of the logits' size."""
-    found = compiled(ProgramKey(64, sampling=sampling))
+    found = compiled(RowsKey(64, kind))
     assert (found.loops, found.conditionals, found.sorts) == (loops, 0, sorts)
     assert found.temporary_bytes < arrays * 64 * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_masks_are_applied_on_the_way(compiled, sampling):
+def test_masks_are_applied_on_the_way(compiled):
     """Nothing but the masks themselves is read, or written, for them."""
-    found = compiled(ProgramKey(64, sampling=sampling | Sampling.MASKED))
+    found = compiled(RowsKey(64, RANDOM | Sampling.MASKED))
     assert found.thunks == ONE_COMMAND_BUFFER
     assert (found.loops, found.conditionals, found.sorts) == (0, 0, 0)
     assert found.temporary_bytes < 64 * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
