@@ -116,9 +116,7 @@ def test_a_continuation_of_no_tokens_is_certain(ours):
 
 
 def test_what_cannot_be_run_is_an_error(ours):
-    with pytest.raises(
-        RequestError, match=r"requests\[1\] scores .* tokens, more than max_length=200"
-    ):
+    with pytest.raises(RequestError, match=r"requests\[1\] scores .* tokens, more than max_length=200"):
         ours.loglikelihood(
             requests_of("loglikelihood", ("a =", " b"), ("a =", " b\n" * 400)), disable_tqdm=True
         )
