@@ -40,23 +40,23 @@ def plan(config, device, **changes):
 )
 def test_steps_update_the_pool_in_place_with_few_temporaries(config, device, num_gpu_blocks):
     found = plan(config, device, num_gpu_blocks=num_gpu_blocks)
-    decode, several, prefill, everything, *swaps = found.programs
+    decode, several, prefill, apart, *swaps = found.programs
     assert [program.name for program in (decode, several, prefill)] == [
         "decode of 64, random",
         "decode of 16, up to 8 steps, random",
         "step of 2048 tokens, up to 64 prompts, random",
     ]
-    assert everything.name == ("decode of 64, random, filtered, adjusted, logprobs, prompt logprobs")
+    assert apart.name == "sampling of 64, random, filtered, adjusted, logprobs, masked"
     pool_bytes = found.pool_bytes if num_gpu_blocks else swaps[1].aliased_bytes  # "swap in": the pool alone
     if num_gpu_blocks:
         assert pool_bytes == 1024 * found.block_bytes >= 12.5 * GIB
-    for program in (decode, several, prefill, everything):
+    for program in (decode, several, prefill):
         assert program.aliased_bytes >= pool_bytes
         assert program.pool_copies == 0
     logits_bytes = 64 * config["vocab_size"] * 4
     assert decode.temporary_bytes < logits_bytes + 32 * MIB
     assert several.temporary_bytes < logits_bytes // 4 + 32 * MIB
-    assert everything.temporary_bytes < 5 * logits_bytes + 32 * MIB
+    assert apart.temporary_bytes < 5 * logits_bytes + 32 * MIB
     assert prefill.temporary_bytes < GIB
     for program in swaps:
         assert program.temporary_bytes <= 17 * found.block_bytes
