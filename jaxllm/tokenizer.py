@@ -106,7 +106,7 @@ def _restore(tokenizer: Any, file: Mapping[str, Any], config: Mapping[str, Any])
         fields = {name: value for name, value in entry.items() if name != "id"}
         found = loaded.get(entry["id"])
         token = AddedToken(
-            **{**fields, "special": fields["special"] or (found is not None and found.special)}
+            **{**fields, "special": fields.get("special") or (found is not None and found.special)}
         )
         if repr(found) != repr(token):
             changed.append(token)
@@ -131,10 +131,10 @@ def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
 def _name_as_class(tokenizer: Any, kind: Any, named: Set[str]) -> None:
     """Give special tokens that no file names those names that a class has for them, if they are tokens."""
     parameters = {} if kind is None else inspect.signature(kind.__init__).parameters
-    vocabulary = tokenizer.get_vocab()
+    id_of = tokenizer.backend_tokenizer.token_to_id
     for name in _NAMED:
         default = parameters[name].default if name in parameters else None
-        if name not in named and isinstance(default, str) and default in vocabulary:
+        if name not in named and isinstance(default, str) and id_of(default) is not None:
             tokenizer.add_special_tokens({name: default})
 
 
