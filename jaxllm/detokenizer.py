@@ -8,7 +8,7 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -285,17 +285,17 @@ class _StopMatcher:
 
     Text is released once no stop string can start in it, so a match always lies in the held text. Markers
     of tokens that are not shown are never released. A stop string that names such tokens is looked for with
-    their markers in it; any is looked for as if there were none.
+    their markers in it, and any as if there were none; the others' markers are passed over.
     """
 
     def __init__(self, stop: tuple[str, ...], include: bool, markers: Mapping[str, str]) -> None:
         self.matched: str | None = None
         self._held = ""
         self._include = include
-        self._hidden = dict.fromkeys(map(ord, markers.values()))
-        self._forms = [(string, string, False) for string in stop]
-        self._forms += [(form, one, True) for one in stop if (form := _marked(one, markers)) != one]
-        self._first_characters = frozenset(form[0] for form, _, _ in self._forms)
+        self._hidden = frozenset(map(ord, markers.values()))
+        forms = dict.fromkeys((form, one) for one in stop for form in (one, _marked(one, markers)))
+        self._forms = [(form, one, self._hidden.difference(map(ord, form))) for form, one in forms]
+        self._first_characters = frozenset(form[0] for form, _ in forms)
         self._max_held = max((len(form) for form, _, _ in self._forms), default=1) - 1
 
     def feed(self, new: str, finished: bool, may_stop: bool) -> str:
@@ -315,29 +315,27 @@ class _StopMatcher:
     def _first_match(self, text: str) -> tuple[int, int, str] | None:
         """End, start and string of the match that ends first, the longest of several."""
         best: tuple[int, int, str] | None = None
-        shown, num_shown = self._shown(text), len(self._shown(self._held))
-        places: Sequence[int] = range(len(text))
-        if len(shown) < len(text):
-            places = [place for place in places if ord(text[place]) not in self._hidden]
-        for form, string, is_marked in self._forms:
-            within, held = (text, len(self._held)) if is_marked else (shown, num_shown)
+        for form, string, hidden in self._forms:
+            held, within = len(_without(self._held, hidden)), _without(text, hidden)
             start = within.find(form, max(0, held - len(form) + 1))
             if start >= 0:
-                end = start + len(form)
-                span = (end, start) if is_marked else (places[end - 1] + 1, places[start])
-                best = (*span, string) if best is None else min(best, (*span, string))
+                places: Sequence[int] = range(len(text))
+                if len(within) < len(text):
+                    places = [place for place in places if ord(text[place]) not in hidden]
+                found = (places[start + len(form) - 1] + 1, places[start], string)
+                best = found if best is None else min(best, found)
         return best
 
     def _shown(self, text: str) -> str:
-        return text.translate(self._hidden) if self._hidden else text
+        return _without(text, self._hidden)
 
     def _num_free(self, text: str) -> int:
         """Length of the text before the first place where an unfinished stop string starts."""
         num_hidden = len(text) - len(self._shown(text))
         for start in range(max(0, len(text) - self._max_held - num_hidden), len(text)):
             if text[start] in self._first_characters:
-                tails = (self._shown(text[start:]), text[start:])
-                if any(form.startswith(tails[is_marked]) for form, _, is_marked in self._forms):
+                tail = text[start:]
+                if any(form.startswith(_without(tail, hidden)) for form, _, hidden in self._forms):
                     return start
         return len(text)
 
@@ -347,6 +345,11 @@ def _markers(names: Iterable[str], stop: tuple[str, ...]) -> dict[str, str]:
     free = (chr(code) for code in _MARKERS if not any(chr(code) in string for string in stop))
     found = [name for name in names if name and any(name in string for string in stop)]
     return dict(zip(found, free, strict=False))
+
+
+def _without(text: str, hidden: Set[int]) -> str:
+    """A text without characters of these codes."""
+    return text.translate(dict.fromkeys(hidden)) if hidden else text
 
 
 def _marked(string: str, markers: Mapping[str, str]) -> str:
@@ -379,7 +382,7 @@ class _Vocabulary:
 
     Attributes:
         special_ids: special tokens and their names.
-        byte_of: byte tokens of a `byte_fallback` tokenizer; empty for others.
+        byte_of: tokens of a `byte_fallback` tokenizer that are bytes of longer characters; empty for others.
         letter: a token that is a letter, if there is one.
     """
 
@@ -389,8 +392,9 @@ class _Vocabulary:
         self._holes = frozenset(range(self._size)) - ids if len(ids) < self._size else frozenset()
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {token_id: token.content for token_id, token in added if token.special}
-        self.byte_of = _byte_tokens(tokenizer)
-        self.letter = _letter(tokenizer, self.byte_of)
+        byte_of = _byte_tokens(tokenizer)
+        self.byte_of = {token_id: byte for token_id, byte in byte_of.items() if byte >= 0x80}
+        self.letter = _letter(tokenizer, byte_of)
         self._spellings: dict[int, _Spelling] = {}
 
     def is_skipped(self, token_id: int, skip_special: bool) -> bool:

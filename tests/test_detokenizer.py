@@ -342,6 +342,15 @@ def test_the_space_after_a_prompt_of_bytes_survives(end):
             assert "".join(stream(detokenizer, chunks)).startswith(" cat")
 
 
+def test_a_space_that_is_a_byte_is_a_space_but_at_the_start():
+    tokenizer = llama_like()
+    space, cat = ids_of(tokenizer, "<0x20>", "▁cat")
+    for prompt, text in (([], " cat"), ([cat], "  cat"), (ids_of(tokenizer, "<0xC3>", "<0xA9>"), "  cat")):
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+        assert "".join(stream(detokenizer, [[space], [cat]])) == text
+        assert "".join(named(tokenizer, prompt, [space, cat])) == text
+
+
 def with_holes():
     """A tokenizer whose ids are 0, 3, 6 and so on; between them there is nothing."""
     names = ["<s>", "▁the", "▁cat", "s", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -519,10 +528,9 @@ def test_they_are_found_wherever_the_tokens_are_cut(names, stop, cuts, include):
     for string in stop:
         for end, start in itertools.combinations_with_replacement(range(len(names), -1, -1), 2):
             part = names[start:end]
-            is_found = "".join(part) == string or (
-                "".join(one for one in part if len(one) == 1) == string and len(part[0]) == len(part[-1]) == 1
-            )
-            ends += [(end, start, string)] if is_found else []
+            is_seen = [len(one) == 1 or one in string for one in part]  # others are as if not there
+            if part and is_seen[0] and is_seen[-1] and "".join(itertools.compress(part, is_seen)) == string:
+                ends.append((end, start, string))
     if ends:
         _, start, matched = min(ends)
         before = "".join(one for one in names[:start] if len(one) == 1)
