@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import ConfigError, RequestError, did_you_mean, shown
 from jaxllm.tokenizer import encode, quiet_transformers, summary
 
 if TYPE_CHECKING:
-    from jinja2.nodes import Node, Template
+    from jinja2.nodes import Node, Template, Test
     from transformers import PreTrainedTokenizerBase
 
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -54,7 +55,9 @@ def render(
         messages: as for `check_messages`, oldest first.
         chat_template: a template's text, or the name of one of the checkpoint's; its default one if None.
         content_format: what templates get as content: "string" (parts joined by line breaks), "openai" (a
-            list of parts), or "auto": a list where the template goes over one.
+            list of parts), or "auto": a list where the template goes over one, unless it takes strings too
+            and content is one. Content that is absent or null is what the template tests it for: None, or
+            absent; "" where it tests neither.
         add_generation_prompt: open the assistant's turn at the end.
         continue_final_message: leave the last message open instead, for the model to continue.
         tools: JSON schemas of functions, which the template shows to the model.
@@ -96,6 +99,7 @@ def render(
             )
     with quiet_transformers():
         from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         from jaxllm.chat_templates import bounded
 
@@ -106,19 +110,24 @@ def render(
             if "tools" in known:
                 tools = tools or optional_tools
             _check_variables([*variables, *(["tools"] if tools else [])], known)
-            is_openai = content_format == "openai" or (content_format == "auto" and _reads_parts(parsed))
+            reading = _Reading.of(parsed)
+            if content_format != "auto":
+                is_openai = content_format == "openai"
+                reading = dataclasses.replace(reading, takes_parts=is_openai, takes_strings=not is_openai)
+            conversation = [_as_read(message, reading) for message in messages]
+            if continue_final_message:
+                conversation[-1] = _as_read(messages[-1], reading, is_continued=True)
             with bounded():
-                return str(
-                    tokenizer.apply_chat_template(
-                        [_as_read(message, is_openai) for message in messages],
-                        tools=[dict(tool) for tool in tools] if tools else None,
-                        chat_template=template,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=continue_final_message,
-                        tokenize=False,
-                        **variables,
-                    )
+                # apply_chat_template would drop what is None.
+                rendered: Any = render_jinja_template(
+                    conversations=[conversation],
+                    tools=[dict(tool) for tool in tools] if tools else None,
+                    chat_template=template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **{**tokenizer.special_tokens_map, **variables},
                 )
+                return str(rendered[0][0])
         except RequestError:
             raise
         except Exception as error:  # a template can raise anything Python can
@@ -215,27 +224,35 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def _as_read(message: Mapping[str, Any], is_openai: bool) -> dict[str, Any]:
+def _as_read(message: Mapping[str, Any], reading: _Reading, *, is_continued: bool = False) -> dict[str, Any]:
     """A message as templates read it: one form of content, arguments of calls as objects (as in vLLM)."""
-    content = message.get("content")
-    parts = [content] if isinstance(content, str) else content or []
-    if is_openai and message["role"] != "tool":
-        form: Any = [
-            dict(one)
-            if isinstance(one, Mapping) and one["type"] == "text"
-            else {"type": "text", "text": text_of_part(one)}
-            for one in parts
-        ]
-    else:
-        form = "\n".join(map(text_of_part, parts))
     # What is null, as in a message that a client sends back as it came, is not there.
-    read = {**{name: value for name, value in message.items() if value is not None}, "content": form}
+    read = {name: value for name, value in message.items() if value is not None}
+    if "content" in read or is_continued or not (reading.tests_none or reading.tests_defined):
+        read["content"] = _content(message, reading, is_continued)
+    elif reading.tests_none:
+        read["content"] = None
     if calls := read.pop("tool_calls", None):
         read["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
             for call in calls
         ]
     return read
+
+
+def _content(message: Mapping[str, Any], reading: _Reading, is_continued: bool) -> str | list[dict[str, Any]]:
+    """What a message says, as text or in parts; of nothing there is no part, unless it is to be continued."""
+    content = message.get("content")
+    is_text = content is None or isinstance(content, str)
+    parts: Any = ([content or ""] if content or is_continued else []) if is_text else content
+    if not reading.takes_parts or (is_text and reading.takes_strings) or message["role"] == "tool":
+        return "\n".join(map(text_of_part, parts))
+    return [
+        dict(one)
+        if isinstance(one, Mapping) and one["type"] == "text"
+        else {"type": "text", "text": text_of_part(one)}
+        for one in parts
+    ]
 
 
 def _template(
@@ -291,17 +308,106 @@ def _check_variables(given: Sequence[str], known: set[str]) -> None:
             raise RequestError(f"the chat template does not read {name!r}; {meant}It reads {names}")
 
 
-def _reads_parts(parsed: Template) -> bool:
-    """Whether a template goes over a message's content, part by part."""
-    from jinja2 import nodes
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """How a template reads the content of messages.
 
-    def is_content(node: Node | None) -> bool:
-        while isinstance(node, nodes.Filter):
-            node = node.node
-        if isinstance(node, nodes.Getitem):
-            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-        return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
-            isinstance(node, nodes.Name) and node.name == "content"
+    Attributes:
+        takes_parts: it goes over a list of parts somewhere.
+        takes_strings: wherever it does, it has asked whether content is a string.
+        tests_none: it asks whether there is content by comparing it with none.
+        tests_defined: it asks whether content is defined, or in the message.
+    """
+
+    takes_parts: bool
+    takes_strings: bool
+    tests_none: bool
+    tests_defined: bool
+
+    @classmethod
+    def of(cls, parsed: Template) -> _Reading:
+        """How one reads it."""
+        from jinja2 import nodes
+
+        names = _names_of_content(parsed)
+        loops = list(_loops(parsed, names, False))
+        tested = {test.name for test in parsed.find_all(nodes.Test) if _is_content(test.node, names)}
+        compared = list(parsed.find_all(nodes.Compare))
+        is_compared = any(
+            _is_content(one.expr, names) and _is_constant(one.ops[0].expr, None) for one in compared
+        )
+        is_sought = any(
+            _is_constant(one.expr, "content") and one.ops[0].op in ("in", "notin") for one in compared
+        )
+        return cls(
+            takes_parts=bool(loops),
+            takes_strings=all(loops),
+            tests_none="none" in tested or is_compared,
+            tests_defined=is_sought or not tested.isdisjoint(("defined", "undefined")),
         )
 
-    return any(is_content(loop.iter) for loop in parsed.find_all(nodes.For))
+
+def _is_constant(node: Node, value: object) -> bool:
+    from jinja2 import nodes
+
+    return isinstance(node, nodes.Const) and node.value == value
+
+
+def _is_content(node: Node | None, names: Set[str]) -> bool:
+    """Whether an expression is a message's content, filtered or not."""
+    from jinja2 import nodes
+
+    while isinstance(node, nodes.Filter):
+        node = node.node
+    if isinstance(node, nodes.Getitem):
+        return _is_constant(node.arg, "content")
+    if isinstance(node, nodes.Call):
+        is_get = isinstance(node.node, nodes.Getattr) and node.node.attr == "get"
+        return is_get and bool(node.args) and _is_constant(node.args[0], "content")
+    if isinstance(node, nodes.CondExpr):
+        return _is_content(node.expr1, names) or _is_content(node.expr2, names)
+    return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
+        isinstance(node, nodes.Name) and node.name in names
+    )
+
+
+def _names_of_content(parsed: Template) -> Set[str]:
+    """Variables and macros' arguments that hold content or are called so, but are no single parts."""
+    from jinja2 import nodes
+
+    given: list[tuple[str, Node]] = []
+    for one in parsed.find_all(nodes.Assign):
+        given += [(one.target.name, one.node)] if isinstance(one.target, nodes.Name) else []
+    arguments = {one.name: [argument.name for argument in one.args] for one in parsed.find_all(nodes.Macro)}
+    for call in parsed.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name):
+            given += zip(arguments.get(call.node.name, ()), call.args, strict=False)
+    parts = {one.target.name for one in parsed.find_all(nodes.For) if isinstance(one.target, nodes.Name)}
+    names: set[str] = set()
+    found = {"content"}
+    while found > names:
+        names = found
+        found = names | {name for name, node in given if _is_content(node, names)}
+    return names - parts
+
+
+def _loops(node: Node, names: Set[str], is_asked: bool) -> Iterator[bool]:
+    """Each loop over content: whether it is where the template has asked if that is a string."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.If):
+        tests = [test for one in (node, *node.elif_) for test in _tests(one.test)]
+        is_asked |= any(test.name == "string" and _is_content(test.node, names) for test in tests)
+    if isinstance(node, nodes.For) and _is_content(node.iter, names):
+        yield is_asked
+    for child in node.iter_child_nodes():
+        yield from _loops(child, names, is_asked)
+
+
+def _tests(node: Node) -> Iterator[Test]:
+    """The tests in an expression, itself included."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Test):
+        yield node
+    yield from node.find_all(nodes.Test)

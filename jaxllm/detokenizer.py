@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
 import itertools
+import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_PARTIAL = 3  # bytes, hence tokens, of an incomplete UTF-8 character
+_MARKERS = range(0xD800, 0xE000)  # surrogates, which no decoded text has
 
 
 class IncrementalDetokenizer:
@@ -23,12 +26,14 @@ class IncrementalDetokenizer:
     What is shown depends on the tokens alone, not on how they were split over calls: it is all text so
     far, except an incomplete character, and except an end that may turn out to be the start of a stop
     string. The text continues the prompt, so that a leading space survives:
-    `decode(prompt) + text == decode(prompt + output)`. (Only for invalid UTF-8 from a `byte_fallback`
-    tokenizer the two differ: text already shown stays, where `decode` would turn the whole run of bytes
-    into replacement characters.)
+    `decode(prompt) + text == decode(prompt + output)`. The two differ in invalid UTF-8 only. Of a
+    `byte_fallback` tokenizer, text already shown stays, where `decode` would turn the whole run of bytes
+    into replacement characters. Where the prompt ends inside a character, the text begins with that
+    replaced.
 
     The first stop string to be complete ends the text, unless `flush` was told not to stop there; of
-    several that end at the same character, the longest. Later tokens are ignored.
+    several that end at the same character, the longest. Later tokens are ignored. Special tokens count
+    where stop strings name them, whether or not the text shows them: "<|im_end|>" stops at that token.
 
     Args:
         tokenizer: the checkpoint's tokenizer.
@@ -47,8 +52,11 @@ class IncrementalDetokenizer:
         stop: tuple[str, ...] = (),
         include_stop_str_in_output: bool = False,
     ) -> None:
-        self._decoder = _TokenDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
-        self._matcher = _StopMatcher(stop, include_stop_str_in_output)
+        hidden = _vocabulary(tokenizer).special_ids if skip_special_tokens and stop else {}
+        markers = _markers(hidden.values(), stop)
+        by_id = {token_id: markers[name] for token_id, name in hidden.items() if name in markers}
+        self._decoder = _TokenDecoder(tokenizer, prompt_token_ids, skip_special_tokens, by_id)
+        self._matcher = _StopMatcher(stop, include_stop_str_in_output, markers)
         self._pending: list[int] = []
         self._parts: list[str] = []
 
@@ -119,11 +127,59 @@ class TextOffsets:
         return offsets
 
 
+class TokenNames:
+    """What tokens are called, one place after another: the text that each would add there.
+
+    Tokens of whole characters are their text. One that holds a part of a character is "" until a token
+    completes the character, and that one is the whole character, as in vLLM.
+
+    Args:
+        tokenizer: the checkpoint's tokenizer.
+        prompt_token_ids: what precedes.
+        skip_special_tokens: special tokens are not in the text; they have names all the same.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, _vocabulary(tokenizer)
+        self._skip_special = skip_special_tokens
+        self._partial = b""
+        self._is_start = all(map(self._is_skipped, prompt_token_ids))
+
+    def name(self, token_id: int) -> str:
+        """What a token would be called at this place."""
+        spelling = self._vocabulary.spelling(self._tokenizer, token_id)
+        if spelling.part is not None:
+            return _decoded(self._partial + spelling.part, False)[0]
+        return spelling.first if self._is_start else spelling.text
+
+    def append(self, token_id: int) -> None:
+        """Go on to the place after a token."""
+        if self._is_skipped(token_id):
+            return
+        self._is_start = False
+        part = self._vocabulary.spelling(self._tokenizer, token_id).part
+        self._partial = b"" if part is None else _decoded(self._partial + part, False)[1]
+
+    def _is_skipped(self, token_id: int) -> bool:
+        return self._vocabulary.is_skipped(token_id, self._skip_special)
+
+
+def token_bytes(tokenizer: Any, token_id: int, name: str | None) -> bytes:
+    """The bytes of a token that is called so: its own where its text is no whole characters."""
+    spelling = _vocabulary(tokenizer).spelling(tokenizer, token_id)
+    if spelling.part is not None:
+        return spelling.part
+    return (spelling.text if name is None else name).encode("utf-8", "replace")
+
+
 class _TokenDecoder:
     """Tokens to text, piece by piece. The pieces joined do not depend on where they were cut.
 
     The tokenizer decodes the pending tokens behind an anchor, one token that is known to be text, since
-    many decoders strip the space of whatever comes first:
+    many decoders strip the space of whatever comes first. It is the last token before them, or a letter if
+    that may end inside a character:
 
         | anchor | pending tokens: shown characters, then perhaps one incomplete character |
                                    |<- num_shown ->|<- decoded as U+FFFD, held back    ->|
@@ -132,10 +188,19 @@ class _TokenDecoder:
     before it is shown, only those stay pending. `byte_fallback` tokenizers mark their bytes as tokens
     of their own, and turn a whole run of them into U+FFFD if any is invalid, so that shown text would
     change; their bytes are decoded here instead.
+
+    Tokens that are not in the text leave a marker where they are to be noticed.
     """
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], skip_special: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_token_ids: Sequence[int],
+        skip_special: bool,
+        markers: Mapping[int, str] | None = None,
+    ) -> None:
         self._vocabulary = _vocabulary(tokenizer)
+        self._markers = markers or {}
         self._decode_function = _decode_function(tokenizer)
         self._skip_special = skip_special
         self._pending: tuple[int, ...] = ()
@@ -143,32 +208,37 @@ class _TokenDecoder:
         self._partial_bytes = b""
         self._anchor: tuple[int, ...] = ()
         self._num_anchor = 0
-        candidates = (i for i in reversed(prompt_token_ids) if not self._is_skipped(i))
-        for token_id in itertools.islice(candidates, _LONGEST_PARTIAL + 1):
-            if self._set_anchor(token_id):
-                break
+        before = (i for i in reversed(prompt_token_ids) if not self._is_skipped(i))
+        for token_id in itertools.islice(before, 1):
+            self._set_anchor(token_id)
 
     def decode(self, token_ids: Sequence[int], finished: bool) -> str:
-        """Text that the tokens complete; all that is left with `finished`."""
-        byte_of = self._vocabulary.byte_of
-        kept = [i for i in token_ids if not self._is_skipped(i)]
-        if not byte_of:
-            return self._decode_tokens(kept, finished)
-        pieces = []
-        for is_byte, run in itertools.groupby(kept, byte_of.__contains__):
-            if is_byte:
-                pieces.append(self._decode_tokens((), True))
-                run_ids = list(run)
-                pieces.append(self._decode_bytes(bytes(byte_of[i] for i in run_ids), False))
-                if not self._anchor:
-                    self._anchor = (run_ids[-1],)
-                    self._num_anchor = len(self._decode_ids(self._anchor))
+        """Text that the tokens complete, and markers; all that is left with `finished`."""
+        pieces: list[str] = []
+        for is_marked, run in itertools.groupby(token_ids, self._markers.__contains__):
+            if is_marked:
+                pieces.extend(self._markers[i] for i in run)
             else:
-                pieces.append(self._decode_bytes(b"", True))
-                pieces.append(self._decode_tokens(list(run), False))
+                pieces.append(self._decode_run([i for i in run if not self._is_skipped(i)]))
         if finished:
             pieces.append(self._decode_bytes(b"", True))
             pieces.append(self._decode_tokens((), True))
+        return "".join(pieces)
+
+    def _decode_run(self, token_ids: list[int]) -> str:
+        byte_of = self._vocabulary.byte_of
+        if not byte_of:
+            return self._decode_tokens(token_ids, False)
+        pieces = []
+        for is_byte, run in itertools.groupby(token_ids, byte_of.__contains__):
+            if is_byte:
+                pieces.append(self._decode_tokens((), True))
+                pieces.append(self._decode_bytes(bytes(byte_of[i] for i in run), False))
+                if not self._anchor:
+                    self._set_anchor(None)
+            else:
+                pieces.append(self._decode_bytes(b"", True))
+                pieces.append(self._decode_tokens(list(run), False))
         return "".join(pieces)
 
     def _decode_tokens(self, token_ids: Sequence[int], finished: bool) -> str:
@@ -193,71 +263,105 @@ class _TokenDecoder:
         return text[self._num_anchor :]
 
     def _decode_bytes(self, data: bytes, finished: bool) -> str:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(self._partial_bytes + data, finished)
-        self._partial_bytes = decoder.getstate()[0]
+        text, self._partial_bytes = _decoded(self._partial_bytes + data, finished)
         return text
 
-    def _set_anchor(self, token_id: int) -> bool:
-        """Takes a token as the anchor unless it may end inside a character."""
-        text = self._decode_ids((token_id,))
-        if text.endswith(_REPLACEMENT):
-            return False
-        self._anchor = (token_id,)
-        self._num_anchor = len(text)
-        return True
+    def _set_anchor(self, token_id: int | None) -> None:
+        """Takes a token as the anchor, or a letter if there is none or it may end inside a character."""
+        anchor: tuple[int, ...] = () if token_id is None else (token_id,)
+        if not anchor or self._decode_ids(anchor).endswith(_REPLACEMENT):
+            anchor = self._vocabulary.letter
+        self._anchor, self._num_anchor = anchor, len(self._decode_ids(anchor))
 
     def _decode_ids(self, token_ids: tuple[int, ...]) -> str:
         return self._decode_function(token_ids, self._skip_special)
 
     def _is_skipped(self, token_id: int) -> bool:
-        """Whether a token has no text: skipped, or beyond the tokenizer (models pad their vocabulary)."""
-        if token_id >= self._vocabulary.size:
-            return True
-        return self._skip_special and token_id in self._vocabulary.special_ids
+        return self._vocabulary.is_skipped(token_id, self._skip_special)
 
 
 class _StopMatcher:
     """Finds the first complete stop string in a text that comes in pieces.
 
-    Text is released once no stop string can start in it, so a match always lies in the held text.
+    Text is released once no stop string can start in it, so a match always lies in the held text. Markers
+    of tokens that are not shown are never released. A stop string that names such tokens is looked for with
+    their markers in it, and any as if there were none; the others' markers are passed over.
     """
 
-    def __init__(self, stop: tuple[str, ...], include: bool) -> None:
-        self.stop = stop
+    def __init__(self, stop: tuple[str, ...], include: bool, markers: Mapping[str, str]) -> None:
         self.matched: str | None = None
         self._held = ""
         self._include = include
-        self._first_characters = frozenset(string[0] for string in stop)
-        self._max_held = max(map(len, stop), default=1) - 1
+        self._hidden = frozenset(map(ord, markers.values()))
+        forms = dict.fromkeys((form, one) for one in stop for form in (one, _marked(one, markers)))
+        self._forms = [(form, one, self._hidden.difference(map(ord, form))) for form, one in forms]
+        self._first_characters = frozenset(form[0] for form, _ in forms)
+        self._max_held = max((len(form) for form, _, _ in self._forms), default=1) - 1
 
     def feed(self, new: str, finished: bool, may_stop: bool) -> str:
         """Takes text and returns what can be shown; a match must end in `new`, and `may_stop` allow it."""
-        if not self.stop:
+        if not self._forms:
             return new
-        held, text = len(self._held), self._held + new
-        best: tuple[int, int, str] | None = None  # the first to end; then the longest
-        for string in self.stop if may_stop else ():
-            start = text.find(string, max(0, held - len(string) + 1))
-            if start >= 0:
-                found = (start + len(string), start, string)
-                best = found if best is None else min(best, found)
+        text = self._held + new
+        best = self._first_match(text) if may_stop else None
         if best is not None:
-            end, start, self.matched = best
+            _, start, self.matched = best
             self._held = ""
-            return text[: end if self._include else start]
+            return self._shown(text[:start]) + (self.matched if self._include else "")
         split = len(text) if finished else self._num_free(text)
         self._held = text[split:]
-        return text[:split]
+        return self._shown(text[:split])
+
+    def _first_match(self, text: str) -> tuple[int, int, str] | None:
+        """End, start and string of the match that ends first, the longest of several."""
+        best: tuple[int, int, str] | None = None
+        for form, string, hidden in self._forms:
+            held, within = len(_without(self._held, hidden)), _without(text, hidden)
+            start = within.find(form, max(0, held - len(form) + 1))
+            if start >= 0:
+                places: Sequence[int] = range(len(text))
+                if len(within) < len(text):
+                    places = [place for place in places if ord(text[place]) not in hidden]
+                found = (places[start + len(form) - 1] + 1, places[start], string)
+                best = found if best is None else min(best, found)
+        return best
+
+    def _shown(self, text: str) -> str:
+        return _without(text, self._hidden)
 
     def _num_free(self, text: str) -> int:
         """Length of the text before the first place where an unfinished stop string starts."""
-        for start in range(max(0, len(text) - self._max_held), len(text)):
+        num_hidden = len(text) - len(self._shown(text))
+        for start in range(max(0, len(text) - self._max_held - num_hidden), len(text)):
             if text[start] in self._first_characters:
                 tail = text[start:]
-                if any(string.startswith(tail) for string in self.stop):
+                if any(form.startswith(_without(tail, hidden)) for form, _, hidden in self._forms):
                     return start
         return len(text)
+
+
+def _markers(names: Iterable[str], stop: tuple[str, ...]) -> dict[str, str]:
+    """A character for each of the names that stop strings hold, which they do not hold."""
+    free = (chr(code) for code in _MARKERS if not any(chr(code) in string for string in stop))
+    found = [name for name in names if name and any(name in string for string in stop)]
+    return dict(zip(found, free, strict=False))
+
+
+def _without(text: str, hidden: Set[int]) -> str:
+    """A text without characters of these codes."""
+    return text.translate(dict.fromkeys(hidden)) if hidden else text
+
+
+def _marked(string: str, markers: Mapping[str, str]) -> str:
+    """A stop string with the markers of the tokens that it names."""
+    names = sorted(markers, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, names)), lambda m: markers[m[0]], string) if names else string
+
+
+def _decoded(data: bytes, finished: bool) -> tuple[str, bytes]:
+    """The text of bytes, and an incomplete character at their end, which is replaced with `finished`."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(data, finished), decoder.getstate()[0]
 
 
 _Decode = Callable[[Sequence[int], bool], str]
@@ -265,37 +369,103 @@ _Decode = Callable[[Sequence[int], bool], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """What decoding needs to know of a tokenizer's tokens."""
+class _Spelling:
+    """A token's text after others, and at the start of a text; its bytes if they are no whole characters."""
 
-    size: int
-    special_ids: frozenset[int]
-    byte_of: dict[int, int]
-    """Byte tokens of a `byte_fallback` tokenizer; empty for others."""
+    text: str
+    first: str
+    part: bytes | None
+
+
+class _Vocabulary:
+    """What decoding needs to know of a tokenizer's tokens.
+
+    Attributes:
+        special_ids: special tokens and their names.
+        byte_of: tokens of a `byte_fallback` tokenizer that are bytes of longer characters; empty for others.
+        letter: a token that is a letter, if there is one.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        ids = set(tokenizer.get_vocab().values())
+        self._size = max(ids, default=-1) + 1
+        self._holes = frozenset(range(self._size)) - ids if len(ids) < self._size else frozenset()
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = {token_id: token.content for token_id, token in added if token.special}
+        byte_of = _byte_tokens(tokenizer)
+        self.byte_of = {token_id: byte for token_id, byte in byte_of.items() if byte >= 0x80}
+        self.letter = _letter(tokenizer, byte_of)
+        self._spellings: dict[int, _Spelling] = {}
+
+    def is_skipped(self, token_id: int, skip_special: bool) -> bool:
+        """Whether a token has no text: skipped, or none of the tokenizer (models pad their vocabulary)."""
+        if token_id >= self._size or token_id in self._holes:
+            return True
+        return skip_special and token_id in self.special_ids
+
+    def spelling(self, tokenizer: Any, token_id: int) -> _Spelling:
+        """How one of its tokens is written, which is found out once."""
+        found = self._spellings.get(token_id)
+        if found is None:
+            found = self._spellings[token_id] = self._spell(tokenizer, token_id)
+        return found
+
+    def _spell(self, tokenizer: Any, token_id: int) -> _Spelling:
+        if self.is_skipped(token_id, False):
+            return _Spelling("", "", None)
+        decode = _decode_function(tokenizer)
+        first = text = decode((token_id,), False)
+        if token_id not in self.special_ids and self.letter:
+            text = decode((*self.letter, token_id), False)[1:]
+        part = None
+        if token_id in self.byte_of:
+            part = bytes((self.byte_of[token_id],))
+        elif _REPLACEMENT in first:
+            part = _byte_level(tokenizer.convert_ids_to_tokens(token_id))
+        # Of what is no part of a character there is nothing that the text does not tell.
+        return _Spelling(text, first, None if part is None or not _is_partial(part, first) else part)
 
 
 _vocabularies: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()
 
 
-_token_texts: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
-
-
-def token_text(tokenizer: Any, token_id: int) -> str:
-    """The text of a token by itself, which is decoded once."""
-    texts = _token_texts.setdefault(tokenizer, {})
-    text = texts.get(token_id)
-    if text is None:
-        text = texts[token_id] = str(tokenizer.decode([token_id]))
-    return text
-
-
 def _vocabulary(tokenizer: Any) -> _Vocabulary:
     vocabulary = _vocabularies.get(tokenizer)
     if vocabulary is None:
-        special_ids = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-        vocabulary = _Vocabulary(len(tokenizer), special_ids, _byte_tokens(tokenizer))
-        _vocabularies[tokenizer] = vocabulary
+        vocabulary = _vocabularies[tokenizer] = _Vocabulary(tokenizer)
     return vocabulary
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes as."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(shown))
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _byte_level(name: str) -> bytes | None:
+    """The bytes that a byte-level tokenizer's token is written for; None if it is of another tokenizer."""
+    alphabet = _byte_alphabet()
+    return bytes(map(alphabet.__getitem__, name)) if alphabet.keys() >= set(name) else None
+
+
+def _is_partial(data: bytes, text: str) -> bool:
+    """Whether bytes that are shown as a text are no whole characters."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return _decoded(data, True)[0] == text
+    return False
+
+
+def _letter(tokenizer: Any, byte_of: Mapping[int, int]) -> tuple[int, ...]:
+    decode = _decode_function(tokenizer)
+    of_bytes = [token_id for token_id, byte in byte_of.items() if byte == ord("A")]
+    for token_id in of_bytes or tokenizer.convert_tokens_to_ids(["a", "A"]):
+        if token_id is not None and decode((token_id,), False) in ("a", "A"):
+            return (token_id,)
+    return ()
 
 
 def _decode_function(tokenizer: Any) -> _Decode:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.detokenizer import IncrementalDetokenizer, token_text
+from jaxllm.detokenizer import IncrementalDetokenizer, TokenNames
 from jaxllm.errors import EngineError, SamplingParamsError
 from jaxllm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -58,7 +59,7 @@ class OutputBuilder:
         is_delta: bool = False,
     ) -> None:
         params = request.sampling_params
-        self._is_delta, self._num_characters = is_delta, 0
+        self._is_delta = is_delta
         self.request_id, self._prompt = request_id, prompt
         self._samples, self.index = samples, index
         self._request, self._params = request, params
@@ -73,6 +74,12 @@ class OutputBuilder:
             self._prompt_logprobs = [None]
         self._detokenizer = self._new_detokenizer()
         self._num_detokenized = 0
+        self._names = self._prompt_names = None
+        if tokenizer is not None and (params.logprobs is not None or params.prompt_logprobs is not None):
+            skips = params.skip_special_tokens
+            unscored = self._prompt_token_ids[: len(request.dropped_token_ids) + 1]
+            self._names = TokenNames(tokenizer, self._prompt_token_ids, skip_special_tokens=skips)
+            self._prompt_names = TokenNames(tokenizer, unscored, skip_special_tokens=skips)
 
     @property
     def is_scored(self) -> bool:
@@ -95,7 +102,7 @@ class OutputBuilder:
             self._scored += delta.logprobs
             self._cumulative_logprob += sum([one.logprob for one in delta.logprobs])
         if self._prompt_logprobs is not None:
-            self._prompt_logprobs += map(self._name, delta.prompt_logprobs)
+            self._prompt_logprobs += [_named(one, self._prompt_names) for one in delta.prompt_logprobs]
         output = RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -113,17 +120,15 @@ class OutputBuilder:
 
     def _completion(self, delta: Delta) -> CompletionOutput:
         """What there is to tell of the output after a delta."""
-        all_of_it = _Completion(self, len(self._token_ids), self._cumulative_logprob, delta)
         if not self._is_delta:
-            return all_of_it
-        text, start = all_of_it.text, self._num_characters
-        self._num_characters = len(text)
+            return _Completion(self, len(self._token_ids), self._cumulative_logprob, delta)
+        is_scored = self._scored is not None
         return CompletionOutput(
             index=self.index,
-            text=text[start:],
+            text=self._detokenize(len(self._token_ids), delta.finish_reason, delta.stop_reason),
             token_ids=delta.token_ids,
-            cumulative_logprob=all_of_it.cumulative_logprob,
-            logprobs=None if self._scored is None else list(map(self._name, delta.logprobs)),
+            cumulative_logprob=self._cumulative_logprob if is_scored else None,
+            logprobs=[_named(one, self._names) for one in delta.logprobs] if is_scored else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
@@ -136,11 +141,18 @@ class OutputBuilder:
         """Scores of the first `count` tokens, in vLLM's form."""
         if self._scored is None:
             return None
-        self._named.extend(map(self._name, self._scored[len(self._named) : count]))
+        self._named.extend(_named(one, self._names) for one in self._scored[len(self._named) : count])
         return self._named[:count]
 
     def text(self, count: int, finish_reason: FinishReason | None, stop_reason: int | str | None) -> str:
         """The text of the first `count` tokens; it leaves out a token that ended the request."""
+        self._detokenize(count, finish_reason, stop_reason)
+        return "" if self._detokenizer is None else self._detokenizer.text
+
+    def _detokenize(
+        self, count: int, finish_reason: FinishReason | None, stop_reason: int | str | None
+    ) -> str:
+        """What the tokens up to the first `count` add to the text."""
         if self._detokenizer is None:
             return ""
         by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
@@ -149,36 +161,19 @@ class OutputBuilder:
         if count < self._num_detokenized:  # somebody looks back
             self._detokenizer, self._num_detokenized = self._new_detokenizer(), 0
             assert self._detokenizer is not None
-        detokenizer, first = self._detokenizer, self._num_detokenized
+        detokenizer, first, shown = self._detokenizer, self._num_detokenized, []
         if self._params.stop:  # whether one counts depends on the place of its last token
             for place in range(first, count):
                 detokenizer.append(self._token_ids[place : place + 1])
-                detokenizer.flush(may_stop=place >= self._params.min_tokens)
+                shown.append(detokenizer.flush(may_stop=place >= self._params.min_tokens))
         else:
             detokenizer.append(self._token_ids[first:count])
         self._num_detokenized = count
-        detokenizer.flush(finish_reason is not None, may_stop=False)
-        return detokenizer.text
+        shown.append(detokenizer.flush(finish_reason is not None, may_stop=False))
+        return "".join(shown)
 
     def _new_detokenizer(self) -> IncrementalDetokenizer | None:
         return make_detokenizer(self._request, self._tokenizer) if self._params.detokenize else None
-
-    def _name(self, scored: TokenLogprobs) -> PositionLogprobs:
-        """vLLM's form: token id -> Logprob, for the chosen token and the most likely ones."""
-        ranked = {
-            token_id: (logprob, rank)
-            for rank, (token_id, logprob) in enumerate(
-                zip(scored.top_token_ids, scored.top_logprobs, strict=True), start=1
-            )
-        }
-        ranked[scored.token_id] = (scored.logprob, scored.rank)
-        return {
-            token_id: Logprob(logprob=logprob, rank=rank, decoded_token=self._decode(token_id))
-            for token_id, (logprob, rank) in ranked.items()
-        }
-
-    def _decode(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else token_text(self._tokenizer, token_id)
 
 
 class Samples:
@@ -199,26 +194,37 @@ class Samples:
                 "is known at the end; use generate, or leave best_of out"
             )
         self._params, self._stream = params, stream
-        self._outputs: dict[int, RequestOutput] = {}
+        self._is_delta = stream and params.output_kind is RequestOutputKind.DELTA
+        self._indices: list[int] = []
+        self._completions: list[CompletionOutput] = []  # of these, the latest
+        self._first: RequestOutput | None = None
+        self._metrics: RequestMetrics | None = None
+        self._finished: set[int] = set()
 
     def add(self, index: int, output: RequestOutput) -> RequestOutput | None:
-        """The output of all samples after one more of the `index`-th one; None before all have ended."""
-        self._outputs[index] = output
-        outputs = [self._outputs[place] for place in sorted(self._outputs)]
-        is_finished = len(outputs) == self._params.num_samples and all(one.finished for one in outputs)
+        """The output of all samples after one more of the `index`-th one; None before all have ended.
+
+        It costs the same however many samples there are, but for the list of all of them.
+        """
+        place = bisect.bisect_left(self._indices, index)
+        if place == len(self._indices) or self._indices[place] != index:
+            self._indices.insert(place, index)
+            self._completions.insert(place, output.outputs[0])
+        self._completions[place] = output.outputs[0]
+        if place == 0:
+            self._first = output
+        if output.finished:
+            self._finished.add(index)
+            self._metrics = _later(self._metrics, output.metrics)
+        is_finished = len(self._finished) == self._params.num_samples
         if not (is_finished or self._stream):
             return None
-        first, metrics = outputs[0], outputs[0].metrics
-        if is_finished and metrics is not None:
-            for one in outputs:
-                if one.metrics is not None:
-                    metrics = _later(metrics, one.metrics)
-        completions = [one.outputs[0] for one in outputs]
-        if self._stream and self._params.output_kind is RequestOutputKind.DELTA:
-            completions = output.outputs
+        assert self._first is not None  # one place is the first
+        metrics = _later(self._first.metrics, self._metrics) if is_finished else self._first.metrics
+        completions = output.outputs if self._is_delta else [*self._completions]
         if len(completions) > self._params.n:
             completions = self._best(completions)
-        return dataclasses.replace(first, outputs=completions, finished=is_finished, metrics=metrics)
+        return dataclasses.replace(self._first, outputs=completions, finished=is_finished, metrics=metrics)
 
     def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
         def rank(one: CompletionOutput) -> tuple[bool, float]:
@@ -284,8 +290,25 @@ class _Completion(CompletionOutput):
         return CompletionOutput, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-def _later(metrics: RequestMetrics, other: RequestMetrics) -> RequestMetrics:
+def _named(scored: TokenLogprobs, names: TokenNames | None) -> PositionLogprobs:
+    """vLLM's form: token id -> Logprob, for the chosen token, which is first, and the most likely ones."""
+    position = {scored.token_id: (scored.logprob, scored.rank)}
+    ranked = zip(scored.top_token_ids, scored.top_logprobs, strict=True)
+    for rank, (token_id, logprob) in enumerate(ranked, start=1):
+        position.setdefault(token_id, (logprob, rank))
+    named: PositionLogprobs = {
+        token_id: Logprob(logprob, rank, None if names is None else names.name(token_id))
+        for token_id, (logprob, rank) in position.items()
+    }
+    if names is not None:
+        names.append(scored.token_id)
+    return named
+
+
+def _later(metrics: RequestMetrics | None, other: RequestMetrics | None) -> RequestMetrics | None:
     """With the other's end, if that is later."""
+    if metrics is None or other is None:
+        return metrics or other
     if (other.finished_time or 0.0) <= (metrics.finished_time or 0.0):
         return metrics
     return dataclasses.replace(

@@ -14,7 +14,8 @@ from jaxllm.types import FinishReason, RequestMetrics
 class Logprob:
     """One token's log-probability (natural logarithm) at one position.
 
-    `rank` counts from 1, the most likely token. `decoded_token` is its text; None without detokenizing.
+    `rank` counts from 1, the most likely token. `decoded_token` is what it adds to the text, nothing if
+    it is a part of a character that is not whole yet; None without detokenizing.
     """
 
     logprob: float
@@ -23,7 +24,7 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""Token id to its log-probability: the top ones and the chosen token, which may be one of them."""
+"""Token id to its log-probability: the chosen token, and then the top ones, of which it may be one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

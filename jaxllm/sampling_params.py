@@ -160,7 +160,8 @@ class SamplingParams:
             what a JSON schema, a regular expression, choices or a grammar say, if it ends by "stop".
         truncate_prompt_tokens: use only so many of the prompt's last tokens, 1..2**31-1; -1 as many as the
             model's length leaves room for.
-        stop: at most 64 strings of 1..1000 characters that end the output.
+        stop: at most 64 strings of 1..1000 characters that end the output; special tokens that they name
+            count whether the text shows them or not.
         stop_token_ids: at most 128 token ids that end the output, each 0..2**31-1.
         include_stop_str_in_output: keep the stop string in the text.
         ignore_eos: go on past the end-of-sequence token.

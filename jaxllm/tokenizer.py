@@ -6,13 +6,14 @@ transformers takes seconds to import, so it is imported when a tokenizer is load
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.json_text import read_object
@@ -20,13 +21,17 @@ from jaxllm.json_text import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the same class, by its names of two versions
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 _encoding = threading.Lock()  # tokenizers encode for one thread at a time
 _WITHOUT_TOKENIZER = "pass skip_tokenizer_init=True and give prompts as token ids"
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model folder. Reads local files only and runs no code from them.
+
+    Where there is a tokenizer.json, text becomes tokens as it says and not as the class does that
+    tokenizer_config.json names. Chat templates and special tokens are those of tokenizer_config.json,
+    special_tokens_map.json and the template files; where none names a special token, it is its class's.
 
     Raises:
         ConfigError: the folder holds no tokenizer, a broken one, or one that needs its own code.
@@ -39,9 +44,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         )
     with quiet_transformers():
         try:
-            return _tokenizer_class(folder).from_pretrained(
-                str(folder), trust_remote_code=False, local_files_only=True, use_fast=True
-            )
+            return _load(folder)
         except Exception as error:  # transformers and tokenizers raise anything, bare Exception included
             remedy = (
                 f"Put the model's tokenizer.json and tokenizer_config.json there, or {_WITHOUT_TOKENIZER}"
@@ -53,19 +56,86 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             ) from error
 
 
-def _tokenizer_class(folder: Path) -> Any:
-    """What loads a folder's tokenizer: the generic class where that is named, which never needs torch."""
-    try:
-        named = json.loads((folder / "tokenizer_config.json").read_bytes())["tokenizer_class"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        named = None  # AutoTokenizer says what is wrong
-    if named in _GENERIC and (folder / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast
+def _load(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
+    config = _read_if_there(folder / "tokenizer_config.json")
+    kind: Any = PreTrainedTokenizerFast
+    if not (folder / "tokenizer.json").is_file() or _needs_code(config):
+        kind = AutoTokenizer
+    tokenizer = kind.from_pretrained(
+        str(folder), trust_remote_code=False, local_files_only=True, use_fast=True
+    )
+    if kind is PreTrainedTokenizerFast:
+        _restore(tokenizer, _read_if_there(folder / "tokenizer.json"), config)
+        named = {*config, *_read_if_there(folder / "special_tokens_map.json")}
+        _name_as_class(tokenizer, _class_of(folder, config), named)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _read_if_there(folder / "chat_template.json").get("chat_template")
+    return cast("PreTrainedTokenizerBase", tokenizer)
 
-    return AutoTokenizer
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    """A file's JSON object, which is as lenient here as in transformers; an empty one without the file."""
+    values = json.loads(path.read_bytes()) if path.is_file() else {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _needs_code(config: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer is of a class that comes with the checkpoint."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    own, named = config.get("auto_map"), config.get("tokenizer_class")
+    is_own = isinstance(own, list) or (isinstance(own, Mapping) and "AutoTokenizer" in own)
+    return is_own and named is not None and tokenizer_class_from_name(named) is None
+
+
+def _restore(tokenizer: Any, file: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Undo what loading changed of tokenizer.json: how its tokens are found in text.
+
+    Which tokens are special may come from the other files. Those say what is added to a prompt only where
+    tokenizer.json has nothing on it.
+    """
+    from transformers import AddedToken
+
+    backend = tokenizer.backend_tokenizer
+    loaded, changed = backend.get_added_tokens_decoder(), []
+    for entry in file.get("added_tokens") or []:
+        fields = {name: value for name, value in entry.items() if name != "id"}
+        found = loaded.get(entry["id"])
+        token = AddedToken(
+            **{**fields, "special": fields.get("special") or (found is not None and found.special)}
+        )
+        if repr(found) != repr(token):
+            changed.append(token)
+    backend.add_tokens(changed)
+    if file.get("post_processor") is None:
+        for name in ("add_bos_token", "add_eos_token"):
+            if config.get(name) is True:
+                setattr(tokenizer, name, True)
+
+
+def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The class that transformers would take; None if it knows none."""
+    from transformers.models.auto import tokenization_auto
+
+    named = config.get("tokenizer_class")
+    if named is None:
+        model_type = _read_if_there(folder / "config.json").get("model_type")
+        named = tokenization_auto.TOKENIZER_MAPPING_NAMES.get(str(model_type))
+    return tokenization_auto.tokenizer_class_from_name(named) if isinstance(named, str) else None
+
+
+def _name_as_class(tokenizer: Any, kind: Any, named: Set[str]) -> None:
+    """Give special tokens that no file names those names that a class has for them, if they are tokens."""
+    parameters = {} if kind is None else inspect.signature(kind.__init__).parameters
+    id_of = tokenizer.backend_tokenizer.token_to_id
+    for name in _NAMED:
+        default = parameters[name].default if name in parameters else None
+        if name not in named and isinstance(default, str) and id_of(default) is not None:
+            tokenizer.add_special_tokens({name: default})
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:

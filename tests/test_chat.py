@@ -131,6 +131,103 @@ def test_parts_are_joined_unless_the_template_goes_over_them(with_template):
     assert render(loop, PARTS, chat_template=by_name) == "(a)(b)"
 
 
+CALL = {"function": {"name": "f", "arguments": {"x": 7}}}
+CALLS = "{% for c in m.tool_calls %}({{ c.function.name }}{{ c.function.arguments.x }}){% endfor %}"
+SAID = "{{ m.content }}"
+LAYOUTS = {
+    "not none": "{% if m.content is not none %}" + SAID + "{% else %}" + CALLS + "{% endif %}",
+    "none": "{% if m['content'] is none %}" + CALLS + "{% else %}" + SAID + "{% endif %}",
+    "equals none": "{% if m.content != none %}" + SAID + "{% else %}" + CALLS + "{% endif %}",
+    "gets none": "{% if m.get('content') is none %}" + CALLS + "{% else %}" + SAID + "{% endif %}",
+    "by a name": "{% set said = m.content | default(none) %}{% if said is none %}"
+    + CALLS
+    + "{% else %}{{ said }}{% endif %}",
+    "by a macro": "{% macro show(text) %}{% if text is none %}-{% else %}{{ text }}{% endif %}{% endmacro %}"
+    "{% if m.tool_calls %}" + CALLS + "{% else %}{{ show(m.content) }}{% endif %}",
+    "defined": "{% if m.content is defined %}" + SAID + "{% else %}" + CALLS + "{% endif %}",
+    "undefined": "{% if m.content is undefined %}" + CALLS + "{% else %}" + SAID + "{% endif %}",
+    "in": "{% if 'content' in m %}" + SAID + "{% else %}" + CALLS + "{% endif %}",
+    "not in": "{% if 'content' not in m %}" + CALLS + "{% else %}" + SAID + "{% endif %}",
+    "both": "{% if 'content' in m and m.content is not none %}" + SAID + "{% else %}" + CALLS + "{% endif %}",
+    "if any": "{% if m.content %}" + SAID + "{% else %}" + CALLS + "{% endif %}",
+    "of parts": "{% if m.content is none %}"
+    + CALLS
+    + "{% elif m.content is string %}"
+    + SAID
+    + "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calls_are_in_the_prompt_however_templates_ask_for_content(tokenizer, layout):
+    template = "{% for m in messages %}[" + LAYOUTS[layout] + "]{% endfor %}"
+    for empty in ({}, {"content": None}):
+        answer = {"role": "assistant", **empty, "tool_calls": [CALL]}
+        assert render(tokenizer, [*HELLO, answer], chat_template=template) == "[hi][(f7)]"
+    both = {"role": "assistant", "content": "b", "tool_calls": [CALL]}
+    assert "None" not in render(tokenizer, [*HELLO, both], chat_template=template)
+
+
+def test_where_templates_do_not_ask_nothing_said_is_a_text_of_nothing(tokenizer):
+    template = "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}"
+    answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert render(tokenizer, [*HELLO, answer], chat_template=template) == "[hi][]"
+    asks = template + "{% if messages[0].content is none %}{% endif %}"
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    answer = {"role": "assistant", "content": ""}
+    assert render(tokenizer, [*HELLO, answer], chat_template=asks, **options) == "[hi]["
+    assert render(tokenizer, [*HELLO, answer], chat_template=LOOP, **options) == "[hi]["
+
+
+PART = "{% for p in m.content %}<{{ p.text }}>{% endfor %}"
+STRINGS = {
+    "if": "{% if m.content is string %}{{ m.content | trim }}{% else %}" + PART + "{% endif %}",
+    "not": "{% if m.content is not string %}" + PART + "{% else %}{{ m.content | trim }}{% endif %}",
+    "elif": "{% if m.content is none %}{% elif m['content'] is string %}{{ m.content | trim }}{% else %}"
+    + PART
+    + "{% endif %}",
+    "by a name": "{% set said = m.content %}{% if said is string %}{{ said | trim }}{% else %}"
+    "{% for p in said %}<{{ p.text }}>{% endfor %}{% endif %}",
+    "by a macro": "{% macro show(text) %}{% if text is string %}{{ text | trim }}{% else %}"
+    "{% for p in text %}<{{ p.text }}>{% endfor %}{% endif %}{% endmacro %}{{ show(m.content) }}",
+}
+
+
+@pytest.mark.parametrize("kind", STRINGS)
+def test_strings_stay_strings_where_templates_take_both(tokenizer, kind):
+    template = "{% for m in messages %}[" + STRINGS[kind] + "]{% endfor %}"
+    messages = [{"role": "user", "content": " a "}, {"role": "assistant", "content": ""}]
+    assert render(tokenizer, messages, chat_template=template) == "[a][]"
+    parts = [{"role": "user", "content": [{"type": "text", "text": " a "}, "b"]}]
+    assert render(tokenizer, parts, chat_template=template) == "[< a ><b>]"
+    assert render(tokenizer, parts, chat_template=template, content_format="string") == "[a \nb]"
+    assert render(tokenizer, messages, chat_template=template, content_format="openai") == "[< a >][]"
+    expected = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert render(tokenizer, messages, chat_template=template) == expected
+
+
+def test_where_templates_go_over_parts_without_asking_all_are_parts(tokenizer):
+    template = (
+        "{% for m in messages %}{% for content in m.content %}{% if content is string %}{{ content }}"
+        "{% else %}<{{ content.text }}>{% endif %}{% endfor %}{% endfor %}"
+    )
+    assert render(tokenizer, [*HELLO, *PARTS], chat_template=template) == "<hi><a><b>"
+    first = "{% if messages[0].content is string %}{{ messages[0].content }}{% endif %}"
+    assert render(tokenizer, HELLO, chat_template=first + template) == "<hi>"
+    nothing = [{"role": "user", "content": ""}, {"role": "assistant", "content": None}]
+    assert render(tokenizer, [*HELLO, *nothing], chat_template=template) == "<hi>"  # no part of nothing
+    given = [{"role": "user", "content": ["a", {"type": "text", "text": ""}]}]
+    assert render(tokenizer, given, chat_template=template) == "<a><>"  # but as it was sent
+
+
+def test_parts_are_a_string_for_templates_that_only_test_for_one(tokenizer):
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{{ m.content[0].text }}?{% endif %}{% endfor %}"
+    )
+    assert render(tokenizer, PARTS, chat_template=template) == "a\nb"
+
+
 def test_tools_and_calls_are_those_of_transformers(with_template):
     call = {"type": "function", "function": {"name": "add", "arguments": '{"x": 7}'}}
     messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "8"}]

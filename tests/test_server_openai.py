@@ -1,5 +1,6 @@
 """OpenAI's own client against the server: every endpoint and option, beside the offline engine."""
 
+import itertools
 import json
 import threading
 
@@ -154,14 +155,53 @@ def test_logprobs_and_echo(client, llm):
     assert all(choice.text[offset:].startswith(token) for token, offset in list(shown)[1:])
 
 
-def test_tokens_of_the_same_text_leave_the_likeliest_its_score():
+def test_of_tokens_of_the_same_text_none_is_lost():
     position = {
-        7: Logprob(logprob=-0.5, rank=1, decoded_token="\ufffd"),
-        9: Logprob(logprob=-4.0, rank=30, decoded_token="\ufffd"),
+        9: Logprob(logprob=-4.0, rank=30, decoded_token=""),
+        7: Logprob(logprob=-0.5, rank=1, decoded_token=""),
+        8: Logprob(logprob=-0.7, rank=2, decoded_token="a"),
     }
-    assert completion_logprobs([9], [position], [0])["top_logprobs"] == [{"\ufffd": -0.5}]
-    by_id = {"token_id:7": -0.5, "token_id:9": -4.0}
+    found = completion_logprobs([9], [position], [0])
+    # The sampled one has the name, so that who looks it up finds its score.
+    assert found["top_logprobs"] == [{"": -4.0, "token_id:7": -0.5, "a": -0.7}]
+    assert (found["tokens"], found["token_logprobs"]) == ([""], [-4.0])
+    by_id = {"token_id:9": -4.0, "token_id:7": -0.5, "token_id:8": -0.7}
     assert completion_logprobs([9], [position], [0], as_ids=True)["top_logprobs"] == [by_id]
+
+
+def test_scores_of_parts_of_characters_lose_nothing(client, llm):
+    tokenizer = llm.get_tokenizer()
+    spelled = {"structured_outputs": {"choice": ["\U0001f642\u00e9a"]}}
+    ids = tokenizer.encode("\U0001f642\u00e9a", add_special_tokens=False)
+    assert len(ids) > 5
+    scores = greedy(client, logprobs=5, extra_body=spelled).choices[0].logprobs
+    assert "".join(scores.tokens[: len(ids)]) == "\U0001f642\u00e9a"
+    assert scores.tokens[0] == ""
+    for token, score, top in zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True):
+        assert len(top) in (5, 6)
+        assert top[token] == score
+        assert next(iter(top)) == token
+    options = {"logprobs": True, "top_logprobs": 5, "max_tokens": 12, "temperature": 0}
+    for as_ids in (False, True):
+        body = {**spelled, "return_tokens_as_token_ids": as_ids}
+        choice = chat(client, **options, extra_body=body).choices[0]
+        content = choice.logprobs.content[: len(ids)]
+        assert (
+            bytes(itertools.chain.from_iterable(one.bytes for one in content))
+            == choice.message.content.encode()
+        )
+        assert [one.token for one in content[:1]] == ([f"token_id:{ids[0]}"] if as_ids else [""])
+        assert {len(one.top_logprobs) for one in choice.logprobs.content} == {5}
+        assert all(b"\xef\xbf\xbd" not in bytes(one.bytes) for one in content)
+
+
+def test_a_special_token_may_be_a_stop_string(client):
+    hidden = {"ignore_eos": True, "allowed_token_ids": [0, 40], "logit_bias": {"0": 100}}
+    for stream in (False, True):
+        found = greedy(client, stop=["<|endoftext|>"], stream=stream, extra_body=hidden)
+        ends = [one.choices[0] for one in found] if stream else [found.choices[0]]
+        assert "".join(one.text for one in ends) == ""
+        assert (ends[-1].finish_reason, ends[-1].model_extra["stop_reason"]) == ("stop", "<|endoftext|>")
 
 
 def test_echo_in_a_stream(client):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +24,9 @@ from jaxllm.server.service import Service
 from jaxllm.server.streams import dumps
 from jaxllm.server.tools import CallReader, DemandedCalls
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _ROLE = "assistant"
 
 
@@ -35,10 +38,12 @@ class _ChatForm:
     def __init__(
         self,
         body: ChatCompletionRequest,
+        tokenizer: PreTrainedTokenizerBase,
         calls: DemandedCalls | None = None,
         make_reader: Callable[[], CallReader] | None = None,
     ) -> None:
-        self._body, self._calls, self._make_reader = body, calls, make_reader
+        self._body, self._tokenizer = body, tokenizer
+        self._calls, self._make_reader = calls, make_reader
         self._readers: dict[int, CallReader] = {}
         self._echoed = ""
         if body.echo:
@@ -90,8 +95,13 @@ class _ChatForm:
         if reason == "stop" and self._calls is not None and not self._calls.is_named:
             reason = "tool_calls" if self._readers[index].calls else reason
         if body.logprobs:
-            as_ids = bool(body.return_tokens_as_token_ids)
-            scores = chat_logprobs(one.token_ids, one.logprobs or [], body.top_logprobs or 0, as_ids=as_ids)
+            scores = chat_logprobs(
+                one.token_ids,
+                one.logprobs or [],
+                body.top_logprobs or 0,
+                self._tokenizer,
+                as_ids=bool(body.return_tokens_as_token_ids),
+            )
         ending: dict[str, Any] = {
             "logprobs": scores,
             "finish_reason": reason,
@@ -122,10 +132,14 @@ async def answer(service: Service, request: Request, body: ChatCompletionRequest
             token_ids = tokenization.encode(tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
             prompt = {"prompt": text, "prompt_token_ids": token_ids}
             if calls is None:
-                return prompt, params, _ChatForm(body)
+                return prompt, params, _ChatForm(body, tokenizer)
             form = service.call_format
             make_reader = functools.partial(calls.reader, params, form, tokenizer)
-            return prompt, calls.bound(params, form, tokenizer), _ChatForm(body, calls, make_reader)
+            return (
+                prompt,
+                calls.bound(params, form, tokenizer),
+                _ChatForm(body, tokenizer, calls, make_reader),
+            )
         except JaxllmError as error:
             raise refused(str(error), field_of(error, body)) from error
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxllm.detokenizer import TextOffsets, token_text
+from jaxllm.detokenizer import TextOffsets, TokenNames
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.server.errors import refused
 from jaxllm.server.generation import Call
@@ -105,7 +105,8 @@ class _CompletionForm:
     def _scores_of_prompt(self, output: RequestOutput, echoed: str) -> dict[str, Any]:
         token_ids, tokenizer = output.prompt_token_ids, self._tokenizer
         as_ids = bool(self._body.return_tokens_as_token_ids) or tokenizer is None
-        names = [f"token_id:{one}" if as_ids else token_text(tokenizer, one) for one in token_ids[:1]]
+        naming = None if as_ids else TokenNames(tokenizer)
+        names = [f"token_id:{one}" if naming is None else naming.name(one) for one in token_ids[:1]]
         offsets = TextOffsets(tokenizer, skip_special_tokens=self._repeats(output)).append(token_ids)
         return completion_logprobs(
             token_ids,

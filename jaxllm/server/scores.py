@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxllm.detokenizer import token_bytes
 from jaxllm.outputs import Logprob, PositionLogprobs, positions_to_dicts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LOWEST = -9999.0
 """What stands for minus infinity, which JSON has no number for; as in vLLM."""
@@ -44,9 +48,12 @@ def completion_logprobs(
         top: dict[str, float] | None = None
         if position is not None:
             top = {}
-            for one, scored in position.items():
-                # Tokens that are parts of characters share a name: the likeliest, which come first, keep it.
-                top.setdefault(_name(one, scored, as_ids), _value(scored.logprob))
+            for (
+                one,
+                scored,
+            ) in position.items():  # of several of one name the sampled one, the first, keeps it
+                called = _name(one, scored, as_ids)
+                top[_name(one, scored, True) if called in top else called] = _value(scored.logprob)
         found["tokens"].append(name)
         found["token_logprobs"].append(None if entry is None else _value(entry.logprob))
         found["top_logprobs"].append(top)
@@ -54,20 +61,25 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[PositionLogprobs], num_top: int, *, as_ids: bool = False
+    token_ids: Sequence[int],
+    positions: Sequence[PositionLogprobs],
+    num_top: int,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """What /v1/chat/completions has of tokens, with the `num_top` most likely ones at each place."""
+
+    def scored(token_id: int, entry: Logprob) -> dict[str, Any]:
+        own = list(token_bytes(tokenizer, token_id, entry.decoded_token))
+        return {"token": _name(token_id, entry, as_ids), "logprob": _value(entry.logprob), "bytes": own}
+
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         ranked = sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
-        one = _scored(token_id, position[token_id], as_ids)
-        content.append({**one, "top_logprobs": [_scored(*item, as_ids) for item in ranked]})
+        one = scored(token_id, position[token_id])
+        content.append({**one, "top_logprobs": [scored(*item) for item in ranked]})
     return {"content": content}
-
-
-def _scored(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
-    name = _name(token_id, entry, as_ids)
-    return {"token": name, "logprob": _value(entry.logprob), "bytes": list(name.encode("utf-8", "replace"))}
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[Any] | None:
