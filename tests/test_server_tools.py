@@ -8,10 +8,10 @@ import pytest
 from server_helpers import serving
 
 from jaxllm.checkpoints import demo_model_path
+from jaxllm.grammars import Grammars
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.protocol import ChatCompletionRequest
 from jaxllm.server.tools import PLAIN, CallFormat, CallReader, DemandedCalls, call_format
-from jaxllm.structured_outputs import Grammars
 from jaxllm.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "add two numbers"}]
@@ -181,7 +181,8 @@ def test_several_calls_are_told_apart_however_they_are_cut(name, size):
     spoken = spoken[: 2 if form.between else 1]
     text = form.first + (form.between or "").join(f"{tool}{form.middle}{args}" for tool, args in spoken)
     text += form.last
-    matcher = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).matcher(params.structured_outputs)
+    grammars = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    matcher = grammars.get(params.structured_outputs).matcher()
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert matcher.validate_tokens(ids) == len(ids)
     shown = tokenizer.decode(ids, skip_special_tokens=True)
