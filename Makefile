@@ -104,17 +104,18 @@ docs: $(VENV)/.installed-docs
 
 bench: $(VENV)/.installed-dev
 	mkdir -p out
-	$(BIN)/python scripts/bench_scheduler.py --out out/scheduler.json
-	$(BIN)/jaxllm bench throughput --num-prompts 64 --input-len 8:64 --output-len 16:64 --output out/throughput.json
+	$(BIN)/python scripts/bench_scheduler.py --out out/scheduler.json --overwrite
+	$(BIN)/jaxllm bench throughput --num-prompts 64 --input-len 8:64 --output-len 16:64 --output out/throughput.json \
+		--overwrite
 
 MINUTES ?= 30
 soak: $(VENV)/.installed-dev
 	$(BIN)/python scripts/soak.py --minutes $(MINUTES)
 
 reproduce: $(VENV)/.installed-dev
-	$(BIN)/python scripts/reproduce_paper.py --measured benchmarks --out-dir out/paper
+	$(BIN)/python scripts/reproduce_paper.py --measured benchmarks --out-dir out/paper --overwrite
 	$(BIN)/python scripts/compare_policies.py --requests 400 --samples benchmarks/profile-cpu-samples.json \
-		--out-dir out/policies
+		--out-dir out/policies --overwrite
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxllm import pallas_kernels
+from jaxllm import forks, pallas_kernels
 from jaxllm import tokenizer as tokenization
 from jaxllm.checkpoints import checkpoint_folder
 from jaxllm.config import EngineConfig
@@ -117,7 +117,9 @@ def assemble(
         ConfigError: a setting or the checkpoint's configuration is invalid or unsupported.
         WeightsError: the weights are missing, truncated or do not match.
         CapacityError: the device cannot hold the model and one KV block.
+        EngineError: this process was forked after the package had used JAX.
     """
+    forks.note_jax()
     if config.ledger is None:
         return _assemble(config, scheduler_policy, on_record and Ledger(on_record=on_record))
     ledger, close = open_ledger(config.ledger, on_record)  # now rather than after loading

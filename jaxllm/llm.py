@@ -369,6 +369,7 @@ def _progress(total: int, title: str, unit: str, *, is_shown: bool) -> Iterator[
 
 
 def _as_prompts(prompts: Prompts) -> list[Any]:
+    _refuse_table(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
@@ -382,6 +383,24 @@ def _as_prompts(prompts: Prompts) -> list[Any]:
         hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0 for item in items
     )
     return [items] if is_one else items
+
+
+def _refuse_table(prompts: Any) -> None:
+    """Refuse what has columns: going through it gives their names, or the columns."""
+    if isinstance(prompts, Mapping):
+        if isinstance(prompts.get("prompt", ""), str) or not isinstance(prompts["prompt"], Iterable):
+            return
+        way_out = 'list(columns["prompt"])'
+    elif hasattr(prompts, "to_pylist"):  # pyarrow
+        way_out = "to_pylist()" if not hasattr(prompts, "columns") else 'table["prompt"].to_pylist()'
+    elif not hasattr(prompts, "columns"):
+        return
+    else:
+        way_out = 'df["prompt"].to_list()' if hasattr(prompts, "get_column") else 'df["prompt"].tolist()'
+    raise RequestError(
+        f"prompts is a table, of type {type(prompts).__name__}, and must be a list: give the column that "
+        f"holds the prompts, such as {way_out}"
+    )
 
 
 def _one_each(name: str, values: Any, count: int) -> list[Any]:

@@ -10,6 +10,24 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+
+class WorkingThread(threading.Thread):
+    """A thread that works only for others, and that the interpreter waits for, whoever it was started by."""
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        """As `threading.Thread`, which is a daemon where a daemon starts it."""
+        super().__init__(target=target, name=name, daemon=False)
+
+
+def is_interpreter_exiting() -> bool:
+    """Whether nobody is left to work for: the main thread has ended, and so have all that outlive it."""
+    if threading.main_thread().is_alive():
+        return False
+    others = (one for one in threading.enumerate() if not (one.daemon or isinstance(one, WorkingThread)))
+    return not any(one.is_alive() for one in others)
+
+
 _starting = threading.Lock()  # the size of a stack is that of all threads that start
 
 

@@ -27,6 +27,7 @@ from memory.options import add_common, check_files, integer, leave, provenance
 from sweep.options import list_of
 
 from jaxllm.errors import ConfigError
+from jaxllm.output_files import OutputParser
 from jaxllm.simulator.allocation import Memory, Paging, Reservations, StaticBatches, Usage, occupancy
 from jaxllm.workloads import DATASETS, make_trace
 
@@ -180,9 +181,7 @@ def draw_allocation(report: Mapping[str, Any], path: pathlib.Path) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = "comma-separated (default: %(default)s)"
     parser.add_argument("--datasets", type=list_of(str), default="chatbot,alpaca,summary", help=shown)
     parser.add_argument(

@@ -36,6 +36,7 @@ from jaxllm import SamplingParams
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.cluster.ray_extra import require_ray
 from jaxllm.cluster.serve import ClusterConfig, engine_apps, started
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.server.config import ServerConfig
 
 SIZES = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, "num_host_blocks": 0}
@@ -225,15 +226,13 @@ def hop_milliseconds(url: str, count: int = 100) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1200, help="of the data set (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=3, help="of each (default: %(default)s)")
     parser.add_argument("--conversations", type=int, default=120, help="default: %(default)s")
     parser.add_argument("--clients", type=int, default=4, help="that hold them (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(argv)
     if min(args.conversations, args.clients, args.repetitions) < 1 or args.rows < 10 * BATCH_SIZE:
         parser.error(f"--rows must be at least {10 * BATCH_SIZE}, and --conversations and the like positive")

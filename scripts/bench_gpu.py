@@ -39,6 +39,7 @@ from gpu.inputs import CONFIGS, REHEARSAL, Sizes, sharegpt_like
 from gpu.report import Report, replace_json
 
 from jaxllm.bench.results import command_line
+from jaxllm.output_files import OutputParser, new_file
 
 SCRIPTS = Path(__file__).resolve().parent
 _STDERR = 2  # the table alone goes to stdout
@@ -265,11 +266,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="first,second", help="first, second, or names of parts")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=new_file, required=True, help="JSON file to write")
     parser.add_argument(
         "--limit", type=float, help="seconds for all parts, shared as their budgets are (default: those)"
     )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ import numpy as np
 
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.hardware import describe_hardware, versions
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
@@ -178,9 +178,7 @@ def engine(args: argparse.Namespace) -> tuple[Run, SchedulerConfig, CostModel, s
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--executor", choices=("sim", "jax"), default="sim")
     parser.add_argument("--device", default="H200", help="with sim")
     parser.add_argument("--shape", default="llama-3-8b", help="with sim: the model's sizes")
@@ -196,7 +194,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=0.7, help="of the prefill capacity")
     parser.add_argument("--requests", type=int, default=2000, help="at saturation")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(argv)
     if (args.executor == "jax") != (args.model is not None):
         parser.error("--executor jax needs --model, and --executor sim takes none")

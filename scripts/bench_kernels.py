@@ -15,7 +15,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +22,14 @@ import numpy as np
 
 from jaxllm import pallas_kernels
 from jaxllm.bench.results import write_json
+from jaxllm.output_files import OutputParser, new_file
 
 LAYER = 0
 
 
 def main() -> None:
     """Parse the options, measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OutputParser(description=__doc__.splitlines()[0])
     parser.add_argument("--implementation", help="xla, triton (also triton:k64,q64,w4,s2 and so on), mosaic")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--num-q-heads", type=int, default=12)
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--prefill-tokens", type=int, default=512, help="rows of a prefill or a write")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=new_file, required=True, help="JSON file to write")
     options = parser.parse_args()
     implementation = options.implementation or pallas_kernels.default_implementation()
     results = measure(options, implementation)

@@ -23,6 +23,7 @@ from memory.options import add_common, check_files, integer, leave, provenance
 from sweep.options import list_of
 
 from jaxllm.errors import JaxllmError
+from jaxllm.output_files import OutputParser
 from jaxllm.predictors.base import MODEL_SHAPES
 from jaxllm.predictors.devices import DEVICES
 from jaxllm.predictors.roofline import DEFAULT_PIECE_SECONDS
@@ -32,9 +33,7 @@ PARTS = ("link", "simulated", "measured")
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = "comma-separated (default: %(default)s)"
     parser.add_argument("--parts", type=list_of(str), default=",".join(PARTS), help=shown)
     parser.add_argument(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import pathlib
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from jax import lax
 
 from jaxllm import hardware
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.pallas_kernels import native
 
 _CONTRACTIONS = {"rows_first": (1, 1), "weight_first": (1, 1), "transposed_weight": (1, 0)}
@@ -135,9 +135,7 @@ def measure(rows: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print a table, and write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,8,16,32,64,128,512", help="batch sizes (default: %(default)s)")
     parser.add_argument("--in-features", type=int, default=768)
     parser.add_argument("--out-features", type=int, default=3072)
@@ -145,7 +143,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=11)
     parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
+    parser.add_argument("--out", type=new_file, metavar="FILE.json")
     args = parser.parse_args()
     if args.out_features < args.in_features:
         parser.error(

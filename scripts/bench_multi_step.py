@@ -8,7 +8,6 @@ repetition, so that a machine whose speed drifts is as fair to one as to the oth
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import statistics
 import sys
@@ -20,6 +19,7 @@ from jaxllm.bench.results import command_line, write_json
 from jaxllm.checkpoints import demo_model_path
 from jaxllm.engine.engine import Engine
 from jaxllm.hardware import describe_hardware, versions
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.sched.scheduler import Scheduler
 
 SETTINGS = {"single steps": 1, "several": None}
@@ -46,12 +46,12 @@ def seconds_of(llm: LLM, num_scheduler_steps: int | None, batch: int, output_len
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(demo_model_path()), help="folder of a checkpoint")
     parser.add_argument("--batches", default="1,4,16", help="requests at once (default: %(default)s)")
     parser.add_argument("--output-len", type=int, default=200)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(argv)
     batches = [int(batch) for batch in args.batches.split(",")]
     if min(args.output_len, args.repetitions, *batches) < 1:

@@ -30,6 +30,7 @@ from sweep.options import list_of
 
 from jaxllm import pallas_kernels
 from jaxllm.errors import JaxllmError
+from jaxllm.output_files import OutputParser
 
 BASELINES = {"contiguous": "plain jax.numpy, contiguous", "one_block": "the same kernel, one block each"}
 Row = dict[str, Any]
@@ -216,9 +217,7 @@ def draw_paging(report: Mapping[str, Any], path: pathlib.Path) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = "comma-separated (default: %(default)s)"
     for name, default, what in (
         ("block-sizes", "16,32,64,128,256", "tokens; vLLM has 8 as well, which not every kernel takes"),

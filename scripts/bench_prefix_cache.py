@@ -32,6 +32,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.engine import Engine
 from jaxllm.executor.disk import BlockFiles
 from jaxllm.hardware import describe_hardware, versions
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.outputs import RequestOutput
 from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.names import names_of, root
@@ -151,7 +152,7 @@ def time_names(block_size: int, repetitions: int) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(demo_model_path()), help="folder of a checkpoint")
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=64)
@@ -163,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(argv)
     kinds = args.kinds.split(",")
     sizes = args.requests, args.common, args.own, args.output_len, args.conversations, args.history

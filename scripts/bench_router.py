@@ -32,6 +32,7 @@ from jaxllm.cluster.prompt_keys import keys_of_text
 from jaxllm.cluster.router import POLICIES, PrefixAndLoad, Router, RoutingPolicy
 from jaxllm.cluster.simulation import simulate_routing
 from jaxllm.hardware import describe_hardware, versions
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -166,12 +167,10 @@ def _resident_bytes() -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=list_of(int), default="0,1,2", help="%(default)s")
     parser.add_argument("--replicas", type=list_of(int), default="4,100,1000", help="for costs: %(default)s")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(argv)
     if not args.seeds or min(args.seeds) < 0 or min(args.replicas) < 1:
         parser.error("--seeds must be at least 0, --replicas at least 1")

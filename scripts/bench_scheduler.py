@@ -14,7 +14,6 @@ predictions and choice, with distilled tables as `jaxllm profile` stores them, c
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import os
@@ -30,6 +29,7 @@ from typing import Any
 from sweep.options import list_of
 
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
@@ -316,13 +316,13 @@ def cpu_model() -> str:
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--running", type=list_of(int), default="256,1024", help="running requests (default: %(default)s)"
     )
     parser.add_argument("--repetitions", type=int, default=2000, help="timed steady and admitting calls")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
+    parser.add_argument("--out", type=new_file, help="write the results to this JSON file")
     args = parser.parse_args()
     if not all(2 <= running <= 4096 for running in args.running):
         parser.error(f"--running must lie in [2, 4096], got {args.running}")

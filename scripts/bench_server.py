@@ -44,6 +44,7 @@ from jaxllm.bench.results import command_line, write_json
 from jaxllm.bench.serving.server_process import running_server
 from jaxllm.cli.signals import signals_as_interrupts
 from jaxllm.hardware import describe_hardware, versions
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.workloads import Poisson
 
 _MODES = ("offline", "stream", "whole")
@@ -296,9 +297,9 @@ def gauge(text: str, name: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = OutputParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=pathlib.Path, required=True, help="folder of a checkpoint")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file")
+    parser.add_argument("--out", type=new_file, required=True, help="JSON file")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=5)

@@ -10,7 +10,6 @@ none were shared. Only full blocks are. Beside the paper of vLLM (Kwon et al. 20
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import sys
 
@@ -18,6 +17,7 @@ from jaxllm import LLM, BeamSearchParams, SamplingParams
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.checkpoints import demo_model_path
 from jaxllm.hardware import versions
+from jaxllm.output_files import OutputParser, new_file
 
 _SIZES = (2, 4, 6)
 
@@ -44,12 +44,12 @@ def saved_by_beams(llm: LLM, prompt: list[int], width: int, max_tokens: int) -> 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(demo_model_path()), help="folder of a checkpoint")
     parser.add_argument("--prompt-lens", default="24,160", help="tokens (default: %(default)s)")
     parser.add_argument("--output-lens", default="64,192", help="for each of them (default: %(default)s)")
     parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(argv)
     lengths = [[int(one) for one in text.split(",")] for text in (args.prompt_lens, args.output_lens)]
     if len(lengths[0]) != len(lengths[1]) or min(*lengths[0], *lengths[1], args.num_prompts) < 1:

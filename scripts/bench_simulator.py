@@ -9,7 +9,6 @@ run, so that the queue stays short and memory that grows would be a leak.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import pathlib
@@ -19,6 +18,7 @@ from importlib.metadata import version
 from typing import Any
 
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -69,11 +69,11 @@ def replay(arrivals: ArrivalProcess, num_requests: int, preset: str, seed: int) 
 
 def main() -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--preset", default="adaptive", choices=sorted(PRESETS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
+    parser.add_argument("--out", type=new_file, help="write the results to this JSON file")
     args = parser.parse_args()
     if args.requests < 10:
         parser.error(f"--requests must be at least 10, got {args.requests}")

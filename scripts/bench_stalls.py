@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import json
 import os
-import pathlib
 import statistics
 import sys
 import tempfile
@@ -30,6 +29,7 @@ import aiohttp
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.bench.serving.server_process import running_server
 from jaxllm.hardware import describe_hardware, versions
+from jaxllm.output_files import OutputParser, new_file
 
 _WORKERS = 2
 _NUM_BODIES = 64
@@ -175,12 +175,12 @@ def _measure_case(url: str, args: argparse.Namespace, name: str) -> dict[str, An
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", default=",".join(CASES), help="separated by commas (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=4, help="ordinary ones at a time")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(argv)
     names = args.cases.split(",")
     for name in names:

@@ -8,7 +8,6 @@ that the start before it left. Peak memory is given beside the weights and the K
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import resource
@@ -25,6 +24,7 @@ from jaxllm.checkpoints import demo_model_path
 from jaxllm.hardware import describe_hardware, versions
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.registry import weight_bytes
+from jaxllm.output_files import OutputParser, new_file
 
 CACHES = ("nothing", "native kernels", "everything")
 _POOL_BYTES = 256 * 2**20
@@ -80,11 +80,11 @@ def starts(model: str, count: int, folder: pathlib.Path) -> list[dict[str, Any]]
 
 def main() -> None:
     """Measure, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="folder of a checkpoint")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args()
     hardware = describe_hardware()
     with tempfile.TemporaryDirectory() as folder:

@@ -9,8 +9,6 @@ four take turns within a repetition, after one that is not counted.
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 import statistics
 import sys
 from typing import Any
@@ -19,6 +17,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.checkpoints import demo_model_path
 from jaxllm.hardware import describe_hardware, versions
+from jaxllm.output_files import OutputParser, new_file
 
 _PROMPT_LEN = 16
 _ITEM = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
@@ -47,13 +46,13 @@ def seconds_per_step(llm: LLM, batch: int, output_len: int, options: dict[str, A
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(demo_model_path()), help="folder of a checkpoint")
     parser.add_argument("--tokenizer", default=str(demo_model_path()), help="of up to the model's tokens")
     parser.add_argument("--batch", type=int, default=64, help="requests at once (default: %(default)s)")
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(argv)
     if min(args.batch, args.repetitions) < 1 or args.output_len < 2:
         parser.error("--batch and --repetitions must be at least 1, --output-len at least 2")

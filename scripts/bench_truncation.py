@@ -13,7 +13,6 @@ KL(whole || recomputed), what cutting itself changes. `seconds`: time to the fir
 
 from __future__ import annotations
 
-import argparse
 import functools
 import pathlib
 import statistics
@@ -34,6 +33,7 @@ from jaxllm.hardware import describe_hardware, versions
 from jaxllm.loading import load_params
 from jaxllm.models.config import LlamaConfig, config_from_dict, read_hf_config
 from jaxllm.models.registry import Params, bind
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 
 _BLOCK_SIZE = 16
@@ -216,7 +216,7 @@ def read_texts(count: int, length: int, seed: int) -> np.ndarray:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--texts", type=int, default=32, help="windows of held-out files")
     parser.add_argument("--history", type=int, default=896, help="tokens of a conversation before it is cut")
     parser.add_argument("--new", type=int, default=64, help="tokens after that; of each turn")
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=new_file, required=True)
     args = parser.parse_args(argv)
     cuts = [int(cut) for cut in args.cuts.split(",")]
     if any(cut % _BLOCK_SIZE or not 0 < cut < args.history for cut in cuts) or args.window <= args.new:

@@ -27,11 +27,12 @@ from typing import Any
 
 from sweep.conversations import MAX_LEN as ENGINE_MAX_LEN
 from sweep.conversations import NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, RATE, EngineSystem, figures, play
-from sweep.options import list_of, out_folder
+from sweep.options import list_of
 from sweep.simulated import BLOCK_SIZE, run_all
 
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.hardware import describe_hardware, versions
+from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS, RooflineCostModel
@@ -308,9 +309,7 @@ def _published(rows: list[dict[str, Any]]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Simulate, and write JSON and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="in which conversations begin")
     parser.add_argument("--models", type=list_of(str), default=",".join(NUM_DEVICES), help="%(default)s")
     parser.add_argument("--rates", type=list_of(float), help="conversations a second (default: by model)")
@@ -321,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--engine-profile-seconds", type=float, default=10.0, help="before them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--out-dir", type=out_folder, required=True)
+    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
     args = parser.parse_args(argv)
     if (
         min(args.engine_repetitions, args.engine_profile_seconds, args.engine_think) < 0

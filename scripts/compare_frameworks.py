@@ -28,6 +28,7 @@ from compare.runner import Comparison
 from compare.workloads import BLOCK_SIZE, PROMPT_LENGTHS, Workload, get_workload, save_workload
 
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.output_files import OutputParser, new_file
 
 MAX_MODEL_LEN = 1024
 MAX_DISAGREEMENT = 0.05
@@ -36,9 +37,7 @@ MAX_DISAGREEMENT = 0.05
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", help="checkpoint folder")
     parser.add_argument(
         "workload", nargs="?", help=f"one or more of {','.join(PROMPT_LENGTHS)}, or JSON files"
@@ -92,8 +91,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-disagreement", type=float, default=MAX_DISAGREEMENT, metavar="SHARE")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds one worker's command may take")
     parser.add_argument("--save-workload", type=Path, metavar="FILE.json")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--out", type=new_file, metavar="FILE.json")
+    parser.add_argument("--plot", type=new_file, metavar="FILE.png")
     parser.add_argument(
         "--from-json", type=Path, metavar="FILE.json", help="show earlier results, run nothing"
     )

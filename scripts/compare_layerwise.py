@@ -21,10 +21,11 @@ from importlib.metadata import version
 from typing import Any
 
 from compare_caches import DEVICE, GPU_BYTES, HOST_BYTES, NUM_DEVICES, Cell, costs_of, run_cell
-from sweep.options import list_of, out_folder
+from sweep.options import list_of
 from sweep.simulated import run_all
 
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.output_files import NewFolder, OutputParser
 
 SYSTEMS = ("adaptive, copies at once", "pensieve")
 """Systems of `compare_caches` whose requests begin at once, so that their steps wait for copies."""
@@ -84,9 +85,7 @@ def report(rows: list[dict[str, Any]], command: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Simulate, and write JSON and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=400)
     parser.add_argument(
         "--cells",
@@ -96,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--out-dir", type=out_folder, required=True)
+    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
     args = parser.parse_args(argv)
     pairs = [text.partition(":") for text in args.cells]
     if args.conversations < 1 or args.jobs < 1 or args.seed < 0:

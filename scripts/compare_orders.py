@@ -34,9 +34,10 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-from sweep.options import list_of, out_folder
+from sweep.options import list_of
 
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.lengths import LengthPolicy, RangePredictor, RankPredictor, TrueLength, ValuePredictor
@@ -310,16 +311,14 @@ def draw(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace, path: path
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arrivals", type=list_of(str), default=",".join(ARRIVALS))
     parser.add_argument("--loads", type=list_of(float), default=",".join(map(str, LOADS)))
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--noise", type=float, default=0.3, help="of output lengths, see TopicOutputs")
     parser.add_argument("--seeds", type=list_of(int), default="0,1")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out-dir", type=out_folder, required=True)
+    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
     args = parser.parse_args(argv)
     if not set(args.arrivals) <= set(ARRIVALS):
         parser.error(f"--arrivals {','.join(args.arrivals)}: name some of {', '.join(ARRIVALS)}")

@@ -21,11 +21,12 @@ from importlib.metadata import version
 
 from policies.cells import MODEL, make_cells, run_cell
 from policies.report import MEASURES, report
-from sweep.options import list_of, out_folder
+from sweep.options import list_of
 from sweep.simulated import DEVICE, Device, run_all
 
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.errors import ConfigError
+from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.samples import load_samples
 
 PARTS = ("arrivals", "devices")
@@ -33,15 +34,13 @@ PARTS = ("arrivals", "devices")
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=list_of(str), default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seeds", type=list_of(int), default="0", help="default: %(default)s")
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--out-dir", type=out_folder, required=True)
+    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
     args = parser.parse_args(argv)
     if not set(args.parts) <= set(PARTS):
         parser.error(f"--parts {','.join(args.parts)}: name some of {', '.join(PARTS)}")

@@ -6,7 +6,6 @@ python scripts/demo_pressure.py --plot timeline.png --ledger decisions.jsonl
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from jaxllm import LLM
 from jaxllm.bench.replay import replay
 from jaxllm.cli.explain import plot, summary, timeline
 from jaxllm.ledgers import read_ledger
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.sched.ledger import Ledger, PreemptionRecord
 from jaxllm.sched.presets import make_preset
@@ -49,14 +49,14 @@ def row(preset: str, result: RunResult, records: list[PreemptionRecord]) -> str:
 
 def main() -> None:
     """Run it from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OutputParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--gpu-blocks", type=int, default=40)
     parser.add_argument("--host-blocks", type=int, default=20)
     parser.add_argument("--profile-seconds", type=float, default=4.0, help="time to measure costs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ledger", type=Path, help="keep the decisions of preset adaptive there")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw its timeline with matplotlib too")
+    parser.add_argument("--ledger", type=new_file, help="keep the decisions of preset adaptive there")
+    parser.add_argument("--plot", type=new_file, metavar="FILE.png", help="draw its timeline, by matplotlib")
     args = parser.parse_args()
     llm = LLM(
         skip_tokenizer_init=True,

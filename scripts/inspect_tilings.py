@@ -35,6 +35,7 @@ from jaxllm import hardware, pallas_kernels  # noqa: E402
 from jaxllm.bench.results import command_line, write_json  # noqa: E402
 from jaxllm.errors import ConfigError  # noqa: E402
 from jaxllm.gpu.target import Compiler, GPUTarget, get_target  # noqa: E402
+from jaxllm.output_files import OutputParser, new_file  # noqa: E402
 from jaxllm.pallas_kernels.triton import Tiling, alternative_tilings, default_tiling  # noqa: E402
 
 _RESERVED_SHARED_MEMORY = 1024  # of each program, by the system
@@ -43,14 +44,12 @@ _REGISTERS_PER_CORE = 65536
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="a100-80gb,l40", help="default: %(default)s")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="default: %(default)s")
     parser.add_argument("--heads", default="32,8,128", help="query heads, KV heads, head_dim")
     parser.add_argument("--tilings", default="", help="more of them, such as k64,q32,w4,s2 (separated by /)")
-    parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
+    parser.add_argument("--out", type=new_file, help="write the results to this JSON file")
     args = parser.parse_args(argv)
     args.heads = tuple(map(int, args.heads.split(",")))
     if len(args.heads) != 3:

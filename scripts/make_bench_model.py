@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from sweep.options import out_folder
+
+from jaxllm.output_files import NewFolder, OutputParser
 
 EMBEDDING_STD = 0.05
 BIAS_STD = 0.02
@@ -171,10 +172,8 @@ def write_checkpoint(folder: Path, size: str, seed: int = 0) -> int:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=out_folder, help="folder to write")
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=NewFolder("config.json", "model.safetensors"), help="folder to write")
     parser.add_argument("--size", choices=sorted(SIZES | OPT_SIZES), default="107m")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

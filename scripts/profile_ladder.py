@@ -34,6 +34,7 @@ from jaxllm import hardware
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
 from jaxllm.errors import JaxllmError
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.profiling import Profiler
 
 
@@ -65,9 +66,7 @@ def facts() -> dict[str, object]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", type=list_of(str), default=",".join(FAMILIES))
     parser.add_argument("--layers", type=list_of(int), default="2,4,8")
     parser.add_argument("--hidden", type=list_of(int), default="64,256,512", help="hidden sizes")
@@ -83,11 +82,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that fit side by side")
-    parser.add_argument("--samples", type=pathlib.Path, help="write every measurement to this JSON file")
+    parser.add_argument("--samples", type=new_file, help="write every measurement to this JSON file")
     parser.add_argument("--reuse", type=pathlib.Path, help="fit what this file holds; measure nothing")
-    parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
-    parser.add_argument("--plot", type=pathlib.Path, help="draw swap errors by size to this file")
-    parser.add_argument("--report", type=pathlib.Path, help="write the Markdown there, too")
+    parser.add_argument("--out", type=new_file, help="write the results to this JSON file")
+    parser.add_argument("--plot", type=new_file, help="draw swap errors by size to this file")
+    parser.add_argument("--report", type=new_file, help="write the Markdown there, too")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.families) - set(FAMILIES)):
         parser.error(f"--families: there is no {', '.join(unknown)}; families are {', '.join(FAMILIES)}")
@@ -103,13 +102,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--max-features must be from 9, which is degree 1 of mixed steps, to 100000")
     if args.reuse is not None and args.samples is not None:
         parser.error("--reuse measures nothing that --samples could write")
-    for name in ("samples", "out", "plot", "report"):
-        path = getattr(args, name)
-        try:
-            if path is not None:
-                path.open("a").close()  # now rather than after the measurements
-        except OSError as error:
-            parser.error(f"--{name} {path}: {error.strerror}")
     return args
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import pathlib
 import sys
 from typing import Any
 
@@ -26,6 +25,7 @@ from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, mo
 from jaxllm.engine.engine import Engine
 from jaxllm.executor import compile_stats
 from jaxllm.llm import LLM
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.sched.scheduler import Scheduler
 
 
@@ -66,15 +66,13 @@ def summarize(runs: list[Repetition]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, and write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, help="JSON file (default: stdout)")
+    parser.add_argument("--out", type=new_file, help="JSON file (default: stdout)")
     add_engine_options(parser)
     args = parser.parse_args()
     workload = Workload(

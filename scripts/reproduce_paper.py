@@ -55,11 +55,12 @@ from paper.cells import (
 from paper.control import control, time_control
 from paper.models import model_folder
 from paper.page import html_of
-from sweep.options import list_of, out_folder
+from sweep.options import list_of
 from sweep.simulated import DEVICE, Device, run_all
 
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.errors import ConfigError, RequestError
+from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.samples import load_samples
 from jaxllm.workloads import parse_arrivals
 
@@ -141,9 +142,7 @@ def cells_of(args: argparse.Namespace, parts: Sequence[str], models: Sequence[st
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=list_of(str), help="default: all that the executor has")
     parser.add_argument("--executor", choices=("sim", "jax"), default="sim")
     parser.add_argument(
@@ -186,7 +185,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--measured", type=pathlib.Path, help="folder with ladder-cpu.json, link-cpu.json, paging-cpu.json"
     )
     parser.add_argument("--jobs", type=int, help="processes, with sim (default: 2)")
-    parser.add_argument("--out-dir", type=out_folder, required=True)
+    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
     args = parser.parse_args(argv)
     try:
         check(args)

@@ -36,12 +36,13 @@ from sweep.cells import (
     make_cells,
     run_cell,
 )
-from sweep.options import list_of, out_folder
+from sweep.options import list_of
 from sweep.report import load_near, places, report
 from sweep.simulated import DEVICE, MAX_MODEL_LEN, run_all
 
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.errors import ConfigError
+from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.samples import load_samples
 from jaxllm.workloads import parse_arrivals
 
@@ -58,9 +59,7 @@ OPTIONS: dict[str, tuple[Callable[[str], Any], Any, str]] = {
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--parts",
         type=list_of(str),
@@ -85,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out-dir", type=out_folder, required=True)
+    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
     args = parser.parse_args(argv)
     if not set(args.parts) <= set(PARTS):
         parser.error(f"--parts {','.join(args.parts)}: name some of {', '.join(PARTS)}")

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sweep.options import ARRIVALS_HELP, in_words, list_of, out_folder
+from sweep.options import ARRIVALS_HELP, in_words, list_of
 from sweep.report import Place, shares_report
 
 from jaxllm import LLM, hardware
@@ -37,6 +37,7 @@ from jaxllm.bench.replay import Replay, Stopwatch, replay_side_by_side
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
 from jaxllm.errors import ConfigError
+from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.profiling import Profiler
@@ -52,9 +53,7 @@ ACTIONS = ("recompute", "swap", "adaptive", AGAIN)
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a checkpoint (default: the demo model)")
     parser.add_argument(
         "--speeds", type=list_of(float), default=",".join(map(str, SPEEDS)), help="default: %(default)s"
@@ -74,7 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu-blocks", type=int, default=36)
     parser.add_argument("--profile-seconds", type=float, default=30.0)
     parser.add_argument("--seeds", type=list_of(int), default="0,1,2,3,4")
-    parser.add_argument("--out-dir", type=out_folder, required=True)
+    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
     args = parser.parse_args(argv)
     try:
         parse_arrivals(args.arrivals)

@@ -42,6 +42,7 @@ from jaxllm import LLM, hardware
 from jaxllm.bench.replay import replay
 from jaxllm.bench.results import command_line, write_json
 from jaxllm.costs import shape_of
+from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.base import CostKind, CostModel, step_kind
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
@@ -230,9 +231,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a checkpoint (default: the demo model)")
     parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--prompt-len", type=int, default=24, help="longest prompt, shortest is a quarter")
@@ -251,7 +250,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, help="write the results to this JSON file")
+    parser.add_argument("--out", type=new_file, help="write the results to this JSON file")
     args = parser.parse_args(argv)
     known = {*PRESETS, *COMBINED, *CHANGED}
     if unknown := sorted(set(args.presets) - known):
@@ -263,11 +262,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         )
     if not 0 < args.profile_seconds < math.inf:
         parser.error("--profile-seconds must be above 0, and finite")
-    if args.out is not None:
-        try:
-            args.out.open("a").close()  # now rather than after the runs
-        except OSError as error:
-            parser.error(f"--out {args.out}: {error.strerror}")
     return args
 
 

@@ -115,7 +115,7 @@ def command_problem(words: Sequence[str]) -> str | None:
     script, arguments = ROOT / words[1], list(words[2:])
     if not script.is_file():
         return f"there is no {words[1]}"
-    if "argparse" not in script.read_text(encoding="utf-8"):
+    if ".parse_args(" not in script.read_text(encoding="utf-8"):
         return f"{words[1]} takes no arguments" if arguments else None
     return _exit_message(lambda: _parse_as_script(script, arguments))
 

@@ -255,12 +255,24 @@ def test_generate_what_a_grammar_says(run, tmp_path, capsys):
         {"prompt": "x", "sampling_params": {"structured_outputs": {"regex": "("}}},
     ],
 )
-def test_a_bad_prompt_is_named_before_anything_runs(run, tmp_path, capsys, bad):
+def test_a_bad_row_is_an_error_in_its_place(run, tmp_path, capsys, bad):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(json.dumps({"prompt": "good"}) + "\n" + json.dumps(bad) + "\n")
-    assert run("generate", "--input", str(source), "--output", str(target)) == 2
-    assert "in.jsonl, line 2" in one_error(capsys)
-    assert target.read_text() == ""
+    rows = [json.dumps({"prompt": "good"}), json.dumps(bad), "{", json.dumps({"prompt": "good", "id": "z"})]
+    source.write_text("\n".join(rows) + "\n")
+    arguments = ["generate", "--input", str(source), "--output", str(target), "--max-tokens=2"]
+    assert run(*arguments) == 0
+    assert "2 of 4 prompts were bad" in capsys.readouterr().err
+    lines = {line["index"]: line for line in map(json.loads, target.read_text().splitlines())}
+    assert len(lines) == 4
+    for number in (1, 2):
+        assert f"in.jsonl, line {number + 1}" in lines[number]["error"]
+        assert "text" not in lines[number]
+    assert "no valid JSON" in lines[2]["error"]
+    assert lines[0]["token_ids"]
+    assert lines[3]["id"] == "z"
+    before = target.read_text()
+    assert run(*arguments, "--resume") == 0
+    assert target.read_text() == before
 
 
 def test_an_interruption_says_how_to_go_on(run, llm, tmp_path, capsys, monkeypatch):

@@ -209,7 +209,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(ConfigError, match=r"cannot write the trace .*\(No space left"):
-        make(name="new").save(path)
+        make(name="new").save(path, overwrite=True)
     assert Trace.load(path) == make()
     assert [file.name for file in tmp_path.iterdir()] == ["t.json"]
     with pytest.raises(ConfigError, match="cannot write the trace"):

@@ -17,6 +17,7 @@ from jaxllm.cli.options import (
     note,
     note_compile_report,
 )
+from jaxllm.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -60,6 +61,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     throughput.add_argument("--detokenize", action="store_true", help="load the tokenizer and make text too")
     throughput.add_argument("--output", metavar="FILE", help="write the JSON there (default: stdout)")
+    add_overwrite(throughput)
     add_engine_options(throughput)
     throughput.set_defaults(run=run_throughput)
     bench_serve.add_measurement(kinds)
@@ -78,8 +80,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     named = {name: settings.get(name) for name in ("prefix_cache_dir", "max_model_len")}
     check_options(workload, args.repetitions, args.warm_up_repetitions, **named)
     check_distinct({"--output": args.output, "--ledger": settings.get("ledger")})
-    if args.output is not None:
-        Path(args.output).touch()  # now rather than after the measurement
+    check_writable({"--output": args.output}, overwrite=args.overwrite)
     llm = load_llm({"warm_up": "all", **settings})
     if args.compile_report:
         note_compile_report(llm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import itertools
 import os
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cli.options import check_distinct, json_object, note
 from jaxllm.cli.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
+from jaxllm.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -154,6 +154,7 @@ def add_measurement(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default=None,
         help="make outputs as long as they may be (default: on, but for --dataset)",
     )
+    add_overwrite(parser)
     parser.add_argument(
         "--goodput",
         nargs="+",
@@ -191,7 +192,8 @@ def run(args: argparse.Namespace) -> int:
     check_distinct(
         {"--output": args.output, "--plot": args.plot, "--trace": args.trace, "--dataset": args.dataset}
     )
-    with _new_file("--output", args.output), _new_file("--plot", args.plot), signals_as_interrupts():
+    check_writable({"--output": args.output, "--plot": args.plot}, overwrite=args.overwrite)
+    with signals_as_interrupts():
         facts = _facts(args, sweep)
         runs: list[Measured] = []
         try:
@@ -354,27 +356,3 @@ def _write(path: str | None, document: Mapping[str, Any]) -> None:
         print(to_json(document))
     else:
         write_json(Path(path), document)
-
-
-@contextlib.contextmanager
-def _new_file(option: str, path: str | None) -> Iterator[None]:
-    """Make a file now rather than after the measurement; one that stays empty is removed again.
-
-    Raises:
-        ConfigError: there is something of this name.
-    """
-    if path is None:
-        yield
-        return
-    file = Path(path)
-    try:
-        file.touch(exist_ok=False)
-    except FileExistsError:
-        raise ConfigError(
-            f"{option} {path!r} exists, and nothing is overwritten: name another file"
-        ) from None
-    try:
-        yield
-    finally:
-        if file.exists() and not file.stat().st_size:
-            file.unlink()

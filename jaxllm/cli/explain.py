@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxllm.cli.options import check_distinct
 from jaxllm.errors import ConfigError
 from jaxllm.ledgers import read_ledger
+from jaxllm.output_files import add_overwrite, check_writable
 from jaxllm.predictors.online import KindReport
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 
@@ -39,6 +41,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--top", type=int, metavar="N", default=5, help="decisions to list (default: 5)")
     parser.add_argument("--width", type=int, metavar="N", default=72, help="columns of the timeline")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the timeline with matplotlib too")
+    add_overwrite(parser)
     parser.set_defaults(run=run)
 
 
@@ -47,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("top", "width"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
+    check_distinct({"LEDGER": args.ledger, "--plot": args.plot})
+    check_writable({"--plot": args.plot}, overwrite=args.overwrite)
     try:
         ledger = read_ledger(args.ledger)
     except OSError as error:

@@ -22,12 +22,11 @@ from jaxllm.cli.options import (
     note_compile_report,
     only_errors,
 )
+from jaxllm.cli.prompt_files import read_prompts
 from jaxllm.cli.prompts_io import (
     OutputFile,
     PromptRow,
     prompts_from_arguments,
-    read_jsonl_file,
-    read_text_file,
 )
 from jaxllm.cli.row_requests import (
     checked_token_ids,
@@ -36,7 +35,7 @@ from jaxllm.cli.row_requests import (
     naming,
     with_seed,
 )
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, EngineError, JaxllmError
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -83,14 +82,20 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
             "prompt's index in the input, its id, the text, the token ids and the finish reason."
         ),
         epilog=(
-            "A .jsonl input holds an object per line: one of prompt, prompt_token_ids and messages; "
+            "A .jsonl or .ndjson input has an object per line: one of prompt, prompt_token_ids and messages; "
             "optionally id, num_dropped_tokens (cut at its front), and sampling_params that override the "
-            "options. Any other input file holds a prompt per line. All inputs are checked before the first "
-            "one runs."
+            "options. A .csv or .parquet input has a column of prompts, and others that go to the output. A "
+            ".txt input, or one without a suffix, holds a prompt per line. Any of them may end in .gz. A row "
+            "that is bad is answered by an error."
         ),
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; quote it")
-    parser.add_argument("--input", metavar="FILE", help="prompts, .jsonl or text; instead of PROMPT")
+    parser.add_argument(
+        "--input", metavar="FILE", help="prompts: .txt, .jsonl, .csv or .parquet; instead of PROMPT"
+    )
+    parser.add_argument(
+        "--column", metavar="NAME", help="of --input that holds the prompts (default: prompt)"
+    )
     parser.add_argument(
         "--output", metavar="FILE", help="append JSON lines to FILE, each safe on disk (default: stdout)"
     )
@@ -148,20 +153,30 @@ def run(args: argparse.Namespace) -> int:
         todo = [row for row in rows if row.index not in sink.done]
         if sink.done and not args.quiet:
             note(f"{len(sink.done)} of {len(rows)} prompts are in {args.output} already")
-        if not todo:
-            return 0
+        if bad := [row for row in todo if row.error is not None]:
+            _write_errors(sink, [(row, row.error) for row in bad])
+        good = [row for row in todo if row.error is None]
+        num_bad = len(bad)
         try:
-            llm = load_llm(
-                {**few_prompts_settings(settings, rows), **settings},
-                quiet=args.quiet,
-            )
-            _write_completions(llm, todo, sink, total=len(rows), chat=args.chat, quiet=args.quiet)
-            if args.compile_report:
-                note_compile_report(llm)
+            if good:
+                llm = load_llm(
+                    {
+                        **few_prompts_settings(settings, [row for row in rows if row.error is None]),
+                        **settings,
+                    },
+                    quiet=args.quiet,
+                )
+                num_bad += _write_completions(
+                    llm, good, sink, total=len(rows), keep_bad=args.input is not None, args=args
+                )
+                if args.compile_report:
+                    note_compile_report(llm)
         except KeyboardInterrupt:
             way_out = "run again with --resume to continue" if args.output else "use --output to keep results"
             note(f"interrupted: {len(sink.done)} of {len(rows)} prompts are complete; {way_out}")
             return generate_ray.EXIT_INTERRUPTED
+        if num_bad and not args.quiet:
+            note(f"{num_bad} of {len(rows)} prompts were bad, and have an error in place of an answer")
     return 0
 
 
@@ -188,7 +203,9 @@ class _Stdout:
 
     def write(self, completions: Sequence[tuple[int, Mapping[str, Any]]], /) -> None:
         for index, content in completions:
-            if self._as_text:
+            if self._as_text and "error" in content:
+                line = f"--- prompt {index}: {content['error']} ---\n"
+            elif self._as_text:
                 prompt = content.get("prompt") or ""
                 line = "\n".join(
                     f"--- prompt {index}: {one['finish_reason']} ---\n{prompt}{one['text']}\n"
@@ -207,13 +224,13 @@ class _Stdout:
 def _read_rows(args: argparse.Namespace) -> list[PromptRow]:
     if bool(args.prompts) == (args.input is not None):
         raise ConfigError("give prompts as arguments or with --input, one of the two")
+    if args.column is not None and args.input is None:
+        raise ConfigError(f"--column {args.column!r} is of --input, which is not given")
     defaults = _sampling_params(args)
     if args.input is None:
         rows = prompts_from_arguments(args.prompts, defaults)
-    elif args.input.endswith(".jsonl"):
-        rows = read_jsonl_file(args.input, defaults)
     else:
-        rows = read_text_file(args.input, defaults)
+        rows = read_prompts(args.input, defaults, args.column)
     return [with_seed(row, args.seed) for row in rows]
 
 
@@ -264,22 +281,55 @@ def _every_fourth(limit: int, low: int) -> list[int]:
 
 
 def _write_completions(
-    llm: LLM, rows: Sequence[PromptRow], sink: _Sink, *, total: int, chat: bool, quiet: bool
-) -> None:
+    llm: LLM,
+    rows: Sequence[PromptRow],
+    sink: _Sink,
+    *,
+    total: int,
+    keep_bad: bool,
+    args: argparse.Namespace,
+) -> int:
+    """Run the rows; returns how many of them were bad, if they are to be kept."""
     from tqdm import tqdm
 
-    prompts = [checked_token_ids(llm, row, chat) for row in rows]
+    good: list[PromptRow] = []
+    prompts: list[np.ndarray] = []
+    bad: list[tuple[PromptRow, JaxllmError | None]] = []
+    for row in rows:
+        try:
+            prompts.append(checked_token_ids(llm, row, args.chat))
+            good.append(row)
+        except EngineError:
+            raise
+        except JaxllmError as error:
+            if not keep_bad:
+                raise
+            bad.append((row, error))
+    if bad:
+        _write_errors(sink, bad)
     progress = tqdm(
         total=total,
-        initial=total - len(rows),
+        initial=total - len(good),
         desc="Processed prompts",
         unit="prompt",
-        disable=True if quiet else None,  # None: where stderr is no terminal
+        disable=True if args.quiet else None,  # None: where stderr is no terminal
     )
     with progress:
-        for completions in _complete(llm, rows, prompts):
-            sink.write([(row.index, completion_content(row, output)) for row, output in completions])
+        for completions in _complete(llm, good, prompts):
+            sink.write(
+                [
+                    (row.index, {**row.extras, **completion_content(row, output)})
+                    for row, output in completions
+                ]
+            )
             progress.update(len(completions))
+    return len(bad)
+
+
+def _write_errors(sink: _Sink, bad: Sequence[tuple[PromptRow, JaxllmError | None]]) -> None:
+    sink.write(
+        [(row.index, {**row.extras, "error": f"{type(error).__name__}: {error}"}) for row, error in bad]
+    )
 
 
 def _complete(

@@ -67,6 +67,7 @@ def run(args: argparse.Namespace, sampling_params: SamplingParams, settings: Map
                 resume=args.resume,
                 chat=args.chat,
                 show_progress=not args.quiet,
+                columns=None if args.column is None else {"prompt": args.column},
                 **options,
                 **settings,
             )

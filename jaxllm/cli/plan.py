@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxllm.cli.options import check_distinct, note
 from jaxllm.errors import ConfigError
+from jaxllm.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -54,6 +55,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--every-bucket", action="store_true", help="compile every size, not only the largest of each kind"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan there")
+    add_overwrite(parser)
     parser.set_defaults(run=run)
 
 
@@ -78,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
     folder = args.model.parent if args.model.name == "config.json" else checkpoint_folder(args.model)
     if args.json is not None:
         check_distinct({"MODEL": str(folder / "config.json"), "--json": str(args.json)})
-        with args.json.open("a"):  # now rather than after compiling
-            pass
+        check_writable({"--json": args.json}, overwrite=args.overwrite)
     config = config_from_dict(read_hf_config(folder))
     max_model_len = args.max_model_len or config.default_max_model_len
     config = config.with_max_model_len(max_model_len)  # type: ignore[assignment]

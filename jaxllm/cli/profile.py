@@ -18,6 +18,7 @@ from jaxllm.cli.options import (
     note_compile_report,
 )
 from jaxllm.errors import ConfigError
+from jaxllm.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -68,6 +69,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--samples", type=Path, metavar="FILE.json", help="also write every single measurement there"
     )
+    add_overwrite(parser)
     parser.add_argument(
         "--with-samples",
         type=Path,
@@ -100,7 +102,10 @@ def run(args: argparse.Namespace) -> int:
         if name in settings:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing here: {reason}")
     folder = args.output_dir or profile_folder()
-    _check_writable(folder, args.samples)
+    check_writable({"--samples": args.samples}, overwrite=args.overwrite)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):  # now rather than after measuring
+        pass
     for path in args.with_samples:
         check_distinct({"--samples": args.samples and str(args.samples), "--with-samples": str(path)})
     others = [load_samples(path) for path in args.with_samples]
@@ -135,13 +140,3 @@ def run(args: argparse.Namespace) -> int:
     path = profiler.profile(samples, fits).save(folder)
     note(f"stored {path.name} and its .npz")
     return 0
-
-
-def _check_writable(folder: Path, samples: Path | None) -> None:
-    """Find out before measuring whether the results can be stored."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-    if samples is not None:
-        with samples.open("a"):
-            pass

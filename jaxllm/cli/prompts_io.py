@@ -10,12 +10,16 @@ with `index` (the prompt's position in the input, from 0), `id` (the prompt's, o
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import dataclasses
+import gzip
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, TypeVar
 
 from jaxllm.chat import check_messages
 from jaxllm.errors import ConfigError, JaxllmError, RequestError, SamplingParamsError, nearest
@@ -23,19 +27,28 @@ from jaxllm.json_text import parse
 from jaxllm.line_file import LineFile
 from jaxllm.sampling_params import PARAMETER_NAMES, SamplingParams
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
-_ROW_KEYS = (*_PROMPT_KEYS, "id", "num_dropped_tokens", "sampling_params")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+"""What a row has one of."""
+ROW_KEYS = (*PROMPT_KEYS, "id", "num_dropped_tokens", "sampling_params")
+"""What a row may hold."""
 _OUTPUT_KEYS = ("index", "id", "fingerprint")
+ANSWER_KEYS = frozenset(_OUTPUT_KEYS) | {
+    *("prompt", "error", "text", "token_ids", "finish_reason", "stop_reason", "num_prompt_tokens"),
+    *("num_dropped_tokens", "prompt_logprobs", "cumulative_logprob", "logprobs", "outputs"),
+}
+"""What a line of an output may hold beside the columns of its row."""
 _LINE_START = b'{"index": '
 _MAX_TOKEN_ID = 2**31 - 1
+_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt of the input: exactly one of `prompt`, `prompt_token_ids` and `messages` is set.
+    """One prompt of the input: exactly one of `prompt`, `prompt_token_ids`, `messages` and `error` is set.
 
     `index` is its position in the input, from 0. `source` says where it stands, for messages. The first
-    `num_dropped_tokens` of its tokens are cut.
+    `num_dropped_tokens` of its tokens are cut. `error` is what is wrong with a row that is bad, and `extras`
+    are columns that go with it to the output.
     """
 
     index: int
@@ -46,13 +59,17 @@ class PromptRow:
     prompt_token_ids: tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     num_dropped_tokens: int = 0
+    error: JaxllmError | None = None
+    extras: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def fingerprint(self, context: str = "") -> str:
-        """Hash of what the completion depends on, 32 hexadecimal digits.
+    def fingerprint(self, context: str = "") -> str | None:
+        """Hash of what the completion depends on, 32 hexadecimal digits; a bad row has none.
 
         Args:
             context: anything beside prompt and parameters that changes completions, such as the model.
         """
+        if self.error is not None:
+            return None
         content = {
             "context": context,
             "id": self.id,
@@ -82,20 +99,35 @@ def prompts_from_arguments(prompts: Sequence[str], sampling_params: SamplingPara
     return rows
 
 
-def read_text_file(path: str | os.PathLike[str], sampling_params: SamplingParams) -> list[PromptRow]:
+def read_text_file(
+    path: str | os.PathLike[str], sampling_params: SamplingParams, *, keep_bad: bool = False
+) -> list[PromptRow]:
     r"""Rows for a UTF-8 file with one prompt a line. Lines end in `\n` or `\r\n`; spaces are kept.
+
+    Args:
+        path: the file; one that ends in .gz is unpacked.
+        sampling_params: of all rows.
+        keep_bad: make what is wrong with a line its row's `error`.
 
     Raises:
         ConfigError: the file cannot be read.
         RequestError: a line is empty or no UTF-8, or there is no line; names file and line.
     """
-    rows: list[PromptRow] = []
-    for source, line in _read_lines(path):
-        rows.append(PromptRow(len(rows), source, sampling_params, prompt=line))
-    return rows
+
+    def row(index: int, source: str, line: bytes) -> PromptRow:
+        return PromptRow(index, source, sampling_params, prompt=_text_of(source, line))
+
+    with opened(path) as file:
+        return rows_of(os.fspath(path), _lines(os.fspath(path), file), row, sampling_params, keep_bad)
 
 
-def read_jsonl_file(path: str | os.PathLike[str], sampling_params: SamplingParams) -> list[PromptRow]:
+def read_jsonl_file(
+    path: str | os.PathLike[str],
+    sampling_params: SamplingParams,
+    *,
+    column: str | None = None,
+    keep_bad: bool = False,
+) -> list[PromptRow]:
     """Rows for a JSON Lines file.
 
     Each line is an object with exactly one of `prompt` (a string), `prompt_token_ids` (a list of
@@ -103,21 +135,88 @@ def read_jsonl_file(path: str | os.PathLike[str], sampling_params: SamplingParam
     `num_dropped_tokens` (how many tokens at its front are cut) and `sampling_params`, an object of parameters
     that override `sampling_params` for this line.
 
+    Args:
+        path: the file; one that ends in .gz is unpacked.
+        sampling_params: of rows that have none of their own.
+        column: what `prompt` is called; other keys go with the row to the output then.
+        keep_bad: make what is wrong with a line its row's `error`.
+
     Raises:
         ConfigError: the file cannot be read.
         RequestError: a line is malformed; names file and line.
         SamplingParamsError: a line's parameters are invalid; names file and line.
     """
+
+    def row(index: int, source: str, line: bytes) -> PromptRow:
+        text = _text_of(source, line)
+        if column is None:
+            return parse_row(index, source, text, sampling_params)
+        values = _parsed(source, text)
+        if column not in values:
+            raise RequestError(f"{source}: there is no {column!r}, as --column says.")
+        return row_of(index, source, values, sampling_params, column)
+
+    with opened(path) as file:
+        return rows_of(os.fspath(path), _lines(os.fspath(path), file), row, sampling_params, keep_bad)
+
+
+def rows_of(
+    name: str,
+    items: Iterable[tuple[str, _Item]],
+    make: Callable[[int, str, _Item], PromptRow],
+    sampling_params: SamplingParams,
+    keep_bad: bool,
+) -> list[PromptRow]:
+    """The rows of a file, whose ids differ; those that are bad are kept as such, or raise.
+
+    Args:
+        name: of the file, for messages.
+        items: where each row stands, and what it holds.
+        make: makes a row of its index, place and content.
+        sampling_params: of rows that are bad.
+        keep_bad: whether to keep them.
+    """
     rows: list[PromptRow] = []
     source_of_id: dict[str | int, str] = {}
-    for source, line in _read_lines(path):
-        row = parse_row(len(rows), source, line, sampling_params)
-        if row.id is not None:
-            earlier = source_of_id.setdefault(row.id, source)
-            if earlier is not source:
-                raise RequestError(f'{source}: "id" {row.id!r} is taken by {earlier}: ids must be unique.')
+    for index, (source, item) in enumerate(items):
+        try:
+            row = make(index, source, item)
+            if row.error is not None and not keep_bad:
+                raise row.error
+            if row.id is not None:
+                earlier = source_of_id.setdefault(row.id, source)
+                if earlier is not source:
+                    raise RequestError(
+                        f'{source}: "id" {row.id!r} is taken by {earlier}: ids must be unique.'
+                    )
+        except JaxllmError as error:
+            if not keep_bad:
+                raise
+            row = PromptRow(index, source, sampling_params, error=error)
         rows.append(row)
+    if not rows:
+        raise RequestError(f"{name}: the file is empty. Give at least one prompt.")
     return rows
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to read, unpacked if its name ends in .gz.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    name = os.fspath(path)
+    try:
+        with contextlib.ExitStack() as stack:
+            file: BinaryIO = stack.enter_context(open(path, "rb"))
+            if name.lower().endswith(".gz"):
+                file = stack.enter_context(gzip.open(file))  # type: ignore[assignment]
+            yield file
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompts file {name!r} ({error.strerror or error}).") from error
+    except (EOFError, zlib.error) as error:
+        raise ConfigError(f"cannot read the prompts file {name!r} (broken gzip: {error}).") from error
 
 
 class OutputFile(LineFile[int]):
@@ -193,28 +292,61 @@ class OutputFile(LineFile[int]):
         return f"index {key}"
 
 
-def _read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
-    """Yields `(source, text)` per line; refuses empty lines and an empty file."""
-    name = os.fspath(path)
+def _lines(name: str, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
+    """Where each line stands, and the line."""
+    for number, line in enumerate(file, 1):
+        yield f"{name}, line {number}", line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+
+
+def _text_of(source: str, data: bytes) -> str:
+    """A line's text; refuses empty ones."""
     try:
-        with open(path, "rb") as file:
-            number = 0
-            for number, data in enumerate(file, 1):
-                source = f"{name}, line {number}"
-                try:
-                    line = data.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise RequestError(
-                        f"{source}: byte {error.start} is no UTF-8. Convert the file to UTF-8."
-                    ) from error
-                line = line.removesuffix("\n").removesuffix("\r")
-                if not line.strip():
-                    raise RequestError(f"{source}: the line is empty. Remove it or give it a prompt.")
-                yield source, line
-    except OSError as error:
-        raise ConfigError(f"cannot read the prompts file {name!r} ({error.strerror}).") from error
-    if number == 0:
-        raise RequestError(f"{name}: the file is empty. Give at least one prompt.")
+        line = data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{source}: byte {error.start} is no UTF-8. Convert the file to UTF-8.") from error
+    line = line.removesuffix("\n").removesuffix("\r")
+    if not line.strip():
+        raise RequestError(f"{source}: the line is empty. Remove it or give it a prompt.")
+    return line
+
+
+def _parsed(source: str, line: str) -> dict[str, Any]:
+    """The object that a line is."""
+    try:
+        row = parse(line)
+    except ValueError as error:
+        raise RequestError(f"{source}: no valid JSON ({error}). Write one object per line.") from error
+    if not isinstance(row, dict):
+        raise RequestError(f"{source}: must be a JSON object, not {type(row).__name__}.")
+    return row
+
+
+def row_of(
+    index: int,
+    source: str,
+    values: Mapping[str, Any],
+    defaults: SamplingParams,
+    column: str,
+    keys: Collection[str] = ROW_KEYS,
+) -> PromptRow:
+    """A row whose prompt is in a column; what is of no known key goes with it to the output.
+
+    What is wrong with it is its `error`.
+    """
+    extras = {name: value for name, value in values.items() if name not in keys and name != column}
+    try:
+        if taken := sorted(ANSWER_KEYS & extras.keys()):
+            extras = {name: value for name, value in extras.items() if name not in taken}
+            raise RequestError(f"{source}: answers have a {', '.join(taken)}, too: rename or drop it.")
+        known = {name: value for name, value in values.items() if name in keys and value is not None}
+        if column in values and (column != "prompt" or not known.keys() & set(PROMPT_KEYS)):
+            if known.keys() & set(PROMPT_KEYS) - {column}:
+                raise RequestError(f"{source}: has a prompt beside that in {column!r}: drop one.")
+            known.pop(column, None)
+            known["prompt"] = values[column]
+        return dataclasses.replace(_row(index, source, known, defaults), extras=extras)
+    except JaxllmError as error:
+        return PromptRow(index, source, defaults, error=error, extras=extras)
 
 
 def parse_row(index: int, source: str, line: str, defaults: SamplingParams) -> PromptRow:
@@ -223,21 +355,19 @@ def parse_row(index: int, source: str, line: str, defaults: SamplingParams) -> P
     Raises:
         RequestError, SamplingParamsError: it is malformed; names its source.
     """
-    try:
-        row = parse(line)
-    except ValueError as error:
-        raise RequestError(f"{source}: no valid JSON ({error}). Write one object per line.") from error
-    if not isinstance(row, dict):
-        raise RequestError(f"{source}: must be a JSON object, not {type(row).__name__}.")
+    return _row(index, source, _parsed(source, line), defaults)
+
+
+def _row(index: int, source: str, row: Mapping[str, Any], defaults: SamplingParams) -> PromptRow:
     for key in row:
-        if key not in _ROW_KEYS:
-            near = nearest(key, _ROW_KEYS)
-            hint = f'Did you mean "{near}"?' if near else f"Choose from {', '.join(_ROW_KEYS)}."
+        if key not in ROW_KEYS:
+            near = nearest(key, ROW_KEYS)
+            hint = f'Did you mean "{near}"?' if near else f"Choose from {', '.join(ROW_KEYS)}."
             raise RequestError(f'{source}: unknown key "{key}". {hint}')
-    given = [key for key in _PROMPT_KEYS if key in row]
+    given = [key for key in PROMPT_KEYS if key in row]
     if len(given) != 1:
         found = " and ".join(given) or "none"
-        raise RequestError(f"{source}: needs exactly one of {', '.join(_PROMPT_KEYS)}; it has {found}.")
+        raise RequestError(f"{source}: needs exactly one of {', '.join(PROMPT_KEYS)}; it has {found}.")
     row_id = row.get("id")
     if row_id is not None and (isinstance(row_id, bool) or not isinstance(row_id, str | int)):
         raise RequestError(f'{source}: "id" must be a string or an integer, not {row_id!r}.')

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,8 @@ class Engine:
         self._deliveries: list[tuple[RequestState, Delta]] = []
         self._reports: list[RequestOutput] = []
         self.on_tokens: Callable[[int], object] = lambda num_tokens: None
-        self.owner = Owner(lambda: self.num_live or int(self.has_unfinished_requests))
+        me = weakref.ref(self)  # else it would be let go of, and the pool with it, only by the collector
+        self.owner = Owner(lambda: 0 if (engine := me()) is None else engine.num_unfinished)
         self._failure: BaseException | None = None
 
     @property
@@ -159,6 +161,11 @@ class Engine:
     def num_live(self) -> int:
         """Requests added and not ended."""
         return len(self._states)
+
+    @property
+    def num_unfinished(self) -> int:
+        """The same as a number: of live requests, while there are any."""
+        return self.num_live or int(self.has_unfinished_requests)
 
     @property
     def is_draining(self) -> bool:

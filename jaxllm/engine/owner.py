@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from jaxllm import forks
 from jaxllm.errors import EngineError
 
 _SECONDS_TO_LOOK_UP = 0.05  # after which it is asked what a thread has to do
@@ -21,6 +22,7 @@ class Owner:
     def __init__(self, num_unfinished: Callable[[], int]) -> None:
         """Nobody's."""
         self._num_unfinished = num_unfinished
+        self._fork = forks.number()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._lender: threading.Thread | None = None
@@ -31,20 +33,24 @@ class Owner:
         """Keep other threads out; the caller owns the engine from now on.
 
         Raises:
-            EngineError: another thread does, or the caller is inside already.
+            EngineError: another thread does, or the caller is inside already; or this is a forked process.
         """
         me = threading.current_thread()
-        self._wait_until_back(me)
-        # Who merely finishes a last step there is waited for.
-        if not self._is_free(me) or not self._lock.acquire(blocking=self._thread is not me):
-            raise self._taken(me)
-        try:
+        self._wait_until_free(me)
+        with self._lock:  # who merely finishes a last step there is waited for
             if not self._is_free(me):
                 raise self._taken(me)
             self._thread = me
             yield
-        finally:
-            self._lock.release()
+
+    def check_process(self) -> None:
+        """Verify that the engine was made in this process.
+
+        Raises:
+            EngineError: it was made before a fork.
+        """
+        if self._fork != forks.number():
+            raise EngineError(f"this engine was made before the process was forked; {forks.WAY_OUT}")
 
     def lend(self, thread: threading.Thread) -> None:
         """Give the engine to another thread, with the requests that the caller has on it.
@@ -52,17 +58,28 @@ class Owner:
         Raises:
             EngineError: a thread that is not the caller uses it.
         """
-        with self.used():
-            self._lender = self._thread if self._num_unfinished() else None
-            self._is_back = threading.Event()
-            self._thread = thread
+        me, is_back = threading.current_thread(), threading.Event()
+        self._wait_until_free(me)
+        with self._lock:
+            if not self._is_free(me):
+                raise self._taken(me)
+            lender = me if self._num_unfinished() else None
+            # No call from here on: Ctrl-C would come between.
+            self._is_back, self._lender, self._thread = is_back, lender, thread
 
-    def give_back(self) -> None:
-        """Let whoever lent the engine go on with it; called by the thread that it was lent to."""
-        is_back, self._is_back = self._is_back, None
-        self._thread, self._lender = self._lender, None
-        assert is_back is not None  # once for each time it was lent
-        is_back.set()
+    def give_back(self, thread: threading.Thread) -> None:
+        """Let whoever lent the engine to a thread go on with it; nothing, unless it is lent to that one."""
+        is_back = self._is_back
+        if is_back is not None and self._thread is thread:
+            self._is_back, self._thread, self._lender = None, self._lender, None
+            is_back.set()
+
+    def _wait_until_free(self, me: threading.Thread) -> None:
+        """Wait until it is likely that a thread may come in; raise if it is not to."""
+        self.check_process()
+        self._wait_until_back(me)
+        if not self._is_free(me) or (self._thread is me and self._lock.locked()):
+            raise self._taken(me)
 
     def _wait_until_back(self, me: threading.Thread) -> None:
         """Wait for a thread that has nothing left to do, or to which the caller lent the engine."""

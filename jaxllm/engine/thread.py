@@ -16,6 +16,7 @@ from jaxllm.engine.output_processor import RequestState
 from jaxllm.errors import EngineError, RequestError, SamplingParamsError
 from jaxllm.output_builder import Delta, OutputBuilder
 from jaxllm.outputs import RequestOutput
+from jaxllm.threads import WorkingThread, is_interpreter_exiting
 
 _SECONDS_TO_LOOK_UP = 1.0  # after which a reader asks whether there is anything to wait for
 Item = tuple[str, Delta | BaseException]
@@ -70,6 +71,7 @@ class EngineThread:
         Returns:
             What `queue` takes, and what puts the deltas together, by id.
         """
+        self._engine.owner.check_process()
         sink = functools.partial(self._forward, put)
         prepared: list[tuple[RequestState, OutputBuilder]] = []
         for place, (request_id, arguments) in enumerate(requests):
@@ -92,6 +94,7 @@ class EngineThread:
         Raises:
             EngineError: the engine belongs to a thread that is not the caller.
         """
+        self._engine.owner.check_process()
         with self._lock:
             if not self._is_running:
                 self._start()
@@ -100,6 +103,7 @@ class EngineThread:
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests, and wait until they have; those that have ended are left alone."""
         done = threading.Event()
+        self._engine.owner.check_process()
         with self._lock:
             if not self._is_running:
                 return
@@ -122,6 +126,7 @@ class EngineThread:
     def reset_prefix_cache(self) -> None:
         """Let later requests compute all of their prompts; those under way keep what they have found."""
         done = threading.Event()
+        self._engine.owner.check_process()
         with self._lock:
             if not self._is_running:
                 self._engine.reset_prefix_cache()
@@ -132,6 +137,7 @@ class EngineThread:
     def close(self) -> None:
         """End all requests, and let the engine be used no more."""
         done = threading.Event()
+        self._engine.owner.check_process()
         with self._lock:
             if not self._is_running:
                 self._engine.close()
@@ -141,6 +147,7 @@ class EngineThread:
 
     def has_ended(self, request_ids: Iterable[str]) -> bool:
         """Whether none of the requests is live, or about to be."""
+        self._engine.owner.check_process()
         if not self._is_running:
             return True
         return self._commands.empty() and not any(request_id in self._live for request_id in request_ids)
@@ -152,21 +159,29 @@ class EngineThread:
         return thread is not None and thread.is_alive()
 
     def _start(self) -> None:
-        """Begin; the thread cannot end before the lock is free."""
-        thread = threading.Thread(target=self._run, name="jaxllm-engine")
-        self._engine.owner.lend(thread)
-        self._thread = thread
+        """Begin. The thread waits for the lock, and ends at once if by then it is not the one.
+
+        So a start that Ctrl-C interrupts, wherever it does, leaves nothing behind.
+        """
+        owner = self._engine.owner
+        if self._thread is not None:  # it was killed, or never began
+            owner.give_back(self._thread)
+        thread = WorkingThread(target=self._run, name="jaxllm-engine")
         try:
+            self._thread = thread
+            owner.lend(thread)
             thread.start()
         except BaseException:
-            if thread.ident is None:  # else it runs, and ends since there is nothing to do
-                self._thread = None
-                self._engine.owner.give_back()
+            self._thread = None
+            owner.give_back(thread)
             raise
 
     # In the thread
 
     def _run(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                return
         while True:
             while not self._commands.empty():
                 command = self._commands.get()
@@ -174,13 +189,13 @@ class EngineThread:
                     command()
                 except BaseException as error:
                     self._end(error)
-            if not threading.main_thread().is_alive():
+            if is_interpreter_exiting():
                 self._end(EngineError("the interpreter exits"))
             if not (self._live or self._waiting or self._engine.is_draining):
                 with self._lock:
                     if self._commands.empty():
                         self._thread = None
-                        self._engine.owner.give_back()
+                        self._engine.owner.give_back(threading.current_thread())
                         return
             try:
                 self._engine.advance()

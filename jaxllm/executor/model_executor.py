@@ -216,7 +216,7 @@ class ModelExecutor:
         self._params, self._swapper = {}, None
         if self._transfers is not None:
             self._transfers.close()
-        for name in ("_state", "_slot_params"):
+        for name in ("_state", "_slot_params", "_set_row"):
             vars(self).pop(name, None)
 
     def keep_files(

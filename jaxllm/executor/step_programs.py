@@ -22,6 +22,7 @@ from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, rows_program, take_program
 from jaxllm.models.registry import AnyConfig
 from jaxllm.pallas_kernels.settings import under_jax_defaults
+from jaxllm.threads import WorkingThread, is_interpreter_exiting
 
 _logger = logging.getLogger(__name__)
 _MOST_THREADS = 4  # XLA compiles outside the interpreter lock, and takes memory for each program
@@ -201,12 +202,12 @@ class StepPrograms:
             self._waiting and not self._num_threads
         ):
             self._num_threads += 1
-            threading.Thread(target=self._work, name="jaxllm-compile").start()
+            WorkingThread(target=self._work, name="jaxllm-compile").start()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                if self._is_closed or not threading.main_thread().is_alive():
+                if self._is_closed or is_interpreter_exiting():
                     self._waiting.clear()
                 if not self._waiting:
                     self._num_threads -= 1

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxllm.errors import ConfigError, RequestError
+from jaxllm.output_files import check_writable
 from jaxllm.workloads.checks import MAX_LEN, MAX_REQUESTS, MAX_SECONDS, MAX_SEED, check_integer
 from jaxllm.workloads.seeding import random_token_ids
 
@@ -227,12 +228,14 @@ class Trace:
             "notes": list(self.notes),
         }
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the trace as JSON. The file appears whole or not at all, and `load` gives an equal trace.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: the file cannot be written; or it is there, and holds something, and is not to be
+                overwritten.
         """
+        check_writable({"cannot write the trace:": path}, overwrite=overwrite, way_out="pass overwrite=True")
         content = {"format": _FORMAT, "version": _VERSION, **self._values()}
         lines = [
             f"{json.dumps(key)}: {json.dumps(value.tolist() if isinstance(value, np.ndarray) else value)}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxllm.bench.results import command_line, write_json
+from jaxllm.output_files import new_file
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -28,15 +29,12 @@ def integer(low: int, high: int) -> Callable[[str], int]:
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     """`--out` and `--plot`."""
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json", help="results to write")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="figure to draw of them")
+    parser.add_argument("--out", type=new_file, metavar="FILE.json", help="results to write")
+    parser.add_argument("--plot", type=new_file, metavar="FILE.png", help="figure to draw of them")
 
 
 def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse files whose folder is not there, before anything is measured."""
-    for path in (args.out, args.plot):
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}")
+    """Refuse figures of no known kind, before anything is measured."""
     if args.plot is not None and args.plot.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--plot {args.plot}: name a .png, .svg or .pdf file")
 

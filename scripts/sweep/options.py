@@ -1,9 +1,8 @@
-"""Types of command-line options: lists, folders and arrivals."""
+"""Types of command-line options: lists and arrivals."""
 
 from __future__ import annotations
 
 import argparse
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -28,15 +27,6 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         return values
 
     return parse
-
-
-def out_folder(text: str) -> pathlib.Path:
-    """An argparse type: a folder, or where there can be one."""
-    path = pathlib.Path(text)
-    file = next((one for one in (path, *path.parents) if one.exists() and not one.is_dir()), None)
-    if file is not None:
-        raise argparse.ArgumentTypeError(f"{str(file)!r} is a file; name a folder")
-    return path
 
 
 def arrivals_of(text: str) -> ArrivalProcess:

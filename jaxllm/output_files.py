@@ -1,0 +1,113 @@
+"""Files that commands and scripts write: one rule for all of them, looked at before the work starts.
+
+A file that holds something is overwritten only where `--overwrite` says so; one that cannot be written,
+such as in a folder that is not there, is named at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import ConfigError
+
+
+def check_writable(
+    files: Mapping[str, str | os.PathLike[str] | None],
+    *,
+    overwrite: bool = False,
+    way_out: str = "pass --overwrite",
+) -> None:
+    """Verify that files may be written, and leave all as it is.
+
+    Args:
+        files: by the names of their options; None is none.
+        overwrite: whether those that are there may be written over.
+        way_out: what to do instead of naming another file.
+
+    Raises:
+        ConfigError: one is there and holds something, or cannot be written.
+    """
+    for option, given in files.items():
+        if given is None:
+            continue
+        path = pathlib.Path(given)
+        try:
+            is_there = path.exists()
+            if is_there and path.is_file() and path.stat().st_size and not overwrite:
+                raise ConfigError(
+                    f"{option} {str(path)!r} exists, and nothing is overwritten: name another file, or "
+                    f"{way_out}"
+                )
+            if not path.parent.is_dir():
+                raise ConfigError(
+                    f"{option} {str(path)!r} cannot be written (No such file or directory): there is no "
+                    f"folder {path.parent}; make it, or name another"
+                )
+            with path.open("ab"):
+                pass
+            if not is_there:
+                path.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"{option} {str(path)!r} cannot be written ({error.strerror}): name another file"
+            ) from error
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add `--overwrite`."""
+    parser.add_argument("--overwrite", action="store_true", help="write over files that are there")
+
+
+def new_file(text: str) -> pathlib.Path:
+    """Type of an option that names a file to write, for `OutputParser`."""
+    return pathlib.Path(text)
+
+
+class NewFolder:
+    """Type of an option that names a folder to write files of some names into, for `OutputParser`."""
+
+    def __init__(self, *names: str) -> None:
+        """`names` are those of the files."""
+        self.names = names
+
+    def __call__(self, text: str) -> pathlib.Path:
+        """A folder, or where there can be one."""
+        path = pathlib.Path(text)
+        file = next((one for one in (path, *path.parents) if one.exists() and not one.is_dir()), None)
+        if file is not None:
+            raise argparse.ArgumentTypeError(f"{str(file)!r} is a file; name a folder")
+        return path
+
+
+class OutputParser(argparse.ArgumentParser):
+    """A script's parser, with `--overwrite`: checks what options of type `new_file` and `NewFolder` name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As `argparse.ArgumentParser`."""
+        super().__init__(*args, **kwargs)
+        add_overwrite(self)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """The options; errors end the process, those of files that may not be written, too."""
+        found = super().parse_args(args, namespace)
+        for action in self._actions:
+            value = getattr(found, action.dest, None)
+            if value is None:
+                continue
+            name = action.option_strings[0] if action.option_strings else action.dest
+            files: dict[str, pathlib.Path] = {}
+            if action.type is new_file:
+                files[name] = value
+            elif isinstance(action.type, NewFolder):
+                files = {f"{name}:": value / one for one in action.type.names if (value / one).exists()}
+            try:
+                check_writable(files, overwrite=found.overwrite)
+            except ConfigError as error:
+                self.error(str(error))
+        return found

@@ -1,0 +1,101 @@
+"""Files that commands and scripts write: none is written over by accident, and all are looked at first."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxllm.cli.main import main
+from jaxllm.errors import ConfigError
+from jaxllm.output_files import NewFolder, OutputParser, check_writable, new_file
+from jaxllm.workloads import make_trace
+
+ROOT = pathlib.Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+COMMANDS = {
+    "bench throughput": ["bench", "throughput", "--model", "nowhere", "--output"],
+    "bench serve": ["bench", "serve", "--base-url", "http://127.0.0.1:9", "--model", "m", "--output"],
+    "explain": ["explain", "nowhere.jsonl", "--plot"],
+    "profile": ["profile", "--model", "nowhere", "--samples"],
+    "plan": ["plan", "jaxllm/demo_model", "--device", "h100", "--json"],
+}
+
+
+def test_what_is_there_is_kept_unless_told_otherwise(tmp_path):
+    there, empty, new = tmp_path / "there", tmp_path / "empty", tmp_path / "new"
+    there.write_text("precious")
+    empty.touch()
+    check_writable({"--a": new, "--b": empty, "--c": None})
+    assert not new.exists()
+    with pytest.raises(ConfigError, match=r"--b '.*there' exists, and nothing is overwritten.*--overwrite"):
+        check_writable({"--a": new, "--b": there})
+    check_writable({"--b": there}, overwrite=True)
+    with pytest.raises(ConfigError, match=r"there is no folder .*none"):
+        check_writable({"--a": tmp_path / "none" / "a"})
+    with pytest.raises(ConfigError, match="Is a directory"):
+        check_writable({"--a": tmp_path}, overwrite=True)
+    check_writable({"--a": "/dev/null"})
+    assert there.read_text() == "precious"
+
+
+def test_a_scripts_parser_looks_at_files_and_folders(tmp_path, capsys):
+    parser = OutputParser()
+    parser.add_argument("folder", type=NewFolder("results.json"))
+    parser.add_argument("--out", type=new_file)
+    (tmp_path / "other").write_text("precious")
+    given = [str(tmp_path), "--out", str(tmp_path / "new.json")]
+    assert parser.parse_args(given).out == tmp_path / "new.json"
+    (tmp_path / "results.json").write_text("precious")
+    for arguments in (given, [str(tmp_path / "new"), "--out", str(tmp_path / "other")]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(arguments)
+        assert "exists, and nothing is overwritten" in capsys.readouterr().err
+        parser.parse_args([*arguments, "--overwrite"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_look_before_they_work(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    there = tmp_path / "there.json"
+    there.write_text("precious")
+    assert main([*COMMANDS[command], str(there)]) == 2
+    assert "exists, and nothing is overwritten" in capsys.readouterr().err
+    assert main([*COMMANDS[command], str(tmp_path / "none" / "x.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert there.read_text() == "precious"
+
+
+def test_a_benchmarks_model_is_written_over_nothing(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"precious weights")
+    make = [sys.executable, str(ROOT / "scripts" / "make_bench_model.py"), str(tmp_path), "--size", "tiny"]
+    ran = subprocess.run(make, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "nothing is overwritten" in ran.stderr
+    assert (tmp_path / "model.safetensors").read_bytes() == b"precious weights"
+    subprocess.run([*make, "--overwrite"], check=True, capture_output=True)
+    assert (tmp_path / "model.safetensors").stat().st_size > 1000
+
+
+def test_a_trace_is_saved_over_nothing(tmp_path):
+    trace = make_trace("alpaca", 3, 8, outputs="uniform", seed=0)
+    trace.save(tmp_path / "t.json")
+    with pytest.raises(ConfigError, match=r"overwrite=True"):
+        trace.save(tmp_path / "t.json")
+    trace.save(tmp_path / "t.json", overwrite=True)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_option_of_a_script_that_names_a_result_is_looked_at(path):
+    text = path.read_text(encoding="utf-8")
+    options = re.findall(r'add_argument\(\s*"--(?:out|plot|report|ledger|out-dir)", type=(\w+)', text)
+    assert set(options) <= {"new_file", "NewFolder"}
+    if re.search(r"write_json\((args|options)\.|savefig|write_text\(", text) and "ArgumentParser(" in text:
+        assert path.name in {
+            "make_golden.py",
+            "make_golden_beams.py",
+            "bin_to_safetensors.py",
+            "train_demo_model.py",
+        }
