@@ -563,7 +563,7 @@ class Engine:
         if self._unready:
             requests = [self._states[request_id].request for request_id in self._unready]
             self._unready = {one.request_id for one in requests if not self._executor.is_ready_for(one)}
-            if len(self._unready) == len(self._states):
+            if len(self._unready) == len(self._states) or not self.scheduler.lets_sit_out:
                 self._unready.clear()
 
     def _flush(self) -> None:
