@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+import jaxllm
 from jaxllm import forks, pallas_kernels
 from jaxllm import tokenizer as tokenization
+from jaxllm.cache_folder import cache_folder
 from jaxllm.checkpoints import checkpoint_folder
 from jaxllm.config import EngineConfig
 from jaxllm.costs import shape_of
@@ -58,6 +60,8 @@ _logger = logging.getLogger(__name__)
 _FILE_BYTES = 16 * 2**30
 _WRITING_SHARE = 4  # one in so many host blocks is for blocks on their way to files that nobody else holds
 _BRIEF_PROFILE_SECONDS = 10.0
+_NUMERICS_VERSION = 1
+"""Of how keys and values are computed: one more when a change gives others, so that no older file is read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,6 +358,8 @@ def _keep_files(
         "dtype": executor.config.dtype,
         "block": list(executor.block_shape),
         "kernels": f"{kernels} on {executor.device_kind}",
+        "matmul_precision": getattr(jax.config, "jax_default_matmul_precision"),  # noqa: B009, mypy
+        "versions": {"jaxllm": jaxllm.__version__, "jax": jax.__version__, "numerics": _NUMERICS_VERSION},
     }
     return executor.keep_files(
         Path(config.prefix_cache_dir).expanduser(),
@@ -443,8 +449,7 @@ def _set_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
     if folder is None or (folder == "auto" and jax.config.values["jax_compilation_cache_dir"]):
         return
     if folder == "auto":
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = str(Path(base) / "jaxllm" / f"xla-{jax.__version__}")
+        folder = str(cache_folder(f"xla-{jax.__version__}"))
     else:
         try:
             os.makedirs(folder, exist_ok=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxllm.cache_folder import cache_folder
 from jaxllm.models.config import LlamaConfig, OPTConfig
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import device_spec
@@ -25,8 +25,7 @@ DATA_SHEETS: Mapping[str, str] = {
 
 def profile_folder() -> Path:
     """Where profiles are kept unless told otherwise: `jaxllm/profiles` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jaxllm" / "profiles"
+    return cache_folder("profiles")
 
 
 def shape_of(config: LlamaConfig | OPTConfig, name: str, dtype: str) -> ModelShape:

@@ -5,6 +5,7 @@ import contextlib
 import dis
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import pytest
 from engine_helpers import make_llm
 from variants import golden_checkpoint, golden_data
 
-from jaxllm import SamplingParams, forks
+import jaxllm
+from jaxllm import SamplingParams, assembly, forks
 from jaxllm.engine import owner as engine_owner
 from jaxllm.engine import thread as engine_thread
 from jaxllm.errors import EngineError
@@ -298,3 +300,82 @@ def test_an_llm_that_is_closed_keeps_no_program(prompt):
         kept.append(llm)
         counts.append(num_programs())
     assert counts[0] == counts[1] == counts[2]
+
+
+# Files of the prefix cache
+
+
+_UNCLOSED = """
+import sys
+from engine_helpers import make_llm
+from variants import golden_checkpoint
+from jaxllm import SamplingParams
+from jaxllm.sched.presets import make_preset
+
+llm = make_llm(
+    golden_checkpoint("llama_gqa"),
+    enable_prefix_caching=True,
+    num_host_blocks=64,
+    prefix_cache_dir=sys.argv[1],
+    scheduler_policy="cached_attention",
+)
+prompts = [[1 + (7 * place + step) % 90 for step in range(40)] for place in range(6)]
+params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+llm.generate(prompts, params, use_tqdm=False)
+if sys.argv[2] == "again":
+    print([output.num_cached_tokens for output in llm.generate(prompts, params, use_tqdm=False)])
+    llm.close()
+"""
+
+
+def test_an_interpreter_that_exits_without_closing_has_written_all(tmp_path):
+    ran = run_python(_UNCLOSED, tmp_path, "unclosed")
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "Error" not in ran.stderr
+    blocks = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "about.json"]
+    assert not [path.name for path in blocks if path.name.endswith(".tmp")]
+    assert len(blocks) >= 6 * 10  # 40 tokens in blocks of 4
+
+
+def fingerprints(folder):
+    return {json.loads(path.read_text())["fingerprint"] for path in folder.rglob("about.json")}
+
+
+def test_files_tell_versions_and_precision_apart(tmp_path, monkeypatch):
+    def make():
+        settings = {"enable_prefix_caching": True, "num_host_blocks": 16, "prefix_cache_dir": tmp_path}
+        make_llm(golden_checkpoint(NAME), warm_up="background", **settings).close()
+
+    make()
+    make()
+    assert len(fingerprints(tmp_path)) == 1
+    for module, name in ((jaxllm, "__version__"), (jax, "__version__"), (assembly, "_NUMERICS_VERSION")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, "0.0.0")
+            make()
+    with jax.default_matmul_precision("highest"):
+        make()
+    assert len(fingerprints(tmp_path)) == 5
+
+
+# Priorities
+
+
+def test_a_priority_may_be_set_while_another_thread_reads_the_last_output(llm, prompt):
+    stream = llm.stream([prompt] * 3, GREEDY)
+
+    class Ending:
+        """A builder that ends while somebody looks at it."""
+
+        @property
+        def request_id(self):
+            stream._builders.pop(next(iter(stream._builders)), None)
+            return "none"
+
+    stream._builders = {name: Ending() for name in stream._builders}
+    stream.set_priority(0, 1)
+    assert not stream._builders
+    stream._builders = {str(place): Ending() for place in range(3)}
+    assert stream.num_unfinished == 1
+    stream.close()

@@ -111,19 +111,12 @@ def test_bad_rows_of_a_csv_file_are_named(tmp_path):
     assert "p.csv, line 8: no valid CSV" in str(rows[5].error)
 
 
-@pytest.mark.parametrize(
-    "name", ["p.csv", "p.parquet", "p.jsonl", "p.txt", "p.csv.gz", "p.parquet.gz", "p.gz"]
-)
+@pytest.mark.parametrize("name", ["p.csv", "p.parquet", "p.csv.gz", "p.parquet.gz", "p.gz", "p.jsonl.gz"])
 @pytest.mark.parametrize("content", [b"", b"\x1f\x8b\x08\x00broken", b"PAR1broken"])
 def test_broken_files_are_errors_in_words(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    try:
-        rows = read_prompts(str(tmp_path / name), PARAMS)
-    except JaxllmError as error:
-        assert name in str(error)
-    else:
-        assert name in ("p.jsonl", "p.txt")
-        assert len(rows) == 1
+    with pytest.raises(JaxllmError, match=name):
+        read_prompts(str(tmp_path / name), PARAMS)
 
 
 def test_other_columns_reach_the_output(tmp_path):

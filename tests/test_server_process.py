@@ -110,13 +110,14 @@ def test_half_a_request_does_not_keep_the_server():
         assert process.wait(30) == 0
 
 
-def test_a_second_signal_does_not_wait():
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_wait(second):
     with served_by_command("--shutdown-timeout=3600", "--no-log-requests") as (process, url):
         stream = Stream(url)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         while status(url) == 200:
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(second)
         assert process.wait(30) == 0
         stream.join()
         assert b"shutting_down" in stream.content

@@ -272,7 +272,7 @@ class OutputStream(Iterator[RequestOutput]):
     @property
     def num_unfinished(self) -> int:
         """Requests whose last output is still to come."""
-        return len({builder.request_id for builder in self._builders.values()})
+        return len({builder.request_id for builder in list(self._builders.values())})
 
     def __next__(self) -> RequestOutput:
         """The next output; waits for it.
@@ -312,7 +312,7 @@ class OutputStream(Iterator[RequestOutput]):
         Raises:
             RequestError: the priority is no integer, or would be ignored.
         """
-        for request_id, builder in self._builders.items():
+        for request_id, builder in list(self._builders.items()):  # whoever reads takes some out meanwhile
             if builder.request_id == str(place):
                 self._thread.set_priority(request_id, priority)
 

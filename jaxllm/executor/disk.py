@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxllm.errors import ConfigError, WeightsError
+from jaxllm.executor.file_digests import digest_of
 from jaxllm.sched.cache.names import BlockName
 
 FORMAT = "jaxllm-kv-blocks"
@@ -429,7 +430,8 @@ class BlockFiles:
 def weights_fingerprint(folder: Path) -> str:
     """Hex digest of names, sizes and contents of a checkpoint's config.json and weight files.
 
-    These are its safetensors with their index, and all below its params/ folder (Orbax). Every byte is read.
+    These are its safetensors with their index, and all below its params/ folder (Orbax). Every byte counts;
+    files that were read before are read again only if they have changed (`file_digests`).
 
     Raises:
         WeightsError: there are no weights, or a file cannot be read.
@@ -450,24 +452,15 @@ def weights_fingerprint(folder: Path) -> str:
             names["config.json"] = folder / "config.json"
         hasher = hashlib.blake2b(digest_size=32)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            contents = {name: pool.submit(_digest_of, path) for name, path in sorted(names.items())}
+            contents = {
+                name: pool.submit(digest_of, path, _CHUNK_BYTES) for name, path in sorted(names.items())
+            }
             for name, content in contents.items():
                 size, digest = content.result()
                 hasher.update(f"{name}\0{size}\0".encode() + digest)
     except OSError as error:
         raise WeightsError(f"cannot read the weights of {str(folder)!r}: {error}") from error
     return hasher.hexdigest()
-
-
-def _digest_of(path: Path) -> tuple[int, bytes]:
-    """Bytes of a file, and a digest of them."""
-    hasher, size = hashlib.blake2b(), 0
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            hasher.update(buffer[:count])
-            size += count
-    return size, hasher.digest()
 
 
 def _replace(path: str, parts: Sequence[bytes | memoryview]) -> int:

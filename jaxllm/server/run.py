@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Literal
 
 import uvicorn
@@ -48,6 +49,11 @@ class _Server(uvicorn.Server):
             await self._service.core.drain(seconds, lambda: self.force_exit)
             self.force_exit = False  # the engine is to be closed in any case
             await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; at the second signal of either kind, without waiting. uvicorn takes only Ctrl-C for that."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
