@@ -67,7 +67,7 @@ def found_in(thunks, program):
     thunk = re.compile(r"^( *)\d+: (k\w+) +\[.*?\] *(\w*)", re.MULTILINE)
     kinds = [kind for indent, kind, _ in thunk.findall(thunks) if not indent]
     kernels = [name for _, kind, name in thunk.findall(thunks) if kind != "kCommandBuffer"]
-    products = [place for place, name in enumerate(kernels) if "gemm" in name]
+    products = [place for place, name in enumerate(kernels) if "gemm" in name] or [-1]
     return Found(
         thunks=dict(collections.Counter(kinds)),
         kernels=len(kernels),
