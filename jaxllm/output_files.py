@@ -1,7 +1,8 @@
 """Files that commands and scripts write: one rule for all of them, looked at before the work starts.
 
 A file that holds something is overwritten only where `--overwrite` says so; one that cannot be written,
-such as in a folder that is not there, is named at once.
+such as in a folder that is not there, is named at once. A folder with the journal of a run, which a later one
+goes on with, is theirs.
 """
 
 from __future__ import annotations
@@ -44,17 +45,15 @@ def check_writable(
                 )
             if not path.parent.is_dir():
                 raise ConfigError(
-                    f"{option} {str(path)!r} cannot be written (No such file or directory): there is no "
-                    f"folder {path.parent}; make it, or name another"
+                    f"{option} {path}: No such file or directory: there is no folder {path.parent}; make it, "
+                    "or name another"
                 )
             with path.open("ab"):
                 pass
             if not is_there:
                 path.unlink()
         except OSError as error:
-            raise ConfigError(
-                f"{option} {str(path)!r} cannot be written ({error.strerror}): name another file"
-            ) from error
+            raise ConfigError(f"{option} {path}: {error.strerror}; name another file") from error
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +69,15 @@ def new_file(text: str) -> pathlib.Path:
 class NewFolder:
     """Type of an option that names a folder to write files of some names into, for `OutputParser`."""
 
-    def __init__(self, *names: str) -> None:
-        """`names` are those of the files."""
-        self.names = names
+    def __init__(self, *names: str, journals: Sequence[str] = ()) -> None:
+        """`names` are those of the files; where there is one of the `journals` they may be written anew."""
+        self._names, self._journals = names, journals
+
+    def files(self, folder: pathlib.Path) -> list[pathlib.Path]:
+        """What is there and would be written over."""
+        if any((folder / name).exists() for name in self._journals):
+            return []
+        return [folder / name for name in self._names if (folder / name).exists()]
 
     def __call__(self, text: str) -> pathlib.Path:
         """A folder, or where there can be one."""
@@ -105,7 +110,7 @@ class OutputParser(argparse.ArgumentParser):
             if action.type is new_file:
                 files[name] = value
             elif isinstance(action.type, NewFolder):
-                files = {f"{name}:": value / one for one in action.type.names if (value / one).exists()}
+                files = {f"{name}:": path for path in action.type.files(value)}
             try:
                 check_writable(files, overwrite=found.overwrite)
             except ConfigError as error:

@@ -320,7 +320,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--engine-profile-seconds", type=float, default=10.0, help="before them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
+    parser.add_argument(
+        "--out-dir", type=NewFolder("results.json", "report.md", journals=["cells.jsonl"]), required=True
+    )
     args = parser.parse_args(argv)
     if (
         min(args.engine_repetitions, args.engine_profile_seconds, args.engine_think) < 0

@@ -95,7 +95,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
+    parser.add_argument(
+        "--out-dir", type=NewFolder("results.json", "report.md", journals=["cells.jsonl"]), required=True
+    )
     args = parser.parse_args(argv)
     pairs = [text.partition(":") for text in args.cells]
     if args.conversations < 1 or args.jobs < 1 or args.seed < 0:

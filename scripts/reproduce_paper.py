@@ -185,7 +185,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--measured", type=pathlib.Path, help="folder with ladder-cpu.json, link-cpu.json, paging-cpu.json"
     )
     parser.add_argument("--jobs", type=int, help="processes, with sim (default: 2)")
-    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
+    parser.add_argument(
+        "--out-dir",
+        type=NewFolder("results.json", "report.md", journals=["cells.jsonl", "engine-cells.jsonl"]),
+        required=True,
+    )
     args = parser.parse_args(argv)
     try:
         check(args)

@@ -84,7 +84,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--samples", help="measurements of a real profile, whose noise to add")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out-dir", type=NewFolder("results.json", "report.md"), required=True)
+    parser.add_argument(
+        "--out-dir", type=NewFolder("results.json", "report.md", journals=["cells.jsonl"]), required=True
+    )
     args = parser.parse_args(argv)
     if not set(args.parts) <= set(PARTS):
         parser.error(f"--parts {','.join(args.parts)}: name some of {', '.join(PARTS)}")

@@ -53,5 +53,5 @@ def test_gaps_are_written_with_and_without_a_case(monkeypatch, tmp_path, capsys)
     assert "--cases rules,repeats,mixes" in values["command"]
     assert "rules: median gap" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        bench_stalls.main(["--cases", "rulez", "--out", str(out)])
+        bench_stalls.main(["--cases", "rulez", "--out", str(out), "--overwrite"])
     assert "there are references" in capsys.readouterr().err

@@ -55,6 +55,14 @@ def test_a_scripts_parser_looks_at_files_and_folders(tmp_path, capsys):
         parser.parse_args([*arguments, "--overwrite"])
 
 
+def test_a_run_goes_on_in_its_own_folder(tmp_path):
+    parser = OutputParser()
+    parser.add_argument("folder", type=NewFolder("results.json", journals=["cells.jsonl"]))
+    for name in ("results.json", "cells.jsonl"):
+        (tmp_path / name).write_text("{}")
+    parser.parse_args([str(tmp_path)])
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_look_before_they_work(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -218,4 +218,6 @@ def test_wrong_arguments(tmp_path, capsys):
     malformed.write_text("{}")
     for path in (malformed, tmp_path / "absent.json"):
         with pytest.raises(SystemExit, match="not the results of a sweep"):
-            sweep_actions.main(["--parts", "near", "--near-of", str(path), "--out-dir", str(tmp_path)])
+            sweep_actions.main(
+                ["--parts", "near", "--near-of", str(path), "--out-dir", str(tmp_path / "out")]
+            )

@@ -22,8 +22,8 @@ def digest_of(path: Path, chunk_bytes: int) -> tuple[int, bytes]:
     """Bytes of a file, and a digest of them; read in chunks of so many.
 
     It is read unless it is the file that it was when it was last read: of the same path, size, times, inode
-    and device. What is remembered is a hint: a folder that cannot be written to, or a record without sense,
-    costs only time.
+    and device. What is remembered is a hint: a folder that cannot be written to, and a record that makes no
+    sense, cost only time.
 
     Raises:
         OSError: it cannot be read.
