@@ -74,3 +74,7 @@ class EngineError(JaxllmError, RuntimeError):
     """
 
     finished: Sequence[object] = ()
+
+
+class TryAgainError(JaxllmError, RuntimeError):
+    """What was asked for could not be done for a reason that is not its own: it may be asked for again."""

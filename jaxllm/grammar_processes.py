@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 from typing import IO, Any
 
-from jaxllm.errors import SamplingParamsError
+from jaxllm.errors import SamplingParamsError, TryAgainError
 from jaxllm.grammar_child import MAX_BYTES, MAX_CPU_SECONDS, Proof, read_frame, write_frame
 from jaxllm.structured_outputs import StructuredOutputsParams, Vocabulary
 
@@ -30,6 +30,11 @@ _CAUSES = {
     signal.SIGABRT: f"it takes more than {MAX_BYTES / 2**30:g} GiB of memory",
     signal.SIGXCPU: f"it takes more than {MAX_CPU_SECONDS} seconds of processor time",
 }
+
+
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+_LATE = "the process that tries structured_outputs gave no answer in time; try again when less is going on"
+_TRIES = 1
 
 
 class GrammarProcesses:
@@ -51,7 +56,14 @@ class GrammarProcesses:
 
         Raises:
             SamplingParamsError: it cannot be compiled, or takes more than it may, or the process died of it.
+            TryAgainError: no process can be started, or each is ended from outside.
         """
+        for _ in range(_TRIES):
+            with contextlib.suppress(TryAgainError):
+                return self._try_out(params)
+        return self._try_out(params)
+
+    def _try_out(self, params: StructuredOutputsParams) -> Proof:
         with self._room:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
@@ -87,9 +99,9 @@ class GrammarProcesses:
                 start_new_session=True,  # Ctrl-C is for the parent
             )
         except OSError as error:
-            raise SamplingParamsError(
+            raise TryAgainError(
                 f"structured_outputs are tried in a process of their own, and {sys.executable!r} does not "
-                f"start: {error}"
+                f"start: {error}; try again"
             ) from error
         with contextlib.suppress(BrokenPipeError):  # if it has died already, asking says so
             write_frame(_pipe(process.stdin), dataclasses.asdict(self._vocabulary))
@@ -100,20 +112,23 @@ def _ask(process: subprocess.Popen[bytes], params: StructuredOutputsParams) -> d
     """Its answer.
 
     Raises:
-        SamplingParamsError: it dies, or takes too long.
+        SamplingParamsError: it dies of it.
+        TryAgainError: somebody has ended it, or it takes very long: of processor time it has too little.
     """
     deadline = time.monotonic() + _MAX_SECONDS
     answers = _pipe(process.stdout)
     with contextlib.suppress(BrokenPipeError, EOFError):
         write_frame(_pipe(process.stdin), dataclasses.asdict(params))
         if not select.select([answers], [], [], _MAX_SECONDS)[0]:
-            raise _refused(f"it takes more than {_MAX_SECONDS:g} seconds")
+            raise TryAgainError(_LATE)
         answer: dict[str, Any] = read_frame(answers)
         return answer
     try:
         code = process.wait(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise _refused(f"it takes more than {_MAX_SECONDS:g} seconds") from None
+        raise TryAgainError(_LATE) from None
+    if code in _FROM_OUTSIDE:
+        raise TryAgainError(f"the process that tries structured_outputs was ended ({code}); try again")
     cause = _CAUSES.get(signal.Signals(-code)) if code < 0 else None
     raise _refused(cause or f"the process that tried it ended with {code}")
 

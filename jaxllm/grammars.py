@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.errors import SamplingParamsError
+from jaxllm.errors import SamplingParamsError, TryAgainError
 from jaxllm.grammar_child import STACK_BYTES
 from jaxllm.grammar_processes import GrammarProcesses
 from jaxllm.structured_outputs import StructuredOutputsParams, Vocabulary, compiled, mask_width, problem_of
@@ -80,6 +80,7 @@ class Grammars:
 
         Raises:
             SamplingParamsError: it is invalid or takes too much, or the tokenizer cannot be used.
+            TryAgainError: it could not be tried.
         """
         while True:
             with self._lock:
@@ -92,7 +93,7 @@ class Grammars:
                 self._settle(params, future)
             try:
                 return future.result()
-            except SamplingParamsError as error:
+            except (SamplingParamsError, TryAgainError) as error:
                 raise copy.copy(error) from None  # each raises one of its own
             except concurrent.futures.CancelledError:
                 continue  # whoever compiled it was interrupted
@@ -113,6 +114,11 @@ class Grammars:
         try:
             grammar = self._compile(params)
         except SamplingParamsError as error:
+            future.set_exception(error)
+            return
+        except TryAgainError as error:  # not the grammar's fault: whoever asks later has it tried again
+            with self._lock:
+                self._kept.pop(params, None)
             future.set_exception(error)
             return
         except BaseException:

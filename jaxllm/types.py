@@ -532,7 +532,7 @@ class Executor(Protocol):
     def is_ready_for(self, request: Request) -> bool:
         """Whether no step waits for a program because of what a request asks of sampling.
 
-        If one would, it is compiled from now on, beside the steps.
+        If one would, it is compiled from now on, beside the steps; raises what came of it if it cannot be.
         """
         ...
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from server_helpers import serving
 
-from jaxllm import LLM, SamplingParams, StructuredOutputsParams, grammars
+from jaxllm import LLM, SamplingParams, StructuredOutputsParams, grammar_processes, grammars
 from jaxllm.checkpoints import demo_model_path
-from jaxllm.errors import SamplingParamsError
+from jaxllm.errors import SamplingParamsError, TryAgainError
 from jaxllm.grammars import Grammars
 from jaxllm.structured_outputs import only_spaces
 from jaxllm.tokenizer import load_tokenizer
@@ -114,11 +114,12 @@ def test_a_process_that_takes_too_long_is_ended(compiled, monkeypatch):
     (process,) = compiled._made[1]._idle
     os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr("jaxllm.grammar_processes._MAX_SECONDS", 0.2)
-    with pytest.raises(SamplingParamsError, match=r"takes more than 0\.2 seconds; make the grammar smaller"):
+    monkeypatch.setattr(grammar_processes, "_TRIES", 0)
+    with pytest.raises(TryAgainError, match="gave no answer in time"):
         compiled.get(StructuredOutputsParams(regex="b"))
     assert process.returncode == -signal.SIGKILL
     monkeypatch.undo()
-    assert compiled.get(StructuredOutputsParams(regex="c"))
+    assert compiled.get(StructuredOutputsParams(regex="b"))
 
 
 def test_a_process_that_was_ended_is_started_again(compiled):
@@ -129,6 +130,48 @@ def test_a_process_that_was_ended_is_started_again(compiled):
     assert compiled.get(StructuredOutputsParams(regex="b"))
     (other,) = compiled._made[1]._idle
     assert other.pid != process.pid
+
+
+def test_a_process_that_is_killed_at_work_is_no_fault_of_the_grammar(compiled, monkeypatch):
+    """As by a system without memory: the grammar is tried again, and not remembered as bad."""
+    ask, killed = grammar_processes._ask, []
+
+    def ask_the_dead(process, params):
+        if len(killed) < num_deaths:
+            process.kill()
+            killed.append(process.wait())
+        return ask(process, params)
+
+    monkeypatch.setattr(grammar_processes, "_ask", ask_the_dead)
+    num_deaths = 1
+    assert compiled.get(StructuredOutputsParams(regex="a"))
+    killed.clear()
+    num_deaths = 2
+    with pytest.raises(TryAgainError, match=r"was ended \(-9\); try again"):
+        compiled.get(StructuredOutputsParams(regex="b"))
+    assert compiled.get(StructuredOutputsParams(regex="b"))
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(compiled, monkeypatch):
+    popen, failures = subprocess.Popen, []
+
+    def fail(*args, **options):
+        if len(failures) < num_failures:
+            failures.append(OSError(11, "Resource temporarily unavailable"))
+            raise failures[-1]
+        return popen(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    num_failures = 1
+    assert compiled.get(StructuredOutputsParams(regex="a"))
+    (process,) = compiled._made[1]._idle
+    process.kill()
+    process.wait()
+    failures.clear()
+    num_failures = 2
+    with pytest.raises(TryAgainError, match="does not start"):
+        compiled.get(StructuredOutputsParams(regex="b"))
+    assert compiled.get(StructuredOutputsParams(regex="b"))
 
 
 def test_memory_of_a_process_is_bounded(compiled):

@@ -158,3 +158,19 @@ def test_tables_are_refused_with_the_way_out(table, way_out):
             with pytest.raises(RequestError) as caught:
                 call(table, PARAMS)
             assert way_out in str(caught.value)
+
+
+def test_what_is_wrong_with_a_row_keeps_its_id_and_says_how_far_it_goes(tmp_path):
+    rows = [
+        {"prompt": "x", "id": "r1", "zzz": 1},
+        {"id": 2, "prompt": "y", "sampling_params": {"max_tokens": -1}},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "nothing\n")
+    found = read_prompts(str(path), PARAMS)
+    assert [row.id for row in found] == ["r1", 2, None]
+    assert all(row.error for row in found)
+    path = tmp_path / "p.csv"
+    path.write_text('prompt,id\n"unclosed\nx,1\ny,2\n')
+    (row,) = read_prompts(str(path), PARAMS)
+    assert "line 2 to 4: no valid CSV" in str(row.error)

@@ -10,7 +10,6 @@ from checkpoint_helpers import golden_checkpoint
 from engine_helpers import make_llm
 
 from jaxllm import SamplingParams
-from jaxllm.errors import EngineError
 from jaxllm.executor import sampling_programs
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
@@ -202,7 +201,7 @@ def test_a_request_waits_for_its_program_and_nobody_else_does(monkeypatch):
     assert tokens["1"] == tokens["3"] == alone.token_ids
 
 
-def test_a_program_that_cannot_be_compiled_fails_the_step_that_needs_it(monkeypatch):
+def test_a_program_that_cannot_be_compiled_ends_those_who_need_it(monkeypatch):
     llm = make_llm(golden_checkpoint(NAME), warm_up="background")
     programs = llm.executor._programs
     programs.wait()
@@ -211,10 +210,58 @@ def test_a_program_that_cannot_be_compiled_fails_the_step_that_needs_it(monkeypa
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(programs, "_lower", fail)
-    llm.engine.add_request("0", [3, 5, 7], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
-    llm.engine.add_request("1", [3, 5, 7], SamplingParams(top_p=0.5))
-    with pytest.raises(EngineError, match="no memory"):
-        list(iter(llm.engine.step, None))  # until it raises
+    engine, plain = llm.engine, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    engine.add_request("0", [3, 5, 7], plain)
+    engine.add_request("1", [3, 5, 7], SamplingParams(top_p=0.5))
+    done = {}
+    while engine.has_unfinished_requests:
+        done |= {output.request_id: output.outputs[0] for output in engine.step()}
+    assert (done["1"].finish_reason, done["1"].token_ids) == ("error", [])
+    assert "cannot be compiled: no memory" in done["1"].stop_reason
+    assert len(done["0"].token_ids) == 90
+    monkeypatch.undo()
+    assert len(llm.generate([3, 5, 7], plain, use_tqdm=False)[0].token_ids) == 90
+
+
+def test_a_program_that_fails_once_is_tried_again(monkeypatch):
+    llm = make_llm(golden_checkpoint(NAME), warm_up="background")
+    programs = llm.executor._programs
+    programs.wait()
+    lower, failed = programs._lower, []
+
+    def fail_once(key):
+        if key not in failed:
+            failed.append(key)
+            raise RuntimeError("no memory")
+        return lower(key)
+
+    monkeypatch.setattr(programs, "_lower", fail_once)
+    plain = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    params = [plain, SamplingParams(top_p=0.5, seed=1, max_tokens=5)]
+    first, second = llm.generate([[3, 5, 7]] * 2, params, use_tqdm=False)
+    assert [first.finish_reason, second.finish_reason] == ["length", "length"]
+
+
+@pytest.mark.parametrize("preset", ["vllm", "vllm_swap"])
+def test_planners_of_their_own_let_requests_wait_for_programs(monkeypatch, preset):
+    settings = {"scheduler_policy": preset, "num_host_blocks": 64, "enable_prefix_caching": None}
+    llm = make_llm(golden_checkpoint(NAME), warm_up="background", **settings)
+    programs, gate = llm.executor._programs, threading.Event()
+    programs.wait()
+    lower = programs._lower
+    monkeypatch.setattr(programs, "_lower", lambda key: gate.wait(60) and lower(key))
+    plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    engine, done = llm.engine, []
+    engine.add_request("0", [3, 5, 7], plain)
+    engine.add_request("1", [3, 5, 7], SamplingParams(top_p=0.5, seed=1, max_tokens=4))
+    engine.add_request("2", [3, 5, 7], plain)
+    while len(done) < 2:
+        done += engine.step()
+    assert sorted(output.request_id for output in done) == ["0", "2"]
+    gate.set()
+    while engine.has_unfinished_requests:
+        done += engine.step()
+    assert done[2].finish_reason == "length"
 
 
 def test_more_rows_than_a_program_samples_take_turns(monkeypatch):

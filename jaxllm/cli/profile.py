@@ -102,12 +102,12 @@ def run(args: argparse.Namespace) -> int:
         if name in settings:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing here: {reason}")
     folder = args.output_dir or profile_folder()
+    for path in args.with_samples:
+        check_distinct({"--samples": args.samples and str(args.samples), "--with-samples": str(path)})
     check_writable({"--samples": args.samples}, overwrite=args.overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):  # now rather than after measuring
         pass
-    for path in args.with_samples:
-        check_distinct({"--samples": args.samples and str(args.samples), "--with-samples": str(path)})
     others = [load_samples(path) for path in args.with_samples]
     settings["scheduler_policy"] = SchedulerPolicy()  # what is measured does not depend on it
     llm = load_llm({"warm_up": "all", **settings})

@@ -106,11 +106,13 @@ def _csv_rows(path: str, column: str | None) -> _Rows:
         if columns:
             _check_columns(path, columns, column, _CSV_KEYS, ["prompt"])
         while True:
-            source = f"{path}, line {reader.line_num + 1}"
+            first = reader.line_num + 1
+            source = f"{path}, line {first}"
             try:
                 values = next(reader, None)
             except csv.Error as error:
-                yield source, RequestError(f"{source}: no valid CSV ({error}).")
+                lines = source if reader.line_num <= first else f"{source} to {reader.line_num}"
+                yield source, RequestError(f"{lines}: no valid CSV ({error}).")
                 continue
             if values is None:
                 return

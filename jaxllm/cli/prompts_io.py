@@ -192,11 +192,22 @@ def rows_of(
         except JaxllmError as error:
             if not keep_bad:
                 raise
-            row = PromptRow(index, source, sampling_params, error=error)
+            row = PromptRow(index, source, sampling_params, id=_id_of(item), error=error)
         rows.append(row)
     if not rows:
         raise RequestError(f"{name}: the file is empty. Give at least one prompt.")
     return rows
+
+
+def _id_of(item: object) -> str | int | None:
+    """The id that a bad row has all the same, a JSON line or its values."""
+    if isinstance(item, str | bytes):
+        try:
+            item = json.loads(item)
+        except ValueError:
+            return None
+    found = item.get("id") if isinstance(item, Mapping) else None
+    return found if isinstance(found, str | int) and not isinstance(found, bool) else None
 
 
 @contextlib.contextmanager
@@ -346,7 +357,7 @@ def row_of(
             known["prompt"] = values[column]
         return dataclasses.replace(_row(index, source, known, defaults), extras=extras)
     except JaxllmError as error:
-        return PromptRow(index, source, defaults, error=error, extras=extras)
+        return PromptRow(index, source, defaults, id=_id_of(values), error=error, extras=extras)
 
 
 def parse_row(index: int, source: str, line: str, defaults: SamplingParams) -> PromptRow:

@@ -479,8 +479,7 @@ class Engine:
             self._num_following += state.follows
             state.is_apart = self._executor.samples_apart(state.request.sampling_params)
             self._num_apart += state.is_apart
-            if not self._executor.is_ready_for(state.request):
-                self._unready.add(request_id)
+            self._unready.add(request_id)  # until the next iteration has looked
             if state.sampled_for is not None:
                 self._samples.setdefault(state.sampled_for, []).append(request_id)
 
@@ -559,12 +558,20 @@ class Engine:
                     self._finish(self._states[request_id], "error", grammar.problem)
 
     def _look_at_programs(self) -> None:
-        """Let those begin whose programs are compiled, or for whose programs nobody else would wait."""
-        if self._unready:
-            requests = [self._states[request_id].request for request_id in self._unready]
-            self._unready = {one.request_id for one in requests if not self._executor.is_ready_for(one)}
-            if len(self._unready) == len(self._states) or not self.scheduler.lets_sit_out:
-                self._unready.clear()
+        """Let those begin whose programs are compiled, or for whose programs nobody else would wait.
+
+        Those end whose programs cannot be compiled: no others need them.
+        """
+        for request_id in list(self._unready):
+            state = self._states[request_id]
+            try:
+                if not self._executor.is_ready_for(state.request):
+                    continue
+            except Exception as error:
+                self._finish(state, "error", f"a program that it needs cannot be compiled: {error}")
+            self._unready.discard(request_id)
+        if len(self._unready) == len(self._states):
+            self._unready.clear()
 
     def _flush(self) -> None:
         """Tell the executor what no step will any more, if all requests have ended."""

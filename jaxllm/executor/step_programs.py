@@ -25,6 +25,7 @@ from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.threads import WorkingThread, is_interpreter_exiting
 
 _logger = logging.getLogger(__name__)
+_MOST_TRIES = 2
 _MOST_THREADS = 4  # XLA compiles outside the interpreter lock, and takes memory for each program
 
 
@@ -67,7 +68,7 @@ class StepPrograms:
         self._changed = threading.Condition()
         self._waiting: collections.deque[Key] = collections.deque()
         self._under_way: set[Key] = set()
-        self._failed: set[Key] = set()
+        self._failed: dict[Key, list[Exception]] = {}
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._seconds: dict[Key, float] = {}
         self._num_threads = 0
@@ -100,15 +101,22 @@ class StepPrograms:
         return min(fitting)
 
     def prepare(self, keys: Sequence[Key]) -> bool:
-        """Whether programs are compiled, or cannot be; what is missing is compiled next, beside all else."""
+        """Whether programs are compiled; what is missing is compiled next, beside all else.
+
+        Raises:
+            Exception: what XLA raised, if one could not be compiled when it was tried, and tried again.
+        """
         if all(self.has(key) for key in keys):
             return True
         with self._changed:
-            known = {*self._compiled, *self._under_way, *self._waiting, *self._failed}
+            known = {*self._compiled, *self._under_way, *self._waiting}
             missing = [key for key in keys if key not in known]
+            for key in missing:
+                if len(errors := self._failed.get(key, [])) >= _MOST_TRIES:
+                    raise errors[-1]
             self._waiting.extendleft(reversed(missing))
             self._start_threads(1)
-            return self._failed.issuperset(key for key in keys if key not in self._compiled)
+        return False
 
     def progress(self) -> CompileProgress:
         """How far it is."""
@@ -218,7 +226,6 @@ class StepPrograms:
             try:
                 self._compile(key)
             except Exception as error:
-                self._failed.add(key)
                 _logger.warning("%s: %s; to be tried again by the step that needs it", key.name, error)
 
     @under_jax_defaults
@@ -229,6 +236,10 @@ class StepPrograms:
         try:
             program = self._lower(key).compile()
             return program
+        except Exception as error:
+            with self._changed:
+                self._failed.setdefault(key, []).append(error)
+            raise
         finally:
             with self._changed:
                 self._ended = time.perf_counter()

@@ -14,6 +14,7 @@ from jaxllm.errors import (
     EngineError,
     RequestError,
     SamplingParamsError,
+    TryAgainError,
     shown,
 )
 
@@ -134,6 +135,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, SamplingParamsError | RequestError | ConfigError):
         return refused(str(error))
+    if isinstance(error, TryAgainError):
+        return busy(str(error), 1, "try_again")
     if isinstance(error, EngineError):
         return ApiError(503, "the engine has failed; the server must be restarted", code="engine_failed")
     return ApiError(500, f"the server failed ({type(error).__name__}); its log says more", code="internal")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.chat import render
-from jaxllm.errors import JaxllmError, shown
+from jaxllm.errors import JaxllmError, SamplingParamsError, shown
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.errors import refused
 from jaxllm.server.protocol import ChatCompletionRequest
@@ -156,6 +156,11 @@ class DemandedCalls:
         lines = []
         for place, (name, schema) in enumerate(zip(self.names, self.schemas, strict=True)):
             content = json.dumps({"type": "object", **schema, "x-guidance": _SPACING})
+            if held := next((text for text in special if text in name), None):
+                raise SamplingParamsError(
+                    f"the name of tool {name!r} holds the special token {held!r}, which no output shows: "
+                    "give it another name"
+                )
             lines += [f"call_{place}: {_lark(name + form.middle, special)} arguments_{place}"]
             lines += [f"arguments_{place}: %json {content}"]
         more = "" if self.has_one or form.between is None else f"({_lark(form.between, special)} call)*"

@@ -157,6 +157,8 @@ class VLLM025Planner:
 
         def judge(request: Request) -> Verdict:
             nonlocal num_free
+            if state.sits_out(request):
+                return Verdict.SKIP_ONE
             num_needed = pool.blocks_for(request.num_tokens)
             if len(plan.starting) == num_slots or num_needed > num_free or request.num_in_flight:
                 return Verdict.STOP
