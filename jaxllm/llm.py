@@ -388,7 +388,10 @@ def _as_prompts(prompts: Prompts) -> list[Any]:
 def _refuse_table(prompts: Any) -> None:
     """Refuse what has columns: going through it gives their names, or the columns."""
     if isinstance(prompts, Mapping):
-        if isinstance(prompts.get("prompt", ""), str) or not isinstance(prompts["prompt"], Iterable):
+        column = prompts.get("prompt", "")
+        if isinstance(column, str) or not isinstance(column, Iterable):
+            return
+        if not isinstance(next(iter(column), ""), str):  # a prompt that is no text
             return
         way_out = 'list(columns["prompt"])'
     elif hasattr(prompts, "to_pylist"):  # pyarrow

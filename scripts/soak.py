@@ -127,7 +127,7 @@ def resident_mib() -> float:
 
 def play(args: argparse.Namespace) -> None:
     """A round: traffic and pauses in turn, until the time is over."""
-    report, rng = Report(args.report), random.Random(args.seed)
+    report, rng = Report(args.lines), random.Random(args.seed)
     before = {thread.name for thread in threading.enumerate()}
     files = {} if args.folder is None else {"prefix_cache_dir": str(args.folder)}
     llm = LLM(
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--play", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lines", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.play:
         play(args)
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number, preset, has_files, is_killed in rounds(args):
             report = pathlib.Path(folder) / f"{number}.jsonl"
-            command = [sys.executable, __file__, "--play", preset, "--report", str(report)]
+            command = [sys.executable, __file__, "--play", preset, "--lines", str(report)]
             command += ["--seconds", str(args.seconds), "--seed", str(args.seed + number)]
             command += ["--folder", str(pathlib.Path(folder) / "files")] if has_files else []
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -45,11 +45,11 @@ TestSittingOut.settings = settings(max_examples=100, stateful_step_count=25, dea
 
 def test_a_late_mask_holds_back_its_own_request_alone(monkeypatch):
     """Whose mask is late waits for it; a free request and another grammar's end meanwhile."""
-    may_end, fill = threading.Event(), MaskThreads._fill
+    may_end, fill, late = threading.Event(), MaskThreads._fill, []
 
     def wait_for_others(self, states, rows):
-        if any(state.num_checks for state in states):
-            may_end.wait(60)
+        if any(state in late for state in states):
+            may_end.wait()
         fill(self, states, rows)
 
     with LLM(max_num_seqs=4, max_model_len=128, block_size=16, num_gpu_blocks_override=40) as llm:
@@ -66,7 +66,8 @@ def test_a_late_mask_holds_back_its_own_request_alone(monkeypatch):
         monkeypatch.setattr(MaskThreads, "_fill", wait_for_others)
         for name, one in params.items():
             engine.add_request(name, "The cat", one)
-        engine._states["slow"].request.token_mask.grammar.num_checks = 1000
+        late.append(engine._states["slow"].request.token_mask.grammar)
+        late[0].num_checks = 1000
         ended = {}
         while len(ended) < 2:
             ended |= {output.request_id: output for output in engine.step() if output.finished}
