@@ -42,14 +42,16 @@ class Offloader:
         """Copies whose host blocks are held."""
         state = self._state
         reclaimed, state.pool.reclaimed = state.pool.reclaimed, []
-        self._look_again(block_id for block_id, _ in reclaimed)
-        self._look_again(state.pool.unfilled)
+        lost = state.host.take_lost()
+        if self._looked_at:
+            self._look_again(reclaimed, lost)
         room = max(0, min(MAX_STAGED_BLOCKS - num_leaving, state.host.num_available))
         wanted: dict[BlockName, int] = {}
         pools = state.pools(state.pool.num_free)
         if reclaimed and self._policy.keeps(pools):
             self._add(wanted, reversed(reclaimed), room)  # heads first
-        self._add_filled(wanted, room if write_room is None else min(room, write_room))
+        if self._filled:
+            self._add_filled(wanted, room if write_room is None else min(room, write_room))
         num_ahead = self._policy.num_ahead(pools)
         if num_ahead and state.pool.num_changes >= self._looks_at and len(wanted) < room:
             self._add(wanted, self._next_free(num_ahead), room)
@@ -63,8 +65,9 @@ class Offloader:
 
     def _take_filled(self) -> None:
         """Let what the iteration fills that is being decided be copied from the next one on."""
-        self._filled.update(self._state.filled)
-        self._state.filled = []
+        if self._state.filled:
+            self._filled.update(self._state.filled)
+            self._state.filled = []
         self._state.pool.unfilled.clear()
 
     @property
@@ -94,11 +97,12 @@ class Offloader:
         self._filled.clear()
         self._looked_at.clear()
 
-    def _look_again(self, changed: Iterable[int]) -> None:
+    def _look_again(self, reclaimed: Iterable[_Named], lost: Iterable[BlockName]) -> None:
         """At blocks that hold something else, and at those whose copies are gone."""
-        self._looked_at.difference_update(changed)
-        first = self._state.pool.names.first
-        self._looked_at.difference_update(first(name) for name in self._state.host.take_lost())
+        pool, looked_at = self._state.pool, self._looked_at
+        looked_at.difference_update(block_id for block_id, _ in reclaimed)
+        looked_at.difference_update(pool.unfilled)
+        looked_at.difference_update(pool.names.first(name) for name in lost)
 
     def _next_free(self, count: int) -> list[_Named]:
         """Those of the free blocks that are handed out next which are not known to have copies."""
