@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser()
 serve_ray.add_options(parser)
 add_engine_options(parser)
 args = parser.parse_args()
-sys.exit(serve_ray.run(args, engine_settings(args), ServerConfig(port=0, shutdown_timeout=30.0)))
+sys.exit(serve_ray.run(args, engine_settings(args), ServerConfig(port=0, shutdown_timeout=120.0)))
 """
 
 
@@ -32,7 +32,7 @@ def served(cluster):
     command = [sys.executable, "-c", COMMAND, "--replicas=1", f"--ray-address={cluster.address}"]
     command += [*engine_options(), "--max-model-len=1024"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    watchdog = threading.Timer(150, process.kill)
+    watchdog = threading.Timer(300, process.kill)
     watchdog.start()
     try:
         assert process.stderr is not None
