@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -28,7 +29,7 @@ from jaxllm.executor.programs import (
     state_shapes,
 )
 from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling
-from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of, padded, row_sizes
+from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms
 from jaxllm.executor.swapper import BlockSwapper
@@ -406,7 +407,7 @@ class ModelExecutor:
         asked = Sampling.of(request.sampling_params)
         needed: list[Key] = []
         if asked & Sampling.APART:
-            size, kind = row_sizes(self.config.max_num_seqs)[0], kind_of(asked & ~Sampling.PROMPT_LOGPROBS)
+            size, kind = first_size(self.config.max_num_seqs), kind_of(asked & ~Sampling.PROMPT_LOGPROBS)
             if not self._programs.has(RowsKey(size, Sampling.COMPLETE)) or kind not in Sampling.COMPLETE:
                 needed.append(RowsKey(size, kind))
             needed += [TakeKey(num_logits, size) for num_logits in self.config.logits_sizes]
@@ -446,11 +447,14 @@ class ModelExecutor:
         best = RowsKey(next((size for size in sizes if size >= num_rows), sizes[-1]), kind)
         if self._programs.has(best):
             return best
-        for size in (best.rows, *reversed(sizes[: sizes.index(best.rows)])):
+        place = sizes.index(best.rows)
+        for size in (*sizes[place:], *reversed(sizes[:place])):
             for can_do in (kind, Sampling.COMPLETE):
                 key = RowsKey(size, can_do)
                 if kind in can_do and self._programs.has(key):
-                    self._programs.prepare([best])
+                    takes = [TakeKey(num_logits, best.rows) for num_logits in self.config.logits_sizes]
+                    with contextlib.suppress(Exception):  # it is only faster
+                        self._programs.prepare([*takes, best])
                     return key
         return best
 

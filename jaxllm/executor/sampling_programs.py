@@ -17,7 +17,8 @@ from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling, sam
 from jaxllm.logits_processors import LogitsProcessor
 from jaxllm.structured_outputs import mask_width
 
-_SIZES = 16, 64, 256
+_SIZES = 1, 16, 64, 256
+_FIRST_SIZE = 16
 
 
 class RowsKey(NamedTuple):
@@ -47,6 +48,11 @@ class TakeKey(NamedTuple):
 def row_sizes(max_num_seqs: int) -> list[int]:
     """Numbers of rows that there are programs for; more rows are sampled in turns."""
     return sorted({min(size, max_num_seqs) for size in _SIZES})
+
+
+def first_size(max_num_seqs: int) -> int:
+    """Of the program that is compiled first, which samples any number of rows until others are there."""
+    return min(_FIRST_SIZE, row_sizes(max_num_seqs)[-1])
 
 
 def kind_of(sampling: Sampling) -> Sampling:
