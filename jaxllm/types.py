@@ -536,6 +536,10 @@ class Executor(Protocol):
         """
         ...
 
+    def wait_for_programs(self, seconds: float) -> None:
+        """Wait until a program is compiled that a request may need, at most so long."""
+        ...
+
     def execute(self, scheduled: SchedulerOutput) -> StepResult:
         """Dispatch one step; reads the requests' block tables before it returns."""
         ...

@@ -162,17 +162,39 @@ def test_tokens_do_not_depend_on_when_programs_compile():
     assert set(llm.executor.config.sampling_keys()) == set(llm.executor.programs) - set(steps)
 
 
-def test_steps_that_waited_for_their_program_are_not_timed():
-    llm = make_llm(golden_checkpoint(NAME))
-    params = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=6, ignore_eos=True)
-    flags = []
-    for _ in range(2):
-        llm.engine.add_request("0", [3, 5, 7], params)
-        while llm.engine.has_unfinished_requests:
-            llm.engine.step()
-            flags.append(llm.executor.is_undisturbed)
-    assert not flags[0]  # the prompt's
-    assert all(flags[1:])
+def test_steps_beside_a_compilation_are_not_timed(monkeypatch):
+    llm = make_llm(golden_checkpoint(NAME), warm_up="background")
+    programs, gate = llm.executor._programs, threading.Event()
+    programs.wait()
+    lower = programs._lower
+    monkeypatch.setattr(programs, "_lower", lambda key: gate.wait(60) and lower(key))
+    plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    llm.engine.add_request("1", [3, 5, 7], SamplingParams(top_p=0.5, max_tokens=2))
+    llm.engine.add_request("0", [3, 5, 7], plain)
+    while llm.engine.is_live("0"):
+        llm.engine.step()
+        assert not llm.executor.is_undisturbed
+    gate.set()
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+    until(lambda: programs.is_settled)
+    llm.generate([3, 5, 7], plain, use_tqdm=False)
+    assert llm.executor.is_undisturbed
+
+
+def test_who_is_alone_with_a_program_that_cannot_be_compiled_ends_alone(monkeypatch):
+    llm = make_llm(golden_checkpoint(NAME), warm_up="background")
+    programs = llm.executor._programs
+    programs.wait()
+
+    def fail(key):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(programs, "_lower", fail)
+    output = llm.generate([3, 5, 7], SamplingParams(top_p=0.5, max_tokens=2), use_tqdm=False)[0]
+    assert output.finish_reason == "error"
+    monkeypatch.undo()
+    assert llm.generate([3, 5, 7], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
 
 
 def test_a_request_waits_for_its_program_and_nobody_else_does(monkeypatch):

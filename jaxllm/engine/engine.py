@@ -534,6 +534,8 @@ class Engine:
             self._commit(self._in_flight.popleft())
         elif scheduled.is_empty and self.scheduler.is_reading:
             self._executor.wait_for_files(_SECONDS_OF_FILES)
+        elif scheduled.is_empty and self._unready:
+            self._executor.wait_for_programs(_SECONDS_OF_MASKS)
         elif scheduled.is_empty and self._late:
             mask_threads().wait(self._late.values(), _SECONDS_OF_MASKS)
         while self._in_flight and not self._states:  # all that is in flight is overrun
@@ -558,10 +560,7 @@ class Engine:
                     self._finish(self._states[request_id], "error", grammar.problem)
 
     def _look_at_programs(self) -> None:
-        """Let those begin whose programs are compiled, or for whose programs nobody else would wait.
-
-        Those end whose programs cannot be compiled: no others need them.
-        """
+        """Let those begin whose programs are compiled, and end those whose programs cannot be."""
         for request_id in list(self._unready):
             state = self._states[request_id]
             try:
@@ -570,8 +569,6 @@ class Engine:
             except Exception as error:
                 self._finish(state, "error", f"a program that it needs cannot be compiled: {error}")
             self._unready.discard(request_id)
-        if len(self._unready) == len(self._states):
-            self._unready.clear()
 
     def _flush(self) -> None:
         """Tell the executor what no step will any more, if all requests have ended."""

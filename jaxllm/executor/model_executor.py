@@ -417,6 +417,10 @@ class ModelExecutor:
             needed += [ProgramKey(size, buckets.max_chunks(size), 1, Sampling.IN_STEPS) for size in sizes]
         return not needed or self._programs.prepare(needed)
 
+    def wait_for_programs(self, seconds: float) -> None:
+        """Wait until a program is compiled that a request may need, at most so long."""
+        self._programs.wait_for_any(seconds)
+
     def _size_beside_decodes(self, request: Request) -> int:
         """Rows of the program that is likely to compute a prompt."""
         buckets = self.config.buckets

@@ -115,8 +115,14 @@ class StepPrograms:
                 if len(errors := self._failed.get(key, [])) >= _MOST_TRIES:
                     raise errors[-1]
             self._waiting.extendleft(reversed(missing))
-            self._start_threads(1)
+            if missing:  # not behind what nobody waits for
+                self._start_threads(self._num_threads + 1)
         return False
+
+    def wait_for_any(self, seconds: float) -> None:
+        """Until one of those under way is compiled, or cannot be; at most so long."""
+        with self._changed:
+            self._changed.wait(seconds)
 
     def progress(self) -> CompileProgress:
         """How far it is."""
