@@ -525,8 +525,12 @@ class Executor(Protocol):
         """Whether the last step runs as it always will: no program was being compiled when it was sent."""
         ...
 
-    def samples_apart(self, params: SamplingParams) -> bool:
-        """Whether requests of these parameters take one iteration at a time, whatever the others do."""
+    def beyond_steps(self, params: SamplingParams) -> int:
+        """Flags of what a request asks of sampling that not every step does; 0 for nothing."""
+        ...
+
+    def steps_together(self, flags: Collection[int], num_rows: int) -> bool:
+        """Whether several iterations of so many requests, which ask for such flags, may be one `execute`."""
         ...
 
     def is_ready_for(self, request: Request) -> bool:

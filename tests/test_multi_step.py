@@ -13,6 +13,7 @@ from variants import golden_checkpoint, golden_data
 from jaxllm import SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
+from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling, SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, run_decode_steps, run_step
 from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
@@ -87,6 +88,29 @@ def test_who_is_sampled_apart_takes_one_iteration_at_a_time(llm, prompts):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     run(engine, prompts, [params, dataclasses.replace(params, logprobs=1), params, params])
     assert {one.num_decode_steps for one in engine.scheduler.scheduled if one.decode} == {1}
+
+
+def test_who_only_filters_goes_on_for_several_iterations_once_there_is_a_program(llm, prompts):
+    filtered = SamplingParams(temperature=0.9, top_p=0.8, seed=5, max_tokens=80, ignore_eos=True)
+    others = [dataclasses.replace(filtered, top_p=1.0, top_k=7), dataclasses.replace(filtered, temperature=0)]
+    params = [filtered, *others, dataclasses.replace(filtered, top_p=1.0)]
+
+    def all_of(params):
+        engine = make_engine(llm, scheduler_class=Recording, num_scheduler_steps=8)
+        outputs = run(engine, prompts, params)
+        decodes = [one.num_decode_steps for one in engine.scheduler.scheduled if one.decode]
+        return [output.token_ids for output in outputs], decodes
+
+    apart, ones = all_of(params)
+    assert set(ones) == {1}
+    llm.executor._programs.wait()
+    assert ProgramKey(4, 0, 8, Sampling.RANDOM | Sampling.FILTERED) in llm.executor.programs
+    together, several = all_of(params)
+    assert together == apart
+    assert max(several) == 8
+    scored, ones = all_of([dataclasses.replace(filtered, logprobs=1), *params[1:]])
+    assert scored == apart
+    assert set(ones) == {1}
 
 
 def test_preempted_requests_get_the_same_tokens(llm, prompts):

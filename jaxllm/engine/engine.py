@@ -139,7 +139,7 @@ class Engine:
         self._samples: dict[str, list[str]] = {}  # ids of live samples, by that of their request
         self._builders: dict[str, OutputBuilder] = {}
         self._num_following = 0  # requests whose masks depend on their outputs
-        self._num_apart = 0  # requests that take one iteration at a time
+        self._beyond_steps: collections.Counter[int] = collections.Counter()  # live requests, by their flags
         self._unready: set[str] = set()  # those whose programs are being compiled
         self._to_follow: dict[str, GrammarState] = {}  # those that have got a token since the last step
         self._late: dict[str, GrammarState] = {}  # those that are still following theirs
@@ -477,8 +477,9 @@ class Engine:
             self.scheduler.add(state.request)
             self._states[request_id] = state
             self._num_following += state.follows
-            state.is_apart = self._executor.samples_apart(state.request.sampling_params)
-            self._num_apart += state.is_apart
+            state.beyond_steps = self._executor.beyond_steps(state.request.sampling_params)
+            if state.beyond_steps:
+                self._beyond_steps[state.beyond_steps] += 1
             self._unready.add(request_id)  # until the next iteration has looked
             if state.sampled_for is not None:
                 self._samples.setdefault(state.sampled_for, []).append(request_id)
@@ -487,7 +488,8 @@ class Engine:
         """Let a request be live no longer."""
         del self._states[state.request.request_id]
         self._num_following -= state.follows
-        self._num_apart -= state.is_apart
+        if state.beyond_steps:
+            self._beyond_steps -= collections.Counter({state.beyond_steps: 1})
         self._unready.discard(state.request.request_id)
         self._to_follow.pop(state.request.request_id, None)
         self._late.pop(state.request.request_id, None)
@@ -504,7 +506,11 @@ class Engine:
         return [self._states[name] for name in self._samples.get(request_id, [request_id])]
 
     def _max_decode_steps(self) -> int:
-        if self._num_following or self._num_apart:
+        if self._num_following:
+            return 1
+        if self._beyond_steps and not self._executor.steps_together(
+            self._beyond_steps, self.scheduler.num_running
+        ):
             return 1
         if self._num_scheduler_steps is not None:
             return self._num_scheduler_steps

@@ -35,7 +35,7 @@ class RequestState:
 
     Attributes:
         follows: whether which token may come next depends on the one before.
-        is_apart: whether it takes one iteration at a time.
+        beyond_steps: flags of what it asks of sampling that not every step does.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RequestState:
         params = request.sampling_params
         self.request, self.sampled_for = request, sampled_for
         self.follows = request.token_mask is not None and request.token_mask.depends_on_outputs
-        self.is_apart = False
+        self.beyond_steps = 0
         self.stream = stream
         self.sink = sink
         self._primary_eos = primary_eos_token_id

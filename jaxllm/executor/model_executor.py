@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import pathlib
@@ -31,7 +32,7 @@ from jaxllm.executor.programs import (
 from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
 from jaxllm.executor.step import StepOutputs
-from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms
+from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
 from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
 from jaxllm.pallas_kernels import native
@@ -42,6 +43,7 @@ from jaxllm.structured_outputs import mask_width
 from jaxllm.token_masks import fill_masks
 from jaxllm.types import (
     MAX_PIECE_BLOCKS,
+    MULTI_STEP_SEQS,
     NO_COPIES,
     CopyProgress,
     HostPiece,
@@ -53,6 +55,8 @@ from jaxllm.types import (
 )
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
+_FILTERED = Sampling.RANDOM | Sampling.FILTERED
+_MANY_ITERATIONS = 64  # after which a program is compiled that spares the others what was sampled apart
 
 
 class ModelExecutor:
@@ -111,6 +115,7 @@ class ModelExecutor:
         self._programs.begin()
         weakref.finalize(self, self._programs.close).atexit = False
         self._is_undisturbed = False
+        self._num_filtered: collections.Counter[ProgramKey] = collections.Counter()
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -208,7 +213,8 @@ class ModelExecutor:
         key = self._key(scheduled, slots)
         packed = self._pack(key, scheduled, slots)
         outputs = self._run(key, packed, self._following(scheduled, slots))
-        return PendingStep(scheduled, outputs, key.rows, self._sample_apart(scheduled, outputs.logits))
+        apart = self._sample_apart(scheduled, outputs.logits, key.sampling)
+        return PendingStep(scheduled, outputs, key.rows, apart)
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
@@ -368,7 +374,29 @@ class ModelExecutor:
                 key = key._replace(max_decode_steps=self.config.max_decode_steps)
         if key not in self._programs.shapes or num_steps > key.max_decode_steps:
             raise EngineError(f"no program computes a {key.name} with {num_steps} decode iterations")
-        return self._programs.fitting(key._replace(sampling=self._sampling(scheduled, slots)))
+        key = key._replace(sampling=self._sampling(scheduled, slots))
+        if not prefill and self._only_filter(slots):
+            filtering = key._replace(sampling=_FILTERED)
+            if num_steps > 1:
+                return self._programs.fitting(filtering)
+            if self._programs.has(filtering):
+                return filtering
+            self._note_filtered(filtering)
+        return self._programs.fitting(key)
+
+    def _only_filter(self, slots: Sequence[int]) -> bool:
+        """Whether some rows filter, and none asks for more that is sampled apart."""
+        asked = int(np.bitwise_or.reduce(self._slot_sampling[slots]))
+        return asked & Sampling.APART.value == Sampling.FILTERED.value
+
+    def _note_filtered(self, key: ProgramKey) -> None:
+        """Have a program compiled that filters, beside all else, if it would have served many iterations."""
+        self._num_filtered[key] += 1
+        if self._num_filtered[key] == _MANY_ITERATIONS:
+            looping = key._replace(max_decode_steps=self.config.max_decode_steps)
+            wanted = {key, looping} if shape_of(looping) in self._programs.shapes else {key}
+            with contextlib.suppress(Exception):  # they are only faster
+                self._programs.prepare(sorted(wanted))
 
     def _sampling(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> Sampling:
         """What the requests of an iteration ask of its program."""
@@ -395,9 +423,16 @@ class ModelExecutor:
 
     # What is sampled apart
 
-    def samples_apart(self, params: SamplingParams) -> bool:
-        """Whether requests of these parameters are sampled apart from their steps, one at a time."""
-        return bool(Sampling.of(params) & Sampling.APART)
+    def beyond_steps(self, params: SamplingParams) -> int:
+        """What requests of these parameters ask for that is sampled apart from their steps."""
+        return (Sampling.of(params) & Sampling.APART).value
+
+    def steps_together(self, flags: Collection[int], num_rows: int) -> bool:
+        """Whether a program of several iterations of so many rows samples what such requests ask for."""
+        if any(one & ~Sampling.FILTERED.value for one in flags) or num_rows > MULTI_STEP_SEQS:
+            return False
+        rows = self.config.buckets.decode_size(max(1, num_rows))
+        return self._programs.has(ProgramKey(rows, 0, self.config.max_decode_steps, _FILTERED))
 
     def is_ready_for(self, request: Request) -> bool:
         """Whether no step waits for a program because of what a request asks of sampling.
@@ -427,12 +462,12 @@ class ModelExecutor:
         num_rows = min(request.num_prompt_tokens + self.config.max_num_seqs, buckets.sizes[-1])
         return buckets.size(0, num_rows, 1)
 
-    def _sample_apart(self, scheduled: SchedulerOutput, logits: jax.Array) -> list[Apart]:
-        """Sample anew the rows of an iteration that ask for more than its program does."""
+    def _sample_apart(self, scheduled: SchedulerOutput, logits: jax.Array, in_step: Sampling) -> list[Apart]:
+        """Sample anew the rows of an iteration that ask for more than its program does, `in_step`."""
         requests = scheduled.sampled
         slots = [_slot(request) for request in requests]
         asked = self._slot_sampling[slots] & (Sampling.APART | Sampling.RANDOM).value
-        rows = np.flatnonzero(asked & Sampling.APART.value).tolist()
+        rows = np.flatnonzero(asked & (Sampling.APART & ~in_step).value).tolist()
         apart: list[Apart] = []
         if not rows:
             return apart

@@ -30,7 +30,7 @@ class ProgramKey(NamedTuple):
     """What is static of a step: rows, and the most prompt chunks among them; 0 for one that only decodes.
 
     With `max_decode_steps` of more than one it is a program of up to so many decode iterations. `sampling` is
-    what it can do of `Sampling.IN_STEPS`.
+    what it can do of `Sampling.IN_STEPS` and, if it only decodes, of `Sampling.FILTERED`.
     """
 
     rows: int

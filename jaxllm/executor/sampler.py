@@ -1,7 +1,8 @@
 """Sampling on the device: from logits to tokens, one row per request.
 
 Steps sample greedily or at random. Whatever else rows ask for is sampled of the logits that a step leaves,
-in programs of their own (`sampling_programs`): they are small, and compile in a second. What a program can do
+in programs of their own (`sampling_programs`): they are small, and compile in a second. Where rows only
+filter, and go on for long, steps that filter are compiled meanwhile, and take over. What a program can do
 is a static choice, `Sampling`; a row's token is the same, bit by bit, whichever one computes it. The order is
 vLLM's: logits processors, masks, logit bias, penalties, min_tokens, temperature, min_p, top_k, top_p.
 Log-probabilities are those of the raw logits.
@@ -46,7 +47,7 @@ class Sampling(enum.IntFlag):
     ALL_LOGPROBS = enum.auto()
     """Log-probabilities of all tokens."""
     IN_STEPS = RANDOM | PROMPT_LOGPROBS
-    """What steps do."""
+    """What steps do; those that only decode also filter, once there are programs for it."""
     COMPLETE = RANDOM | FILTERED | ADJUSTED | LOGPROBS | MASKED
     """What is sampled apart, but for all tokens' log-probabilities."""
     APART = FILTERED | ADJUSTED | LOGPROBS | MASKED | ALL_LOGPROBS

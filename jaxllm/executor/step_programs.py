@@ -57,7 +57,7 @@ class StepPrograms:
         self._model_config, self._config, self._device = model_config, config, device
         shapes = config.program_keys(device.platform)
         self.keys: list[Key] = [*shapes, *(config.sampling_keys() if config.warms_sampling else ())]
-        self.shapes = frozenset(_shape(key) for key in shapes)
+        self.shapes = frozenset(shape_of(key) for key in shapes)
         self.chosen: dict[ProgramKey, str] = {}
         self._default, self._why_default = pallas_kernels.settle_implementation(
             model_config.num_heads,
@@ -192,7 +192,7 @@ class StepPrograms:
     def implementation(self, key: ProgramKey) -> str:
         """Of the attention in a program."""
         if self._config.implementation == FASTEST:
-            return self.chosen.get(_shape(key), self._default)
+            return self.chosen.get(shape_of(key), self._default)
         return self._config.implementation or self._default
 
     def report(self) -> list[CompiledProgram]:
@@ -302,6 +302,6 @@ class StepPrograms:
         return CompileProgress(len(self._compiled), len(self._compiled) + num_left, seconds)
 
 
-def _shape(key: ProgramKey) -> ProgramKey:
+def shape_of(key: ProgramKey) -> ProgramKey:
     """A program's key apart from `sampling`."""
     return key._replace(sampling=Sampling.GREEDY)
