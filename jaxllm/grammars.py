@@ -17,7 +17,7 @@ from jaxllm.errors import SamplingParamsError, TryAgainError
 from jaxllm.grammar_child import STACK_BYTES
 from jaxllm.grammar_processes import GrammarProcesses
 from jaxllm.structured_outputs import StructuredOutputsParams, Vocabulary, compiled, mask_width, problem_of
-from jaxllm.threads import NativeThreads
+from jaxllm.threads import NativeThreads, be_nice
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -177,7 +177,7 @@ class Grammars:
 @functools.cache
 def _threads() -> NativeThreads:
     """Threads of the process that compile, with more stack than that which grammars were tried with."""
-    return NativeThreads(_NUM_THREADS, 2 * STACK_BYTES, "jaxllm-grammars")
+    return NativeThreads(_NUM_THREADS, 2 * STACK_BYTES, "jaxllm-grammars", be_nice)
 
 
 def _begin(vocabulary: Vocabulary, grammar: str) -> tuple[LLMatcher, np.ndarray]:

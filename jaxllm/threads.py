@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_NICENESS = 10
 
 
 class WorkingThread(threading.Thread):
@@ -26,6 +29,12 @@ def is_interpreter_exiting() -> bool:
         return False
     others = (one for one in threading.enumerate() if not (one.daemon or isinstance(one, WorkingThread)))
     return not any(one.is_alive() for one in others)
+
+
+def be_nice() -> None:
+    """Let other threads of this process go first from now on, where the system can tell them apart."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 _starting = threading.Lock()  # the size of a stack is that of all threads that start

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence, Set
@@ -22,7 +20,7 @@ from jaxllm.grammar_child import STACK_BYTES
 from jaxllm.grammars import Grammar, Grammars
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_outputs import mask_width, problem_of
-from jaxllm.threads import NativeThreads
+from jaxllm.threads import NativeThreads, be_nice
 from jaxllm.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ _PATIENCE_OF_ONE = 0.00025
 _SLOW_SECONDS = 0.005
 _NUM_CHECKS = 16  # masks that one which was late is made apart from others
 _NUM_SLOW_THREADS = 2
-_NICENESS = 10  # of the threads of slow ones
 
 
 def _row_of(token_ids: Collection[int], vocab_size: int) -> np.ndarray:
@@ -135,7 +132,7 @@ class MaskThreads:
         stack = 2 * STACK_BYTES
         self._executor: LLExecutor = LLExecutor()
         self._quick = NativeThreads(1, stack, "jaxllm-masks")
-        self._slow = NativeThreads(_NUM_SLOW_THREADS, stack, "jaxllm-slow-masks", _be_nice)
+        self._slow = NativeThreads(_NUM_SLOW_THREADS, stack, "jaxllm-slow-masks", be_nice)
         self._news = threading.Condition()
 
     def begin(self, states: Iterable[GrammarState]) -> concurrent.futures.Future[None] | None:
@@ -190,12 +187,6 @@ def _num_checks(before: int, is_late: bool, num_states: int) -> int:
 def patience(num_masks: int) -> float:
     """Seconds that a step waits for so many masks."""
     return PATIENCE_SECONDS + num_masks * _PATIENCE_OF_ONE
-
-
-def _be_nice() -> None:
-    """Let other threads go first, where threads can be told apart."""
-    with contextlib.suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 @functools.cache

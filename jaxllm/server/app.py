@@ -36,7 +36,7 @@ from jaxllm.server.streams import dumps
 from jaxllm.server.texts import detokenize, tokenize
 from jaxllm.server.tracing import Tracer
 
-_LARGE_BODY = 2**16  # bytes; beyond, it is parsed in a thread
+_LARGE_BODY = 2**14  # bytes; beyond, it is parsed and checked in threads
 _PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -88,8 +88,9 @@ class _Request(Request):
             ApiError: it is no JSON.
         """
         body = await self.body()
+        self.state.is_large = len(body) > _LARGE_BODY
         try:
-            if len(body) > _LARGE_BODY:
+            if self.state.is_large:
                 return await asyncio.to_thread(parse, body)
             return parse(body)
         except (ValueError, UnicodeDecodeError) as error:

@@ -120,8 +120,13 @@ async def answer(service: Service, request: Request, body: ChatCompletionRequest
     """
     arrival_time = time.monotonic()
     service.check_model(body.model)
-    params, calls = chat_params(body, service.default_params), DemandedCalls.of(body)
-    num_tokens = len(dumps(body.messages)) // BYTES_PER_TOKEN
+
+    def read_options() -> tuple[SamplingParams, DemandedCalls | None, int]:
+        num_bytes = len(dumps(body.messages))
+        return chat_params(body, service.default_params), DemandedCalls.of(body), num_bytes // BYTES_PER_TOKEN
+
+    is_large = request.state.is_large
+    params, calls, num_tokens = await service.core.call(read_options) if is_large else read_options()
     reservation = reserve(service, request, params, 1, num_tokens)
     tokenizer = service.needed_tokenizer()
 

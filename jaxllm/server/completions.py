@@ -143,14 +143,11 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
             "special tokens",
             "add_special_tokens",
         )
-    params = completion_params(body, service.default_params)
-    call = Call(
-        service,
-        request,
-        body,
-        service.prompt_limits.prompts(body.prompt),
-        params,
-        _CompletionForm(body, service.tokenizer),
-        counts_outputs=body.max_tokens != 0,
-    )
+
+    def read() -> Call:
+        params = completion_params(body, service.default_params)
+        prompts, form = service.prompt_limits.prompts(body.prompt), _CompletionForm(body, service.tokenizer)
+        return Call(service, request, body, prompts, params, form, counts_outputs=body.max_tokens != 0)
+
+    call = await service.core.call(read) if request.state.is_large else read()
     return await call.respond(arrival_time)
