@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm import functional as F
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.loading import load_params
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.tokenizer import load_tokenizer
+from jaxllm.text.tokenizer import load_tokenizer
 
 NUM_NEW = 12
 config = config_from_dict(read_hf_config(demo_model_path()))

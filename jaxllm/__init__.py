@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxllm.beam_search import BeamSearchParams
-    from jaxllm.config import EngineConfig
+    from jaxllm.engine.beam_search import BeamSearchParams
+    from jaxllm.engine.config import EngineConfig
     from jaxllm.engine.engine import Engine
-    from jaxllm.inputs import TextPrompt, TokensPrompt
+    from jaxllm.engine.inputs import TextPrompt, TokensPrompt
+    from jaxllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxllm.llm import LLM
-    from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
-    from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-    from jaxllm.structured_outputs import StructuredOutputsParams
+    from jaxllm.sampling.params import RequestOutputKind, SamplingParams
+    from jaxllm.sampling.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,17 +34,17 @@ __all__ = [
 # Loaded on first use (PEP 562), so that the scheduler can be imported without JAX.
 _HOMES = {
     "LLM": "jaxllm.llm",
-    "BeamSearchParams": "jaxllm.beam_search",
-    "CompletionOutput": "jaxllm.outputs",
+    "BeamSearchParams": "jaxllm.engine.beam_search",
+    "CompletionOutput": "jaxllm.engine.outputs",
     "Engine": "jaxllm.engine.engine",
-    "EngineConfig": "jaxllm.config",
-    "Logprob": "jaxllm.outputs",
-    "RequestOutput": "jaxllm.outputs",
-    "RequestOutputKind": "jaxllm.sampling_params",
-    "SamplingParams": "jaxllm.sampling_params",
-    "StructuredOutputsParams": "jaxllm.structured_outputs",
-    "TextPrompt": "jaxllm.inputs",
-    "TokensPrompt": "jaxllm.inputs",
+    "EngineConfig": "jaxllm.engine.config",
+    "Logprob": "jaxllm.engine.outputs",
+    "RequestOutput": "jaxllm.engine.outputs",
+    "RequestOutputKind": "jaxllm.sampling.params",
+    "SamplingParams": "jaxllm.sampling.params",
+    "StructuredOutputsParams": "jaxllm.sampling.structured_outputs",
+    "TextPrompt": "jaxllm.engine.inputs",
+    "TokensPrompt": "jaxllm.engine.inputs",
 }
 
 

@@ -27,7 +27,7 @@ from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, chunk
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.registry import AnyConfig
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.sampling_params import MAX_LOGIT_BIAS
+from jaxllm.sampling.params import MAX_LOGIT_BIAS
 
 Params = Mapping[str, jax.Array]
 _MAX_TEMPERATURE = 1e6

@@ -9,20 +9,20 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from jaxllm import tokenizer as tokenization
-from jaxllm.assembly import assemble
-from jaxllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from jaxllm.chat import render
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.config import EngineConfig
+from jaxllm.engine.assembly import assemble
+from jaxllm.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.inputs import Prompt
+from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.thread import EngineThread, OutputStream
+from jaxllm.engine.vllm_names import CHAT_ARGUMENTS, check_call_arguments, translate
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError, shown
 from jaxllm.executor.step_programs import CompileProgress
-from jaxllm.inputs import Prompt
-from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.policies import SchedulingPolicy
-from jaxllm.vllm_names import CHAT_ARGUMENTS, check_call_arguments, translate
+from jaxllm.text import tokenizer as tokenization
+from jaxllm.text.chat import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ class LLM:
             predicted costs are those of `jaxllm profile`, or a roofline), the import path "module:attribute"
             of your own, or a `SchedulerPolicy`.
         **settings: the fields of `EngineConfig`; vLLM's others are taken with the values that change nothing
-            (`jaxllm.vllm_names`).
+            (`jaxllm.engine.vllm_names`).
 
     Attributes:
         engine: runs the requests; a loop of your own may use it while no call is under way.

@@ -7,11 +7,11 @@ import enum
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxllm.sampling.token_masks import TokenMask
     from jaxllm.sched.cache.names import BlockName
-    from jaxllm.token_masks import TokenMask
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -6,12 +6,12 @@ Nothing is timed: the counts follow from the seeds. All requests are there at th
 first come first served; every step gives each running request a token, and computes the prompts of those
 just admitted. Shares are averages over the steps at whose end requests wait, for medians over the seeds.
 
-Systems, in slots of one token (`jaxllm.simulator.allocation`): Orca reserves a request's prompt and outputs
-at once, in a block of a buddy allocator, for as many outputs as there will be (Oracle), for the power of two
-above (Pow2), or up to --max-model-len (Max), as in vLLM's evaluation. FasterTransformer, as we read it, runs
-a batch to its end in one tensor with rows as long as the batch's longest request will get, and takes as many
-of those that wait as fit. Paging takes blocks of --block-size tokens as they are needed; where none is left
-the newest request starts over.
+Systems, in slots of one token (`jaxllm.research.simulator.allocation`): Orca reserves a request's prompt and
+outputs at once, in a block of a buddy allocator, for as many outputs as there will be (Oracle), for the power
+of two above (Pow2), or up to --max-model-len (Max), as in vLLM's evaluation. FasterTransformer, as we read
+it, runs a batch to its end in one tensor with rows as long as the batch's longest request will get, and takes
+as many of those that wait as fit. Paging takes blocks of --block-size tokens as they are needed; where none
+is left the newest request starts over.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from memory.options import add_common, check_files, integer, leave, provenance
 from sweep.options import list_of
 
 from jaxllm.errors import ConfigError
-from jaxllm.output_files import OutputParser
-from jaxllm.simulator.allocation import Memory, Paging, Reservations, StaticBatches, Usage, occupancy
-from jaxllm.workloads import DATASETS, make_trace
+from jaxllm.research.simulator.allocation import Memory, Paging, Reservations, StaticBatches, Usage, occupancy
+from jaxllm.research.workloads import DATASETS, make_trace
+from jaxllm.system.output_files import OutputParser
 
 SYSTEMS = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "FasterTransformer", "Paging")
 SHARES = {

@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 
 import jaxllm.cluster
 from jaxllm import SamplingParams
-from jaxllm.bench.results import command_line, write_json
 from jaxllm.cluster.ray_extra import require_ray
 from jaxllm.cluster.serve import ClusterConfig, engine_apps, started
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.server.config import ServerConfig
+from jaxllm.system.output_files import OutputParser, new_file
 
 SIZES = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, "num_host_blocks": 0}
 BATCH_SIZE, PROMPT_LEN, OUTPUT_LEN = 16, 64, 64
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
         generated = measure_generate(pathlib.Path(folder), args.rows, args.repetitions, args.seed)
     served = measure_serve(args.conversations, args.clients, args.repetitions, args.seed)
     ray.shutdown()
-    from jaxllm.hardware import describe_hardware, versions  # JAX, which must not be forked
+    from jaxllm.system.hardware import describe_hardware, versions  # JAX, which must not be forked
 
     values = {
         "command": command_line(["python", "scripts/bench_cluster.py", *(argv or sys.argv[1:])]),

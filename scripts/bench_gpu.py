@@ -38,8 +38,8 @@ from typing import Any
 from gpu.inputs import CONFIGS, REHEARSAL, Sizes, sharegpt_like
 from gpu.report import Report, replace_json
 
-from jaxllm.bench.results import command_line
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.research.bench.results import command_line
+from jaxllm.system.output_files import OutputParser, new_file
 
 SCRIPTS = Path(__file__).resolve().parent
 _STDERR = 2  # the table alone goes to stdout

@@ -23,20 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.hardware import describe_hardware, versions
-from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import LognormalLengths, Poisson, Trace, make_trace
+from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import MixedIterations, SchedulingPolicy, SeparateIterations
 from jaxllm.sched.presets import adaptive, vllm_v1
-from jaxllm.simulator.run import simulate
-from jaxllm.workloads import LognormalLengths, Poisson, Trace, make_trace
-from jaxllm.workloads.result import RunResult
+from jaxllm.system.hardware import describe_hardware, versions
+from jaxllm.system.output_files import OutputParser, new_file
 
 CHATS = {
     "chatbot": ("chatbot", 256),  # the AdaptiveLLM paper's prompts, 17 tokens; outputs of 160 in the mean
@@ -155,7 +155,7 @@ def simulator(args: argparse.Namespace) -> tuple[Run, SchedulerConfig, CostModel
 def engine(args: argparse.Namespace) -> tuple[Run, SchedulerConfig, CostModel, str]:
     """The real engine, with costs it has measured."""
     from jaxllm import LLM
-    from jaxllm.bench.replay import replay
+    from jaxllm.research.bench.replay import replay
 
     llm = LLM(
         args.model,

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import pallas_kernels
-from jaxllm.bench.results import write_json
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.research.bench.results import write_json
+from jaxllm.system.output_files import OutputParser, new_file
 
 LAYER = 0
 

@@ -23,10 +23,10 @@ from memory.options import add_common, check_files, integer, leave, provenance
 from sweep.options import list_of
 
 from jaxllm.errors import JaxllmError
-from jaxllm.output_files import OutputParser
 from jaxllm.predictors.base import MODEL_SHAPES
 from jaxllm.predictors.devices import DEVICES
 from jaxllm.predictors.roofline import DEFAULT_PIECE_SECONDS
+from jaxllm.system.output_files import OutputParser
 
 PARTS = ("link", "simulated", "measured")
 
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if {"link", "measured"} & set(args.parts):
         from memory.copies import KVShape, copy_rows, fit_rows, measured_rows, recompute_rows
 
-        from jaxllm.checkpoints import demo_model_path
+        from jaxllm.loading.checkpoints import demo_model_path
 
         timing = (args.repetitions, args.seed)
         if "link" in args.parts:

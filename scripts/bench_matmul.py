@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllm import hardware
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.output_files import OutputParser, new_file
 from jaxllm.pallas_kernels import native
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system import hardware
+from jaxllm.system.output_files import OutputParser, new_file
 
 _CONTRACTIONS = {"rows_first": (1, 1), "weight_first": (1, 1), "transposed_weight": (1, 0)}
 Chain = Callable[[], object]

@@ -15,12 +15,12 @@ import time
 from typing import Any
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.engine.engine import Engine
-from jaxllm.hardware import describe_hardware, versions
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.system.hardware import describe_hardware, versions
+from jaxllm.system.output_files import OutputParser, new_file
 
 SETTINGS = {"single steps": 1, "several": None}
 _PROMPT_LEN = 16

@@ -30,7 +30,7 @@ from sweep.options import list_of
 
 from jaxllm import pallas_kernels
 from jaxllm.errors import JaxllmError
-from jaxllm.output_files import OutputParser
+from jaxllm.system.output_files import OutputParser
 
 BASELINES = {"contiguous": "plain jax.numpy, contiguous", "one_block": "the same kernel, one block each"}
 Row = dict[str, Any]

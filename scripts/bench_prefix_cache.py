@@ -26,17 +26,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.config import EngineConfig
+from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.engine import Engine
-from jaxllm.executor.disk import BlockFiles
-from jaxllm.hardware import describe_hardware, versions
-from jaxllm.output_files import OutputParser, new_file
-from jaxllm.outputs import RequestOutput
+from jaxllm.engine.outputs import RequestOutput
+from jaxllm.executor.kv.disk import BlockFiles
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.names import names_of, root
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.system.hardware import describe_hardware, versions
+from jaxllm.system.output_files import OutputParser, new_file
 
 _LONG_PROMPT = 32768
 

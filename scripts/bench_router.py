@@ -2,12 +2,12 @@
 
     python scripts/bench_router.py --out router.json
 
-Hits: conversations in the manner of ShareGPT (`jaxllm.workloads.make_conversations`) over replicas that each
-run the engine's own scheduler and prefix cache on a roofline of an A100, under each routing policy; `rate` is
-conversations that begin in a second, at all replicas together, and `common_len` a system prompt that all
-begin with. Balance is the most loaded replica's work over the mean. Weights: the same for other weights of
-eviction. Cost: the router alone, with caches as full as they get and a constant number of requests under way:
-microseconds of making a prompt's keys, of choosing a replica, and of noting the end; and memory.
+Hits: conversations in the manner of ShareGPT (`jaxllm.research.workloads.make_conversations`) over replicas
+that each run the engine's own scheduler and prefix cache on a roofline of an A100, under each routing policy;
+`rate` is conversations that begin in a second, at all replicas together, and `common_len` a system prompt
+that all begin with. Balance is the most loaded replica's work over the mean. Weights: the same for other
+weights of eviction. Cost: the router alone, with caches as full as they get and a constant number of requests
+under way: microseconds of making a prompt's keys, of choosing a replica, and of noting the end; and memory.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any
 import numpy as np
 from sweep.options import list_of
 
-from jaxllm.bench.results import command_line, write_json
 from jaxllm.cluster.prompt_keys import keys_of_text
 from jaxllm.cluster.router import POLICIES, PrefixAndLoad, Router, RoutingPolicy
-from jaxllm.cluster.simulation import simulate_routing
-from jaxllm.hardware import describe_hardware, versions
-from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.simulator.cluster import simulate_routing
+from jaxllm.research.workloads import Poisson, Trace, make_conversations
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import vllm_v1
-from jaxllm.workloads import Poisson, Trace, make_conversations
+from jaxllm.system.hardware import describe_hardware, versions
+from jaxllm.system.output_files import OutputParser, new_file
 
 MODEL, DEVICE, BLOCK_SIZE, CACHE_BYTES = "opt-13b", "A100-80GB", 16, 40e9
 MAX_LEN, SECONDS, NUM_REPLICAS = 2048, 200.0, 4

@@ -28,21 +28,21 @@ from typing import Any
 
 from sweep.options import list_of
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.table import TableAxes, TableCostModel
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.workloads import make_trace
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.cache.names import learn_names
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy
 from jaxllm.sched.presets import PRESETS, make_preset
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.system.output_files import OutputParser, new_file
 from jaxllm.types import CopyProgress, Request, SchedulerOutput
-from jaxllm.workloads import make_trace
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2**20

@@ -14,10 +14,10 @@ import pathlib
 import sys
 
 from jaxllm import LLM, BeamSearchParams, SamplingParams
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.hardware import versions
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system.hardware import versions
+from jaxllm.system.output_files import OutputParser, new_file
 
 _SIZES = (2, 4, 6)
 

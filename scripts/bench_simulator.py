@@ -17,15 +17,15 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.output_files import OutputParser, new_file
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import AllAtOnce, ArrivalProcess, ClosedLoop, Poisson, make_trace
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import PRESETS, make_preset
-from jaxllm.simulator.run import simulate
-from jaxllm.workloads import AllAtOnce, ArrivalProcess, ClosedLoop, Poisson, make_trace
+from jaxllm.system.output_files import OutputParser, new_file
 
 CONFIG = SchedulerConfig(
     num_gpu_blocks=128,

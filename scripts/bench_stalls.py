@@ -26,10 +26,10 @@ from typing import Any
 
 import aiohttp
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.bench.serving.server_process import running_server
-from jaxllm.hardware import describe_hardware, versions
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.bench.serving.server_process import running_server
+from jaxllm.system.hardware import describe_hardware, versions
+from jaxllm.system.output_files import OutputParser, new_file
 
 _WORKERS = 2
 _NUM_BODIES = 64

@@ -19,19 +19,19 @@ import tempfile
 import time
 from typing import Any
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.hardware import describe_hardware, versions
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.registry import weight_bytes
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system.hardware import describe_hardware, versions
+from jaxllm.system.output_files import OutputParser, new_file
 
 CACHES = ("nothing", "native kernels", "everything")
 _POOL_BYTES = 256 * 2**20
 _BATCH = """
 import json, sys
 from jaxllm import LLM, SamplingParams
-from jaxllm.hardware import peak_rss_bytes
+from jaxllm.system.hardware import peak_rss_bytes
 model, cache, count, pool = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 sizes = {"max_num_seqs": count, "kv_cache_memory": pool}
 llm = LLM(model, compilation_cache_dir=cache, skip_tokenizer_init=True, **sizes)

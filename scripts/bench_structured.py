@@ -14,10 +14,10 @@ import sys
 from typing import Any
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.hardware import describe_hardware, versions
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system.hardware import describe_hardware, versions
+from jaxllm.system.output_files import OutputParser, new_file
 
 _PROMPT_LEN = 16
 _ITEM = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}

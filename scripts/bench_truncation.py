@@ -27,14 +27,14 @@ import numpy as np
 from demo_model_data import read_corpus
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.hardware import describe_hardware, versions
 from jaxllm.loading import load_params
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import LlamaConfig, config_from_dict, read_hf_config
 from jaxllm.models.registry import Params, bind
-from jaxllm.output_files import OutputParser, new_file
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system.hardware import describe_hardware, versions
+from jaxllm.system.output_files import OutputParser, new_file
 
 _BLOCK_SIZE = 16
 

@@ -2,10 +2,10 @@
 
     python scripts/compare_caches.py --out-dir out/caches
 
-Conversations in the manner of ShareGPT (`jaxllm.workloads.make_conversations`): a turn is sent a time of
-thinking after the answer before it, and begins with all that was said. Systems without a cache, with one on
-the device, and with host memory beside it, on rooflines of A100s with 40 GB of KV and 220 GB of host memory
-each, as Pensieve's (several are a tensor-parallel roofline: rates, links and memories add up, and two
+Conversations in the manner of ShareGPT (`jaxllm.research.workloads.make_conversations`): a turn is sent a
+time of thinking after the answer before it, and begins with all that was said. Systems without a cache, with
+one on the device, and with host memory beside it, on rooflines of A100s with 40 GB of KV and 220 GB of host
+memory each, as Pensieve's (several are a tensor-parallel roofline: rates, links and memories add up, and two
 all-reduces a layer are added to a step; llama-13b is Llama 2's as well). `hindsight` is `adaptive` that knows
 when blocks are asked for next. "16 GB" are systems with so much host memory, with 2 TB of files at 5 GB/s or
 without. What `adaptive` is made of is taken apart on the first model. The same systems then answer
@@ -30,12 +30,13 @@ from sweep.conversations import NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, RATE, EngineSys
 from sweep.options import list_of
 from sweep.simulated import BLOCK_SIZE, run_all
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.hardware import describe_hardware, versions
-from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS, RooflineCostModel
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.simulator.files import SimulatedFiles
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import Poisson, make_conversations
 from jaxllm.sched.cache.names import BlockName
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import (
@@ -51,9 +52,8 @@ from jaxllm.sched.policies import (
 )
 from jaxllm.sched.presets import adaptive, cached_attention, flashgen, hicache, pensieve, sglang, vllm_v1
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.simulator.files import SimulatedFiles
-from jaxllm.simulator.run import simulate
-from jaxllm.workloads import Poisson, make_conversations
+from jaxllm.system.hardware import describe_hardware, versions
+from jaxllm.system.output_files import NewFolder, OutputParser
 
 DEVICE, GPU_BYTES, HOST_BYTES, FILE_BANDWIDTH = "A100-80GB", 40e9, 220e9, 5e9
 MAX_LEN, MEAN_THINK, COMMON_LEN = 2048, 60.0, 64

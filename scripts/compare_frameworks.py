@@ -27,8 +27,8 @@ from compare.backends import BACKENDS, get_backends, interpreters
 from compare.runner import Comparison
 from compare.workloads import BLOCK_SIZE, PROMPT_LENGTHS, Workload, get_workload, save_workload
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system.output_files import OutputParser, new_file
 
 MAX_MODEL_LEN = 1024
 MAX_DISAGREEMENT = 0.05

@@ -24,8 +24,8 @@ from compare_caches import DEVICE, GPU_BYTES, HOST_BYTES, NUM_DEVICES, Cell, cos
 from sweep.options import list_of
 from sweep.simulated import run_all
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.output_files import NewFolder, OutputParser
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system.output_files import NewFolder, OutputParser
 
 SYSTEMS = ("adaptive, copies at once", "pensieve")
 """Systems of `compare_caches` whose requests begin at once, so that their steps wait for copies."""

@@ -7,9 +7,9 @@ Requests arrive by a Poisson process, by gamma bursts (the gaps' coefficient of 
 device can serve, its throughput when all requests are there at once, first come first served. All at once is
 what a load of 1 is measured with, and not itself a load: there is no rate to vary.
 
-Output lengths depend on the prompts with lognormal noise (`jaxllm.workloads.TopicOutputs`); orders that go
-by length predict it from prompts and past outputs, or know it, or know nothing. Everything else is preset
-`adaptive`'s, except for `vllm`, `vllm_v1` and `fastserve`, which are presets.
+Output lengths depend on the prompts with lognormal noise (`jaxllm.research.workloads.TopicOutputs`); orders
+that go by length predict it from prompts and past outputs, or know it, or know nothing. Everything else is
+preset `adaptive`'s, except for `vllm`, `vllm_v1` and `fastserve`, which are presets.
 
 Slowdown is a request's latency over what it takes alone. Goodput is the share of requests whose slowdown is
 at most 5; the deadline that order `deadline` knows is where its slowdown is 5. Order `priority` has three
@@ -36,17 +36,13 @@ from typing import Any
 import numpy as np
 from sweep.options import list_of
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.lengths import LengthPolicy, RangePredictor, RankPredictor, TrueLength, ValuePredictor
 from jaxllm.predictors.roofline import RooflineCostModel
-from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import SchedulingPolicy
-from jaxllm.sched.presets import make_preset
-from jaxllm.simulator.run import simulate
-from jaxllm.workloads import (
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import (
     AllAtOnce,
     ArrivalProcess,
     ClosedLoop,
@@ -56,6 +52,10 @@ from jaxllm.workloads import (
     Trace,
     make_trace,
 )
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.sched.presets import make_preset
+from jaxllm.system.output_files import NewFolder, OutputParser
 
 MODEL, DEVICE = "opt-13b", "A800-80GB-PCIe"
 DATASET, MAX_OUTPUT_LEN = "chatbot", 512

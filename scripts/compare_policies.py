@@ -24,10 +24,10 @@ from policies.report import MEASURES, report
 from sweep.options import list_of
 from sweep.simulated import DEVICE, Device, run_all
 
-from jaxllm.bench.results import command_line, write_json
 from jaxllm.errors import ConfigError
-from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.samples import load_samples
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system.output_files import NewFolder, OutputParser
 
 PARTS = ("arrivals", "devices")
 

@@ -10,15 +10,15 @@ import tempfile
 from pathlib import Path
 
 from jaxllm import LLM
-from jaxllm.bench.replay import replay
-from jaxllm.cli.explain import plot, summary, timeline
-from jaxllm.ledgers import read_ledger
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.engine.ledgers import read_ledger
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.research.bench.replay import replay
+from jaxllm.research.commands.explain import plot, summary, timeline
+from jaxllm.research.workloads import make_trace
+from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.ledger import Ledger, PreemptionRecord
 from jaxllm.sched.presets import make_preset
-from jaxllm.workloads import make_trace
-from jaxllm.workloads.result import RunResult
+from jaxllm.system.output_files import OutputParser, new_file
 
 PRESETS = ("adaptive", "vllm", "vllm_swap")
 

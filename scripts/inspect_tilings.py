@@ -31,12 +31,13 @@ os.environ["XLA_FLAGS"] = " ".join(  # read once, by jax
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from jaxllm import hardware, pallas_kernels  # noqa: E402
-from jaxllm.bench.results import command_line, write_json  # noqa: E402
+from jaxllm import pallas_kernels  # noqa: E402
 from jaxllm.errors import ConfigError  # noqa: E402
-from jaxllm.gpu.target import Compiler, GPUTarget, get_target  # noqa: E402
-from jaxllm.output_files import OutputParser, new_file  # noqa: E402
 from jaxllm.pallas_kernels.triton import Tiling, alternative_tilings, default_tiling  # noqa: E402
+from jaxllm.research.bench.results import command_line, write_json  # noqa: E402
+from jaxllm.research.plan.target import Compiler, GPUTarget, get_target  # noqa: E402
+from jaxllm.system import hardware  # noqa: E402
+from jaxllm.system.output_files import OutputParser, new_file  # noqa: E402
 
 _RESERVED_SHARED_MEMORY = 1024  # of each program, by the system
 _REGISTERS_PER_CORE = 65536

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxllm.output_files import NewFolder, OutputParser
+from jaxllm.system.output_files import NewFolder, OutputParser
 
 EMBEDDING_STD = 0.05
 BIAS_STD = 0.02

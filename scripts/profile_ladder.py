@@ -30,12 +30,12 @@ from ladder.models import FAMILIES, Rung
 from ladder.report import ladder_candidates, ladder_errors, swap_figure
 from sweep.options import list_of
 
-from jaxllm import hardware
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.costs import shape_of
+from jaxllm.engine.costs import shape_of
+from jaxllm.engine.profiling import Profiler
 from jaxllm.errors import JaxllmError
-from jaxllm.output_files import OutputParser, new_file
-from jaxllm.profiling import Profiler
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system import hardware
+from jaxllm.system.output_files import OutputParser, new_file
 
 
 def measure_ladder(rungs: Sequence[Rung], seconds: float, repetitions: int, seed: int) -> Ladder:

@@ -3,9 +3,9 @@
     python scripts/profile_overhead.py --model DIR --num-prompts 32 --output-len 64 --out overhead.json
 
 The scheduler's `schedule`, the executor's `execute`, every compiled program and every `fetch` are wrapped
-with timers; see `jaxllm.bench.step_times` for what each part holds. The call of a program is timed apart
-from the packing of its inputs, because the CPU backend may run the program before the call returns: only
-schedule, pack and commit are the host's. Both engines share one executor, so that they run the same
+with timers; see `jaxllm.research.bench.step_times` for what each part holds. The call of a program is timed
+apart from the packing of its inputs, because the CPU backend may run the program before the call returns:
+only schedule, pack and commit are the host's. Both engines share one executor, so that they run the same
 programs, and their repetitions alternate, so that a noisy machine disturbs both.
 """
 
@@ -17,16 +17,16 @@ import json
 import sys
 from typing import Any
 
-from jaxllm import hardware
-from jaxllm.bench.results import command_line
-from jaxllm.bench.step_times import StepTimer
-from jaxllm.bench.throughput import Repetition, Workload, num_params, overhead, run_once, spread
-from jaxllm.cli.options import add_engine_options, engine_settings, load_llm, model_name, note
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.options import add_engine_options, engine_settings, load_llm, model_name, note
 from jaxllm.executor import compile_stats
 from jaxllm.llm import LLM
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm.research.bench.results import command_line
+from jaxllm.research.bench.step_times import StepTimer
+from jaxllm.research.bench.throughput import Repetition, Workload, num_params, overhead, run_once, spread
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.system import hardware
+from jaxllm.system.output_files import OutputParser, new_file
 
 
 def make_engine(llm: LLM, async_scheduling: bool) -> Engine:

@@ -13,8 +13,8 @@ import json
 import pathlib
 import sys
 
-from jaxllm.bench.oracles import first_difference
 from jaxllm.errors import ConfigError
+from jaxllm.research.bench.oracles import first_difference
 
 
 def main(argv: list[str] | None = None) -> int:

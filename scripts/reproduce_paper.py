@@ -58,11 +58,11 @@ from paper.page import html_of
 from sweep.options import list_of
 from sweep.simulated import DEVICE, Device, run_all
 
-from jaxllm.bench.results import command_line, write_json
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.samples import load_samples
-from jaxllm.workloads import parse_arrivals
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.workloads import parse_arrivals
+from jaxllm.system.output_files import NewFolder, OutputParser
 
 SIMULATED_ONLY = ("readings", "swap_both", "memory")
 ALL_PARTS = (*PARTS, "memory")
@@ -73,7 +73,7 @@ def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
 
     Rows are also appended to `engine-cells.jsonl` as they come, so that an interrupted run loses none.
     """
-    from jaxllm import hardware
+    from jaxllm.system import hardware
 
     rows: list[dict[str, Any]] = []
     sources = []

@@ -40,11 +40,11 @@ from sweep.options import list_of
 from sweep.report import load_near, places, report
 from sweep.simulated import DEVICE, MAX_MODEL_LEN, run_all
 
-from jaxllm.bench.results import command_line, write_json
 from jaxllm.errors import ConfigError
-from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.samples import load_samples
-from jaxllm.workloads import parse_arrivals
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.workloads import parse_arrivals
+from jaxllm.system.output_files import NewFolder, OutputParser
 
 PARTS = ("actions", "near")
 OPTIONS: dict[str, tuple[Callable[[str], Any], Any, str]] = {

@@ -32,19 +32,20 @@ from typing import Any
 from sweep.options import ARRIVALS_HELP, in_words, list_of
 from sweep.report import Place, shares_report
 
-from jaxllm import LLM, hardware
-from jaxllm.bench.replay import Replay, Stopwatch, replay_side_by_side
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.costs import shape_of
+from jaxllm import LLM
+from jaxllm.engine.costs import shape_of
+from jaxllm.engine.profiling import Profiler
 from jaxllm.errors import ConfigError
-from jaxllm.output_files import NewFolder, OutputParser
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.profiling import Profiler
+from jaxllm.research.bench.replay import Replay, Stopwatch, replay_side_by_side
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.workloads import Trace, UniformLengths, make_trace, parse_arrivals
+from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.policies import AlwaysRecompute, SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import adaptive
-from jaxllm.workloads import Trace, UniformLengths, make_trace, parse_arrivals
-from jaxllm.workloads.result import RunResult
+from jaxllm.system import hardware
+from jaxllm.system.output_files import NewFolder, OutputParser
 
 SPEEDS = (0.02, 0.1, 0.4, 1.0, 10.0)
 AGAIN = "adaptive again"

@@ -38,22 +38,23 @@ from policies.cells import CHANGED, COMBINED, policy_of
 from sweep.intervals import interval
 from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
 
-from jaxllm import LLM, hardware
-from jaxllm.bench.replay import replay
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.costs import shape_of
-from jaxllm.output_files import OutputParser, new_file
+from jaxllm import LLM
+from jaxllm.engine.costs import shape_of
+from jaxllm.engine.profiling import Profiler
 from jaxllm.predictors.base import CostKind, CostModel, step_kind
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.table import TableCostModel
-from jaxllm.profiling import Profiler
+from jaxllm.research.bench.replay import replay
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import Trace, UniformLengths, make_trace
+from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import PRESETS, make_preset
-from jaxllm.simulator.run import simulate
-from jaxllm.workloads import Trace, UniformLengths, make_trace
-from jaxllm.workloads.result import RunResult
+from jaxllm.system import hardware
+from jaxllm.system.output_files import OutputParser, new_file
 
 DEFAULT_PRESETS = ("vllm", "vllm_v1", "paper", "paper_strategy", "adaptive", "adaptive_throughput")
 RUNS = 2

@@ -21,9 +21,9 @@ from markdown_it.token import Token
 
 from jaxllm import LLM, BeamSearchParams, EngineConfig, SamplingParams, StructuredOutputsParams
 from jaxllm.cli.main import build_parser
+from jaxllm.engine.vllm_names import SETTINGS
 from jaxllm.pallas_kernels import decode_attention
 from jaxllm.sched.policies import SchedulerPolicy
-from jaxllm.vllm_names import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

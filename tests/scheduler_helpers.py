@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import PoolState, SchedulerPolicy, SchedulingPolicy

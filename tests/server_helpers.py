@@ -12,8 +12,8 @@ import threading
 import time
 import urllib.parse
 
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.config import EngineConfig
+from jaxllm.engine.config import EngineConfig
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.run import listen, make_server
 from jaxllm.server.service import Service

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.simulator.allocation import (
+from jaxllm.research.simulator.allocation import (
     RULES,
     BuddyAllocator,
     Paging,

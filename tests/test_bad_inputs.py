@@ -15,10 +15,10 @@ from variants import golden_checkpoint
 
 from jaxllm import LLM, BeamSearchParams, SamplingParams
 from jaxllm.cli.main import main
-from jaxllm.config import EngineConfig
+from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.ledgers import read_ledger
 from jaxllm.errors import CapacityError, ConfigError, RequestError, RequestTooLargeError, SamplingParamsError
-from jaxllm.ledgers import read_ledger
 from jaxllm.llm import demo_model_path
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
@@ -172,7 +172,7 @@ def test_quiet_says_nothing_but_errors(tmp_path, monkeypatch, capfd):
 )
 def test_a_benchmark_is_checked_before_it_loads_anything(options, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jaxllm.cli.bench.load_llm", None)
+    monkeypatch.setattr("jaxllm.research.commands.bench.load_llm", None)
     assert main(["bench", "throughput", *options]) == 2
     assert message in capsys.readouterr().err
 

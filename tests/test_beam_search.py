@@ -8,9 +8,9 @@ from engine_helpers import make_llm
 from variants import golden_checkpoint
 
 from jaxllm import BeamSearchParams
-from jaxllm.beam_search import BeamSearch
+from jaxllm.engine.beam_search import BeamSearch
+from jaxllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.errors import RequestError, SamplingParamsError
-from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_beams.json").read_text())
 SETTINGS = ("beam_width", "length_penalty", "early_stopping", "max_tokens")

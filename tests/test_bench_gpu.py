@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import hardware
 from jaxllm.errors import EngineError
 from jaxllm.executor import compile_stats
+from jaxllm.system import hardware
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 

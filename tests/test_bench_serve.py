@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from fake_openai import FakeServer, chat_words, words
 
-from jaxllm.bench.serving.answers import Answer
-from jaxllm.bench.serving.client import check_url
-from jaxllm.bench.serving.workload import RequestFields, Requests, drawn_trace, with_new_prompts
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.workloads import AllAtOnce, Poisson, TopicOutputs, Trace, make_trace
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.research.bench.serving.answers import Answer
+from jaxllm.research.bench.serving.client import check_url
+from jaxllm.research.bench.serving.workload import RequestFields, Requests, drawn_trace, with_new_prompts
+from jaxllm.research.workloads import AllAtOnce, Poisson, TopicOutputs, Trace, make_trace
 
 FEW = ["--num-prompts=4", "--input-len=3:6", "--output-len=2:5", "--num-warmups=0"]
 LATENCY_KEYS = {

@@ -8,11 +8,11 @@ from fake_openai import DONE, chat_words, words
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.bench.serving.answers import Answer, AnswerStream
-from jaxllm.bench.serving.metrics import Report, details, figures, latencies
-from jaxllm.bench.serving.report import brief, rows, summary, table
-from jaxllm.bench.serving.server_metrics import server_figures
 from jaxllm.errors import ConfigError
+from jaxllm.research.bench.serving.answers import Answer, AnswerStream
+from jaxllm.research.bench.serving.metrics import Report, details, figures, latencies
+from jaxllm.research.bench.serving.report import brief, rows, summary, table
+from jaxllm.research.bench.serving.server_metrics import server_figures
 
 
 def encoded(events, end="\n\n"):

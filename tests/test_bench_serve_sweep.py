@@ -14,13 +14,13 @@ import pytest
 from fake_openai import FakeServer, words
 from server_helpers import served_by_command
 
-from jaxllm.bench.serving import server_process
-from jaxllm.bench.serving.server_process import running_server
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.cli.main import main
 from jaxllm.cli.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
-from jaxllm.workloads import make_conversations
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.research.bench.serving import server_process
+from jaxllm.research.bench.serving.server_process import running_server
+from jaxllm.research.workloads import make_conversations
 
 SMALL = (
     "--max-num-seqs=4 --max-num-batched-tokens=32 --decode-buckets=4 --prefill-buckets=32 "
@@ -190,7 +190,7 @@ def test_a_sweep_that_is_told_to_end_leaves_no_server(stand_in, tmp_path, number
         ready = READY.replace("http://127.0.0.1:9", never_answers.url) if is_ready else ":"
         pids = stand_in("trap '' INT HUP", ready, "exec sleep 600")
         program = (
-            "import sys; from jaxllm.bench.serving import sweep\n"
+            "import sys; from jaxllm.research.bench.serving import sweep\n"
             "from jaxllm.cli.main import main\n"
             "sweep.Sweep.hardware = lambda self: {}\n"
             f"sys.executable = {sys.executable!r}\n"

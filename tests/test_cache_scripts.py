@@ -16,10 +16,10 @@ import compare_caches
 import compare_layerwise
 import demo_conversation
 
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import Poisson, make_conversations
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import make_preset
-from jaxllm.simulator.run import simulate
-from jaxllm.workloads import Poisson, make_conversations
 
 
 def test_the_benchmark_measures_every_kind(tmp_path, capsys):

@@ -5,9 +5,9 @@ from engine_helpers import SMALL
 from tokenizer_helpers import write_tokenizer
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.chat import apply_chat_template, check_messages, render
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.tokenizer import load_tokenizer
+from jaxllm.text.chat import apply_chat_template, check_messages, render
+from jaxllm.text.tokenizer import load_tokenizer
 
 HELLO = [{"role": "user", "content": "hi"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from jaxllm.chat import render
 from jaxllm.errors import ConfigError
 from jaxllm.llm import demo_model_path
-from jaxllm.tokenizer import load_tokenizer
+from jaxllm.text.chat import render
+from jaxllm.text.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 LONG = "{% for i in range(100000) %}{% for j in range(100000) %}"

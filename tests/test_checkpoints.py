@@ -10,9 +10,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
-from jaxllm.checkpoints import checkpoint_folder, demo_model_path
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
+from jaxllm.loading.checkpoints import checkpoint_folder, demo_model_path
 
 NAME = "llama_gqa"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

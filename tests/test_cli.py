@@ -15,12 +15,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from variants import golden_checkpoint
 
 import jaxllm
-from jaxllm.cli import bench, generate, options
+from jaxllm.cli import generate
 from jaxllm.cli.main import main
-from jaxllm.cli.prompts_io import prompts_from_arguments
+from jaxllm.engine import options
 from jaxllm.errors import ConfigError
+from jaxllm.jobs.prompts_io import prompts_from_arguments
 from jaxllm.llm import LLM, demo_model_path
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.research.commands import bench
+from jaxllm.sampling.params import SamplingParams
 
 SETTINGS = {
     "load_format": "dummy",

@@ -14,10 +14,8 @@ from jaxllm.errors import ConfigError, RequestError
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
-from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.presets import PRESETS, make_preset
-from jaxllm.simulator.run import simulate
-from jaxllm.workloads import (
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import (
     AllAtOnce,
     ClosedLoop,
     Feed,
@@ -28,6 +26,8 @@ from jaxllm.workloads import (
     make_trace,
     parse_arrivals,
 )
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.presets import PRESETS, make_preset
 
 COSTS = RooflineCostModel(model_shape("opt-13b"), device_spec("A800-80GB-PCIe"))
 CONFIG = SchedulerConfig(

@@ -14,7 +14,6 @@ import pytest
 from engine_helpers import make_llm
 
 from jaxllm import SamplingParams
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.cli.main import main
 from jaxllm.cluster.attempts import Turns
 from jaxllm.cluster.batch_engine import BatchEngine, BatchSettings
@@ -24,6 +23,7 @@ from jaxllm.cluster.pool import Pool
 from jaxllm.cluster.shards import RawRow, Shard, input_files, read_shard, scan, shards_of
 from jaxllm.cluster.worker import ShardWorker
 from jaxllm.errors import ConfigError, EngineError
+from jaxllm.loading.checkpoints import demo_model_path
 
 # Shards
 

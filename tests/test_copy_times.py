@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from scheduler_helpers import V1, LinearCosts, make_request
 from variants import golden_checkpoint
 
-from jaxllm.bench.replay import replay
 from jaxllm.engine.observer import StepObserver
-from jaxllm.executor.copy_timer import CopyTimer
-from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
+from jaxllm.executor.kv.copy_timer import CopyTimer
+from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.research.bench.replay import replay
+from jaxllm.research.simulator.executor import SimulatedExecutor
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import UniformLengths, make_trace
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import ResumeAction, ResumeDecision, SwapIfItFits
-from jaxllm.simulator.executor import SimulatedExecutor
-from jaxllm.simulator.run import simulate
 from jaxllm.types import CopyTime, HostPiece, SchedulerOutput, Swap, host_blocks_of
-from jaxllm.workloads import UniformLengths, make_trace
 
 POOL = (2 * MAX_STAGED_BLOCKS, 2, 2, 2, 4, 8)
 MOMENTS = st.floats(0.0, 10.0)
@@ -138,7 +138,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("jaxllm.executor.swapper.time", clock)
+    monkeypatch.setattr("jaxllm.executor.kv.swapper.time", clock)
     return clock
 
 

@@ -9,10 +9,10 @@ import pytest
 from pyarrow import parquet
 
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.tokenizer import encode, load_tokenizer
-from jaxllm.workloads import (
+from jaxllm.research.workloads import (
     load_dataset_file,
 )
+from jaxllm.text.tokenizer import encode, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ def write(path, text):
 
 
 class WordTokenizer:
-    """One token a word, and the part of transformers' interface that `jaxllm.tokenizer.encode` uses."""
+    """One token a word, and the part of transformers' interface that `jaxllm.text.tokenizer.encode` uses."""
 
     bos_token_id = None
 

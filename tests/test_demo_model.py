@@ -15,9 +15,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 import jaxllm
-from jaxllm.chat import apply_chat_template
 from jaxllm.models.config import LlamaConfig, config_from_dict
-from jaxllm.tokenizer import encode, eos_token_ids, load_tokenizer
+from jaxllm.text.chat import apply_chat_template
+from jaxllm.text.tokenizer import encode, eos_token_ids, load_tokenizer
 
 DEMO = Path(jaxllm.__file__).parent / "demo_model"
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_demo_model.py"

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import demo_pressure
 
-from jaxllm.ledgers import read_ledger
+from jaxllm.engine.ledgers import read_ledger
 
 
 def test_the_demo_prints_presets_decisions_and_a_timeline(monkeypatch, capsys, tmp_path):

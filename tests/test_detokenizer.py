@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxllm.detokenizer import IncrementalDetokenizer, TokenNames, token_bytes
+from jaxllm.text.detokenizer import IncrementalDetokenizer, TokenNames, token_bytes
 
 SPECIAL = ["<s>", "</s>", "<|user|>"]
 BYTE_LEVEL_SIZE = 3 + 256 + 14
@@ -404,7 +404,7 @@ def drawn_tokenizer(draw):
 
 
 def _alphabet():
-    from jaxllm.detokenizer import _byte_alphabet
+    from jaxllm.text.detokenizer import _byte_alphabet
 
     assert set(_byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
     return _byte_alphabet()

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, WeightsError
-from jaxllm.executor import disk, file_io
-from jaxllm.executor.disk import BlockFiles, weights_fingerprint
-from jaxllm.executor.file_io import FileTransfers
+from jaxllm.executor.kv import disk, file_io
+from jaxllm.executor.kv.disk import BlockFiles, weights_fingerprint
+from jaxllm.executor.kv.file_io import FileTransfers
 from jaxllm.sched.cache.names import BlockName, names_of, root
 from jaxllm.types import Read
 
@@ -643,7 +643,7 @@ CHILD = textwrap.dedent("""
     import os, random, signal, sys
     from pathlib import Path
     import numpy as np
-    from jaxllm.executor.disk import BlockFiles
+    from jaxllm.executor.kv.disk import BlockFiles
     from jaxllm.sched.cache.names import names_of, root
 
     NAMES = names_of(range(4000), 4, root())

@@ -12,9 +12,9 @@ import yaml
 from docs_helpers import DOCS, PAGES, ROOT, Page, command_problem, link_problem, span_problems
 
 import jaxllm
-from jaxllm.cli.prompts_io import read_jsonl_file
+from jaxllm.jobs.prompts_io import read_jsonl_file
 from jaxllm.llm import LLM, demo_model_path
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 
 CHECKPOINT = "path/to/checkpoint"
 NAMES = {path: path.relative_to(ROOT).as_posix() for path in PAGES}

@@ -17,10 +17,10 @@ import validate_simulator
 from sweep.intervals import interval
 from sweep.report import Place
 
+from jaxllm.engine.profiling import Profiler
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.table import TableAxes, TableCostModel
-from jaxllm.profiling import Profiler
 
 OPTIONS = ["--requests", "8", "--gpu-blocks", "12", "--host-blocks", "12", "--max-num-seqs", "4"]
 OPTIONS += ["--profile-seconds", "1"]

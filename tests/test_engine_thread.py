@@ -12,12 +12,12 @@ from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
 from jaxllm.engine import thread as engine_thread
+from jaxllm.engine.output_builder import OutputBuilder
 from jaxllm.engine.output_processor import RequestState
 from jaxllm.errors import EngineError, RequestError
+from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.pending import PendingStep
-from jaxllm.executor.swapper import BlockSwapper
-from jaxllm.output_builder import OutputBuilder
 from jaxllm.predictors.lengths import TrueLength
 from jaxllm.sched.policies import SchedulerPolicy, SwapIfItFits
 

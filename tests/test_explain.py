@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from jaxllm.cli.explain import summary, timeline
 from jaxllm.cli.main import main
-from jaxllm.ledgers import read_ledger
+from jaxllm.engine.ledgers import read_ledger
+from jaxllm.research.commands.explain import summary, timeline
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import make_trace
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.presets import make_preset
-from jaxllm.simulator.run import simulate
-from jaxllm.workloads import make_trace
 
 
 class Costs:

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from jaxllm.executor import file_digests
-from jaxllm.executor.disk import weights_fingerprint
+from jaxllm.executor.kv import file_digests
+from jaxllm.executor.kv.disk import weights_fingerprint
 
 
 @pytest.fixture

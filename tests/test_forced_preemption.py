@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import SamplingParams
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import EngineError
 from jaxllm.executor import compile_stats
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.policies import (
     Decision,
     MixedIterations,

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from server_helpers import serving
 
-from jaxllm import LLM, SamplingParams, StructuredOutputsParams, grammar_processes, grammars
-from jaxllm.checkpoints import demo_model_path
+from jaxllm import LLM, SamplingParams, StructuredOutputsParams
 from jaxllm.errors import SamplingParamsError, TryAgainError
-from jaxllm.grammars import Grammars
-from jaxllm.structured_outputs import only_spaces
-from jaxllm.tokenizer import load_tokenizer
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sampling import grammar_processes, grammars
+from jaxllm.sampling.grammars import Grammars
+from jaxllm.sampling.structured_outputs import only_spaces
+from jaxllm.text.tokenizer import load_tokenizer
 
 VOCAB_SIZE = 4096
 
@@ -78,8 +79,8 @@ def test_whoever_compiles_it_here_dies(name):
     """Without a process of its own the grammar ends the program, which is why it has one."""
     code = (
         "import json, sys\n"
-        "from jaxllm.checkpoints import demo_model_path\n"
-        "from jaxllm.structured_outputs import StructuredOutputsParams, Vocabulary, compiled\n"
+        "from jaxllm.loading.checkpoints import demo_model_path\n"
+        "from jaxllm.sampling.structured_outputs import StructuredOutputsParams, Vocabulary, compiled\n"
         "params = StructuredOutputsParams(**json.load(sys.stdin))\n"
         "text = (demo_model_path() / 'tokenizer.json').read_text()\n"
         f"compiled(Vocabulary(text, {VOCAB_SIZE}, [0]), params.grammar_text())\n"
@@ -113,7 +114,7 @@ def test_a_process_that_takes_too_long_is_ended(compiled, monkeypatch):
     compiled.get(StructuredOutputsParams(regex="a"))
     (process,) = compiled._made[1]._idle
     os.kill(process.pid, signal.SIGSTOP)
-    monkeypatch.setattr("jaxllm.grammar_processes._MAX_SECONDS", 0.2)
+    monkeypatch.setattr("jaxllm.sampling.grammar_processes._MAX_SECONDS", 0.2)
     monkeypatch.setattr(grammar_processes, "_TRIES", 0)
     with pytest.raises(TryAgainError, match="gave no answer in time"):
         compiled.get(StructuredOutputsParams(regex="b"))
@@ -198,10 +199,10 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path, how):
     """In programs that have no file, too, started anywhere."""
     code = (
         "import os, signal\n"
-        "from jaxllm.checkpoints import demo_model_path\n"
-        "from jaxllm.grammars import Grammars\n"
-        "from jaxllm.structured_outputs import StructuredOutputsParams\n"
-        "from jaxllm.tokenizer import load_tokenizer\n"
+        "from jaxllm.loading.checkpoints import demo_model_path\n"
+        "from jaxllm.sampling.grammars import Grammars\n"
+        "from jaxllm.sampling.structured_outputs import StructuredOutputsParams\n"
+        "from jaxllm.text.tokenizer import load_tokenizer\n"
         "found = Grammars(load_tokenizer(demo_model_path()), 4096, {0})\n"
         "found.get(StructuredOutputsParams(regex='a'))\n"
         "print(found._made[1]._idle[0].pid, flush=True)\n"
@@ -235,11 +236,11 @@ def test_threads_outlive_the_main_one():
     """A thread that is not the main one goes on with structured output, and then the program ends."""
     code = (
         "import threading\n"
-        "from jaxllm.checkpoints import demo_model_path\n"
-        "from jaxllm.grammars import Grammars\n"
-        "from jaxllm.structured_outputs import StructuredOutputsParams\n"
-        "from jaxllm.token_masks import GrammarState, mask_threads\n"
-        "from jaxllm.tokenizer import load_tokenizer\n"
+        "from jaxllm.loading.checkpoints import demo_model_path\n"
+        "from jaxllm.sampling.grammars import Grammars\n"
+        "from jaxllm.sampling.structured_outputs import StructuredOutputsParams\n"
+        "from jaxllm.sampling.token_masks import GrammarState, mask_threads\n"
+        "from jaxllm.text.tokenizer import load_tokenizer\n"
         "found = Grammars(load_tokenizer(demo_model_path()), 4096, {0})\n"
         "def run():\n"
         "    threading.main_thread().join()\n"

@@ -7,11 +7,11 @@ import pytest
 
 from jaxllm import SamplingParams
 from jaxllm.cli.main import main
-from jaxllm.cli.prompts_io import read_jsonl_file
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError
-from jaxllm.json_text import parse, read_object
+from jaxllm.jobs.prompts_io import read_jsonl_file
 from jaxllm.llm import demo_model_path
 from jaxllm.models.config import read_hf_config
+from jaxllm.system.json_text import parse, read_object
 
 BAD = {
     '{"a": 1, "b": {"a": 2}, "a": 3}': "the key 'a' is there twice",

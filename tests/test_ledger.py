@@ -8,10 +8,10 @@ import math
 import pytest
 from scheduler_helpers import V1, LinearCosts, holder, make_request, make_scheduler, step
 
-from jaxllm.cli.explain import summary
+from jaxllm.engine.ledgers import read_ledger
 from jaxllm.errors import ConfigError
-from jaxllm.ledgers import read_ledger
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.research.commands.explain import summary
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.policies import (
     AdaptiveAction,

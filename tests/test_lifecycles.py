@@ -19,10 +19,12 @@ from engine_helpers import make_llm
 from variants import golden_checkpoint, golden_data
 
 import jaxllm
-from jaxllm import SamplingParams, assembly, forks
+from jaxllm import SamplingParams
+from jaxllm.engine import assembly
 from jaxllm.engine import owner as engine_owner
 from jaxllm.engine import thread as engine_thread
 from jaxllm.errors import EngineError
+from jaxllm.system import forks
 
 NAME = "llama_gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -9,7 +9,6 @@ from engine_helpers import make_engine, make_llm, restless, run
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.errors import (
     ConfigError,
     RequestError,
@@ -22,6 +21,7 @@ from jaxllm.executor import compile_stats
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey
+from jaxllm.loading.checkpoints import demo_model_path
 
 NAME = "llama_gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

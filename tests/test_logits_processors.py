@@ -11,7 +11,7 @@ from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError
-from jaxllm.logits_processors import load_processors
+from jaxllm.sampling.logits_processors import load_processors
 
 CHECKPOINT = golden_checkpoint("llama_gqa")
 PROMPTS = [[5, 6, 7], [9, 8], [1, 2, 3, 4, 5], [11]]
@@ -73,7 +73,7 @@ def test_masks_come_after_them(llm):
     ("choices", "message"),
     [
         (["absent_module:f"], "cannot import the logits processor 'absent_module:f'.*PYTHONPATH"),
-        (["jaxllm.logits_processors:absent"], "cannot import .* AttributeError"),
+        (["jaxllm.sampling.logits_processors:absent"], "cannot import .* AttributeError"),
         (["no_colon"], "must be 'module:function'"),
         ([5], "holds 5, which is no function"),
         ([lambda logits: logits], "cannot be compiled: TypeError"),

@@ -11,7 +11,7 @@ from scheduler_helpers import make_request, make_scheduler
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
-from jaxllm.config import EngineConfig
+from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling, SlotParams

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from jaxllm.bench import oracles
+from jaxllm.research.bench import oracles
 
 RECORDS = sorted((pathlib.Path(__file__).parent / "data" / "oracles").glob("*.json"))
 

@@ -9,8 +9,8 @@ import pytest
 
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
-from jaxllm.output_files import NewFolder, OutputParser, check_writable, new_file
-from jaxllm.workloads import make_trace
+from jaxllm.research.workloads import make_trace
+from jaxllm.system.output_files import NewFolder, OutputParser, check_writable, new_file
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))

@@ -6,12 +6,12 @@ import pytest
 from scheduler_helpers import make_request
 from tokenizer_helpers import write_tokenizer
 
-from jaxllm.detokenizer import IncrementalDetokenizer
+from jaxllm.engine.output_builder import Delta, OutputBuilder, Samples
 from jaxllm.engine.output_processor import RequestState
-from jaxllm.output_builder import Delta, OutputBuilder, Samples
-from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.tokenizer import load_tokenizer
+from jaxllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxllm.sampling.params import RequestOutputKind, SamplingParams
+from jaxllm.text.detokenizer import IncrementalDetokenizer
+from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.types import RequestMetrics, TokenLogprobs
 
 

@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NEED_EXTRAS = ("integrations/lm_eval.py", "cluster/serve_router.py")
+NEED_EXTRAS = ("jobs/lm_eval.py", "cluster/serve_router.py")
 
 
 def test_wheel_holds_every_module_and_all_import(tmp_path):
@@ -40,14 +40,14 @@ def test_wheel_holds_every_module_and_all_import(tmp_path):
 
 
 def test_what_needs_an_extra_names_it():
-    code = "import sys; sys.modules['lm_eval'] = None; import jaxllm.integrations.lm_eval"
+    code = "import sys; sys.modules['lm_eval'] = None; import jaxllm.jobs.lm_eval"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
     assert "pip install 'jaxllm[lm-eval]'" in done.stderr.splitlines()[-1]
 
 
 def test_scheduling_imports_no_accelerator_library():
     code = (
-        "import sys, jaxllm.sched.scheduler, jaxllm.predictors, jaxllm.types, jaxllm.outputs\n"
+        "import sys, jaxllm.sched.scheduler, jaxllm.predictors, jaxllm.types, jaxllm.engine.outputs\n"
         "assert not {'jax', 'flax', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)

@@ -14,9 +14,9 @@ from jaxllm.predictors.lengths import (
     ValuePredictor,
     prompt_features,
 )
+from jaxllm.research.workloads import TopicOutputs, load_dataset_file, make_trace
 from jaxllm.sched.presets import make_preset
 from jaxllm.types import Request
-from jaxllm.workloads import TopicOutputs, load_dataset_file, make_trace
 
 LEARNED = (ValuePredictor, RangePredictor, RankPredictor)
 

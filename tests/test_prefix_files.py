@@ -12,8 +12,8 @@ from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError
-from jaxllm.executor import file_io
-from jaxllm.executor.disk import BlockFiles
+from jaxllm.executor.kv import file_io
+from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.sched.policies import NoOffload, OffloadIfCheaper
 from jaxllm.sched.presets import make_preset
 from jaxllm.types import CopyProgress

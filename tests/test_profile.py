@@ -14,21 +14,21 @@ from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
 from jaxllm.cli.main import main
-from jaxllm.costs import find_costs, profile_folder, shape_of
+from jaxllm.engine.costs import find_costs, profile_folder, shape_of
+from jaxllm.engine.ledgers import read_ledger
+from jaxllm.engine.profiling import Profiler, Work
+from jaxllm.engine.scheduling import make_scheduling
 from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.pending import PendingStep
-from jaxllm.ledgers import read_ledger
 from jaxllm.predictors.base import COST_KINDS, model_shape, step_kind
 from jaxllm.predictors.regression import fit
 from jaxllm.predictors.samples import load_samples, save_samples
 from jaxllm.predictors.store import Profile, profile_path
 from jaxllm.predictors.table import TableCostModel
-from jaxllm.profiling import Profiler, Work
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.presets import PRESETS
-from jaxllm.scheduling import make_scheduling
 
 NAME = "llama_gqa"
 
@@ -179,7 +179,7 @@ def test_steps_are_timed_as_an_engine_runs_them(work, lengths, monkeypatch):
     )
     profiler = Profiler(types.SimpleNamespace(config=config, execute=execute), model_shape("opt-13b"))
     clock = iter([10.0, 11.0, 12.5, 16.0])
-    monkeypatch.setattr("jaxllm.profiling.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("jaxllm.engine.profiling.time.perf_counter", lambda: next(clock))
     (sample,) = profiler.measure(work)
     assert events == ["send", *["send", "read"] * 4, "read"]
     assert ran == lengths
@@ -347,7 +347,7 @@ def test_costs_are_measured_at_start_on_demand(tmp_path, monkeypatch):
 
 def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
     quick = functools.partial(fit, names=["ridge"], degrees=[1, 2])
-    monkeypatch.setattr("jaxllm.profiling.fit", quick)
+    monkeypatch.setattr("jaxllm.engine.profiling.fit", quick)
     model = str(golden_checkpoint(NAME))
     sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--decode-buckets", "2"]
     command = ["profile", "--model", model, "--seconds", "0.1", "--output-dir", str(tmp_path), *sizes]

@@ -17,12 +17,12 @@ from ladder.models import Rung
 from ladder.report import ladder_candidates, ladder_errors, swap_figure
 from paper.measured import candidates
 
+from jaxllm.engine.profiling import Work
 from jaxllm.errors import ConfigError
 from jaxllm.executor.buckets import Buckets
 from jaxllm.predictors.base import COST_KINDS, model_shape
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.samples import load_samples, save_samples
-from jaxllm.profiling import Work
 
 SHAPE = model_shape("opt-13b")
 FACTS = {"command": "python scripts/profile_ladder.py", "hardware": {"cpu": "none"}, "versions": {}}

@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.cli.main import main
-from jaxllm.cli.prompt_files import read_prompts
 from jaxllm.errors import ConfigError, JaxllmError, RequestError
+from jaxllm.jobs.prompt_files import read_prompts
 
 PARAMS = SamplingParams(max_tokens=2)
 ROWS = [

@@ -7,7 +7,7 @@ import pytest
 from published_configs import PUBLISHED, REFUSED
 from variants import CONFIGS, VARIANTS, golden_checkpoint
 
-from jaxllm.costs import shape_of
+from jaxllm.engine.costs import shape_of
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.registry import abstract_params, weight_bytes

@@ -9,12 +9,12 @@ from engine_helpers import make_llm
 from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
-from jaxllm.bench.replay import Replay, Stopwatch, deciding, replay, replay_side_by_side
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.research.bench.replay import Replay, Stopwatch, deciding, replay, replay_side_by_side
+from jaxllm.research.workloads import ClosedLoop, Poisson, UniformLengths, make_trace
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.presets import PRESETS, make_preset
-from jaxllm.workloads import ClosedLoop, Poisson, UniformLengths, make_trace
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,13 @@ from paper.control import control, time_control
 from paper.report import Cells
 from paper.report_readings import nearest
 
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.costs import shape_of
+from jaxllm.engine.costs import shape_of
 from jaxllm.errors import ConfigError
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.samples import save_samples
-from jaxllm.workloads import make_trace
+from jaxllm.research.workloads import make_trace
 
 
 @pytest.fixture(scope="module")

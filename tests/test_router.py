@@ -13,14 +13,14 @@ from jaxllm.cluster.prompt_keys import (
     segment_tokens,
 )
 from jaxllm.cluster.router import PrefixAndLoad, PrefixOnly, RoundRobin, Router, TwoChoices
-from jaxllm.cluster.simulation import simulate_routing
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.research.simulator.cluster import simulate_routing
+from jaxllm.research.workloads import Poisson, make_conversations
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import vllm_v1
-from jaxllm.workloads import Poisson, make_conversations
 
 EMPTY = keys_of_text("")
 

@@ -13,7 +13,7 @@ import jaxllm.server.batch
 from jaxllm.cli.main import main
 from jaxllm.errors import EngineError
 from jaxllm.llm import LLM
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.server.parameters import PromptLimits
 from jaxllm.server.service import Service
 

@@ -12,7 +12,7 @@ from jaxllm.predictors.base import COST_KINDS, model_shape
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.samples import load_samples, save_samples
 from jaxllm.predictors.table import TableAxes
-from jaxllm.simulator.fitted import fit_predictor, held_out_ratios
+from jaxllm.research.simulator.fitted import fit_predictor, held_out_ratios
 
 MODEL = model_shape("llama-13b")
 AXES = TableAxes.geometric(

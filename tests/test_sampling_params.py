@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import SamplingParamsError
-from jaxllm.sampling_params import (
+from jaxllm.sampling.params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,

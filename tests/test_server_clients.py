@@ -9,19 +9,19 @@ import openai
 import pytest
 from server_helpers import SMALL, option, read_events, serving
 
-from jaxllm.chat import render
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.generation_config import default_sampling_params
 from jaxllm.llm import LLM
-from jaxllm.sampling_params import MIN_TEMPERATURE, SamplingParams
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.loading.generation_config import default_sampling_params
+from jaxllm.sampling.params import MIN_TEMPERATURE, SamplingParams
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.connections import _raw_error
 from jaxllm.server.protocol import NEUTRAL
 from jaxllm.server.streams import EventStream
-from jaxllm.tokenizer import load_tokenizer
+from jaxllm.text.chat import render
+from jaxllm.text.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "add two numbers"}]
 CHAT = {"messages": MESSAGES, "max_tokens": 2, "temperature": 0}
@@ -122,7 +122,7 @@ def test_a_prompt_of_nothing_begins_where_texts_begin(server, tokenizer):
 
 def test_where_nothing_is_added_there_is_nothing_to_begin_with(server, monkeypatch):
     tokenizer = server.service.tokenizer
-    monkeypatch.setattr("jaxllm.tokenizer._encode", lambda *_, **__: [])
+    monkeypatch.setattr("jaxllm.text.tokenizer._encode", lambda *_, **__: [])
     with pytest.raises(RequestError, match="adds no token of its own"):
         server.service.made.engine._inputs._tokenize("")
     assert tokenizer is not None

@@ -14,10 +14,10 @@ import pytest
 from server_helpers import SMALL, read_events, serving
 
 import jaxllm.server.chat
+from jaxllm.engine.output_builder import Delta
 from jaxllm.errors import ConfigError
 from jaxllm.llm import LLM
-from jaxllm.output_builder import Delta
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.core import Generation
@@ -330,7 +330,7 @@ def test_a_full_queue_is_answered_before_anything_is_read():
 
 
 def test_prompts_are_bounded_before_they_are_tokenised(server, monkeypatch):
-    monkeypatch.setattr("jaxllm.tokenizer.encode", None)  # nothing calls it
+    monkeypatch.setattr("jaxllm.text.tokenizer.encode", None)  # nothing calls it
     limits = server.service.prompt_limits
     monkeypatch.setattr(server.service, "prompt_limits", type(limits)(2, 8, 100, 1024))
     for prompt, place in (("x" * 101, "prompt"), (["a", "x" * 101], "prompt[1]"), ([1] * 9, "prompt")):

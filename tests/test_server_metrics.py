@@ -10,9 +10,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import serving
 
+from jaxllm.engine.outputs import RequestOutput
 from jaxllm.errors import ConfigError
 from jaxllm.executor.step_programs import CompileProgress
-from jaxllm.outputs import RequestOutput
 from jaxllm.sched.ledger import PreemptionRecord, StepRecord
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.stats import NUM_SECONDS, Stats

@@ -9,10 +9,10 @@ import openai
 import pytest
 from server_helpers import SMALL, serving
 
+from jaxllm.engine.output_builder import OutputBuilder
+from jaxllm.engine.outputs import Logprob
 from jaxllm.llm import LLM
-from jaxllm.output_builder import OutputBuilder
-from jaxllm.outputs import Logprob
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.server.scores import completion_logprobs
 
 PROMPT = "def add(a, b):"

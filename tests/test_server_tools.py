@@ -7,12 +7,12 @@ import openai
 import pytest
 from server_helpers import serving
 
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.grammars import Grammars
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sampling.grammars import Grammars
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.server.protocol import ChatCompletionRequest
 from jaxllm.server.tools import PLAIN, CallFormat, CallReader, DemandedCalls, call_format
-from jaxllm.tokenizer import load_tokenizer
+from jaxllm.text.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "add two numbers"}]
 HERMES = """{% if tools %}{{ tools | length }} tools

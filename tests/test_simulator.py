@@ -7,6 +7,13 @@ import pytest
 from scheduler_helpers import V1, LinearCosts, make_request
 
 from jaxllm.errors import ConfigError, RequestTooLargeError
+from jaxllm.research.simulator.executor import SimulatedExecutor
+from jaxllm.research.simulator.files import SimulatedFiles
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.simulator.truth import ExpectedAction, HindsightAction, RegretMeter, Residuals, key_of
+from jaxllm.research.workloads import Poisson, make_conversations
+from jaxllm.research.workloads.result import TimeSpent
+from jaxllm.research.workloads.trace import Trace
 from jaxllm.sched.cache.names import names_of
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
@@ -19,14 +26,7 @@ from jaxllm.sched.policies import (
     SwapIfItFits,
 )
 from jaxllm.sched.presets import PRESETS, make_preset
-from jaxllm.simulator.executor import SimulatedExecutor
-from jaxllm.simulator.files import SimulatedFiles
-from jaxllm.simulator.run import simulate
-from jaxllm.simulator.truth import ExpectedAction, HindsightAction, RegretMeter, Residuals, key_of
 from jaxllm.types import MAX_STAGED_BLOCKS, PrefillChunk, SchedulerOutput, Swap, host_blocks_of
-from jaxllm.workloads import Poisson, make_conversations
-from jaxllm.workloads.result import TimeSpent
-from jaxllm.workloads.trace import Trace
 
 
 class ConstantCosts:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from test_scheduler_properties import SchedulerMachine, draw
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.token_masks import MaskThreads
+from jaxllm.sampling.token_masks import MaskThreads
 from jaxllm.types import RequestStatus
 
 

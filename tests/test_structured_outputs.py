@@ -15,7 +15,7 @@ from jaxllm import LLM, RequestOutputKind, SamplingParams, StructuredOutputsPara
 from jaxllm.errors import SamplingParamsError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.programs import ProgramKey
-from jaxllm.token_masks import BadWords, MaskThreads, TokenMask, TokenMasks, fill_masks
+from jaxllm.sampling.token_masks import BadWords, MaskThreads, TokenMask, TokenMasks, fill_masks
 
 EMAIL = r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)"
 PERSON = {

@@ -10,7 +10,7 @@ from variants import golden_checkpoint, golden_data
 from jaxllm import SamplingParams
 from jaxllm.errors import EngineError
 from jaxllm.executor import compile_stats
-from jaxllm.executor.swapper import MAX_STAGED_BLOCKS, BlockSwapper
+from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.sched.policies import (
     FairPriority,
     LeastUrgentVictim,
@@ -218,7 +218,7 @@ def limited_to_a_block_a_second(clock, pool):
 
 def test_a_limited_link_delays_the_copy_back_and_changes_no_bit(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("jaxllm.executor.swapper.time", clock)
+    monkeypatch.setattr("jaxllm.executor.kv.swapper.time", clock)
     pool = random_pool(8, "float32")
     before = bits_of(pool)
     limited = limited_to_a_block_a_second(clock, pool)
@@ -272,7 +272,7 @@ def test_a_load_may_be_joined_before_it_has_arrived(swapper):
 
 def test_a_limited_link_delays_a_load(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("jaxllm.executor.swapper.time", clock)
+    monkeypatch.setattr("jaxllm.executor.kv.swapper.time", clock)
     pool = random_pool(8, "float32")
     limited = limited_to_a_block_a_second(clock, pool)
     for handle in range(2):

@@ -18,7 +18,7 @@ import sweep_actions
 from sweep.report import Place, actions_report, crossover, near_report
 
 from jaxllm.predictors.samples import save_samples
-from jaxllm.simulator.run import simulate
+from jaxllm.research.simulator.run import simulate
 
 
 def place(speed, swap, recompute, adaptive=1.0):

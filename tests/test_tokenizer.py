@@ -10,7 +10,7 @@ from tokenizer_helpers import build_backend, write_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.tokenizer import encode, eos_token_ids, load_tokenizer
+from jaxllm.text.tokenizer import encode, eos_token_ids, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,9 @@ def tokenizer(folder):
 
 
 def test_importing_jaxllm_tokenizer_imports_no_transformers():
-    code = "import sys, jaxllm.tokenizer, jaxllm.detokenizer; sys.exit('transformers' in sys.modules)"
+    code = (
+        "import sys, jaxllm.text.tokenizer, jaxllm.text.detokenizer; sys.exit('transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.workloads import ClosedLoop, Feed, Poisson, Trace, load_conversations, make_conversations
+from jaxllm.research.workloads import ClosedLoop, Feed, Poisson, Trace, load_conversations, make_conversations
 
 ROOT = Path(__file__).parents[1]
 SEEDS = st.integers(0, 2**63 - 1)
@@ -260,7 +260,7 @@ def test_an_absent_file_is_refused(tmp_path):
 
 def test_workloads_import_no_accelerator_library():
     code = (
-        "import sys, jaxllm.workloads\n"
+        "import sys, jaxllm.research.workloads\n"
         "assert not {'jax', 'flax', 'transformers', 'pyarrow'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

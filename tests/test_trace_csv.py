@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError, RequestError
-from jaxllm.workloads import (
+from jaxllm.research.workloads import (
     load_trace_csv,
 )
 

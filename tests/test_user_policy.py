@@ -12,8 +12,8 @@ from engine_helpers import make_llm
 from scheduler_helpers import LinearCosts
 from variants import golden_checkpoint
 
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.errors import ConfigError
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.policies import LeastUrgentVictim, MoreUrgentFirst, SchedulerPolicy
 from jaxllm.sched.presets import make_preset
 

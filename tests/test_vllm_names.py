@@ -12,13 +12,13 @@ from variants import golden_checkpoint
 
 import jaxllm
 from jaxllm import LLM, SamplingParams, TextPrompt, TokensPrompt
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.config import EngineConfig
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.vllm_names import CALL_ARGUMENTS, CHAT_ARGUMENTS, SETTINGS, check_call_arguments, translate
 from jaxllm.errors import ConfigError, EngineError, RequestError, SamplingParamsError
-from jaxllm.generation_config import default_sampling_params
-from jaxllm.sampling_params import NEUTRAL_VALUES as NOT_SUPPORTED
-from jaxllm.sampling_params import PARAMETER_NAMES
-from jaxllm.vllm_names import CALL_ARGUMENTS, CHAT_ARGUMENTS, SETTINGS, check_call_arguments, translate
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.loading.generation_config import default_sampling_params
+from jaxllm.sampling.params import NEUTRAL_VALUES as NOT_SUPPORTED
+from jaxllm.sampling.params import PARAMETER_NAMES
 
 VLLM_SETTINGS = {
     *("tokenizer", "skip_tokenizer_init", "dtype", "load_format", "hf_overrides", "seed", "max_model_len"),

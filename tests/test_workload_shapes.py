@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.workloads import (
+from jaxllm.research.workloads import (
     ALPACA,
     CHATBOT,
     DATASETS,
@@ -24,7 +24,7 @@ from jaxllm.workloads import (
     UniformLengths,
     make_trace,
 )
-from jaxllm.workloads.lengths import clipped_lognormal_mean
+from jaxllm.research.workloads.lengths import clipped_lognormal_mean
 
 SEEDS = st.integers(0, 2**63 - 1)
 ARRIVALS = st.one_of(

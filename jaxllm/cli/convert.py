@@ -6,8 +6,8 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from jaxllm.cli.options import note
-from jaxllm.config import DTYPES
+from jaxllm.engine.config import DTYPES
+from jaxllm.engine.options import note
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -36,8 +36,8 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; returns the exit code."""
-    from jaxllm.checkpoints import checkpoint_folder
     from jaxllm.loading import convert_checkpoint
+    from jaxllm.loading.checkpoints import checkpoint_folder
 
     started = time.perf_counter()
     folder = convert_checkpoint(checkpoint_folder(args.src), args.dst, args.dtype)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from jaxllm.cli import generate_ray
-from jaxllm.cli.options import (
+from jaxllm.engine.options import (
     add_engine_options,
     check_distinct,
     engine_settings,
@@ -22,27 +22,27 @@ from jaxllm.cli.options import (
     note_compile_report,
     only_errors,
 )
-from jaxllm.cli.prompt_files import read_prompts
-from jaxllm.cli.prompts_io import (
+from jaxllm.errors import ConfigError, EngineError, JaxllmError
+from jaxllm.jobs.prompt_files import read_prompts
+from jaxllm.jobs.prompts_io import (
     OutputFile,
     PromptRow,
     prompts_from_arguments,
 )
-from jaxllm.cli.row_requests import (
+from jaxllm.jobs.row_requests import (
     checked_token_ids,
     completion_content,
     fingerprint_context,
     naming,
     with_seed,
 )
-from jaxllm.errors import ConfigError, EngineError, JaxllmError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from jaxllm.engine.outputs import RequestOutput
     from jaxllm.llm import LLM
-    from jaxllm.outputs import RequestOutput
 
 _DEFAULT_MAX_TOKENS = 128
 _FEW_PROMPTS = 64  # up to here, compiling fewer programs beats filling each of them better

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import jaxllm
-from jaxllm.cli import bench, convert, explain, generate, plan, profile, run_batch, serve
-from jaxllm.cli.options import loggers_put_back
+from jaxllm.cli import convert, generate, run_batch, serve
+from jaxllm.engine.options import loggers_put_back
 from jaxllm.errors import JaxllmError, did_you_mean
+from jaxllm.research.commands import bench, explain, plan, profile
 
 EXIT_OK = 0
 EXIT_BROKEN_PIPE = 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.cli.options import (
+from jaxllm.cli.serve import needs_server_packages
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.options import (
     add_engine_options,
     check_distinct,
     engine_settings,
@@ -14,9 +15,8 @@ from jaxllm.cli.options import (
     note,
     tell_of_programs,
 )
-from jaxllm.cli.row_requests import fingerprint_context
-from jaxllm.cli.serve import needs_server_packages
-from jaxllm.config import EngineConfig
+from jaxllm.jobs.row_requests import fingerprint_context
+from jaxllm.loading.checkpoints import demo_model_path
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

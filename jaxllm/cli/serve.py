@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.cli import serve_ray
-from jaxllm.cli.options import (
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.options import (
     add_engine_options,
     byte_count,
     engine_settings,
@@ -17,8 +17,8 @@ from jaxllm.cli.options import (
     note,
     tell_of_programs,
 )
-from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
+from jaxllm.loading.checkpoints import demo_model_path
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.prompts_io import PromptRow, parse_row
-from jaxllm.cli.row_requests import checked_token_ids, completion_content, with_seed
 from jaxllm.cluster.shards import RawRow
 from jaxllm.errors import EngineError, JaxllmError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.jobs.prompts_io import PromptRow, parse_row
+from jaxllm.jobs.row_requests import checked_token_ids, completion_content, with_seed
+from jaxllm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM

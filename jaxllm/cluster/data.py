@@ -18,7 +18,7 @@ from jaxllm.cluster.ray_extra import own_error, require_ray
 from jaxllm.cluster.shards import InputFile, Shard, check_columns, input_files, scan, shards_of
 from jaxllm.cluster.worker import RowWorker, ShardWorker, WorkerSettings
 from jaxllm.errors import ConfigError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -107,7 +107,7 @@ def generate(
     for name, value in {"batch_size": batch_size, "batches_in_flight": batches_in_flight}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
-    from jaxllm.cli.row_requests import fingerprint_context
+    from jaxllm.jobs.row_requests import fingerprint_context
 
     if not ray.is_initialized():
         ray.init(log_to_driver=False)

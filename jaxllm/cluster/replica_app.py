@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.cluster.cpu_slices import CpuSlice
 from jaxllm.cluster.router import OUTPUT_WEIGHT, TYPICAL_OUTPUT_TOKENS
-from jaxllm.config import EngineConfig
+from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import EngineError
+from jaxllm.loading.checkpoints import demo_model_path
 
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.cluster.autoscaling import QueuedTokens
 from jaxllm.cluster.forwarding import ForwardedRequest, Message
 from jaxllm.cluster.paths import with_absolute_paths
@@ -24,6 +23,7 @@ from jaxllm.cluster.ray_extra import own_error, require_ray
 from jaxllm.cluster.replica import Replica
 from jaxllm.cluster.replica_app import EngineApp, ReplicaApp
 from jaxllm.errors import ConfigError
+from jaxllm.loading.checkpoints import demo_model_path
 
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig

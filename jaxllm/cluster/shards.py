@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError, RequestError, shown
-from jaxllm.json_text import parse
+from jaxllm.system.json_text import parse
 
 SUFFIXES = (".jsonl", ".parquet")
 ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "num_dropped_tokens", "sampling_params")

@@ -16,16 +16,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.engine.inputs import InputProcessor, Prompt
 from jaxllm.engine.observer import StepObserver
+from jaxllm.engine.output_builder import Delta, OutputBuilder, Samples
 from jaxllm.engine.output_processor import NOT_FINITE, RequestState, Sink
+from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.owner import Owner
 from jaxllm.errors import ConfigError, EngineError, RequestError, shown
-from jaxllm.inputs import InputProcessor, Prompt
-from jaxllm.output_builder import Delta, OutputBuilder, Samples
-from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.sampling.params import RequestOutputKind, SamplingParams
+from jaxllm.sampling.token_masks import GrammarState, mask_threads, patience
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.token_masks import GrammarState, mask_threads, patience
 from jaxllm.types import (
     MAX_DECODE_STEPS,
     Executor,

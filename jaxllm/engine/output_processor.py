@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxllm.output_builder import Delta, make_detokenizer
+from jaxllm.engine.output_builder import Delta, make_detokenizer
 from jaxllm.types import FinishReason, Request, TokenLogprobs
 
 if TYPE_CHECKING:

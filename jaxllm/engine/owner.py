@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from jaxllm import forks
 from jaxllm.errors import EngineError
+from jaxllm.system import forks
 
 _SECONDS_TO_LOOK_UP = 0.05  # after which it is asked what a thread has to do
 

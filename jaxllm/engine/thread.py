@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.output_builder import Delta, OutputBuilder
 from jaxllm.engine.output_processor import RequestState
+from jaxllm.engine.outputs import RequestOutput
 from jaxllm.errors import EngineError, RequestError, SamplingParamsError
-from jaxllm.output_builder import Delta, OutputBuilder
-from jaxllm.outputs import RequestOutput
-from jaxllm.threads import WorkingThread, is_interpreter_exiting
+from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
 
 _SECONDS_TO_LOOK_UP = 1.0  # after which a reader asks whether there is anything to wait for
 Item = tuple[str, Delta | BaseException]

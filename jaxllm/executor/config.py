@@ -8,7 +8,7 @@ from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of, row_sizes
-from jaxllm.logits_processors import LogitsProcessor
+from jaxllm.sampling.logits_processors import LogitsProcessor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,10 @@ import numpy as np
 from jaxllm import pallas_kernels
 from jaxllm.errors import CapacityError, ConfigError, EngineError
 from jaxllm.executor.config import ExecutorConfig
-from jaxllm.executor.disk import BlockFiles
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
-from jaxllm.executor.file_io import FileTransfers
+from jaxllm.executor.kv.disk import BlockFiles
+from jaxllm.executor.kv.file_io import FileTransfers
+from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.pending import Apart, PendingStep
 from jaxllm.executor.programs import (
     CompiledProgram,
@@ -33,14 +34,13 @@ from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
-from jaxllm.executor.swapper import BlockSwapper
 from jaxllm.models.registry import AnyConfig, Params
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
+from jaxllm.sampling.structured_outputs import mask_width
+from jaxllm.sampling.token_masks import fill_masks
 from jaxllm.sched.cache.names import FileIndex
-from jaxllm.structured_outputs import mask_width
-from jaxllm.token_masks import fill_masks
 from jaxllm.types import (
     MAX_PIECE_BLOCKS,
     MULTI_STEP_SEQS,

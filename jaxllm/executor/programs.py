@@ -20,8 +20,8 @@ from jaxllm.executor.step import (
     run_decode_steps,
     run_step,
 )
-from jaxllm.logits_processors import LogitsProcessor
 from jaxllm.models.registry import AnyConfig, Params, abstract_params
+from jaxllm.sampling.logits_processors import LogitsProcessor
 
 _NOWHERE = np.iinfo(np.int32).max
 

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllm.logits_processors import LogitsProcessor, LogitsRows
 from jaxllm.pallas_kernels import native
-from jaxllm.sampling_params import MAX_BANNED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from jaxllm.sampling.logits_processors import LogitsProcessor, LogitsRows
+from jaxllm.sampling.params import MAX_BANNED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 _NEGATIVE = -1e30
 _MAX_END_IDS = 8

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling, sample
-from jaxllm.logits_processors import LogitsProcessor
-from jaxllm.structured_outputs import mask_width
+from jaxllm.sampling.logits_processors import LogitsProcessor
+from jaxllm.sampling.structured_outputs import mask_width
 
 _SIZES = 1, 16, 64, 256
 _FIRST_SIZE = 16

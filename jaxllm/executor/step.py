@@ -21,9 +21,9 @@ from jax import lax
 
 from jaxllm import pallas_kernels
 from jaxllm.executor.sampler import Logprobs, SampledRows, Sampling, SlotParams, sample, token_logprobs
-from jaxllm.logits_processors import LogitsProcessor
 from jaxllm.models.registry import AnyConfig, AnyModel, bind
 from jaxllm.pallas_kernels.heads import RopeTable
+from jaxllm.sampling.logits_processors import LogitsProcessor
 
 _PROMPT_LOGPROB_ROWS = 64
 

@@ -22,7 +22,7 @@ from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, rows_program, take_program
 from jaxllm.models.registry import AnyConfig
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.threads import WorkingThread, is_interpreter_exiting
+from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
 
 _logger = logging.getLogger(__name__)
 _MOST_TRIES = 2

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxllm.errors import WeightsError
-from jaxllm.json_text import parse
+from jaxllm.system.json_text import parse
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

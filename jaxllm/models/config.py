@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxllm.errors import ConfigError, UnsupportedModelError, shown
-from jaxllm.json_text import read_object
 from jaxllm.models.fields import INERT_FIELDS, Fields, check_size
 from jaxllm.models.rope import RopeConfig
+from jaxllm.system.json_text import read_object
 
 # Of the inert fields, what others than the model itself read.
 _OVERRIDABLE = frozenset({"architectures", "model_type", "eos_token_id", "dtype", "torch_dtype"})

@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import jaxllm
-from jaxllm.json_text import parse
 from jaxllm.server.chat import answer
 from jaxllm.server.completions import complete
 from jaxllm.server.errors import ApiError, of_status, of_validation, refused
@@ -35,6 +34,7 @@ from jaxllm.server.service import Service
 from jaxllm.server.streams import dumps
 from jaxllm.server.texts import detokenize, tokenize
 from jaxllm.server.tracing import Tracer
+from jaxllm.system.json_text import parse
 
 _LARGE_BODY = 2**14  # bytes; beyond, it is parsed and checked in threads
 _PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError, EngineError, RequestError, shown
-from jaxllm.json_text import parse
-from jaxllm.line_file import LineFile
 from jaxllm.server.app import make_app
 from jaxllm.server.errors import refused
 from jaxllm.server.in_process import call
 from jaxllm.server.service import Service
+from jaxllm.system.json_text import parse
+from jaxllm.system.line_file import LineFile
 
 URLS = ("/v1/completions", "/v1/chat/completions")
 _KEYS = {"custom_id", "method", "url", "body"}

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxllm import tokenizer as tokenization
-from jaxllm.chat import text_of_part
+from jaxllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxllm.errors import JaxllmError
-from jaxllm.outputs import CompletionOutput, RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.server.errors import refused
 from jaxllm.server.generation import BYTES_PER_TOKEN, Call, reserve
 from jaxllm.server.parameters import chat_params, conversation, field_of
@@ -23,6 +21,8 @@ from jaxllm.server.scores import chat_logprobs, prompt_logprobs
 from jaxllm.server.service import Service
 from jaxllm.server.streams import dumps
 from jaxllm.server.tools import CallReader, DemandedCalls
+from jaxllm.text import tokenizer as tokenization
+from jaxllm.text.chat import text_of_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

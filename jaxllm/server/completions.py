@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxllm.detokenizer import TextOffsets, TokenNames
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxllm.server.errors import refused
 from jaxllm.server.generation import Call
 from jaxllm.server.parameters import completion_params
 from jaxllm.server.protocol import CompletionRequest
 from jaxllm.server.scores import completion_logprobs, prompt_logprobs
 from jaxllm.server.service import Service
+from jaxllm.text.detokenizer import TextOffsets, TokenNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

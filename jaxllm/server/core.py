@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from jaxllm.assembly import Assembly
+from jaxllm.engine.assembly import Assembly
+from jaxllm.engine.output_builder import Delta, OutputBuilder
+from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.thread import EngineThread, Item
 from jaxllm.errors import EngineError
-from jaxllm.output_builder import Delta, OutputBuilder
-from jaxllm.outputs import RequestOutput
 from jaxllm.server.errors import busy, refused, shutting_down
 
 _T = TypeVar("_T")

@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxllm.errors import RequestError, SamplingParamsError
-from jaxllm.outputs import CompletionOutput, RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.server.core import MANY_SCORES, Generation, Reservation
 from jaxllm.server.errors import ApiError, refused
 from jaxllm.server.parameters import Prompt, extras, refusal

@@ -16,7 +16,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxllm.outputs import RequestOutput
+from jaxllm.engine.outputs import RequestOutput
 from jaxllm.server.live import pools
 from jaxllm.server.service import Service
 

@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.chat import render
 from jaxllm.errors import JaxllmError, RequestTooLargeError, shown
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.sampling.params import RequestOutputKind, SamplingParams
 from jaxllm.server.errors import ApiError, refused, too_long
 from jaxllm.server.protocol import (
     MAX_MESSAGES,
@@ -18,6 +17,7 @@ from jaxllm.server.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from jaxllm.text.chat import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.detokenizer import token_bytes
-from jaxllm.outputs import Logprob, PositionLogprobs, positions_to_dicts
+from jaxllm.engine.outputs import Logprob, PositionLogprobs, positions_to_dicts
+from jaxllm.text.detokenizer import token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

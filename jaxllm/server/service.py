@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.assembly import Assembly, assemble
-from jaxllm.config import EngineConfig
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.engine.assembly import Assembly, assemble
+from jaxllm.engine.config import EngineConfig
+from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.core import EngineCore
@@ -17,7 +17,7 @@ from jaxllm.server.errors import ApiError, refused, shutting_down
 from jaxllm.server.parameters import PromptLimits
 from jaxllm.server.stats import Stats
 from jaxllm.server.tools import CallFormat, call_format
-from jaxllm.tokenizer import encode
+from jaxllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

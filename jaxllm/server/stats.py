@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jaxllm.outputs import RequestOutput
+from jaxllm.engine.outputs import RequestOutput
 from jaxllm.sched.ledger import PreemptionRecord, StepRecord
 
 NUM_SECONDS = 300

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm import tokenizer as tokenization
 from jaxllm.errors import JaxllmError
 from jaxllm.server.errors import refused
 from jaxllm.server.parameters import conversation
 from jaxllm.server.protocol import DetokenizeRequest, TokenizeRequest
 from jaxllm.server.service import Service
+from jaxllm.text import tokenizer as tokenization
 
 
 def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.chat import render
 from jaxllm.errors import JaxllmError, SamplingParamsError, shown
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling.params import SamplingParams
+from jaxllm.sampling.structured_outputs import StructuredOutputsParams
 from jaxllm.server.errors import refused
 from jaxllm.server.protocol import ChatCompletionRequest
-from jaxllm.structured_outputs import StructuredOutputsParams
+from jaxllm.text.chat import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,20 +22,21 @@ from jax.experimental.compilation_cache import compilation_cache
 from gpu.inputs import CONFIGS, Sizes, sharegpt_like
 from gpu.kernels import BLOCK_SIZE, seconds_of
 from gpu.report import Row, attempt
-from jaxllm import LLM, SamplingParams, hardware
-from jaxllm.bench.replay import replay
-from jaxllm.bench.step_times import StepTimer
-from jaxllm.bench.throughput import Repetition, overhead, run_once
-from jaxllm.costs import shape_of
+from jaxllm import LLM, SamplingParams
+from jaxllm.engine.costs import shape_of
+from jaxllm.engine.profiling import Profiler
 from jaxllm.errors import CapacityError, EngineError
-from jaxllm.executor.swapper import BlockSwapper
+from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.profiling import Profiler
+from jaxllm.research.bench.replay import replay
+from jaxllm.research.bench.step_times import StepTimer
+from jaxllm.research.bench.throughput import Repetition, overhead, run_once
+from jaxllm.research.workloads import AllAtOnce, ClosedLoop, make_trace
 from jaxllm.sched.presets import make_preset
+from jaxllm.system import hardware
 from jaxllm.types import host_blocks_of
-from jaxllm.workloads import AllAtOnce, ClosedLoop, make_trace
 
 _LEFT_BYTES = 2**20
 _MOVES = 100
@@ -259,8 +260,9 @@ def step_speeds(
 def dispatch_times(llm: LLM, batches: tuple[int, ...], output_len: int) -> Iterator[Row]:
     """How long starting a decode step holds the host up, of the step's time, in a running engine.
 
-    Medians of a step's parts, as `jaxllm.bench.step_times` names them: `program` is the call that starts the
-    device's program. If that takes a step's time, it waits for the device, and the host cannot run ahead.
+    Medians of a step's parts, as `jaxllm.research.bench.step_times` names them: `program` is the call that
+    starts the device's program. If that takes a step's time, it waits for the device, and the host cannot run
+    ahead.
     """
     for batch in batches:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)

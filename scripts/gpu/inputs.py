@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.workloads.lengths import LognormalLengths
+from jaxllm.research.workloads.lengths import LognormalLengths
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 CONFIGS: Mapping[str, dict[str, Any]] = {

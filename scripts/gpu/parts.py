@@ -12,9 +12,9 @@ import jax
 from gpu import engine, kernels
 from gpu.inputs import Sizes
 from gpu.report import Report
-from jaxllm import hardware
-from jaxllm.costs import shape_of
+from jaxllm.engine.costs import shape_of
 from jaxllm.pallas_kernels import default_implementation
+from jaxllm.system import hardware
 
 
 def measure(part: str, report: Report, sizes: Sizes, seed: int, implementation: str | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxllm.bench.results import write_json
+from jaxllm.research.bench.results import write_json
 
 Row = dict[str, Any]
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxllm.engine.profiling import Profiler, Work
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS, CostKind
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.samples import load_samples, save_samples
-from jaxllm.profiling import Profiler, Work
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxllm import functional
 from jaxllm.errors import ConfigError
-from jaxllm.executor.swapper import BlockSwapper
+from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.predictors.link import LinkCosts, LinkSample

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxllm.bench.results import command_line, write_json
-from jaxllm.output_files import new_file
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.system.output_files import new_file
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -41,7 +41,7 @@ def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 def provenance(script: str, argv: Sequence[str] | None) -> dict[str, Any]:
     """Command, hardware and versions, in front of a measurement's results."""
-    from jaxllm import hardware
+    from jaxllm.system import hardware
 
     command = ["python", f"scripts/{script}", *(sys.argv[1:] if argv is None else argv)]
     return {

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from sweep.simulated import BLOCK_SIZE, NUM_GPU_BLOCKS, Device
 
-from jaxllm.workloads import make_trace
+from jaxllm.research.workloads import make_trace
 
 
 @functools.lru_cache(maxsize=256)

@@ -22,6 +22,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS
+from jaxllm.research.workloads import PromptDataset, Trace, load_dataset_file, make_trace, parse_arrivals
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import (
     AdaptiveAction,
@@ -33,9 +34,8 @@ from jaxllm.sched.policies import (
     SchedulingPolicy,
 )
 from jaxllm.sched.presets import make_preset, paper
-from jaxllm.tokenizer import load_tokenizer
+from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.types import Request
-from jaxllm.workloads import PromptDataset, Trace, load_dataset_file, make_trace, parse_arrivals
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -102,8 +102,8 @@ def policy_of(name: str, costs: CostModel) -> SchedulingPolicy:
 class Reading(NamedTuple):
     """One of the settings that the paper's text allows; a row of Table 3.
 
-    `arrivals` is of `jaxllm.workloads.parse_arrivals`, `overhead` seconds of the host a step, `why` what in
-    the paper speaks for it.
+    `arrivals` is of `jaxllm.research.workloads.parse_arrivals`, `overhead` seconds of the host a step, `why`
+    what in the paper speaks for it.
     """
 
     name: str
@@ -349,7 +349,7 @@ def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
     The row says so (`overlap`), and names neither layout nor overhead, which are the simulator's; `num_cut`
     counts prompts that were too long for the model, see `fitting`.
     """
-    from jaxllm.bench.replay import replay
+    from jaxllm.research.bench.replay import replay
 
     costs = OnlineCalibration(llm.costs.model)
     config = dataclasses.replace(

@@ -11,7 +11,7 @@ from typing import Any
 from sweep.options import in_words
 from sweep.simulated import BLOCK_SIZE, NUM_GPU_BLOCKS, NUM_HOST_BLOCKS
 
-from jaxllm.workloads import DATASETS as SHAPES
+from jaxllm.research.workloads import DATASETS as SHAPES
 from paper import published
 from paper.bound import most_tokens_per_second
 from paper.cells import PRESETS, prompts_of
@@ -92,9 +92,9 @@ def datasets(data: Mapping[str, str]) -> list[str]:
     lines = [
         "## Data sets (Table 2)",
         "",
-        "The paper gives means, not shapes. Shapes are assumptions (`jaxllm.workloads.lengths`); with the "
-        "data sets' own files `--data NAME=FILE:COLUMN:TOKENIZER` reads the prompts instead "
-        "(`jaxllm.workloads.load_dataset_file`).",
+        "The paper gives means, not shapes. Shapes are assumptions (`jaxllm.research.workloads.lengths`); with
+        " "the data sets' own files `--data NAME=FILE:COLUMN:TOKENIZER` reads the prompts instead "
+        "(`jaxllm.research.workloads.load_dataset_file`).",
         "",
         "| data | source | samples | mean tokens: paper's | ours | ours are |",
         "|---|---|---:|---:|---:|---|",

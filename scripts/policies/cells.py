@@ -11,6 +11,7 @@ from typing import Any
 from sweep.simulated import NUM_HOST_BLOCKS, Device
 
 from jaxllm.predictors.base import CostModel
+from jaxllm.research.workloads import make_trace, parse_arrivals
 from jaxllm.sched.policies import (
     AlwaysRecompute,
     FairPriority,
@@ -30,7 +31,6 @@ from jaxllm.sched.policies import (
 )
 from jaxllm.sched.presets import adaptive, make_preset
 from jaxllm.types import Request
-from jaxllm.workloads import make_trace, parse_arrivals
 
 MODEL = "opt-13b"
 OVERLAPPED = ", copies overlapped"

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxllm.predictors.base import CostModel
+from jaxllm.research.simulator.truth import ExpectedAction, HindsightAction, RegretMeter
+from jaxllm.research.workloads import make_trace, parse_arrivals
 from jaxllm.sched.policies import AdaptiveAction, AlwaysRecompute, SchedulerPolicy, SwapIfItFits
 from jaxllm.sched.presets import adaptive
-from jaxllm.simulator.truth import ExpectedAction, HindsightAction, RegretMeter
-from jaxllm.workloads import make_trace, parse_arrivals
 from sweep.simulated import Device, noise_of
 
 ALL_MODELS = ("opt-13b", "opt-30b", "llama-13b", "llama-32.5b")

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from jaxllm import LLM
-from jaxllm.bench.replay import replay
-from jaxllm.costs import shape_of
+from jaxllm.engine.costs import shape_of
+from jaxllm.engine.profiling import Profiler
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.profiling import Profiler
+from jaxllm.research.bench.replay import replay
+from jaxllm.research.workloads import LognormalLengths, Poisson, Trace, make_conversations
+from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.policies import SchedulerPolicy
-from jaxllm.workloads import LognormalLengths, Poisson, Trace, make_conversations
-from jaxllm.workloads.result import RunResult
 
 MAX_LEN, COMMON_LEN = 512, 32
 NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, MAX_NUM_SEQS = 256, 1024, 32

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.workloads import ArrivalProcess, parse_arrivals
+from jaxllm.research.workloads import ArrivalProcess, parse_arrivals
 
 ARRIVALS_HELP = (
     "all, poisson:RATE, gamma:RATE:CV, closed:CLIENTS or closed:CLIENTS:THINK (default: %(default)s)"

@@ -19,13 +19,13 @@ from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS, RooflineCostModel
 from jaxllm.predictors.table import TableAxes, TableCostModel
+from jaxllm.research.simulator.fitted import noise_and_predictor
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.simulator.truth import Residuals
+from jaxllm.research.workloads import Trace
+from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulingPolicy
-from jaxllm.simulator.fitted import noise_and_predictor
-from jaxllm.simulator.run import simulate
-from jaxllm.simulator.truth import Residuals
-from jaxllm.workloads import Trace
-from jaxllm.workloads.result import RunResult
 
 DEVICE = "A800-80GB-PCIe"
 NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 128, 64, 16

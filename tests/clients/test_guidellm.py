@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sampling.params import SamplingParams
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 16
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)

@@ -9,9 +9,9 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from server_helpers import SMALL
 
-from jaxllm.checkpoints import demo_model_path
-from jaxllm.integrations.lm_eval import JaxLLM
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.jobs.lm_eval import JaxLLM
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm import pallas_kernels
-from jaxllm.gpu.target import Compiler, get_target
 from jaxllm.pallas_kernels import triton
+from jaxllm.research.plan.target import Compiler, get_target
 
 NUM_BLOCKS, NUM_LAYERS, NUM_ROWS, MAX_BLOCKS = 512, 2, 16, 64
 LLAMA_3_8B = (32, 8, 128, 16, "bfloat16")

@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from published import LLAMA_3_8B
 
 from jaxllm.executor.step import PrefillInputs, _PagedAttention, _places, forward
-from jaxllm.gpu.plan import count_pool_copies
-from jaxllm.gpu.target import Compiler, get_target
 from jaxllm.models.config import config_from_dict
 from jaxllm.models.registry import abstract_params, bind
 from jaxllm.models.rope import rope_table
+from jaxllm.research.plan.plan import count_pool_copies
+from jaxllm.research.plan.target import Compiler, get_target
 
 BLOCK_SIZE, NUM_LAYERS, NUM_COPIED = 16, 4, 32
 

@@ -9,9 +9,9 @@ from variants import CONFIGS
 from jaxllm.cli.main import main
 from jaxllm.errors import CapacityError
 from jaxllm.executor.buckets import Buckets
-from jaxllm.gpu.plan import count_pool_copies, make_plan
-from jaxllm.gpu.target import TARGETS, get_target
 from jaxllm.models.config import config_from_dict
+from jaxllm.research.plan.plan import count_pool_copies, make_plan
+from jaxllm.research.plan.target import TARGETS, get_target
 
 GIB, MIB = 2**30, 2**20
 

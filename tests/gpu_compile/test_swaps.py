@@ -5,8 +5,8 @@ import re
 import jax
 import pytest
 
-from jaxllm.executor.swapper import BlockSwapper
-from jaxllm.gpu.target import Compiler, get_target
+from jaxllm.executor.kv.swapper import BlockSwapper
+from jaxllm.research.plan.target import Compiler, get_target
 
 LLAMA_13B_BLOCK = (40, 2, 40, 16, 128)
 OPT_2_7B_BLOCK = (32, 2, 32, 16, 80)

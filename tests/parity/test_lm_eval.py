@@ -7,9 +7,9 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from jaxllm.checkpoints import demo_model_path
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError
-from jaxllm.integrations.lm_eval import JaxLLM
+from jaxllm.jobs.lm_eval import JaxLLM
+from jaxllm.loading.checkpoints import demo_model_path
 
 pytestmark = [
     pytest.mark.parity,

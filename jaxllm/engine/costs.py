@@ -1,0 +1,78 @@
+"""Where an engine's predicted costs come from: its profile on disk, or a roofline of its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxllm.models.config import LlamaConfig, OPTConfig
+from jaxllm.predictors.base import CostModel, ModelShape
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.predictors.store import Profile, profile_path
+from jaxllm.system.cache_folder import cache_folder
+
+DATA_SHEETS: Mapping[str, str] = {
+    "cpu": "cpu-2core",
+    "NVIDIA A100-SXM4-80GB": "A100-80GB",
+    "NVIDIA A800 80GB PCIe": "A800-80GB-PCIe",
+    "NVIDIA H100 80GB HBM3": "H100-SXM",
+    "NVIDIA H200": "H200",
+    "NVIDIA L40S": "L40S",
+}
+"""Names of `jaxllm.predictors.devices` by what JAX calls a device."""
+
+
+def profile_folder() -> Path:
+    """Where profiles are kept unless told otherwise: `jaxllm/profiles` in the user's cache folder."""
+    return cache_folder("profiles")
+
+
+def shape_of(config: LlamaConfig | OPTConfig, name: str, dtype: str) -> ModelShape:
+    """The sizes of a model that decide its costs."""
+    return ModelShape(
+        name=name,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        gated_mlp=isinstance(config, LlamaConfig),
+        tie_word_embeddings=config.tie_word_embeddings,
+        dtype=dtype,
+    )
+
+
+def find_costs(
+    model: ModelShape,
+    device_kind: str,
+    block_size: int,
+    folder: Path | None = None,
+    *,
+    use_profile: bool = True,
+) -> tuple[CostModel, str] | None:
+    """Predicted costs of a model on a device, and where they come from: a profile, or a roofline.
+
+    None if there is neither a profile nor a data sheet of the device that covers the model's dtype.
+
+    Args:
+        model: the model's sizes.
+        device_kind: what JAX calls the device.
+        block_size: tokens per KV block.
+        folder: of profiles; `profile_folder()` if None.
+        use_profile: look for one.
+
+    Raises:
+        ProfileError: the profile is damaged, or of another model of the same name.
+    """
+    path = profile_path(folder or profile_folder(), device_kind, model.name, model.dtype)
+    if path.exists() and use_profile:
+        profile = Profile.load(path)
+        profile.check_matches(device=device_kind, model=model, block_size=block_size)
+        return profile.table, f"profile {path.name}"
+    device = device_spec(DATA_SHEETS[device_kind]) if device_kind in DATA_SHEETS else None
+    if device is None or model.dtype not in device.peak_flops:
+        return None
+    return RooflineCostModel(model, device, block_size=block_size), f"roofline of {device.name}"

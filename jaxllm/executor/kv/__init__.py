@@ -1,0 +1,1 @@
+"""KV outside the pool: copies to host memory, and files."""

@@ -1,0 +1,247 @@
+"""Reads and writes files of KV blocks in threads, so that steps wait for neither."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import dataclasses
+import functools
+import itertools
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxllm.executor.kv.disk import BlockFiles
+from jaxllm.sched.cache.names import BlockName
+from jaxllm.types import Read, piece_sizes
+
+PATIENCE_SECONDS = 5.0
+"""How long files may do nothing at all before nobody waits for them any more."""
+_SECONDS_TO_LOOK = 0.05
+
+_logger = logging.getLogger(__name__)
+
+
+class FileTransfers:
+    """Blocks on their way between host memory and files.
+
+    Writing takes one thread, reading another: those who wait for blocks do not wait for what is only kept.
+    Looking for files that another process wrote takes a third. A disk that does nothing for `patience`
+    seconds (a network mount that hangs) holds up nobody: what is to be read is missing then, and what is to
+    be written is not, until it goes on.
+
+    Args:
+        files: where the blocks are.
+        most_writing: most blocks that wait to be written; of more than that some never are.
+        patience: in seconds; `PATIENCE_SECONDS` if None.
+    """
+
+    def __init__(self, files: BlockFiles, most_writing: int, patience: float | None = None) -> None:
+        patience = PATIENCE_SECONDS if patience is None else patience
+        self._files, self._most_writing = files, most_writing
+        self._writer, self._reader, self._looker = (
+            _Worker(name, patience) for name in ("kv-writer", "kv-reader", "kv-looker")
+        )
+        self._num_writing = 0
+        self._lock = threading.Lock()
+        self._reads: collections.deque[_Reading] = collections.deque()
+        _open.add(self)
+        for worker in (self._writer, self._reader, self._looker):
+            weakref.finalize(self, worker.stop).atexit = False
+
+    def __contains__(self, name: BlockName) -> bool:
+        """Whether a block seems to be there; a disk that does not answer at once has none."""
+        if self._reader.is_stuck:
+            return False
+        if self._files.believes_in(name):
+            return True
+        if not self._looker.is_idle:  # it is still looking for another
+            return False
+        found: list[bool] = []
+        self._looker.submit(lambda: found.append(name in self._files))
+        self._looker.wait(lambda: bool(found), _SECONDS_TO_LOOK)
+        return found == [True]
+
+    @property
+    def write_room(self) -> int:
+        """Blocks that may be copied out to be written; half of what may wait is for those of victims."""
+        if self._writer.is_stuck:
+            return self._most_writing  # so that they are given up, rather than waited for
+        return max(0, -(-self._most_writing // 2) - self._num_writing)
+
+    def write(self, pieces: Sequence[jax.Array], names: Sequence[BlockName | None]) -> None:
+        """Write blocks that have names, in pieces one after another, when they have reached the host."""
+        rest = iter(names)
+        for piece in pieces:
+            inside = list(itertools.islice(rest, piece.shape[0]))
+            with self._lock:
+                if self._writer.is_stuck or self._num_writing + piece.shape[0] > self._most_writing:
+                    return
+                self._num_writing += piece.shape[0]
+            self._writer.submit(functools.partial(self._write, piece, inside))
+
+    def read(self, read: Read) -> None:
+        """Start to read blocks."""
+        reading = _Reading(read, *self._nothing(len(read.names)), is_done=self._reader.is_stuck)
+        self._reads.append(reading)
+        if not reading.is_done:
+            self._reader.submit(lambda: self._read(reading))
+
+    def ended(self) -> list[tuple[Read, list[np.ndarray], list[bool]]]:
+        """Reads that have ended, their pieces, and whether each block was there."""
+        found = []
+        while self._reads and (self._reads[0].is_done or self._reader.is_stuck):
+            reading = self._reads.popleft()
+            pieces, was_there = reading.pieces, reading.was_there
+            if not reading.is_done:
+                reading.is_cancelled = True
+                pieces, was_there = self._nothing(len(was_there))
+            found.append((reading.read, pieces, was_there))
+        return found
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the next read has ended, or without any until something is written; at most so long."""
+        if self._reads:
+            first = self._reads[0]
+            self._reader.wait(lambda: first.is_done, seconds)
+        else:
+            before = self._num_writing
+            self._writer.wait(lambda: self._num_writing < before or not before, seconds)
+
+    def flush(self) -> None:
+        """Wait until everything is written, or the disk does nothing any more."""
+        while not (self._writer.is_idle or self._writer.is_stuck):
+            self._writer.wait(lambda: self._writer.is_idle, 0.1)
+
+    def cancel_reads(self) -> None:
+        """Forget what is being read."""
+        for reading in self._reads:
+            reading.is_cancelled = True
+        self._reads.clear()
+
+    def close(self) -> None:
+        """Write what is under way, and let go of the threads."""
+        self.cancel_reads()
+        for worker in (self._writer, self._reader, self._looker):
+            worker.stop()
+
+    def _nothing(self, count: int) -> tuple[list[np.ndarray], list[bool]]:
+        """What a read gives of which no block is there."""
+        shape, dtype = self._files.shape, self._files.dtype
+        return [np.zeros((size, *shape), dtype) for size in piece_sizes(count)], [False] * count
+
+    def _read(self, reading: _Reading) -> None:
+        """Read blocks in pieces as a copy to the host has them, zeros where one is missing."""
+        rows = ((piece, row) for piece in reading.pieces for row in range(len(piece)))
+        try:
+            for number, (name, (piece, row)) in enumerate(zip(reading.read.names, rows, strict=False)):
+                if reading.is_cancelled:
+                    return
+                block = self._files.read(name)
+                self._reader.note_progress()
+                if block is not None:
+                    piece[row], reading.was_there[number] = block, True
+        finally:
+            reading.is_done = True
+
+    def _write(self, piece: jax.Array, names: list[BlockName | None]) -> None:
+        try:
+            for block, name in zip(np.asarray(piece), names, strict=False):  # the rest of a piece is padding
+                if name is not None:
+                    self._files.write(name, block)
+                    self._writer.note_progress()
+        finally:
+            with self._lock:
+                self._num_writing -= piece.shape[0]
+
+
+@dataclasses.dataclass(eq=False)
+class _Reading:
+    """A read under way, and what has come of it."""
+
+    read: Read
+    pieces: list[np.ndarray]
+    was_there: list[bool]
+    is_done: bool = False
+    is_cancelled: bool = False
+
+
+class _Worker:
+    """A thread that does one thing after another, there from the first one on.
+
+    A daemon: a disk that hangs must not keep a process from ending.
+    """
+
+    def __init__(self, name: str, patience: float) -> None:
+        self._name, self._patience = name, patience
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_left = 0
+        self._moved_at = 0.0
+        self._thread: threading.Thread | None = None
+        self._said: set[str] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is done."""
+        return not self._num_left
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has something to do, and has got nowhere with it for as long as one waits."""
+        return self._num_left > 0 and time.monotonic() - self._moved_at > self._patience
+
+    def submit(self, task: Callable[[], object]) -> None:
+        """Do this after what was submitted before; what it raises is logged, once for each kind of error."""
+        with self._changed:
+            if not self._num_left:
+                self._moved_at = time.monotonic()
+            self._num_left += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._tasks.put(task)
+
+    def note_progress(self) -> None:
+        """Say from within a task that it goes on."""
+        self._moved_at = time.monotonic()
+
+    def wait(self, is_done: Callable[[], bool], seconds: float) -> None:
+        """Wait until a task makes it so, at most so long."""
+        with self._changed:
+            self._changed.wait_for(is_done, seconds)
+
+    def stop(self) -> None:
+        """End the thread when all is done that was submitted."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception as error:
+                if type(error).__name__ not in self._said:
+                    self._said.add(type(error).__name__)
+                    _logger.exception("%s: KV blocks were left out: %s (said once)", self._name, error)
+            finally:
+                del task  # which may hold blocks, until the next one comes
+                with self._changed:
+                    self._num_left -= 1
+                    self._moved_at = time.monotonic()
+                    self._changed.notify_all()
+
+
+_open: weakref.WeakSet[FileTransfers] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    """Write what is under way before the interpreter takes its threads away."""
+    for transfers in list(_open):
+        transfers.flush()

@@ -1,1 +1,0 @@
-"""Other projects' interfaces to the engine; each module needs that project and is imported by name."""

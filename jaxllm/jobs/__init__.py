@@ -1,0 +1,1 @@
+"""Many prompts: files of them, their answers, and evaluation."""

@@ -1,0 +1,160 @@
+"""Files of prompts by their kind: text, JSON Lines, CSV and Parquet, each also packed by gzip."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import ConfigError, RequestError
+from jaxllm.jobs.prompts_io import (
+    ANSWER_KEYS,
+    PROMPT_KEYS,
+    ROW_KEYS,
+    PromptRow,
+    opened,
+    read_jsonl_file,
+    read_text_file,
+    row_of,
+    rows_of,
+)
+from jaxllm.sampling.params import SamplingParams
+
+_KINDS = {"": "text", ".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+_KINDS |= {".csv": "csv", ".parquet": "parquet"}
+_CSV_KEYS = ("prompt", "id")
+_ROWS_AT_A_TIME = 1024
+_Rows = Iterator[tuple[str, Mapping[str, Any] | RequestError]]
+
+
+def read_prompts(path: str, sampling_params: SamplingParams, column: str | None = None) -> list[PromptRow]:
+    """The rows of a file, bad ones with what is wrong with them.
+
+    Args:
+        path: the file. What it holds is told by its name, whatever the case: a prompt per line (.txt, or no
+            suffix), JSON Lines (.jsonl, .ndjson), CSV or Parquet, and .gz after any of these.
+        sampling_params: of rows that have none of their own.
+        column: which holds the prompts, "prompt" if None; columns that no row of JSON Lines has go with the
+            rows to the output.
+
+    Raises:
+        ConfigError: the file is of another kind, cannot be read, or lacks the column.
+        RequestError: there is no row.
+    """
+    kind = _kind(path)
+    if kind == "text":
+        if column is not None:
+            raise ConfigError(
+                f"--column {column!r} is of tables, and {path!r} has a prompt per line: drop it"
+            )
+        return read_text_file(path, sampling_params, keep_bad=True)
+    if kind == "jsonl":
+        return read_jsonl_file(path, sampling_params, column=column, keep_bad=True)
+    keys = _CSV_KEYS if kind == "csv" else ROW_KEYS
+
+    def row(index: int, source: str, values: Mapping[str, Any] | RequestError) -> PromptRow:
+        if isinstance(values, RequestError):
+            raise values
+        return row_of(index, source, values, sampling_params, column or "prompt", keys)
+
+    read = _csv_rows if kind == "csv" else _parquet_rows
+    return rows_of(path, read(path, column), row, sampling_params, keep_bad=True)
+
+
+def _kind(path: str) -> str:
+    name = pathlib.PurePath(path.lower())
+    suffix = pathlib.PurePath(name.stem).suffix if name.suffix == ".gz" else name.suffix
+    if suffix in _KINDS:
+        return _KINDS[suffix]
+    way_out = "convert it, or rename it if it is one of these"
+    if suffix == ".json":
+        way_out = "make an array an object per line: jq -c '.[]' FILE > prompts.jsonl"
+    raise ConfigError(
+        f"--input {path!r}: files that end in {suffix!r} are not read; .txt (or no suffix) has a prompt per "
+        f"line, and there are .jsonl, .ndjson, .csv and .parquet, each also with .gz: {way_out}"
+    )
+
+
+def _check_columns(
+    path: str, columns: Sequence[str], column: str | None, keys: Sequence[str], prompts: Sequence[str]
+) -> None:
+    """Verify that a table has prompts, and nothing that answers have."""
+    if len(set(columns)) < len(columns):
+        raise ConfigError(f"{path}: two columns have one name, of {', '.join(columns)}: rename one")
+    if not set(columns).intersection(prompts if column is None else [column]):
+        raise ConfigError(
+            f"{path}: there is no column {column or 'prompt'!r}; name the one that holds the prompts with "
+            f"--column: {', '.join(columns)}"
+        )
+    if taken := sorted(ANSWER_KEYS.intersection(columns).difference(keys, [column])):
+        raise ConfigError(f"{path}: has columns {', '.join(taken)}, as answers do: rename or drop them")
+
+
+def _csv_rows(path: str, column: str | None) -> _Rows:
+    """Rows of a CSV file: all values are text, and only the prompt and the id are more than that."""
+    csv.field_size_limit(2**31 - 1)
+    with opened(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(text, strict=True)
+        try:
+            columns = next(reader, [])
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line 1: no valid CSV ({error})") from error
+        if columns:
+            _check_columns(path, columns, column, _CSV_KEYS, ["prompt"])
+        while True:
+            first = reader.line_num + 1
+            source = f"{path}, line {first}"
+            try:
+                values = next(reader, None)
+            except csv.Error as error:
+                lines = source if reader.line_num <= first else f"{source} to {reader.line_num}"
+                yield source, RequestError(f"{lines}: no valid CSV ({error}).")
+                continue
+            if values is None:
+                return
+            if len(values) != len(columns):
+                problem = f"has {len(values)} values, and there are {len(columns)} columns: quote commas"
+                yield source, RequestError(f"{source}: {problem}.")
+            elif any("\udc80" <= character <= "\udcff" for value in values for character in value):
+                yield source, RequestError(f"{source}: no UTF-8. Convert the file to UTF-8.")
+            else:
+                yield source, dict(zip(columns, values, strict=True))
+
+
+def _parquet_rows(path: str, column: str | None) -> _Rows:
+    """Rows of a Parquet file."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(f"reading {path!r} needs pyarrow: pip install 'jaxllm[parquet]'") from None
+    number = 0
+    with opened(path) as file:
+        # Its end is read first, which a packed file has only as a whole.
+        whole = io.BytesIO(file.read()) if path.lower().endswith(".gz") else file
+        try:
+            table = parquet.ParquetFile(whole)
+            _check_columns(path, table.schema_arrow.names, column, ROW_KEYS, PROMPT_KEYS)
+            for batch in table.iter_batches(_ROWS_AT_A_TIME):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", {name: _plain(value) for name, value in values.items()}
+        except pyarrow.ArrowException as error:
+            raise ConfigError(f"{path}: no valid Parquet ({error})") from error
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: dates and the like as text, and no number where it is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)

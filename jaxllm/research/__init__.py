@@ -1,0 +1,1 @@
+"""What a figure needs: simulator, workloads, benchmarks, planning."""

@@ -1,0 +1,1 @@
+"""Commands of research, which the command line loads by name."""

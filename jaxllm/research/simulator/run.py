@@ -1,0 +1,198 @@
+"""Plays a trace through a scheduler and a simulated device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.engine.observer import StepObserver
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.research.simulator.executor import SimulatedExecutor
+from jaxllm.research.simulator.files import SimulatedFiles
+from jaxllm.research.simulator.truth import Residuals
+from jaxllm.research.workloads import Feed, Trace
+from jaxllm.research.workloads.result import RunResult
+from jaxllm.sampling.params import SamplingParams
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.ledger import Ledger
+from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.types import Request
+
+_VOCAB_SIZE = 2**31 - 1
+_SAMPLING_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
+
+
+def simulate(
+    trace: Trace,
+    config: SchedulerConfig,
+    policy: SchedulingPolicy,
+    costs: CostModel,
+    *,
+    overlap_swaps: bool,
+    residuals: Residuals | None = None,
+    ledger: Ledger | None = None,
+    calibration: OnlineCalibration | None = None,
+    priorities: Sequence[int] | None = None,
+    deadlines: Sequence[float] | None = None,
+    scheduler: Scheduler | None = None,
+    files: SimulatedFiles | None = None,
+    num_layer_groups: int = 1,
+    copies_in_step: bool = False,
+) -> RunResult:
+    """Run every request of `trace` to its full output length.
+
+    The scheduler is the engine's. Each iteration's tokens are known when it ends, as with
+    `async_scheduling=False`, and scheduling itself takes no time.
+
+    Args:
+        trace: arrivals or clients, prompt and output lengths; lengths are capped by nothing.
+        config: limits of the scheduler.
+        policy: its decisions.
+        costs: the truth, which `policy` should know only through predictors of its own.
+        overlap_swaps: see `SimulatedExecutor`.
+        residuals: the noise of the truth; None for none.
+        ledger: collects the decisions.
+        calibration: predictions to correct by what steps and copies take, as the engine does; None corrects
+            nothing.
+        priorities: of the requests, lower ones more urgent; all alike if None.
+        deadlines: of the requests, in seconds from when each is sent; none if None.
+        scheduler: one of `config`, `policy` and `files` that does more than decide; by default a new one.
+        files: what of the prefix cache is copied to the host is written to them, too; None is no disk.
+        num_layer_groups, copies_in_step: see `SimulatedExecutor`.
+
+    Raises:
+        RequestTooLargeError: a request of the trace can never fit.
+        ConfigError: the trace is empty, or there cannot be so many layer groups.
+    """
+    if not len(trace):
+        raise ConfigError("the trace holds no requests")
+    if scheduler is None:
+        scheduler = Scheduler(config, policy, ledger=ledger, files=files)
+    observer = None if calibration is None else StepObserver(calibration, None)
+    executor = SimulatedExecutor(
+        costs,
+        num_gpu_blocks=config.num_gpu_blocks,
+        block_size=config.block_size,
+        overlap_swaps=overlap_swaps,
+        residuals=residuals,
+        ledger=ledger,
+        files=files,
+        num_layer_groups=num_layer_groups,
+        copies_in_step=copies_in_step,
+    )
+    executor.now = began_at = float(trace.arrival_times[0])
+    feed = Feed(trace, began_at)
+    count = len(trace)
+    arrivals = np.zeros(count)
+    first_scheduled, first_tokens, finished = np.zeros(count), np.zeros(count), np.zeros(count)
+    scheduling = 0.0
+    said: dict[int, Sequence[int]] = {}  # before a request that follows another, once that has its answer
+    followers: dict[int, list[int]] = {}
+    for index in range(count if config.enable_prefix_caching else 0):
+        if trace.followed(index) >= 0:
+            followers.setdefault(trace.followed(index), []).append(index)
+    num_cached = num_host_cached = num_disk_cached = 0
+    num_steps = num_prefill_steps = num_prefill_tokens = 0
+    num_decode_steps = num_decoded = num_preemptions = num_swaps = 0
+    while scheduler.has_unfinished or not feed.is_over:
+        while (sent := feed.send(executor.now)) is not None:
+            index, arrivals[index] = sent
+            if config.enable_prefix_caching:
+                prompt: Sequence[int] = trace.token_ids(index, _VOCAB_SIZE, said.pop(index, ()))
+            elif trace.prompt_token_ids is not None:
+                prompt = trace.prompt_token_ids[index]
+            else:
+                prompt = range(int(trace.prompt_lens[index]))
+            request = _request(trace, *sent, prompt, feed.num_sent - 1)
+            request.priority = 0 if priorities is None else priorities[index]
+            request.deadline = None if deadlines is None else sent[1] + deadlines[index]
+            scheduler.add(request)
+        copies = executor.copies()
+        if observer is not None and copies.timed:
+            observer.observe_copies(copies.timed)
+        entered = time.perf_counter()
+        scheduled = scheduler.schedule(executor.now, copies)
+        scheduling += time.perf_counter() - entered
+        if reads := scheduler.take_reads():
+            executor.drop(scheduler.take_dropped())  # whose room they take
+            executor.read(reads)
+        if scheduled.is_empty:
+            due = feed.next_due
+            if scheduler.is_reading:
+                executor.wait_for_files(math.inf if due is None else max(0.0, due - executor.now))
+                continue
+            assert due is not None  # an idle scheduler has nothing left to run
+            executor.wait_until(due)
+            continue
+        began = executor.now
+        executor.execute(scheduled)
+        if observer is not None:
+            observer.observe(scheduled, executor.now - began)
+        num_steps += 1
+        num_preemptions += len(scheduled.preempted)
+        num_swaps += scheduled.num_swapped
+        if scheduled.prefill:
+            num_prefill_steps += 1
+            num_prefill_tokens += scheduled.num_prefill_tokens
+            for chunk in scheduled.prefill:
+                if chunk.is_last:
+                    chunk.request.output_token_ids.append(0)
+                    index = int(chunk.request.request_id)
+                    first_tokens[index] = first_tokens[index] or executor.now
+        if scheduled.decode:
+            num_decode_steps += 1
+            num_decoded += len(scheduled.decode)
+            for request in scheduled.decode:
+                request.output_token_ids.append(0)
+        if scheduled.reads_host:
+            scheduler.complete(scheduled.step_id)
+        for request in scheduled.ending:
+            scheduler.finish(request, "length")
+            first = request.metrics.first_scheduled_time
+            assert first is not None  # it ran
+            index = int(request.request_id)
+            first_scheduled[index], finished[index] = first, executor.now
+            num_cached += request.num_cached_tokens or 0
+            num_host_cached += request.num_host_cached_tokens
+            num_disk_cached += request.num_disk_cached_tokens
+            for follower in followers.get(index, ()):
+                said[follower] = request.token_ids(0, request.num_known_tokens)
+            feed.answered(executor.now, index)
+    return RunResult(
+        seconds=executor.now - began_at,
+        num_output_tokens=int(trace.output_lens.sum()),
+        num_steps=num_steps,
+        num_prefill_steps=num_prefill_steps,
+        num_prefill_tokens=num_prefill_tokens,
+        num_preemptions=num_preemptions,
+        num_swaps=num_swaps,
+        mean_decode_batch=num_decoded / max(1, num_decode_steps),
+        spent=executor.spent,
+        arrival_times=arrivals,
+        first_scheduled_times=first_scheduled,
+        first_token_times=first_tokens,
+        finish_times=finished,
+        scheduling_seconds=scheduling,
+        num_cached_tokens=num_cached,
+        num_host_cached_tokens=num_host_cached,
+        num_disk_cached_tokens=num_disk_cached,
+    )
+
+
+def _request(
+    trace: Trace, index: int, arrival_time: float, prompt: Sequence[int], arrival_index: int
+) -> Request:
+    return Request(
+        str(index),
+        prompt,
+        _SAMPLING_PARAMS,
+        arrival_time=arrival_time,
+        arrival_index=arrival_index,
+        max_total_tokens=len(prompt) + int(trace.output_lens[index]),
+    )

@@ -1,0 +1,1 @@
+"""What is asked of sampling: parameters, masks and grammars."""

@@ -1,0 +1,161 @@
+"""The process that grammars are tried in before the engine compiles them: it may die of one.
+
+It imports no JAX. Frames of JSON, each after its length, come by its standard input: the vocabulary first,
+and then `StructuredOutputsParams`, one after the other. It ends with its input, or when its parent has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import struct
+import sys
+import threading
+import time
+from typing import IO, Any
+
+import numpy as np
+
+from jaxllm.sampling.structured_outputs import (
+    StructuredOutputsParams,
+    Vocabulary,
+    compiled,
+    mask_width,
+    problem_of,
+)
+
+STACK_BYTES = 16 * 2**20
+"""Of the thread that tries grammars; those of the engine that use them have more."""
+MAX_CPU_SECONDS = 10
+"""Processor time of one grammar."""
+MAX_BYTES = 2**30
+"""Memory of one grammar."""
+_NICENESS = 10
+_NUM_STEPS = 8  # tokens of the walk
+_SECONDS_TO_LOOK_UP = 0.5  # after which it is asked whether there is a parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What a grammar took when it was tried.
+
+    Attributes:
+        grammar: in llguidance's form.
+        mask_seconds: the longest that a mask took.
+        num_bytes: memory.
+    """
+
+    grammar: str
+    mask_seconds: float
+    num_bytes: int
+
+
+def write_frame(stream: IO[bytes], value: Any) -> None:
+    """Send a value that JSON has a form for."""
+    data = json.dumps(value).encode()
+    stream.write(struct.pack(">I", len(data)) + data)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> Any:
+    """The next value.
+
+    Raises:
+        EOFError: there is none, or half of one.
+    """
+    head = stream.read(4)
+    data = stream.read(struct.unpack(">I", head)[0]) if len(head) == 4 else b""
+    if not data:
+        raise EOFError
+    return json.loads(data)
+
+
+def try_out(vocabulary: Vocabulary, params: StructuredOutputsParams) -> Proof:
+    """Compile a grammar, and make the masks of some tokens that it allows, as the engine will.
+
+    Raises:
+        ValueError: it cannot be compiled, or cannot be followed.
+    """
+    from llguidance import LLExecutor, LLMatcher
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    executor, before = LLExecutor(2), _resident_bytes()
+    if params.whitespace_pattern is not None:
+        compiled(vocabulary, LLMatcher.grammar_from_regex(params.whitespace_pattern))
+    grammar = params.grammar_text()
+    matcher = compiled(vocabulary, grammar)
+    rows = np.zeros((2, mask_width(vocabulary.size)), np.int32)
+    longest = 0.0
+    for step in range(_NUM_STEPS):
+        began = time.perf_counter()
+        fill_next_token_bitmask_par(executor, [(matcher, 0), (matcher.deep_copy(), 1)], rows)
+        longest = max(longest, time.perf_counter() - began)
+        if problem := problem_of(matcher):
+            raise ValueError(f"after {step} tokens it is too complex: {problem}")
+        allowed = np.flatnonzero(np.unpackbits(rows[0].view(np.uint8), bitorder="little"))
+        going_on = [token for token in allowed.tolist() if token not in vocabulary.eos_token_ids]
+        if not going_on:
+            break
+        token = going_on[step * 7919 % len(going_on)]
+        executor.consume_token_par([(matcher, token)])
+    return Proof(grammar, longest, max(0, _resident_bytes() - before))
+
+
+def main() -> None:
+    """Try what comes by standard input, until it ends."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()
+
+
+def _serve() -> None:
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        vocabulary = Vocabulary(**read_frame(requests))
+        vocabulary.tokens  # noqa: B018  # made before memory is bounded
+        _bound(resource.RLIMIT_AS, _virtual_bytes() + MAX_BYTES)
+        while True:
+            params = StructuredOutputsParams(**read_frame(requests))
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            _bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_SECONDS)
+            try:
+                answer = dataclasses.asdict(try_out(vocabulary, params))
+            except (ValueError, RecursionError) as error:
+                answer = {"error": str(error).strip()}
+            write_frame(answers, answer)
+
+
+def _bound(limit: int, most: int) -> None:
+    with contextlib.suppress(OSError, ValueError):  # where the system has no such limit the parent's clock is
+        resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_SECONDS_TO_LOOK_UP)
+    os._exit(1)
+
+
+def _pages(column: int) -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[column]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _virtual_bytes() -> int:
+    return _pages(0) or 2**40
+
+
+def _resident_bytes() -> int:
+    return _pages(1)

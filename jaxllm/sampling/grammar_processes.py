@@ -1,0 +1,158 @@
+"""Processes in which grammars are tried (`jaxllm.sampling.grammar_child`), as the engine sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import IO, Any
+
+from jaxllm.errors import SamplingParamsError, TryAgainError
+from jaxllm.sampling.grammar_child import MAX_BYTES, MAX_CPU_SECONDS, Proof, read_frame, write_frame
+from jaxllm.sampling.structured_outputs import StructuredOutputsParams, Vocabulary
+
+_MOST = 2
+"""Processes at once."""
+_MAX_SECONDS = 60.0
+"""Until an answer, on a busy machine; processor time is bounded far below."""
+_MAIN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import jaxllm.sampling.grammar_child as c; c.main()"
+)
+_CAUSES = {
+    signal.SIGSEGV: "it nests too deep",
+    signal.SIGABRT: f"it takes more than {MAX_BYTES / 2**30:g} GiB of memory",
+    signal.SIGXCPU: f"it takes more than {MAX_CPU_SECONDS} seconds of processor time",
+}
+
+
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+_LATE = "the process that tries structured_outputs gave no answer in time; try again when less is going on"
+_TRIES = 1
+
+
+class GrammarProcesses:
+    """Tries grammars in processes of their own, which are started when they are needed, and kept.
+
+    Any thread may ask; of more than `_MOST` at once the rest wait.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Nothing runs yet."""
+        self._vocabulary = vocabulary
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._room = threading.BoundedSemaphore(_MOST)
+        weakref.finalize(self, _end_all, self._idle)
+
+    def try_out(self, params: StructuredOutputsParams) -> Proof:
+        """What a grammar takes.
+
+        Raises:
+            SamplingParamsError: it cannot be compiled, or takes more than it may, or the process died of it.
+            TryAgainError: no process can be started, or each is ended from outside.
+        """
+        for _ in range(_TRIES):
+            with contextlib.suppress(TryAgainError):
+                return self._try_out(params)
+        return self._try_out(params)
+
+    def _try_out(self, params: StructuredOutputsParams) -> Proof:
+        with self._room:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is not None and process.poll() is not None:  # somebody has ended it
+                _end(process)
+                process = None
+            if process is None:
+                process = self._start()
+            try:
+                answer = _ask(process, params)
+            except BaseException as error:
+                _end(process)
+                if isinstance(error, SamplingParamsError):  # it died of it: the next one is not to wait
+                    with self._lock:
+                        self._idle.append(self._start())
+                raise
+            with self._lock:
+                self._idle.append(process)
+        if "error" in answer:
+            raise SamplingParamsError(f"structured_outputs cannot be compiled: {answer['error']}")
+        return Proof(**answer)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        package = str(Path(__file__).resolve().parents[2])
+        paths = [package, *(os.path.abspath(path) for path in sys.path)]
+        command = [sys.executable, "-I", "-c", _MAIN, json.dumps(paths)]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        except OSError as error:
+            raise TryAgainError(
+                f"structured_outputs are tried in a process of their own, and {sys.executable!r} does not "
+                f"start: {error}; try again"
+            ) from error
+        with contextlib.suppress(BrokenPipeError):  # if it has died already, asking says so
+            write_frame(_pipe(process.stdin), dataclasses.asdict(self._vocabulary))
+        return process
+
+
+def _ask(process: subprocess.Popen[bytes], params: StructuredOutputsParams) -> dict[str, Any]:
+    """Its answer.
+
+    Raises:
+        SamplingParamsError: it dies of it.
+        TryAgainError: somebody has ended it, or it takes very long: of processor time it has too little.
+    """
+    deadline = time.monotonic() + _MAX_SECONDS
+    answers = _pipe(process.stdout)
+    with contextlib.suppress(BrokenPipeError, EOFError):
+        write_frame(_pipe(process.stdin), dataclasses.asdict(params))
+        if not select.select([answers], [], [], _MAX_SECONDS)[0]:
+            raise TryAgainError(_LATE)
+        answer: dict[str, Any] = read_frame(answers)
+        return answer
+    try:
+        code = process.wait(timeout=max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise TryAgainError(_LATE) from None
+    if code in _FROM_OUTSIDE:
+        raise TryAgainError(f"the process that tries structured_outputs was ended ({code}); try again")
+    cause = _CAUSES.get(signal.Signals(-code)) if code < 0 else None
+    raise _refused(cause or f"the process that tried it ended with {code}")
+
+
+def _refused(cause: str) -> SamplingParamsError:
+    return SamplingParamsError(f"structured_outputs cannot be compiled: {cause}; make the grammar smaller")
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None  # both are pipes
+    return stream
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            _pipe(stream).close()
+
+
+def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    while processes:
+        _end(processes.pop())

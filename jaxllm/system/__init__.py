@@ -1,0 +1,1 @@
+"""Threads, processes, files and hardware, as all else uses them."""
