@@ -25,6 +25,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+from router_simulation import simulate_routing
 from sweep.options import list_of
 
 from jaxllm.cluster.prompt_keys import keys_of_text
@@ -33,7 +34,6 @@ from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.research.bench.results import command_line, write_json
-from jaxllm.research.simulator.cluster import simulate_routing
 from jaxllm.research.workloads import Poisson, Trace, make_conversations
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import vllm_v1

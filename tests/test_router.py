@@ -3,6 +3,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_simulation import simulate_routing
 
 from jaxllm.cluster.loads import Loads
 from jaxllm.cluster.prefix_index import PrefixIndex
@@ -17,7 +18,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
-from jaxllm.research.simulator.cluster import simulate_routing
 from jaxllm.research.workloads import Poisson, make_conversations
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import vllm_v1

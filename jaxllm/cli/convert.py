@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING
 
 from jaxllm.engine.config import DTYPES
 from jaxllm.engine.options import note
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
-
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "convert",
-        help="convert a checkpoint to Orbax, which loads straight onto the device",
-        description=(
-            "Write DST with config.json, the tokenizer and the weights of SRC as an Orbax checkpoint. "
-            "DST must not exist, or be an empty folder; an interrupted conversion leaves none."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = (
+        "Write DST with config.json, the tokenizer and the weights of SRC as an Orbax checkpoint. "
+        "DST must not exist, or be an empty folder; an interrupted conversion leaves none."
     )
     parser.add_argument("src", metavar="SRC", help="folder or id of a Hugging Face checkpoint")
     parser.add_argument("dst", metavar="DST", help="folder to write")

@@ -39,8 +39,6 @@ from jaxllm.jobs.row_requests import (
 from jaxllm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
     from jaxllm.engine.outputs import RequestOutput
     from jaxllm.llm import LLM
 
@@ -72,22 +70,18 @@ _SAMPLING_OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
 }
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "generate",
-        help="complete prompts",
-        description=(
-            "Complete prompts, and write a JSON line for each as soon as it is complete. Each line holds the "
-            "prompt's index in the input, its id, the text, the token ids and the finish reason."
-        ),
-        epilog=(
-            "A .jsonl or .ndjson input has an object per line: one of prompt, prompt_token_ids and messages; "
-            "optionally id, num_dropped_tokens (cut at its front), and sampling_params that override the "
-            "options. A .csv or .parquet input has a column of prompts, and others that go to the output. A "
-            ".txt input, or one without a suffix, holds a prompt per line. Any of them may end in .gz. A row "
-            "that is bad is answered by an error."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = (
+        "Complete prompts, and write a JSON line for each as soon as it is complete. Each line holds the "
+        "prompt's index in the input, its id, the text, the token ids and the finish reason."
+    )
+    parser.epilog = (
+        "A .jsonl or .ndjson input has an object per line: one of prompt, prompt_token_ids and messages; "
+        "optionally id, num_dropped_tokens (cut at its front), and sampling_params that override the "
+        "options. A .csv or .parquet input has a column of prompts, and others that go to the output. A "
+        ".txt input, or one without a suffix, holds a prompt per line. Any of them may end in .gz. A row "
+        "that is bad is answered by an error."
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; quote it")
     parser.add_argument(

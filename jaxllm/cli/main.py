@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import jaxllm
-from jaxllm.cli import convert, generate, run_batch, serve
 from jaxllm.engine.options import loggers_put_back
 from jaxllm.errors import JaxllmError, did_you_mean
-from jaxllm.research.commands import bench, explain, plan, profile
 
 EXIT_OK = 0
 EXIT_BROKEN_PIPE = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "generate": ("jaxllm.cli.generate", "complete prompts"),
+    "serve": ("jaxllm.cli.serve", "serve a model to clients of OpenAI's API"),
+    "run-batch": ("jaxllm.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
+    "convert": ("jaxllm.cli.convert", "convert a checkpoint to Orbax, which loads straight onto the device"),
+    "bench": ("jaxllm.research.commands.bench", "measure an engine"),
+    "profile": ("jaxllm.research.commands.profile", "measure step and swap costs, and fit predictors"),
+    "plan": ("jaxllm.research.commands.plan", "what a model needs on a GPU, without one"),
+    "explain": ("jaxllm.research.commands.explain", "summarise a decision ledger"),
+}
+"""Of each command the module, whose `add_options` describes it, and what it is for."""
 
 _UNRECOGNIZED = "unrecognized arguments: "
 
@@ -41,8 +51,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_ERROR, f"jaxllm: error: {message} (see `{self.prog} --help`)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; of one only, if `command` is given: the others' modules are not imported."""
     parser = _Parser(
         prog="jaxllm",
         description="LLM inference in JAX: complete prompts, serve models, convert checkpoints, measure.",
@@ -50,8 +60,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxllm {jaxllm.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
-    for command in (generate, serve, run_batch, convert, bench, profile, plan, explain):
-        command.add_command(commands)
+    for name, (module, text) in COMMANDS.items():
+        of_command = commands.add_parser(name, help=text)
+        if name == command or command is None:
+            importlib.import_module(module).add_options(of_command)
     return parser
 
 
@@ -62,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when all went well, 2 for wrong usage, configuration or input, 130 when interrupted.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    parser = build_parser()
+    parser = build_parser(arguments[0] if arguments else "")
     if not arguments:
         parser.print_help()
         return EXIT_OK

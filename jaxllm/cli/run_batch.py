@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from jaxllm.cli.serve import needs_server_packages
 from jaxllm.engine.config import EngineConfig
@@ -18,23 +17,16 @@ from jaxllm.engine.options import (
 from jaxllm.jobs.row_requests import fingerprint_context
 from jaxllm.loading.checkpoints import demo_model_path
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
 _EXIT_INTERRUPTED = 130
 _MAX_QUEUED = 2**20
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "run-batch",
-        help="answer a file of requests in OpenAI's batch format",
-        description=(
-            "Answer a file of requests, an object of custom_id, method, url and body a line. Each answer "
-            "is a line, safe on disk as soon as it is there; a request that is refused gets one that says "
-            "why. All lines are checked before the first one runs."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = (
+        "Answer a file of requests, an object of custom_id, method, url and body a line. Each answer "
+        "is a line, safe on disk as soon as it is there; a request that is refused gets one that says "
+        "why. All lines are checked before the first one runs."
     )
     parser.add_argument("-i", "--input", metavar="FILE", required=True, help="requests, JSON lines")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="append answers to FILE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxllm.cli import serve_ray
 from jaxllm.engine.config import EngineConfig
@@ -19,9 +19,6 @@ from jaxllm.engine.options import (
 )
 from jaxllm.errors import ConfigError
 from jaxllm.loading.checkpoints import demo_model_path
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "host": (str, "ADDRESS", "to listen on (default: 127.0.0.1, this machine only)"),
@@ -42,16 +39,12 @@ _OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
 }
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model to clients of OpenAI's API",
-        description=(
-            "Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, "
-            "/health, /metrics, and a page at / that shows what the scheduler does. SIGTERM or Ctrl-C lets "
-            "requests under way end; a second one does not wait."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = (
+        "Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, "
+        "/health, /metrics, and a page at / that shows what the scheduler does. SIGTERM or Ctrl-C lets "
+        "requests under way end; a second one does not wait."
     )
     group = parser.add_argument_group("server options")
     for name, (convert, metavar, text) in _OPTIONS.items():

@@ -21,6 +21,8 @@ from jaxllm.system.json_text import parse
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
+API_KEYS_VARIABLE = "JAXLLM_API_KEY"
+"""Of the environment: keys that a server asks for."""
 _PROGRAMS = "jaxllm.executor.step_programs"
 _LOGGERS = _PROGRAMS, "jaxllm.server", "uvicorn", "ray.data"
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jaxllm.engine.options import API_KEYS_VARIABLE
 from jaxllm.errors import ConfigError, shown
 
-API_KEYS_VARIABLE = "JAXLLM_API_KEY"
 _MAX_COUNT = 2**20
 _MIN_KEY_LENGTH = 8
 MAX_KEY_LENGTH = 4096

@@ -92,8 +92,8 @@ def datasets(data: Mapping[str, str]) -> list[str]:
     lines = [
         "## Data sets (Table 2)",
         "",
-        "The paper gives means, not shapes. Shapes are assumptions (`jaxllm.research.workloads.lengths`); with
-        " "the data sets' own files `--data NAME=FILE:COLUMN:TOKENIZER` reads the prompts instead "
+        "The paper gives means, not shapes. Shapes are assumptions (`jaxllm.research.workloads.lengths`); "
+        "with the data sets' own files `--data NAME=FILE:COLUMN:TOKENIZER` reads the prompts instead "
         "(`jaxllm.research.workloads.load_dataset_file`).",
         "",
         "| data | source | samples | mean tokens: paper's | ours | ours are |",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxllm.engine.options import (
     add_engine_options,
@@ -19,13 +19,10 @@ from jaxllm.engine.options import (
 from jaxllm.research.commands import bench_serve
 from jaxllm.system.output_files import add_overwrite, check_writable
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
-
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser("bench", help="measure an engine", description="Measure an engine.")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = "Measure an engine."
 
     def print_help(_: argparse.Namespace) -> int:
         parser.print_help()

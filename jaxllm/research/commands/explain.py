@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jaxllm.engine.ledgers import read_ledger
 from jaxllm.engine.options import check_distinct
@@ -13,9 +12,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import KindReport
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 from jaxllm.system.output_files import add_overwrite, check_writable
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _SERIES: Sequence[tuple[str, Callable[[StepRecord], int]]] = (
@@ -30,13 +26,9 @@ _SERIES: Sequence[tuple[str, Callable[[StepRecord], int]]] = (
 )
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "explain",
-        help="summarise a decision ledger",
-        description="Summarise a decision ledger and draw its timeline.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = "Summarise a decision ledger and draw its timeline."
     parser.add_argument("ledger", metavar="LEDGER", help="file that a run wrote")
     parser.add_argument("--top", type=int, metavar="N", default=5, help="decisions to list (default: 5)")
     parser.add_argument("--width", type=int, metavar="N", default=72, help="columns of the timeline")

@@ -14,24 +14,18 @@ from jaxllm.errors import ConfigError
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
     from jaxllm.research.plan.plan import Plan
 
 _GIB, _MIB = 2**30, 2**20
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "plan",
-        help="what a model needs on a GPU, without one",
-        description=(
-            "Compile a model's prefill, decode and swap programs for a GPU that need not be present, and "
-            "report weights, KV pool, temporaries and headroom, the largest pool and batch that fit, and "
-            "compile times. Needs the packages of JAX's CUDA plugin, no driver and no weights: a config.json "
-            "is enough."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = (
+        "Compile a model's prefill, decode and swap programs for a GPU that need not be present, and "
+        "report weights, KV pool, temporaries and headroom, the largest pool and batch that fit, and "
+        "compile times. Needs the packages of JAX's CUDA plugin, no driver and no weights: a config.json "
+        "is enough."
     )
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="folder of a checkpoint, or its config.json"

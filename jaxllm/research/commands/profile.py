@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxllm.engine.options import (
     add_engine_options,
@@ -19,9 +19,6 @@ from jaxllm.engine.options import (
 )
 from jaxllm.errors import ConfigError
 from jaxllm.system.output_files import add_overwrite, check_writable
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 _DEFAULT_HOST_BLOCKS = 64
 _REFUSED = {
@@ -37,16 +34,12 @@ _REFUSED = {
 }
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "profile",
-        help="measure step and swap costs, and fit predictors",
-        description=(
-            "Measure what steps and swaps cost on this device with this model, the steps in short runs of "
-            "which each is dispatched ahead, as the engine does it. Fit eight regressors of degrees 1 to 10 "
-            "to each kind, print their held-out errors, and store the best for engines to load."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = (
+        "Measure what steps and swaps cost on this device with this model, the steps in short runs of "
+        "which each is dispatched ahead, as the engine does it. Fit eight regressors of degrees 1 to 10 "
+        "to each kind, print their held-out errors, and store the best for engines to load."
     )
     parser.add_argument(
         "--seconds",

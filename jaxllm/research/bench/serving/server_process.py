@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from jaxllm.engine.options import API_KEYS_VARIABLE
 from jaxllm.errors import ConfigError
-from jaxllm.server.config import API_KEYS_VARIABLE
 
 _READY = re.compile(r"jaxllm: serving .* on (https?://\S+)")
 _KEPT_LINES = 5
