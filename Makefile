@@ -19,7 +19,7 @@ help:
 	@echo "make test-clients the server under guidellm and lm-eval, unchanged"
 	@echo "make test-parity  tests against live transformers on torch"
 	@echo "make test-gpu-compile  compiles kernels and whole steps for GPUs that are not there"
-	@echo "make lint         ruff and mypy"
+	@echo "make lint         ruff, mypy, and which room may import which"
 	@echo "make check        lint and all of these: what CI runs"
 	@echo "make docs         the documentation as a site, in out/site"
 	@echo "make reproduce    the AdaptiveLLM paper's evaluation, and the choice of the default policy, simulated"
@@ -94,6 +94,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	rm -rf out/imports && mkdir -p out/imports
+	cp -rL jaxllm pyproject.toml out/imports/ && touch out/imports/jaxllm/sched/__init__.py  # where it is a package
+	cd out/imports && PYTHONPATH=. $(abspath $(BIN))/lint-imports
 
 check: lint test test-page test-cluster test-parity test-clients test-gpu-compile
 

@@ -40,12 +40,12 @@ import numpy as np
 from demo_model_data import Corpus, read_corpus, train_tokenizer
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.commands.signals import signals_as_interrupts
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.bench.serving.server_process import running_server
 from jaxllm.research.workloads import Poisson
 from jaxllm.system.hardware import describe_hardware, versions
 from jaxllm.system.output_files import OutputParser, new_file
-from jaxllm.system.signals import signals_as_interrupts
 
 _MODES = ("offline", "stream", "whole")
 _POLL_SECONDS = 0.2

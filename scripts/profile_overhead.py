@@ -17,8 +17,8 @@ import json
 import sys
 from typing import Any
 
+from jaxllm.commands.options import add_engine_options, engine_settings, load_llm, model_name, note
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.options import add_engine_options, engine_settings, load_llm, model_name, note
 from jaxllm.executor import compile_stats
 from jaxllm.llm import LLM
 from jaxllm.research.bench.results import command_line

@@ -15,12 +15,12 @@ from fake_openai import FakeServer, words
 from server_helpers import served_by_command
 
 from jaxllm.cli.main import main
+from jaxllm.commands.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.research.bench.serving import server_process
 from jaxllm.research.bench.serving.server_process import running_server
 from jaxllm.research.workloads import make_conversations
-from jaxllm.system.signals import signals_as_interrupts
 
 SMALL = (
     "--max-num-seqs=4 --max-num-batched-tokens=32 --decode-buckets=4 --prefill-buckets=32 "

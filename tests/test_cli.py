@@ -17,7 +17,7 @@ from variants import golden_checkpoint
 import jaxllm
 from jaxllm.cli import generate
 from jaxllm.cli.main import main
-from jaxllm.engine import options
+from jaxllm.commands import options
 from jaxllm.errors import ConfigError
 from jaxllm.jobs.prompts_io import prompts_from_arguments
 from jaxllm.llm import LLM, demo_model_path

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
+from jaxllm.commands.options import note
 from jaxllm.engine.config import DTYPES
-from jaxllm.engine.options import note
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

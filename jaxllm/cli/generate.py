@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from jaxllm.cli import generate_ray
-from jaxllm.engine.options import (
+from jaxllm.commands.options import (
     add_engine_options,
     check_distinct,
     engine_settings,

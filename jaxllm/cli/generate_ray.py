@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.engine.options import note
+from jaxllm.commands.options import note
+from jaxllm.commands.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.system.signals import signals_as_interrupts
 
 EXIT_INTERRUPTED = 130
 _OPTIONS: Mapping[str, tuple[type, str, str]] = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import jaxllm
-from jaxllm.engine.options import loggers_put_back
+from jaxllm.commands.options import loggers_put_back
 from jaxllm.errors import JaxllmError, did_you_mean
 
 EXIT_OK = 0
@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; of one only, if `command` is given: the others' modules are not imported."""
+    """The parser of all commands; if `command` is given, of that one only, as no other is imported."""
     parser = _Parser(
         prog="jaxllm",
         description="LLM inference in JAX: complete prompts, serve models, convert checkpoints, measure.",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from jaxllm.cli.serve import needs_server_packages
-from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.options import (
+from jaxllm.commands.options import (
     add_engine_options,
     check_distinct,
     engine_settings,
@@ -14,6 +13,7 @@ from jaxllm.engine.options import (
     note,
     tell_of_programs,
 )
+from jaxllm.engine.config import EngineConfig
 from jaxllm.jobs.row_requests import fingerprint_context
 from jaxllm.loading.checkpoints import demo_model_path
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxllm.cli import serve_ray
-from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.options import (
+from jaxllm.commands.options import (
     add_engine_options,
     byte_count,
     engine_settings,
@@ -17,6 +16,7 @@ from jaxllm.engine.options import (
     note,
     tell_of_programs,
 )
+from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.loading.checkpoints import demo_model_path
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.engine.options import model_name, note
+from jaxllm.commands.options import model_name, note
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:

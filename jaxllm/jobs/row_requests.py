@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.engine.options import model_folder
+from jaxllm.commands.options import model_folder
 from jaxllm.errors import JaxllmError, RequestError, RequestTooLargeError
 from jaxllm.jobs.prompts_io import PromptRow
 from jaxllm.text import tokenizer as tokenization

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.engine.options import API_KEYS_VARIABLE
+from jaxllm.commands.options import API_KEYS_VARIABLE
 from jaxllm.errors import ConfigError, shown
 
 _MAX_COUNT = 2**20

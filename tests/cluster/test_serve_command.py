@@ -13,7 +13,7 @@ from serve_helpers import events, post
 COMMAND = """
 import argparse, sys
 from jaxllm.cli import serve_ray
-from jaxllm.engine.options import add_engine_options, engine_settings
+from jaxllm.commands.options import add_engine_options, engine_settings
 from jaxllm.server.config import ServerConfig
 parser = argparse.ArgumentParser()
 serve_ray.add_options(parser)

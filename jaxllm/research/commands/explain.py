@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxllm.commands.options import check_distinct
 from jaxllm.engine.ledgers import read_ledger
-from jaxllm.engine.options import check_distinct
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import KindReport
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxllm.engine.options import check_distinct, note
+from jaxllm.commands.options import check_distinct, note
 from jaxllm.errors import ConfigError
 from jaxllm.system.output_files import add_overwrite, check_writable
 

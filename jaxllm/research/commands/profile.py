@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxllm.engine.options import (
+from jaxllm.commands.options import (
     add_engine_options,
     check_distinct,
     engine_settings,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxllm.engine.options import API_KEYS_VARIABLE
+from jaxllm.commands.options import API_KEYS_VARIABLE
 from jaxllm.errors import ConfigError
 
 _READY = re.compile(r"jaxllm: serving .* on (https?://\S+)")
