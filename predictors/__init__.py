@@ -16,3 +16,6 @@
 
 Costs are seconds of one engine step or one transfer. Nothing here runs a device.
 """
+
+if __name__ == "predictors":  # found in the repository's folder
+    raise ImportError("import jaxllm.predictors: this folder is that package, and not one of its own")

@@ -659,7 +659,7 @@ CHILD = textwrap.dedent("""
 def start(code, *arguments):
     """A Python process that has printed its first line."""
     command = [sys.executable, "-c", CHILD + textwrap.dedent(code), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(Path(disk.__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(disk.__file__).parents[3])}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )

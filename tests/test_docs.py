@@ -203,7 +203,7 @@ def test_every_page_is_in_the_navigation():
 def test_public_names_are_documented():
     documented = Page(DOCS / "api.md").documented
     assert {f"jaxllm.{name}" for name in jaxllm.__all__} <= set(documented)
-    for package in ("functional", "sched", "predictors", "simulator", "workloads"):
+    for package in ("functional", "sched", "predictors", "research.simulator", "research.workloads"):
         assert any(f"{name}.".startswith(f"jaxllm.{package}.") for name in documented)
 
 

@@ -209,7 +209,7 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path, how):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     (tmp_path / "json.py").write_text("raise RuntimeError('this is no module of anybody')")
-    root = str(Path(grammars.__file__).resolve().parent.parent)
+    root = str(Path(grammars.__file__).resolve().parents[2])
     ran = subprocess.run(
         [sys.executable, "-P", *(["-"] if how == "script by stdin" else ["-c", code])],
         input=code if how == "script by stdin" else None,

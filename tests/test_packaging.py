@@ -1,9 +1,12 @@
 """The built wheel, installed away from the repository."""
 
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 NEED_EXTRAS = ("jobs/lm_eval.py", "cluster/serve_router.py")
@@ -37,6 +40,24 @@ def test_wheel_holds_every_module_and_all_import(tmp_path):
         "assert 'LLM' in dir(jaxllm) and jaxllm.LLM"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["predictors", "pallas_kernels"])
+def test_folders_of_the_repository_are_no_packages_of_their_own(name):
+    command = [sys.executable, "-c", f"import {name}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert f"ImportError: import jaxllm.{name}" in done.stderr
+
+
+def test_an_uninstalled_checkout_works_and_leaves_the_standard_library_alone(tmp_path):
+    """It is found before whatever is installed."""
+    code = (
+        "import sched, sys, jaxllm, jaxllm.predictors, jaxllm.pallas_kernels, jaxllm.sched.presets\n"
+        f"assert sched.scheduler and jaxllm.__file__.startswith({str(ROOT)!r} + '/jaxllm')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
 
 
 def test_what_needs_an_extra_names_it():
