@@ -344,6 +344,14 @@ def test_choices_of_any_characters_and_number(compiled, tokenizer):
         assert not allows(compiled, tokenizer, {"choice": many}, "sheep")
 
 
+@pytest.mark.parametrize("schema", [True, "true", {}])
+def test_a_schema_of_any_json(compiled, tokenizer, schema):
+    for text in ("null", "-1.5", '"a"', '[true, {"a": []}]'):
+        assert allows(compiled, tokenizer, {"json": schema}, text), text
+    for text in ("", "a", "[", "1 2"):
+        assert not allows(compiled, tokenizer, {"json": schema}, text), text
+
+
 def test_whitespace_in_json_is_bounded(compiled, tokenizer):
     schema = {"json": {"type": "object"}}
     for text in ('{"a": 1}', '{"a":1}', '{\n    "a": [\n        1,\n        2\n    ]\n}', '{\r\n\t"a":1}'):
