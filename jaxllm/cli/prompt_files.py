@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,7 +46,15 @@ def read_prompts(path: str, sampling_params: SamplingParams, column: str | None 
             never ends.
         RequestError: there is no row.
     """
-    kind = _kind(path)
+    kind, suffix, _ = kind_of_file(path)
+    if kind is None:
+        way_out = "convert it, or rename it if it is one of these"
+        if suffix == ".json":
+            way_out = "make an array an object per line: jq -c '.[]' FILE > prompts.jsonl"
+        raise ConfigError(
+            f"--input {path!r}: files that end in {suffix!r} are not read; .txt (or no suffix) has a prompt "
+            f"per line, and there are .jsonl, .ndjson, .csv and .parquet, each also with .gz: {way_out}"
+        )
     if kind == "text":
         if column is not None:
             raise ConfigError(
@@ -65,18 +74,15 @@ def read_prompts(path: str, sampling_params: SamplingParams, column: str | None 
     return rows_of(path, read(path, column), row, sampling_params, keep_bad=True)
 
 
-def _kind(path: str) -> str:
-    name = pathlib.PurePath(path.lower())
-    suffix = pathlib.PurePath(name.stem).suffix if name.suffix == ".gz" else name.suffix
-    if suffix in _KINDS:
-        return _KINDS[suffix]
-    way_out = "convert it, or rename it if it is one of these"
-    if suffix == ".json":
-        way_out = "make an array an object per line: jq -c '.[]' FILE > prompts.jsonl"
-    raise ConfigError(
-        f"--input {path!r}: files that end in {suffix!r} are not read; .txt (or no suffix) has a prompt per "
-        f"line, and there are .jsonl, .ndjson, .csv and .parquet, each also with .gz: {way_out}"
-    )
+def kind_of_file(path: str | os.PathLike[str]) -> tuple[str | None, str, bool]:
+    """What a file's name says that it holds: text, jsonl, csv, parquet or None of these.
+
+    Also by which suffix, in lower case and without the .gz that may follow it, and whether one does.
+    """
+    name = pathlib.PurePath(os.fspath(path).lower())
+    is_packed = name.suffix == ".gz"
+    suffix = pathlib.PurePath(name.stem).suffix if is_packed else name.suffix
+    return _KINDS.get(suffix), suffix, is_packed
 
 
 def _check_columns(
