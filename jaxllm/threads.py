@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import concurrent.futures.thread  # by others it may be too late: once the main thread has ended
 import queue
 import threading
 from collections.abc import Callable
