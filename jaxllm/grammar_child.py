@@ -19,7 +19,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from jaxllm.structured_outputs import StructuredOutputsParams, Vocabulary, compiled, mask_width, problem_of
+from jaxllm.structured_outputs import (
+    NOTHING,
+    StructuredOutputsParams,
+    Vocabulary,
+    compiled,
+    mask_width,
+    problem_of,
+)
 
 STACK_BYTES = 16 * 2**20
 """Of the thread that tries grammars; those of the engine that use them have more."""
@@ -88,7 +95,8 @@ def try_out(vocabulary: Vocabulary, params: StructuredOutputsParams) -> Proof:
         fill_next_token_bitmask_par(executor, [(matcher, 0), (matcher.deep_copy(), 1)], rows)
         longest = max(longest, time.perf_counter() - began)
         if problem := problem_of(matcher):
-            raise ValueError(f"after {step} tokens it is too complex: {problem}")
+            what = problem if problem == NOTHING else f"it is too complex: {problem}"
+            raise ValueError(f"after {step} tokens {what}" if step else what)
         allowed = np.flatnonzero(np.unpackbits(rows[0].view(np.uint8), bitorder="little"))
         going_on = [token for token in allowed.tolist() if token not in vocabulary.eos_token_ids]
         if not going_on:

@@ -104,6 +104,14 @@ class Grammars:
             future = self._kept.get(params)
             return future is not None and future.done()
 
+    def clear(self) -> None:
+        """Let go of all grammars and of the processes that try them; later ones are made anew."""
+        with self._making:
+            self._made = None
+        with self._lock:
+            self._kept.clear()
+            self._num_bytes = 0
+
     @property
     def num_bytes(self) -> int:
         """Of the grammars that are kept."""

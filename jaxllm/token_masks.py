@@ -269,6 +269,11 @@ class TokenMasks:
         self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
         self._words = functools.lru_cache(maxsize=64)(self._spelled)  # samples of a prompt have the same
 
+    def clear(self) -> None:
+        """Let go of what is kept for later requests."""
+        self._grammars.clear()
+        self._words.cache_clear()
+
     def takes_long(self, params: SamplingParams) -> bool:
         """Whether making a mask compiles a grammar."""
         grammar = params.structured_outputs

@@ -193,6 +193,18 @@ def test_processes_end_with_what_they_serve(tokenizer):
     assert process.wait(timeout=30) is not None
 
 
+def test_a_closed_llm_keeps_no_grammar_nor_what_tries_them():
+    llm = LLM(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32)
+    llm.generate("a", SamplingParams(max_tokens=4, structured_outputs={"regex": "[ab]+"}), use_tqdm=False)
+    kept = llm.engine._inputs._masks._grammars
+    (process,) = kept._made[1]._idle
+    assert kept.num_bytes > 0
+    llm.close()
+    assert process.wait(timeout=30) is not None
+    assert kept.num_bytes == 0
+    assert llm.get_tokenizer().encode("a")
+
+
 @pytest.mark.parametrize("how", ["script by stdin", "-c"])
 def test_processes_end_with_a_parent_that_is_killed(tmp_path, how):
     """In programs that have no file, too, started anywhere."""
@@ -342,6 +354,14 @@ def test_choices_of_any_characters_and_number(compiled, tokenizer):
         many = [f"{number} sheep" for number in range(count)]
         assert allows(compiled, tokenizer, {"choice": many}, many[-1])
         assert not allows(compiled, tokenizer, {"choice": many}, "sheep")
+
+
+@pytest.mark.parametrize("schema", [True, "true", {}])
+def test_a_schema_of_any_json(compiled, tokenizer, schema):
+    for text in ("null", "-1.5", '"a"', '[true, {"a": []}]'):
+        assert allows(compiled, tokenizer, {"json": schema}, text), text
+    for text in ("", "a", "[", "1 2"):
+        assert not allows(compiled, tokenizer, {"json": schema}, text), text
 
 
 def test_whitespace_in_json_is_bounded(compiled, tokenizer):

@@ -47,7 +47,7 @@ class _ChatForm:
         self._readers: dict[int, CallReader] = {}
         self._echoed = ""
         if body.echo:
-            last = body.messages[-1]["content"]
+            last = body.messages[-1].get("content")
             self._echoed = last if isinstance(last, str) else "".join(map(text_of_part, last or []))
 
     def choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
