@@ -1,4 +1,4 @@
-"""Processes in which grammars are tried (`jaxllm.grammar_child`), as the engine sees them."""
+"""Processes that have grammars tried (`jaxllm.grammar_child`), as the engine sees them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import IO, Any
@@ -38,7 +37,7 @@ _TRIES = 1
 
 
 class GrammarProcesses:
-    """Tries grammars in processes of their own, which are started when they are needed, and kept.
+    """Tries grammars in forks of processes that are started when they are needed, and kept.
 
     Any thread may ask; of more than `_MOST` at once the rest wait.
     """
@@ -74,16 +73,15 @@ class GrammarProcesses:
                 process = self._start()
             try:
                 answer = _ask(process, params)
-            except BaseException as error:
+            except BaseException:
                 _end(process)
-                if isinstance(error, SamplingParamsError):  # it died of it: the next one is not to wait
-                    with self._lock:
-                        self._idle.append(self._start())
                 raise
             with self._lock:
                 self._idle.append(process)
         if "error" in answer:
             raise SamplingParamsError(f"structured_outputs cannot be compiled: {answer['error']}")
+        if "died" in answer:
+            raise _died(answer["died"])
         return Proof(**answer)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -112,28 +110,25 @@ def _ask(process: subprocess.Popen[bytes], params: StructuredOutputsParams) -> d
     """Its answer.
 
     Raises:
-        SamplingParamsError: it dies of it.
         TryAgainError: somebody has ended it, or it takes very long: of processor time it has too little.
     """
-    deadline = time.monotonic() + _MAX_SECONDS
     answers = _pipe(process.stdout)
-    with contextlib.suppress(BrokenPipeError, EOFError):
+    try:
         write_frame(_pipe(process.stdin), dataclasses.asdict(params))
         if not select.select([answers], [], [], _MAX_SECONDS)[0]:
             raise TryAgainError(_LATE)
         answer: dict[str, Any] = read_frame(answers)
-        return answer
-    try:
-        code = process.wait(timeout=max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise TryAgainError(_LATE) from None
+    except (BrokenPipeError, EOFError):
+        raise TryAgainError("the process that tries structured_outputs was ended; try again") from None
+    return answer
+
+
+def _died(code: int) -> SamplingParamsError | TryAgainError:
+    """What is told of a process that ended with a code, of a grammar unless somebody has ended it."""
     if code in _FROM_OUTSIDE:
-        raise TryAgainError(f"the process that tries structured_outputs was ended ({code}); try again")
+        return TryAgainError(f"the process that tries structured_outputs was ended ({code}); try again")
     cause = _CAUSES.get(signal.Signals(-code)) if code < 0 else None
-    raise _refused(cause or f"the process that tried it ended with {code}")
-
-
-def _refused(cause: str) -> SamplingParamsError:
+    cause = cause or f"the process that tried it ended with {code}"
     return SamplingParamsError(f"structured_outputs cannot be compiled: {cause}; make the grammar smaller")
 
 

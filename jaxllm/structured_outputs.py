@@ -196,7 +196,8 @@ def _schema(value: object) -> str:
         )
     try:
         text = json.dumps(value, allow_nan=False)
-        _check_keys(value)
+        if json.loads(text) != value:  # no JSON, such as tuples or other keys
+            _check_keys(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise SamplingParamsError(f"structured_outputs: json is no JSON schema: {error}.") from None
     return text

@@ -147,9 +147,31 @@ def test_a_process_that_is_killed_at_work_is_no_fault_of_the_grammar(compiled, m
     assert compiled.get(StructuredOutputsParams(regex="a"))
     killed.clear()
     num_deaths = 2
-    with pytest.raises(TryAgainError, match=r"was ended \(-9\); try again"):
+    with pytest.raises(TryAgainError, match="was ended; try again"):
         compiled.get(StructuredOutputsParams(regex="b"))
     assert compiled.get(StructuredOutputsParams(regex="b"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells a process' children by /proc")
+def test_a_fork_that_is_killed_is_no_fault_of_the_grammar(compiled, monkeypatch):
+    """As by a system without memory; who had it made goes on."""
+    compiled.get(StructuredOutputsParams(regex="a"))
+    (process,) = compiled._made[1]._idle
+    monkeypatch.setattr(grammar_processes, "_TRIES", 0)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+    def kill_its_child():
+        while not (pids := children.read_text().split()):
+            time.sleep(0.001)
+        os.kill(int(pids[0]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_its_child)
+    killer.start()
+    with pytest.raises(TryAgainError, match=r"was ended \(-9\); try again"):
+        compiled.get(StructuredOutputsParams(regex="(((a{1001}){1000}){1000})"))
+    killer.join()
+    assert compiled.get(StructuredOutputsParams(regex="b"))
+    assert compiled._made[1]._idle == [process]
 
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(compiled, monkeypatch):
@@ -174,15 +196,18 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(compiled, monk
     assert compiled.get(StructuredOutputsParams(regex="b"))
 
 
-def test_memory_of_a_process_is_bounded(compiled):
-    """Where the system bounds it: the process says how much that is."""
-    compiled.get(StructuredOutputsParams(regex="a"))
-    (process,) = compiled._made[1]._idle
-    limits = Path(f"/proc/{process.pid}/limits").read_text().splitlines()
-    (line,) = [line for line in limits if line.startswith("Max address space")]
-    assert int(line.split()[3]) < 2**33
-    (line,) = [line for line in limits if line.startswith("Max cpu time")]
-    assert int(line.split()[3]) <= 30
+@pytest.mark.parametrize(("work", "code"), [("bytearray(2**31)", signal.SIGABRT), ("spin()", signal.SIGXCPU)])
+def test_memory_and_time_of_a_fork_are_bounded(work, code):
+    """Where the system bounds them: it dies, and what had it made says how."""
+    code_of_child = (
+        "import jaxllm.grammar_child as child\n"
+        "child.MAX_CPU_SECONDS = 0\n"
+        "def spin():\n    while True: pass\n"
+        f"child.try_out = lambda *_: {work}\n"
+        "print(child._answer(None, {'regex': 'a'}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code_of_child], capture_output=True, text=True)
+    assert ran.stdout == f"{{'died': {-code}}}\n"
 
 
 def test_processes_end_with_what_they_serve(tokenizer):
