@@ -34,7 +34,7 @@ from jaxllm.structured_outputs import (
 
 STACK_BYTES = 16 * 2**20
 """Of the thread that tries grammars; those of the engine that use them have more."""
-MAX_CPU_SECONDS = 10
+MAX_CPU_SECONDS = 5
 """Processor time of one grammar."""
 MAX_BYTES = 2**30
 """Memory of one grammar."""

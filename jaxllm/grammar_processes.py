@@ -19,8 +19,8 @@ from jaxllm.errors import SamplingParamsError, TryAgainError
 from jaxllm.grammar_child import MAX_BYTES, MAX_CPU_SECONDS, Proof, read_frame, write_frame
 from jaxllm.structured_outputs import StructuredOutputsParams, Vocabulary
 
-_MOST = 2
-"""Processes at once."""
+MOST = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""Grammars that are tried or compiled at once: cores are left for those who decode meanwhile."""
 _MAX_SECONDS = 60.0
 """Until an answer, on a busy machine; processor time is bounded far below."""
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import jaxllm.grammar_child as c; c.main()"
@@ -39,7 +39,7 @@ _TRIES = 1
 class GrammarProcesses:
     """Tries grammars in forks of processes that are started when they are needed, and kept.
 
-    Any thread may ask; of more than `_MOST` at once the rest wait.
+    Any thread may ask, of which `room` lets `MOST` in at a time.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -47,7 +47,7 @@ class GrammarProcesses:
         self._vocabulary = vocabulary
         self._idle: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
-        self._room = threading.BoundedSemaphore(_MOST)
+        self.room = threading.BoundedSemaphore(MOST)
         weakref.finalize(self, _end_all, self._idle)
 
     def try_out(self, params: StructuredOutputsParams) -> Proof:
@@ -63,21 +63,20 @@ class GrammarProcesses:
         return self._try_out(params)
 
     def _try_out(self, params: StructuredOutputsParams) -> Proof:
-        with self._room:
-            with self._lock:
-                process = self._idle.pop() if self._idle else None
-            if process is not None and process.poll() is not None:  # somebody has ended it
-                _end(process)
-                process = None
-            if process is None:
-                process = self._start()
-            try:
-                answer = _ask(process, params)
-            except BaseException:
-                _end(process)
-                raise
-            with self._lock:
-                self._idle.append(process)
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is not None and process.poll() is not None:  # somebody has ended it
+            _end(process)
+            process = None
+        if process is None:
+            process = self._start()
+        try:
+            answer = _ask(process, params)
+        except BaseException:
+            _end(process)
+            raise
+        with self._lock:
+            self._idle.append(process)
         if "error" in answer:
             raise SamplingParamsError(f"structured_outputs cannot be compiled: {answer['error']}")
         if "died" in answer:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxllm.errors import SamplingParamsError
 from jaxllm.grammar_child import STACK_BYTES
+from jaxllm.grammar_processes import MOST
 from jaxllm.grammars import Grammar, Grammars
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_outputs import mask_width, problem_of
@@ -32,7 +33,6 @@ PATIENCE_SECONDS = 0.02
 _PATIENCE_OF_ONE = 0.00025
 _SLOW_SECONDS = 0.005
 _NUM_CHECKS = 16  # masks that one which was late is made apart from others
-_NUM_SLOW_THREADS = 2
 
 
 def _row_of(token_ids: Collection[int], vocab_size: int) -> np.ndarray:
@@ -132,7 +132,7 @@ class MaskThreads:
         stack = 2 * STACK_BYTES
         self._executor: LLExecutor = LLExecutor()
         self._quick = NativeThreads(1, stack, "jaxllm-masks")
-        self._slow = NativeThreads(_NUM_SLOW_THREADS, stack, "jaxllm-slow-masks", be_nice)
+        self._slow = NativeThreads(MOST, stack, "jaxllm-slow-masks", be_nice)
         self._news = threading.Condition()
 
     def begin(self, states: Iterable[GrammarState]) -> concurrent.futures.Future[None] | None:

@@ -291,7 +291,7 @@ def test_threads_outlive_the_main_one():
 
 
 def test_several_threads_compile_what_they_ask_for_once(compiled, monkeypatch):
-    """Those who want the same wait for it; whoever wants another is not held up."""
+    """Those who want the same wait for it; whoever wants a list of choices is not held up."""
     may_go, begin, begun = threading.Event(), grammars._begin, []
 
     def slow(vocabulary, text):
@@ -306,7 +306,7 @@ def test_several_threads_compile_what_they_ask_for_once(compiled, monkeypatch):
     threads = [threading.Thread(target=lambda: found.append(compiled.get(params))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert compiled.get(StructuredOutputsParams(regex="other"))
+    assert compiled.get(StructuredOutputsParams(choice=["other"]))
     assert not found
     may_go.set()
     for thread in threads:
