@@ -1,7 +1,7 @@
 """Record what transformers computes for every variant of tests/variants.py; needs the extra `parity`.
 
-    python scripts/make_golden.py             # write tests/data/golden anew
-    python scripts/make_golden.py --check     # compare the committed files with the installed transformers
+    python scripts/make_golden.py --overwrite  # write tests/data/golden anew
+    python scripts/make_golden.py --check      # compare the committed files with the installed transformers
 
 The tiny models have weights drawn from a seed, large enough for varied output, rounded to bfloat16 (which is
 how most are stored, to keep the repository small). Of the seeds, the first is taken under which no greedy
@@ -11,9 +11,7 @@ which every answer has at least `MIN_DISTINCT` different tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,8 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from jaxllm.system.output_files import NewFolder, OutputParser
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from variants import CONFIGS, GOLDEN_FOLDER, NUM_GREEDY_TOKENS, PROMPT_LENGTHS, golden_data
@@ -34,6 +34,7 @@ MIN_DISTINCT = 8
 LOGITS_TOLERANCE = 1e-4
 STORED_IN_FLOAT32 = ("llama_mha", "opt_pre_norm")
 _MAX_SEEDS = 200
+_OF_VARIANT = NewFolder("config.json", "model.safetensors", "golden.npz")
 
 
 def write_checkpoint(name: str, folder: Path, seed: int) -> None:
@@ -94,10 +95,8 @@ def record(folder: Path, vocab_size: int) -> dict[str, Any]:
     return arrays | {"greedy": np.array(greedy, np.int32), "margin": np.float32(min(margins))}
 
 
-def make(name: str) -> None:
+def make(name: str, folder: Path) -> None:
     """Write the checkpoint and the recorded answers of a variant."""
-    folder = GOLDEN_FOLDER / name
-    shutil.rmtree(folder, ignore_errors=True)
     for seed in range(_MAX_SEEDS):
         write_checkpoint(name, folder, seed)
         arrays = record(folder, CONFIGS[name]["vocab_size"])
@@ -130,15 +129,20 @@ def check(name: str) -> list[str]:
 
 def main() -> None:
     """Write or check the golden files."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    parser = OutputParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare those of the repository, write nothing")
+    parser.add_argument("--out", type=NewFolder(), default=GOLDEN_FOLDER, help="default: the repository's")
     parser.add_argument("variants", nargs="*", default=list(CONFIGS), help="default: all")
     args = parser.parse_args()
+    if not args.check:
+        for name in args.variants:
+            there = _OF_VARIANT.files(args.out / name)
+            parser.check({f"{name}:": path for path in there}, overwrite=args.overwrite)
     torch.set_num_threads(1)
     disable_progress_bar()
     if not args.check:
         for name in args.variants:
-            make(name)
+            make(name, args.out / name)
         return
     problems = [problem for name in args.variants for problem in check(name)]
     stale = {path.name for path in GOLDEN_FOLDER.iterdir()} - CONFIGS.keys()

@@ -8,7 +8,6 @@ that hypotheses of different lengths compete.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+from jaxllm.system.output_files import OutputParser, new_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -78,8 +79,8 @@ def _output(tokens: list[int], eos: list[int]) -> list[int]:
 
 def main() -> None:
     """Write the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
+    parser = OutputParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=new_file)
     args = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()

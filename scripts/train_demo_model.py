@@ -1,6 +1,6 @@
 """Trains the model in `jaxllm/demo_model`: a small Llama and its tokenizer, on Python's standard library.
 
-    python scripts/train_demo_model.py --steps 1200
+    python scripts/train_demo_model.py --steps 1200 --overwrite
 
 The text is the running Python's own `Lib` (without tests and data tables); a few per cent of it, files chosen
 by a hash of their names, are held out and never trained on, neither by the tokenizer nor by the model. The
@@ -39,8 +39,14 @@ from safetensors.flax import save_file
 from tokenizers import Tokenizer
 
 from jaxllm.models.config import LlamaConfig, config_from_dict
+from jaxllm.system.output_files import NewFolder, OutputParser
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+MODEL_FILES = (
+    *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    *("generation_config.json", "config.json", "training.json"),
+)
+WORK_FILES = ("checkpoint.safetensors", "final.safetensors", "tokenizer.json")
 WARMUP_STEPS = 50
 DECAY_FRACTION = 0.7  # the last part of the run, over which the learning rate falls linearly to zero
 # Sequence lengths, as parts of the longest, each up to this fraction of the run.
@@ -291,7 +297,7 @@ def train(args: argparse.Namespace) -> None:
     packages = ("flax", "jax", "jaxlib", "numpy", "optax", "safetensors", "tokenizers")
     record: dict[str, Any] = {
         "finished": False,
-        "command": f"python scripts/train_demo_model.py --steps {args.steps} --seed {args.seed}",
+        "command": f"python scripts/train_demo_model.py --steps {args.steps} --seed {args.seed} --overwrite",
         "data": {
             "source": "the Python standard library (PSF licence), without tests and data tables",
             "python": platform.python_version(),
@@ -357,15 +363,15 @@ def export_only(args: argparse.Namespace) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1200, help="length of the run (default: %(default)s)")
     parser.add_argument(
         "--minutes", type=float, default=53.0, help="longest run; sooner if needed (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=pathlib.Path, default=REPOSITORY / "jaxllm" / "demo_model")
+    parser.add_argument(
+        "--output", type=NewFolder(*MODEL_FILES), default=REPOSITORY / "jaxllm" / "demo_model"
+    )
     parser.add_argument("--work-dir", type=pathlib.Path, default=REPOSITORY / "out" / "demo_model")
     parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path(sysconfig.get_path("stdlib")))
     parser.add_argument("--export-only", type=pathlib.Path, metavar="CHECKPOINT")
@@ -383,7 +389,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.export_only:
+        there = NewFolder(*WORK_FILES).files(args.work_dir)
+        parser.check({f"--work-dir {path.name}:": path for path in there}, overwrite=args.overwrite)
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -172,6 +172,7 @@ def test_where_templates_do_not_ask_nothing_said_is_a_text_of_nothing(tokenizer)
     template = "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}"
     answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert render(tokenizer, [*HELLO, answer], chat_template=template) == "[hi][]"
+    assert render(tokenizer, [*HELLO, {"role": "assistant"}], chat_template=template) == "[hi][]"
     asks = template + "{% if messages[0].content is none %}{% endif %}"
     options = {"add_generation_prompt": False, "continue_final_message": True}
     answer = {"role": "assistant", "content": ""}

@@ -275,6 +275,13 @@ def test_a_bad_row_is_an_error_in_its_place(run, tmp_path, capsys, bad):
     before = target.read_text()
     assert run(*arguments, "--resume") == 0
     assert target.read_text() == before
+    rows[1] = rows[2] = rows[0]
+    source.write_text("\n".join(rows) + "\n")
+    assert run(*arguments, "--resume") == 0
+    kept, corrected = before.splitlines()[2:], target.read_text().splitlines()
+    assert corrected[:2] == kept
+    assert all(json.loads(line)["token_ids"] for line in corrected)
+    assert len(corrected) == 4
 
 
 def test_an_interruption_says_how_to_go_on(run, llm, tmp_path, capsys, monkeypatch):

@@ -55,6 +55,33 @@ def test_shards_hold_every_row_once(tmp_path, rows_per_shard):
     assert [json.loads(row.line)["prompt"] for row in rows] == expected
 
 
+def test_inputs_are_what_their_names_say_in_any_case(tmp_path):
+    names = ["a.JSONL", "b.ndjson", "c.Parquet"]
+    for name in names[:2]:
+        write_jsonl(tmp_path / name, [{"prompt": name}])
+    parquet.write_table(pyarrow.table({"prompt": [names[2]]}), tmp_path / names[2])
+    for other in ("d.csv", "e.jsonl.gz", "f.txt"):
+        (tmp_path / other).write_text("ignored in a folder")
+    paths = input_files(tmp_path)
+    assert [path.name for path in paths] == names
+    assert input_files(paths) == paths
+    _, rows = read_all(paths, 4)
+    assert [json.loads(row.line)["prompt"] for row in rows] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [("a.csv", "convert it"), ("a.CSV.gz", "unpack it"), ("a.jsonl.GZ", "unpack it"), ("a", "convert it")],
+)
+def test_inputs_that_a_cluster_cannot_read_are_refused_with_the_way_out(tmp_path, name, way_out, capsys):
+    (tmp_path / name).write_text("x")
+    options = ["--input", str(tmp_path / name), "--output", str(tmp_path / "out")]
+    assert main(["generate", "--ray", *options]) == 2
+    error = capsys.readouterr().err
+    assert f"'{name}' must end in .jsonl, .ndjson or .parquet" in error
+    assert f"{way_out}, run without --ray" in error
+
+
 def test_columns_of_other_names_are_read_and_nulls_are_not_there(tmp_path):
     messages = [[{"role": "user", "content": "hi", "name": None}], None]
     table = pyarrow.table({"chat": messages, "text": [None, "there"], "n": [1, 2]})

@@ -195,10 +195,25 @@ def test_training_windows_start_at_lines(script: ModuleType) -> None:
         assert text.startswith(("line", "\tand", SEPARATOR))
 
 
+def test_nothing_is_trained_over_a_model_or_what_was_saved(script, tmp_path, capsys) -> None:
+    output, work, saved = tmp_path / "model", tmp_path / "work", tmp_path / "work" / "final.safetensors"
+    work.mkdir()
+    saved.write_text("precious")
+    for options in (
+        ["--output", str(output), "--work-dir", str(work)],
+        ["--work-dir", str(tmp_path / "new")],
+    ):
+        with pytest.raises(SystemExit):
+            script.parse(options)
+        assert "exists, and nothing is overwritten" in capsys.readouterr().err
+        script.parse([*options, "--overwrite"])
+    script.parse(["--output", str(output), "--work-dir", str(work), "--export-only", str(saved)])
+
+
 def test_clock_ends_the_schedule(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))
     monkeypatch.setattr(script.time, "perf_counter", lambda: 60.0 * next(now))
-    args = script.parse(["--steps", "1000000", "--minutes", "10"])
+    args = script.parse(["--steps", "1000000", "--minutes", "10", "--overwrite"])
     steps = list(script.schedule(args))
     assert len(steps) == 9
     fractions = [fraction for _, fraction, _ in steps]

@@ -1,6 +1,10 @@
 """Digests of weights are remembered by what a file is, and never trusted beyond that."""
 
 import os
+import subprocess
+import sys
+import textwrap
+import threading
 
 import pytest
 
@@ -88,6 +92,21 @@ def test_a_cache_that_cannot_be_had_costs_only_time(tmp_path, checkpoint, reads,
     assert weights_fingerprint(checkpoint) == first
     assert len(reads) == 6
     assert list((tmp_path / "cache" / "jaxllm" / "weights").iterdir()) == []
+
+
+def test_weights_are_read_after_the_main_thread_too(checkpoint):
+    code = f"""
+        import pathlib, threading
+        from jaxllm.executor.kv.disk import weights_fingerprint
+        def run():
+            threading.main_thread().join()
+            print(weights_fingerprint(pathlib.Path({str(checkpoint)!r})))
+        threading.Thread(target=run).start()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.strip()) == (0, weights_fingerprint(checkpoint)), ran.stderr
+    assert not [one for one in threading.enumerate() if one.name.startswith("jaxllm-weights")]
 
 
 def _refuse(*_):

@@ -148,9 +148,31 @@ def test_a_process_that_is_killed_at_work_is_no_fault_of_the_grammar(compiled, m
     assert compiled.get(StructuredOutputsParams(regex="a"))
     killed.clear()
     num_deaths = 2
-    with pytest.raises(TryAgainError, match=r"was ended \(-9\); try again"):
+    with pytest.raises(TryAgainError, match="was ended; try again"):
         compiled.get(StructuredOutputsParams(regex="b"))
     assert compiled.get(StructuredOutputsParams(regex="b"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells a process' children by /proc")
+def test_a_fork_that_is_killed_is_no_fault_of_the_grammar(compiled, monkeypatch):
+    """As by a system without memory; who had it made goes on."""
+    compiled.get(StructuredOutputsParams(regex="a"))
+    (process,) = compiled._made[1]._idle
+    monkeypatch.setattr(grammar_processes, "_TRIES", 0)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+    def kill_its_child():
+        while not (pids := children.read_text().split()):
+            time.sleep(0.001)
+        os.kill(int(pids[0]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_its_child)
+    killer.start()
+    with pytest.raises(TryAgainError, match=r"was ended \(-9\); try again"):
+        compiled.get(StructuredOutputsParams(regex="(((a{1001}){1000}){1000})"))
+    killer.join()
+    assert compiled.get(StructuredOutputsParams(regex="b"))
+    assert compiled._made[1]._idle == [process]
 
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(compiled, monkeypatch):
@@ -175,15 +197,18 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(compiled, monk
     assert compiled.get(StructuredOutputsParams(regex="b"))
 
 
-def test_memory_of_a_process_is_bounded(compiled):
-    """Where the system bounds it: the process says how much that is."""
-    compiled.get(StructuredOutputsParams(regex="a"))
-    (process,) = compiled._made[1]._idle
-    limits = Path(f"/proc/{process.pid}/limits").read_text().splitlines()
-    (line,) = [line for line in limits if line.startswith("Max address space")]
-    assert int(line.split()[3]) < 2**33
-    (line,) = [line for line in limits if line.startswith("Max cpu time")]
-    assert int(line.split()[3]) <= 30
+@pytest.mark.parametrize(("work", "code"), [("bytearray(2**31)", signal.SIGABRT), ("spin()", signal.SIGXCPU)])
+def test_memory_and_time_of_a_fork_are_bounded(work, code):
+    """Where the system bounds them: it dies, and what had it made says how."""
+    code_of_child = (
+        "import jaxllm.sampling.grammar_child as child\n"
+        "child.MAX_CPU_SECONDS = 0\n"
+        "def spin():\n    while True: pass\n"
+        f"child.try_out = lambda *_: {work}\n"
+        "print(child._answer(None, {'regex': 'a'}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code_of_child], capture_output=True, text=True)
+    assert ran.stdout == f"{{'died': {-code}}}\n"
 
 
 def test_processes_end_with_what_they_serve(tokenizer):
@@ -192,6 +217,18 @@ def test_processes_end_with_what_they_serve(tokenizer):
     (process,) = several._made[1]._idle
     del several
     assert process.wait(timeout=30) is not None
+
+
+def test_a_closed_llm_keeps_no_grammar_nor_what_tries_them():
+    llm = LLM(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32)
+    llm.generate("a", SamplingParams(max_tokens=4, structured_outputs={"regex": "[ab]+"}), use_tqdm=False)
+    kept = llm.engine._inputs._masks._grammars
+    (process,) = kept._made[1]._idle
+    assert kept.num_bytes > 0
+    llm.close()
+    assert process.wait(timeout=30) is not None
+    assert kept.num_bytes == 0
+    assert llm.get_tokenizer().encode("a")
 
 
 @pytest.mark.parametrize("how", ["script by stdin", "-c"])
@@ -255,7 +292,7 @@ def test_threads_outlive_the_main_one():
 
 
 def test_several_threads_compile_what_they_ask_for_once(compiled, monkeypatch):
-    """Those who want the same wait for it; whoever wants another is not held up."""
+    """Those who want the same wait for it; whoever wants a list of choices is not held up."""
     may_go, begin, begun = threading.Event(), grammars._begin, []
 
     def slow(vocabulary, text):
@@ -270,7 +307,7 @@ def test_several_threads_compile_what_they_ask_for_once(compiled, monkeypatch):
     threads = [threading.Thread(target=lambda: found.append(compiled.get(params))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert compiled.get(StructuredOutputsParams(regex="other"))
+    assert compiled.get(StructuredOutputsParams(choice=["other"]))
     assert not found
     may_go.set()
     for thread in threads:
@@ -343,6 +380,14 @@ def test_choices_of_any_characters_and_number(compiled, tokenizer):
         many = [f"{number} sheep" for number in range(count)]
         assert allows(compiled, tokenizer, {"choice": many}, many[-1])
         assert not allows(compiled, tokenizer, {"choice": many}, "sheep")
+
+
+@pytest.mark.parametrize("schema", [True, "true", {}])
+def test_a_schema_of_any_json(compiled, tokenizer, schema):
+    for text in ("null", "-1.5", '"a"', '[true, {"a": []}]'):
+        assert allows(compiled, tokenizer, {"json": schema}, text), text
+    for text in ("", "a", "[", "1 2"):
+        assert not allows(compiled, tokenizer, {"json": schema}, text), text
 
 
 def test_whitespace_in_json_is_bounded(compiled, tokenizer):

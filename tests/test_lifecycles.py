@@ -209,10 +209,13 @@ import sys, threading
 from engine_helpers import make_llm
 from variants import golden_checkpoint
 from jaxllm import SamplingParams
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.text.tokenizer import load_tokenizer
 
 def work():
     threading.main_thread().join()
-    settings = {} if sys.argv[1] == "made before" else {"warm_up": "background"}
+    load_tokenizer(demo_model_path())
+    settings = {"warm_up": "background", "enable_prefix_caching": True, "prefix_cache_dir": sys.argv[2]}
     llm = made[0] if made else make_llm(golden_checkpoint("llama_gqa"), **settings)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for _ in range(2):
@@ -224,8 +227,8 @@ threading.Thread(target=work).start()
 
 
 @pytest.mark.parametrize("how", ["made before", "made after"])
-def test_a_thread_that_outlives_the_main_one_gets_its_answers(llm, how):
-    ran = run_python(_OUTLIVED, how)
+def test_a_thread_that_outlives_the_main_one_gets_its_answers(llm, how, tmp_path):
+    ran = run_python(_OUTLIVED, how, tmp_path)
     assert ran.returncode == 0, ran.stderr
     tokens = llm.generate([[3, 5, 7]], GREEDY, use_tqdm=False)[0].token_ids
     assert ran.stdout.splitlines() == [str(tokens)] * 2

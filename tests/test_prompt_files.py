@@ -102,7 +102,7 @@ def test_columns_that_answers_have_are_refused(tmp_path):
 
 def test_bad_rows_of_a_csv_file_are_named(tmp_path):
     path = tmp_path / "p.csv"
-    path.write_bytes(b'prompt,n\n"a\nb",1\nc,2,3\n\xff,4\n,5\n' + b"x" * 200_000 + b',6\n"d')
+    path.write_bytes(b'prompt,n\n"a\nb",1\nc,2,3\n\xff,4\n,5\n' + b"x" * 200_000 + b',6\n"d"e,7\n')
     rows = read_prompts(str(path), PARAMS)
     assert [row.prompt and row.prompt[:3] for row in rows] == ["a\nb", None, None, None, "xxx", None]
     assert "p.csv, line 4: has 3 values, and there are 2 columns" in str(rows[1].error)
@@ -171,6 +171,24 @@ def test_what_is_wrong_with_a_row_keeps_its_id_and_says_how_far_it_goes(tmp_path
     assert [row.id for row in found] == ["r1", 2, None]
     assert all(row.error for row in found)
     path = tmp_path / "p.csv"
-    path.write_text('prompt,id\n"unclosed\nx,1\ny,2\n')
-    (row,) = read_prompts(str(path), PARAMS)
-    assert "line 2 to 4: no valid CSV" in str(row.error)
+    path.write_text('prompt,id\n"two\nlines"x,1\ny,2\n')
+    bad, good = read_prompts(str(path), PARAMS)
+    assert "line 2 to 3: no valid CSV" in str(bad.error)
+    assert good.prompt == "y"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('prompt,id\n"unclosed\nx,1\ny,2\n', 2),
+        ('prompt,id\nx,1\n"two ""\nlines","unclosed\ny,2', 4),
+        ('prompt,id\r\n"two\r\nlines\r\n","', 4),
+        ('prompt,id\nx,"\n', 2),
+        ('prompt,"id\nx,1\n', 1),
+    ],
+)
+def test_a_quote_that_never_ends_is_refused_by_the_line_where_it_begins(tmp_path, text, line):
+    path = tmp_path / "p.csv"
+    path.write_bytes(text.encode())
+    with pytest.raises(ConfigError, match=rf"p\.csv, line {line}: a quote begins that never ends"):
+        read_prompts(str(path), PARAMS)

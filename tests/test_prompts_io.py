@@ -199,7 +199,7 @@ def test_resume_refuses_other_inputs(tmp_path):
     content = path.read_bytes()
     other = prompts_from_arguments(["p0", "p1", "p2", "changed"], PARAMS)
     for rows, context, cause in (
-        (other, "", "line 2: its fingerprint differs from that of prompt 3"),
+        (other, "", "line 2: its fingerprint differs from that of prompt argument 4,"),
         (make_rows(4), "other model", "line 1: its fingerprint differs"),
         (make_rows(3), "", "line 2: it has index 3, and there are 3 prompts"),
     ):
@@ -208,6 +208,49 @@ def test_resume_refuses_other_inputs(tmp_path):
     path.write_bytes(content + content)
     with pytest.raises(ConfigError, match="line 3: it is a second line for index 1"):
         OutputFile(path, make_rows(4), resume=True)
+
+
+def test_resume_drops_the_errors_of_rows_that_have_changed(tmp_path):
+    source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    (tmp_path / "link").symlink_to(target)
+
+    def resumed(text):
+        source.write_text(text)
+        return OutputFile(tmp_path / "link", read_text_file(source, PARAMS, keep_bad=True), resume=True)
+
+    with resumed("a\n\n\nd\n") as output:
+        bad = {"error": "bad"}
+        output.write([(1, bad), (0, {"text": "A"}), (2, bad), (3, bad)])
+    target.chmod(0o640)
+    before = target.read_text().splitlines(keepends=True)
+    with resumed("a\n\n\nd\n") as output:
+        assert len(output.done) == 4
+    assert target.read_text() == "".join(before)
+    with resumed("a\nb\n\nD\n") as output:
+        assert output.done == {0, 2}
+        assert target.read_text() == before[1] + before[2]
+        with pytest.raises(ConfigError, match="another process"):
+            resumed("a\nb\n\nD\n")
+        output.write([(1, {"text": "B"})])
+    assert [line["index"] for line in read_lines(target)] == [0, 2, 1]
+    assert (target.stat().st_mode & 0o777, len(list(tmp_path.iterdir()))) == (0o640, 3)
+    with pytest.raises(ConfigError, match=r"line 1: its fingerprint differs from that of .*in\.txt, line 1,"):
+        resumed("other\nb\nc\nD\n")
+    assert [line["index"] for line in read_lines(target)] == [0, 2, 1]
+
+
+def test_errors_that_cannot_be_dropped_stay(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "out.jsonl"
+    with OutputFile(path, make_rows()) as output:
+        output.write([(0, {"error": "bad"}), (1, {})])
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ConfigError, match=r"No space left.*--resume"):
+        OutputFile(path, prompts_from_arguments(["new", "p1"], PARAMS), resume=True)
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (before, [path])
 
 
 def test_resume_of_an_absent_or_empty_file(tmp_path):

@@ -121,6 +121,17 @@ def test_other_files_are_never_continued(tmp_path, capsys):
     assert "one file" in capsys.readouterr().err
 
 
+def test_a_request_that_was_refused_is_answered_once_it_is_corrected(tmp_path):
+    good, output = line("good", {"prompt": "a", "max_tokens": 1}), tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", [good, line("bad", {"prompt": "a", "max_tokens": -1})])
+    assert run(source, output) == 0
+    before = answers(output)
+    write(tmp_path / "in.jsonl", [good, line("bad", {"prompt": "a", "max_tokens": 1})])
+    assert run(source, output, "--resume") == 0
+    assert answers(output)["good"] == before["good"]
+    assert [answers(output)[name]["response"]["status_code"] for name in ("good", "bad")] == [200, 200]
+
+
 def test_after_kill_9_every_line_is_answered_exactly_once(tmp_path):
     body = {"max_tokens": 100, "temperature": 0, "ignore_eos": True}
     lines = [line(f"r{index}", {"prompt": [index + 1, 7, 9], **body}) for index in range(40)]

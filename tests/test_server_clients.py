@@ -196,6 +196,7 @@ def call(arguments):
 @pytest.mark.parametrize(
     ("message", "text"),
     [
+        ({}, ""),
         ({"content": None}, ""),
         ({"content": None, "tool_calls": None, "refusal": None}, ""),
         ({"content": None, "tool_calls": []}, ""),
@@ -231,13 +232,18 @@ def test_parts_have_the_names_of_other_apis_too(server, tokenizer):
     continued = {"continue_final_message": True, "add_generation_prompt": False, "echo": True}
     choice = server.post("/v1/chat/completions", {**CHAT, "messages": echoed, **continued})[2]["choices"][0]
     assert choice["message"]["content"].startswith("no")
+    answers = [
+        server.post("/v1/chat/completions", {**CHAT, "messages": [USER, said], **continued})[2]["choices"]
+        for said in ({"role": "assistant"}, {"role": "assistant", "content": None})
+    ]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
     "message",
     [
         {"role": "user", "content": None},
-        {"role": "assistant"},
+        {"role": "user"},
         {"role": "user", "content": [{"type": "refusal", "text": "b"}]},
         {"role": "user", "content": [{"type": ["text"], "text": "b"}]},
         {"role": "assistant", "content": "", "tool_calls": [call(7)]},

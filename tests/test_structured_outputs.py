@@ -385,6 +385,8 @@ def conforms(value, schema):
     ("value", "message"),
     [
         ({}, "holds nothing: give exactly one of json, regex"),
+        ({"json_object": False}, "holds nothing"),
+        ({"json": False, "regex": "a"}, "holds json and regex"),
         ({"json": "{}", "regex": "a"}, "holds json and regex: give exactly one"),
         ({"regexp": "a"}, "has no 'regexp'; did you mean regex. it takes json, regex"),
         ("a+", "must be a StructuredOutputsParams or an object, not str"),
@@ -418,6 +420,12 @@ def test_parameters_that_are_none(value, message):
         ({"json": {"type": "objekt"}}, "Invalid type: objekt"),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "Unsatisfiable"),
         ({"json": {"properties": {f"k{i}": {"type": "string"} for i in range(20_000)}}}, "too large"),
+        ({"json": {"enum": []}}, "it allows nothing: Unsatisfiable schema: anyOf is empty"),
+        ({"json": False}, "it allows nothing: Unsatisfiable schema: schema is false"),
+        ({"json": "false", "disable_any_whitespace": True}, "it allows nothing"),
+        ({"regex": "[a&&b]"}, "compiled: it allows nothing$"),
+        ({"grammar": 'start: a\na: a "b"'}, "compiled: it allows nothing$"),
+        ({"grammar": 'start: "x" /[a&&b]/'}, "after 1 tokens it allows nothing$"),
         ({"grammar": "start: foo"}, "unknown name"),
     ],
 )

@@ -30,8 +30,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add `--ray`, and the options that go with it."""
     group = parser.add_argument_group(
         "options of clusters",
-        "With --ray, --input may be .parquet or a folder of files, a bad row is answered by an error, and "
-        "--output is needed: a .jsonl file, in order, a folder of Parquet (.parquet) or one of JSON Lines.",
+        "With --ray, --input is .jsonl, .ndjson, .parquet or a folder of these, a bad row is answered by an "
+        "error, and --output is needed: a .jsonl file, in order, a folder of Parquet (.parquet) or one of "
+        "JSON Lines.",
     )
     group.add_argument("--ray", action="store_true", help="run on a Ray cluster (extra: ray)")
     for name, (convert, metavar, text) in _OPTIONS.items():
@@ -48,11 +49,13 @@ def run(args: argparse.Namespace, sampling_params: SamplingParams, settings: Map
     """Answer a data set; returns the exit code."""
     from jaxllm.cluster import GenerateResult, generate
     from jaxllm.cluster.ray_extra import require_ray
+    from jaxllm.cluster.shards import input_files
 
     if args.prompts or args.text or args.input is None or args.output is None:
         raise ConfigError("--ray is for data sets: name one with --input and where answers go with --output")
     if args.compile_report or "ledger" in settings:
         raise ConfigError("--compile-report and --ledger are of one engine, and with --ray there are several")
+    input_files(args.input)
     options = given_options(args)
     address = options.pop("ray_address", None)
     ray = require_ray("ray.data")

@@ -72,7 +72,7 @@ def generate(
     answered by others, or by the next call with `resume=True`.
 
     Args:
-        data: paths of .jsonl and .parquet files or of folders of them, which all nodes see; or a
+        data: paths of .jsonl, .ndjson and .parquet files or of folders of them, which all nodes see; or a
             `ray.data.Dataset`.
         sampling_params: of rows that have none of their own; the checkpoint's if None.
         output: where answers go, on a file system that all nodes see. A name that ends in .jsonl is one file,

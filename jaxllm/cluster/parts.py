@@ -26,6 +26,7 @@ from jaxllm.cluster.answers import write_parquet
 from jaxllm.cluster.attempts import Attempts
 from jaxllm.cluster.shards import Shard
 from jaxllm.errors import ConfigError
+from jaxllm.system.line_file import sync_folder
 
 PartFormat = Literal["jsonl", "parquet"]
 _JOB, _LOCK, _ATTEMPTS = "_job.json", "_lock", ".attempts"
@@ -216,18 +217,9 @@ def _replacing(path: Path, advice: str) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write {os.fspath(path)!r} ({error.strerror or error}). {advice}"
         ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in a folder outlive a failure of power."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError, RequestError, shown
+from jaxllm.jobs.prompt_files import kind_of_file
 from jaxllm.system.json_text import parse
 
-SUFFIXES = (".jsonl", ".parquet")
+_SUFFIXES = ".jsonl, .ndjson or .parquet"
 ROW_KEYS = ("prompt", "prompt_token_ids", "messages", "id", "num_dropped_tokens", "sampling_params")
 
 
@@ -79,17 +80,27 @@ def input_files(data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     for name in named:
         path = Path(name).absolute()
         if path.is_dir():
-            found += sorted(one for one in path.iterdir() if one.suffix in SUFFIXES and one.is_file())
+            found += sorted(one for one in path.iterdir() if _kind(one) is not None and one.is_file())
         elif not path.is_file():
             raise ConfigError(f"there is no input file {os.fspath(name)!r}")
         else:
             found.append(path)
     for path in found:
-        if path.suffix not in SUFFIXES:
-            raise ConfigError(f"input {path.name!r} must end in {' or '.join(SUFFIXES)}")
+        if _kind(path) is None:
+            way_out = "unpack" if kind_of_file(path)[2] else "convert"
+            raise ConfigError(
+                f"input {path.name!r} must end in {_SUFFIXES}, of which a cluster reads parts: {way_out} it, "
+                "run without --ray, or give jaxllm.cluster.generate a ray.data.Dataset"
+            )
     if not found:
-        raise ConfigError("the input holds no .jsonl or .parquet file")
+        raise ConfigError(f"the input holds no {_SUFFIXES} file")
     return found
+
+
+def _kind(path: str | os.PathLike[str]) -> str | None:
+    """What a file holds that is read in parts: jsonl, parquet or None of both."""
+    kind, _, is_packed = kind_of_file(path)
+    return kind if kind in ("jsonl", "parquet") and not is_packed else None
 
 
 def scan(path: str, rows_per_shard: int) -> InputFile:
@@ -99,7 +110,7 @@ def scan(path: str, rows_per_shard: int) -> InputFile:
         ConfigError: it cannot be read.
     """
     try:
-        return (_scan_parquet if path.endswith(".parquet") else _scan_jsonl)(path, rows_per_shard)
+        return (_scan_parquet if _kind(path) == "parquet" else _scan_jsonl)(path, rows_per_shard)
     except OSError as error:
         raise ConfigError(f"cannot read the input file {path!r} ({error.strerror or error})") from error
 
@@ -127,7 +138,7 @@ def read_shard(shard: Shard, columns: Mapping[str, str] | None = None) -> list[R
         ConfigError: the file cannot be read, or lacks a column.
     """
     try:
-        read = _read_parquet if shard.path.endswith(".parquet") else _read_jsonl
+        read = _read_parquet if _kind(shard.path) == "parquet" else _read_jsonl
         return read(shard, columns)
     except OSError as error:
         raise ConfigError(f"cannot read the input file {shard.path!r} ({error.strerror or error})") from error

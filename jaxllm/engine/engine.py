@@ -386,6 +386,7 @@ class Engine:
             EngineError: another thread uses it.
         """
         with self.owner.used():
+            self._inputs.clear()
             if self._failure is not None:
                 return
             with self._changing():

@@ -168,6 +168,10 @@ class InputProcessor:
             raise SamplingParamsError("stop strings need a tokenizer; use stop_token_ids with this engine")
         self._masks.make(params)
 
+    def clear(self) -> None:
+        """Let go of grammars and the like, which are kept for later requests."""
+        self._masks.clear()
+
     def takes_long(self, params: SamplingParams) -> bool:
         """Whether such a request may take seconds to make, for a grammar that is not known."""
         return self._masks.takes_long(params)

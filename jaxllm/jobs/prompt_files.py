@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -41,10 +42,19 @@ def read_prompts(path: str, sampling_params: SamplingParams, column: str | None 
             rows to the output.
 
     Raises:
-        ConfigError: the file is of another kind, cannot be read, or lacks the column.
+        ConfigError: the file is of another kind, cannot be read, lacks the column, or has a quote that
+            never ends.
         RequestError: there is no row.
     """
-    kind = _kind(path)
+    kind, suffix, _ = kind_of_file(path)
+    if kind is None:
+        way_out = "convert it, or rename it if it is one of these"
+        if suffix == ".json":
+            way_out = "make an array an object per line: jq -c '.[]' FILE > prompts.jsonl"
+        raise ConfigError(
+            f"--input {path!r}: files that end in {suffix!r} are not read; .txt (or no suffix) has a prompt "
+            f"per line, and there are .jsonl, .ndjson, .csv and .parquet, each also with .gz: {way_out}"
+        )
     if kind == "text":
         if column is not None:
             raise ConfigError(
@@ -64,18 +74,15 @@ def read_prompts(path: str, sampling_params: SamplingParams, column: str | None 
     return rows_of(path, read(path, column), row, sampling_params, keep_bad=True)
 
 
-def _kind(path: str) -> str:
-    name = pathlib.PurePath(path.lower())
-    suffix = pathlib.PurePath(name.stem).suffix if name.suffix == ".gz" else name.suffix
-    if suffix in _KINDS:
-        return _KINDS[suffix]
-    way_out = "convert it, or rename it if it is one of these"
-    if suffix == ".json":
-        way_out = "make an array an object per line: jq -c '.[]' FILE > prompts.jsonl"
-    raise ConfigError(
-        f"--input {path!r}: files that end in {suffix!r} are not read; .txt (or no suffix) has a prompt per "
-        f"line, and there are .jsonl, .ndjson, .csv and .parquet, each also with .gz: {way_out}"
-    )
+def kind_of_file(path: str | os.PathLike[str]) -> tuple[str | None, str, bool]:
+    """What a file's name says that it holds: text, jsonl, csv, parquet or None of these.
+
+    Also by which suffix, in lower case and without the .gz that may follow it, and whether one does.
+    """
+    name = pathlib.PurePath(os.fspath(path).lower())
+    is_packed = name.suffix == ".gz"
+    suffix = pathlib.PurePath(name.stem).suffix if is_packed else name.suffix
+    return _KINDS.get(suffix), suffix, is_packed
 
 
 def _check_columns(
@@ -98,21 +105,25 @@ def _csv_rows(path: str, column: str | None) -> _Rows:
     csv.field_size_limit(2**31 - 1)
     with opened(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(text, strict=True)
+        lines = _RowLines(path, text)
+        reader = csv.reader(lines, strict=True)
         try:
             columns = next(reader, [])
         except csv.Error as error:
+            lines.check_end()
             raise ConfigError(f"{path}, line 1: no valid CSV ({error})") from error
         if columns:
             _check_columns(path, columns, column, _CSV_KEYS, ["prompt"])
         while True:
             first = reader.line_num + 1
+            lines.of_row.clear()
             source = f"{path}, line {first}"
             try:
                 values = next(reader, None)
             except csv.Error as error:
-                lines = source if reader.line_num <= first else f"{source} to {reader.line_num}"
-                yield source, RequestError(f"{lines}: no valid CSV ({error}).")
+                lines.check_end()
+                place = source if reader.line_num <= first else f"{source} to {reader.line_num}"
+                yield source, RequestError(f"{place}: no valid CSV ({error}).")
                 continue
             if values is None:
                 return
@@ -123,6 +134,37 @@ def _csv_rows(path: str, column: str | None) -> _Rows:
                 yield source, RequestError(f"{source}: no UTF-8. Convert the file to UTF-8.")
             else:
                 yield source, dict(zip(columns, values, strict=True))
+
+
+class _RowLines:
+    """The lines of a CSV file, and those of the row that is being read."""
+
+    def __init__(self, path: str, text: io.TextIOBase) -> None:
+        self.of_row: list[str] = []
+        self._path, self._text = path, text
+        self._num_lines, self._is_at_end = 0, False
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._text:
+            self._num_lines += 1
+            self.of_row.append(line)
+            yield line
+        self._is_at_end = True
+
+    def check_end(self) -> None:
+        """Verify, once a row cannot be read, that it is not because the file ends within quotes.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if not self._is_at_end:
+            return
+        [*_, open_value] = next(csv.reader([*self.of_row, '"'], strict=True))
+        num_open = sum(1 for _ in io.StringIO(open_value, newline=""))
+        raise ConfigError(
+            f"{self._path}, line {self._num_lines + 1 - max(1, num_open)}: a quote begins that never ends, "
+            "so no row after it can be told: close it; quotes within a quoted value are doubled"
+        )
 
 
 def _parquet_rows(path: str, column: str | None) -> _Rows:

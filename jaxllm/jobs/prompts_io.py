@@ -62,14 +62,12 @@ class PromptRow:
     error: JaxllmError | None = None
     extras: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def fingerprint(self, context: str = "") -> str | None:
-        """Hash of what the completion depends on, 32 hexadecimal digits; a bad row has none.
+    def fingerprint(self, context: str = "") -> str:
+        """Hash of what the completion depends on, or of what is wrong with the row, 32 hexadecimal digits.
 
         Args:
             context: anything beside prompt and parameters that changes completions, such as the model.
         """
-        if self.error is not None:
-            return None
         content = {
             "context": context,
             "id": self.id,
@@ -80,6 +78,8 @@ class PromptRow:
         }
         if self.num_dropped_tokens:  # files of earlier versions go on
             content["num_dropped_tokens"] = self.num_dropped_tokens
+        if self.error is not None:
+            content["error"] = str(self.error)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -236,8 +236,9 @@ class OutputFile(LineFile[int]):
     Args:
         path: the file; created if absent, in a folder that exists.
         rows: the prompts, in input order.
-        resume: continue an existing file: drop an incomplete last line and check that every other
-            line belongs to these rows. Without it a file that holds anything is refused.
+        resume: continue an existing file: drop an incomplete last line and the errors of rows that have
+            changed since, and check that every other line belongs to these rows. Without it a file that
+            holds anything is refused.
         context: goes into the fingerprints, see `PromptRow.fingerprint`.
 
     Raises:
@@ -252,7 +253,7 @@ class OutputFile(LineFile[int]):
         resume: bool = False,
         context: str = "",
     ) -> None:
-        self._ids = [row.id for row in rows]
+        self._rows = rows
         self._fingerprints = [row.fingerprint(context) for row in rows]
         super().__init__(path, resume=resume, line_start=_LINE_START)
 
@@ -278,14 +279,17 @@ class OutputFile(LineFile[int]):
             for key in _OUTPUT_KEYS:
                 if key in content:
                     raise RequestError(f'completion {index} holds "{key}", which the file adds: remove it.')
-            line = {"index": index, "id": self._ids[index], "fingerprint": self._fingerprints[index]}
+            line = {"index": index, "id": self._rows[index].id, "fingerprint": self._fingerprints[index]}
             # ASCII only: U+2028 and its like would split lines for some readers.
             lines[index] = json.dumps(line | dict(content), allow_nan=False) + "\n"
         self._append("".join(lines.values()).encode("ascii"))
         self._done.update(lines)
 
-    def _check_line(self, number: int, line: bytes) -> int:
-        """The line's index, once it is known to be one of these rows' lines."""
+    def _check_line(self, number: int, line: bytes) -> int | None:
+        """The line's index, once it is known to be one of these rows' lines.
+
+        None if it is the error of a row that has changed.
+        """
         try:
             content = json.loads(line)
             index, fingerprint = content["index"], content["fingerprint"]
@@ -296,7 +300,13 @@ class OutputFile(LineFile[int]):
         if not 0 <= index < len(self._fingerprints):
             self._refuse(number, f"it has index {index}, and there are {len(self._fingerprints)} prompts")
         if fingerprint != self._fingerprints[index]:
-            self._refuse(number, f"its fingerprint differs from that of prompt {index}")
+            if "error" in content:
+                return None
+            self._refuse(
+                number,
+                f"its fingerprint differs from that of {self._rows[index].source}, which it answered as it "
+                "was before",
+            )
         return index
 
     def _describe(self, key: int) -> str:

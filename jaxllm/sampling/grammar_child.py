@@ -1,7 +1,9 @@
-"""The process that grammars are tried in before the engine compiles them: it may die of one.
+"""The process that has grammars tried before the engine compiles them, each in a fork that may die of it.
 
-It imports no JAX. Frames of JSON, each after its length, come by its standard input: the vocabulary first,
-and then `StructuredOutputsParams`, one after the other. It ends with its input, or when its parent has gone.
+It imports no JAX, and runs nothing beside a fork's making: so forking is safe, and takes it little, where
+starting a process holds up all threads of an engine. Frames of JSON, each after its length, come by its
+standard input: the vocabulary first, and then `StructuredOutputsParams`, one after the other. It ends with
+its input, or when its parent has gone.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import dataclasses
 import json
 import os
 import resource
+import select
+import signal
 import struct
 import sys
 import threading
@@ -20,6 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from jaxllm.sampling.structured_outputs import (
+    NOTHING,
     StructuredOutputsParams,
     Vocabulary,
     compiled,
@@ -29,13 +34,13 @@ from jaxllm.sampling.structured_outputs import (
 
 STACK_BYTES = 16 * 2**20
 """Of the thread that tries grammars; those of the engine that use them have more."""
-MAX_CPU_SECONDS = 10
+MAX_CPU_SECONDS = 5
 """Processor time of one grammar."""
 MAX_BYTES = 2**30
 """Memory of one grammar."""
 _NICENESS = 10
 _NUM_STEPS = 8  # tokens of the walk
-_SECONDS_TO_LOOK_UP = 0.5  # after which it is asked whether there is a parent
+_SECONDS_TO_LOOK_UP = 0.2  # after which it is asked whether there is a parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +99,8 @@ def try_out(vocabulary: Vocabulary, params: StructuredOutputsParams) -> Proof:
         fill_next_token_bitmask_par(executor, [(matcher, 0), (matcher.deep_copy(), 1)], rows)
         longest = max(longest, time.perf_counter() - began)
         if problem := problem_of(matcher):
-            raise ValueError(f"after {step} tokens it is too complex: {problem}")
+            what = problem if problem == NOTHING else f"it is too complex: {problem}"
+            raise ValueError(f"after {step} tokens {what}" if step else what)
         allowed = np.flatnonzero(np.unpackbits(rows[0].view(np.uint8), bitorder="little"))
         going_on = [token for token in allowed.tolist() if token not in vocabulary.eos_token_ids]
         if not going_on:
@@ -105,44 +111,68 @@ def try_out(vocabulary: Vocabulary, params: StructuredOutputsParams) -> Proof:
 
 
 def main() -> None:
-    """Try what comes by standard input, until it ends."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    """Have tried what comes by standard input, until it ends."""
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve)
-    thread.start()
-    thread.join()
-
-
-def _serve() -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):
         vocabulary = Vocabulary(**read_frame(requests))
-        vocabulary.tokens  # noqa: B018  # made before memory is bounded
-        _bound(resource.RLIMIT_AS, _virtual_bytes() + MAX_BYTES)
+        vocabulary.tokens  # noqa: B018  # forks have it then, and its memory is not theirs
         while True:
-            params = StructuredOutputsParams(**read_frame(requests))
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            _bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_SECONDS)
-            try:
-                answer = dataclasses.asdict(try_out(vocabulary, params))
-            except (ValueError, RecursionError) as error:
-                answer = {"error": str(error).strip()}
-            write_frame(answers, answer)
+            write_frame(answers, _answer(vocabulary, read_frame(requests)))
+
+
+def _answer(vocabulary: Vocabulary, request: dict[str, Any]) -> dict[str, Any]:
+    """What a fork says of a grammar, or of what it died: a signal as a negative number."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        parent = os.getppid()
+        threading.stack_size(STACK_BYTES)
+        thread = threading.Thread(target=_try_out, args=(vocabulary, request, writing))
+        thread.start()
+        while thread.is_alive() and os.getppid() == parent:
+            thread.join(_SECONDS_TO_LOOK_UP)
+        os._exit(0)
+    os.close(writing)
+    parent = os.getppid()
+    with open(reading, "rb") as pipe:
+        said = b""
+        while True:
+            if select.select([pipe], [], [], _SECONDS_TO_LOOK_UP)[0]:
+                if not (part := os.read(reading, 2**16)):
+                    break
+                said += part
+            elif os.getppid() != parent:
+                os.kill(child, signal.SIGKILL)
+                raise EOFError
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code or not said:
+        return {"died": code}
+    answer: dict[str, Any] = json.loads(said)
+    return answer
+
+
+def _try_out(vocabulary: Vocabulary, request: dict[str, Any], writing: int) -> None:
+    _bound(resource.RLIMIT_AS, _virtual_bytes() + MAX_BYTES)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_SECONDS)
+    try:
+        answer = dataclasses.asdict(try_out(vocabulary, StructuredOutputsParams(**request)))
+    except (ValueError, RecursionError) as error:
+        answer = {"error": str(error).strip()}
+    except MemoryError:
+        os.abort()  # as native code does
+    with open(writing, "wb") as pipe:
+        pipe.write(json.dumps(answer).encode())
 
 
 def _bound(limit: int, most: int) -> None:
     with contextlib.suppress(OSError, ValueError):  # where the system has no such limit the parent's clock is
         resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_SECONDS_TO_LOOK_UP)
-    os._exit(1)
 
 
 def _pages(column: int) -> int:

@@ -1,4 +1,4 @@
-"""Processes in which grammars are tried (`jaxllm.sampling.grammar_child`), as the engine sees them."""
+"""Processes that have grammars tried (`jaxllm.sampling.grammar_child`), as the engine sees them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import IO, Any
@@ -20,8 +19,8 @@ from jaxllm.errors import SamplingParamsError, TryAgainError
 from jaxllm.sampling.grammar_child import MAX_BYTES, MAX_CPU_SECONDS, Proof, read_frame, write_frame
 from jaxllm.sampling.structured_outputs import StructuredOutputsParams, Vocabulary
 
-_MOST = 2
-"""Processes at once."""
+MOST = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""Grammars that are tried or compiled at once: cores are left for those who decode meanwhile."""
 _MAX_SECONDS = 60.0
 """Until an answer, on a busy machine; processor time is bounded far below."""
 _MAIN = (
@@ -41,9 +40,9 @@ _TRIES = 1
 
 
 class GrammarProcesses:
-    """Tries grammars in processes of their own, which are started when they are needed, and kept.
+    """Tries grammars in forks of processes that are started when they are needed, and kept.
 
-    Any thread may ask; of more than `_MOST` at once the rest wait.
+    Any thread may ask, of which `room` lets `MOST` in at a time.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -51,7 +50,7 @@ class GrammarProcesses:
         self._vocabulary = vocabulary
         self._idle: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
-        self._room = threading.BoundedSemaphore(_MOST)
+        self.room = threading.BoundedSemaphore(MOST)
         weakref.finalize(self, _end_all, self._idle)
 
     def try_out(self, params: StructuredOutputsParams) -> Proof:
@@ -67,26 +66,24 @@ class GrammarProcesses:
         return self._try_out(params)
 
     def _try_out(self, params: StructuredOutputsParams) -> Proof:
-        with self._room:
-            with self._lock:
-                process = self._idle.pop() if self._idle else None
-            if process is not None and process.poll() is not None:  # somebody has ended it
-                _end(process)
-                process = None
-            if process is None:
-                process = self._start()
-            try:
-                answer = _ask(process, params)
-            except BaseException as error:
-                _end(process)
-                if isinstance(error, SamplingParamsError):  # it died of it: the next one is not to wait
-                    with self._lock:
-                        self._idle.append(self._start())
-                raise
-            with self._lock:
-                self._idle.append(process)
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is not None and process.poll() is not None:  # somebody has ended it
+            _end(process)
+            process = None
+        if process is None:
+            process = self._start()
+        try:
+            answer = _ask(process, params)
+        except BaseException:
+            _end(process)
+            raise
+        with self._lock:
+            self._idle.append(process)
         if "error" in answer:
             raise SamplingParamsError(f"structured_outputs cannot be compiled: {answer['error']}")
+        if "died" in answer:
+            raise _died(answer["died"])
         return Proof(**answer)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -115,28 +112,25 @@ def _ask(process: subprocess.Popen[bytes], params: StructuredOutputsParams) -> d
     """Its answer.
 
     Raises:
-        SamplingParamsError: it dies of it.
         TryAgainError: somebody has ended it, or it takes very long: of processor time it has too little.
     """
-    deadline = time.monotonic() + _MAX_SECONDS
     answers = _pipe(process.stdout)
-    with contextlib.suppress(BrokenPipeError, EOFError):
+    try:
         write_frame(_pipe(process.stdin), dataclasses.asdict(params))
         if not select.select([answers], [], [], _MAX_SECONDS)[0]:
             raise TryAgainError(_LATE)
         answer: dict[str, Any] = read_frame(answers)
-        return answer
-    try:
-        code = process.wait(timeout=max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise TryAgainError(_LATE) from None
+    except (BrokenPipeError, EOFError):
+        raise TryAgainError("the process that tries structured_outputs was ended; try again") from None
+    return answer
+
+
+def _died(code: int) -> SamplingParamsError | TryAgainError:
+    """What is told of a process that ended with a code, of a grammar unless somebody has ended it."""
     if code in _FROM_OUTSIDE:
-        raise TryAgainError(f"the process that tries structured_outputs was ended ({code}); try again")
+        return TryAgainError(f"the process that tries structured_outputs was ended ({code}); try again")
     cause = _CAUSES.get(signal.Signals(-code)) if code < 0 else None
-    raise _refused(cause or f"the process that tried it ended with {code}")
-
-
-def _refused(cause: str) -> SamplingParamsError:
+    cause = cause or f"the process that tried it ended with {code}"
     return SamplingParamsError(f"structured_outputs cannot be compiled: {cause}; make the grammar smaller")
 
 

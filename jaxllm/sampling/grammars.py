@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxllm.errors import SamplingParamsError, TryAgainError
-from jaxllm.sampling.grammar_child import STACK_BYTES
-from jaxllm.sampling.grammar_processes import GrammarProcesses
+from jaxllm.sampling.grammar_child import STACK_BYTES, Proof
+from jaxllm.sampling.grammar_processes import MOST, GrammarProcesses
 from jaxllm.sampling.structured_outputs import (
     StructuredOutputsParams,
     Vocabulary,
@@ -34,7 +34,6 @@ MAX_BYTES = 2**28
 _MAX_KEPT = 256  # grammars, refused ones included
 _MIN_BYTES = 2**16  # of a grammar
 _BYTES_OF_TEXT = 96  # of a grammar, for each character of its text
-_NUM_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +109,14 @@ class Grammars:
             future = self._kept.get(params)
             return future is not None and future.done()
 
+    def clear(self) -> None:
+        """Let go of all grammars and of the processes that try them; later ones are made anew."""
+        with self._making:
+            self._made = None
+        with self._lock:
+            self._kept.clear()
+            self._num_bytes = 0
+
     @property
     def num_bytes(self) -> int:
         """Of the grammars that are kept."""
@@ -145,18 +152,10 @@ class Grammars:
             if self._made is None:
                 self._made = self._make_vocabulary()
         vocabulary, processes = self._made
-        num_bytes, mask_seconds = 0, 0.0
         if params.is_harmless:
-            text = params.grammar_text()
-        else:
-            proof = processes.try_out(params)
-            text, num_bytes, mask_seconds = proof.grammar, proof.num_bytes, proof.mask_seconds
-        num_bytes = max(num_bytes, _MIN_BYTES + _BYTES_OF_TEXT * len(text))
-        try:
-            matcher, row = _threads().submit(_begin, vocabulary, text).result()
-        except ValueError as error:
-            raise SamplingParamsError(f"structured_outputs cannot be compiled: {error}") from error
-        return Grammar(matcher, row, mask_seconds, num_bytes)
+            return _compiled(vocabulary, Proof(params.grammar_text(), 0.0, 0))
+        with processes.room:
+            return _compiled(vocabulary, processes.try_out(params))
 
     def _make_vocabulary(self) -> tuple[Vocabulary, GrammarProcesses]:
         from transformers import PreTrainedTokenizerFast
@@ -180,10 +179,19 @@ class Grammars:
         return vocabulary, GrammarProcesses(vocabulary)
 
 
+def _compiled(vocabulary: Vocabulary, proof: Proof) -> Grammar:
+    try:
+        matcher, row = _threads().submit(_begin, vocabulary, proof.grammar).result()
+    except ValueError as error:
+        raise SamplingParamsError(f"structured_outputs cannot be compiled: {error}") from error
+    num_bytes = max(proof.num_bytes, _MIN_BYTES + _BYTES_OF_TEXT * len(proof.grammar))
+    return Grammar(matcher, row, proof.mask_seconds, num_bytes)
+
+
 @functools.cache
 def _threads() -> NativeThreads:
-    """Threads of the process that compile, with more stack than that which grammars were tried with."""
-    return NativeThreads(_NUM_THREADS, 2 * STACK_BYTES, "jaxllm-grammars", be_nice)
+    """Threads that compile, one of them for harmless ones, with more stack than grammars were tried with."""
+    return NativeThreads(MOST + 1, 2 * STACK_BYTES, "jaxllm-grammars", be_nice)
 
 
 def _begin(vocabulary: Vocabulary, grammar: str) -> tuple[LLMatcher, np.ndarray]:

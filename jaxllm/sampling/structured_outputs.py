@@ -20,6 +20,8 @@ MAX_GRAMMAR_LENGTH = 1_000_000
 MAX_CHOICES = 10_000
 """Most entries of `choice`."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+NOTHING = "it allows nothing"
+"""What is wrong with a grammar that no text matches, or none from where it has been followed to."""
 DEFAULT_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
 """Between the tokens of JSON: a space, or a line break and what indents the next line. Models that may write
 more sometimes write nothing else."""
@@ -32,7 +34,7 @@ class StructuredOutputsParams:
     """What an output must be, with vLLM's names: exactly one of the first five.
 
     Args:
-        json: a JSON schema, as an object or as text; stored as text.
+        json: a JSON schema, as an object, as text, or True for any JSON; stored as text.
         regex: a regular expression in Rust's syntax (no look-around, no back-references), for the whole text.
         choice: strings of which the output is one.
         grammar: a context-free grammar in the Lark or GBNF dialect.
@@ -46,7 +48,7 @@ class StructuredOutputsParams:
         SamplingParamsError: none or several are given, or one is no such thing.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -56,7 +58,9 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        values = {name: getattr(self, name) for name in _KINDS}
+        values["json_object"] = values["json_object"] or None
+        given = [name for name, value in values.items() if value is not None]
         if len(given) != 1:
             names = " and ".join(given) if given else "nothing"
             raise SamplingParamsError(
@@ -125,6 +129,8 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             return llguidance.grammar_from("grammar", self.grammar)
         schema = {"type": "object"} if self.json is None else json.loads(str(self.json))
+        if isinstance(schema, bool):  # which takes no options
+            schema = {"anyOf": [schema]}
         if self.disable_additional_properties:
             _close_objects(schema)
         options: Any = {"whitespace_flexible": not self.disable_any_whitespace}
@@ -190,7 +196,8 @@ def _schema(value: object) -> str:
         )
     try:
         text = json.dumps(value, allow_nan=False)
-        _check_keys(value)
+        if json.loads(text) != value:  # no JSON, such as tuples or other keys
+            _check_keys(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise SamplingParamsError(f"structured_outputs: json is no JSON schema: {error}.") from None
     return text
@@ -282,7 +289,10 @@ def problem_of(matcher: LLMatcher) -> str | None:
     """Why a matcher cannot go on."""
     if not matcher.is_error():
         return None
-    return matcher.get_error().replace("<non-verbose/>", "").strip() or "the grammar cannot go on"
+    problem = matcher.get_error().replace("<non-verbose/>", "").strip() or "the grammar cannot go on"
+    if problem == "NoExtensionBias":
+        return NOTHING
+    return f"{NOTHING}: {problem}" if "Unsatisfiable schema" in problem else problem
 
 
 def _limits() -> LLParserLimits:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxllm.errors import SamplingParamsError
 from jaxllm.sampling.grammar_child import STACK_BYTES
+from jaxllm.sampling.grammar_processes import MOST
 from jaxllm.sampling.grammars import Grammar, Grammars
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sampling.structured_outputs import mask_width, problem_of
@@ -32,7 +33,6 @@ PATIENCE_SECONDS = 0.02
 _PATIENCE_OF_ONE = 0.00025
 _SLOW_SECONDS = 0.005
 _NUM_CHECKS = 16  # masks that one which was late is made apart from others
-_NUM_SLOW_THREADS = 2
 
 
 def _row_of(token_ids: Collection[int], vocab_size: int) -> np.ndarray:
@@ -132,7 +132,7 @@ class MaskThreads:
         stack = 2 * STACK_BYTES
         self._executor: LLExecutor = LLExecutor()
         self._quick = NativeThreads(1, stack, "jaxllm-masks")
-        self._slow = NativeThreads(_NUM_SLOW_THREADS, stack, "jaxllm-slow-masks", be_nice)
+        self._slow = NativeThreads(MOST, stack, "jaxllm-slow-masks", be_nice)
         self._news = threading.Condition()
 
     def begin(self, states: Iterable[GrammarState]) -> concurrent.futures.Future[None] | None:
@@ -268,6 +268,11 @@ class TokenMasks:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
         self._words = functools.lru_cache(maxsize=64)(self._spelled)  # samples of a prompt have the same
+
+    def clear(self) -> None:
+        """Let go of what is kept for later requests."""
+        self._grammars.clear()
+        self._words.cache_clear()
 
     def takes_long(self, params: SamplingParams) -> bool:
         """Whether making a mask compiles a grammar."""

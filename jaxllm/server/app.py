@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection
 from importlib import resources
@@ -91,7 +90,7 @@ class _Request(Request):
         self.state.is_large = len(body) > _LARGE_BODY
         try:
             if self.state.is_large:
-                return await asyncio.to_thread(parse, body)
+                return await self.app.state.service.core.call(parse, body, pool="bodies")
             return parse(body)
         except (ValueError, UnicodeDecodeError) as error:
             raise refused(f"the body is no valid JSON: {error}", code="invalid_json") from error
@@ -143,6 +142,7 @@ def make_app(service: Service, *, owns_service: bool = True) -> FastAPI:
         middleware=[guard],
         separate_input_output_schemas=False,
     )
+    app.state.service = service
     app.router.route_class = _Route
     _add_error_handlers(app, paths)
     _add_generation(app, service)

@@ -150,15 +150,18 @@ class BatchOutput(LineFile[str]):
         self._append(written)
         self._done.update(line.custom_id for line, _, _ in answers)
 
-    def _check_line(self, number: int, line: bytes) -> str:
+    def _check_line(self, number: int, line: bytes) -> str | None:
         try:
             content = json.loads(line)
             custom_id, found = content["custom_id"], content["id"]
+            status = content["response"]["status_code"]
         except (ValueError, KeyError, TypeError, RecursionError):
             self._refuse(number, "it is no line of jaxllm's")
         if not isinstance(custom_id, str) or custom_id not in self._fingerprints:
             self._refuse(number, f"no request has custom_id {shown(custom_id)}")
         if found != _PREFIX + self._fingerprints[custom_id]:
+            if status != 200:
+                return None
             self._refuse(number, f"the request {custom_id!r} was another, or of another model")
         return custom_id
 

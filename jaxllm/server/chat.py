@@ -47,7 +47,7 @@ class _ChatForm:
         self._readers: dict[int, CallReader] = {}
         self._echoed = ""
         if body.echo:
-            last = body.messages[-1]["content"]
+            last = body.messages[-1].get("content")
             self._echoed = last if isinstance(last, str) else "".join(map(text_of_part, last or []))
 
     def choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
@@ -125,8 +125,10 @@ async def answer(service: Service, request: Request, body: ChatCompletionRequest
         num_bytes = len(dumps(body.messages))
         return chat_params(body, service.default_params), DemandedCalls.of(body), num_bytes // BYTES_PER_TOKEN
 
-    is_large = request.state.is_large
-    params, calls, num_tokens = await service.core.call(read_options) if is_large else read_options()
+    if request.state.is_large:
+        params, calls, num_tokens = await service.core.call(read_options, pool="bodies")
+    else:
+        params, calls, num_tokens = read_options()
     reservation = reserve(service, request, params, 1, num_tokens)
     tokenizer = service.needed_tokenizer()
 

@@ -149,5 +149,5 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         prompts, form = service.prompt_limits.prompts(body.prompt), _CompletionForm(body, service.tokenizer)
         return Call(service, request, body, prompts, params, form, counts_outputs=body.max_tokens != 0)
 
-    call = await service.core.call(read) if request.state.is_large else read()
+    call = await service.core.call(read, pool="bodies") if request.state.is_large else read()
     return await call.respond(arrival_time)

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 _SECONDS_TO_LOOK_UP = 1.0  # after which it is asked whether there is anything to wait for
 _MAX_RETRY_SECONDS = 60
 _MOST_AT_A_TIME = 8  # items from the engine, or outputs of them, in one turn of the loop
-_POOL_SIZES = {"inputs": 2, "grammars": 8, "outputs": 1, "texts": 1}
+_POOL_SIZES = {"bodies": 1, "inputs": 2, "grammars": 8, "outputs": 1, "texts": 1}
 MANY_SCORES = 16
 """Places with scores, from which on naming them takes a thread."""
 
@@ -271,8 +271,8 @@ class EngineCore:
         Args:
             function: what to call.
             *args: its arguments.
-            pool: whose work it is, of requests' "inputs" (with new "grammars" apart) and "outputs", and other
-                "texts"; each has threads of its own, so that none waits for another's.
+            pool: whose work it is, of large "bodies", of requests' "inputs" (with new "grammars" apart) and
+                "outputs", and other "texts"; each has threads of its own, so that none waits for another's.
         """
         assert self._loop is not None
         return await self._loop.run_in_executor(self._pools[pool], functools.partial(function, *args))

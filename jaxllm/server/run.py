@@ -26,6 +26,7 @@ SECONDS_TO_SEND = 3
 """To slow readers what is left, once requests have ended."""
 _SECONDS_TO_CLOSE = 10.0  # the engine after that
 _SWITCH_SECONDS = 0.001  # that a thread goes on while another waits; 5 times as often as Python's default
+_OBJECTS_BETWEEN_COLLECTIONS = 3_000
 EXIT_STUCK = 70
 
 
@@ -85,11 +86,12 @@ def tune_interpreter() -> None:
     """Keep this process' threads from holding each other up; to be called once the model is loaded.
 
     What is there by then stays, so the garbage collector need not look through it: while it does, which takes
-    it longer than a refusal may, nobody is answered.
+    it longer than a refusal may, nobody is answered. It need not look at each large body many times, either.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
 
 
 def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:

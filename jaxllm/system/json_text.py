@@ -13,8 +13,8 @@ from jaxllm.errors import ConfigError
 
 _MAX_DIGITS = 100
 _MAX_DEPTH = 128
-_STRINGS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ESCAPES = re.compile(rb"\\.", re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 _STEPS = [1 if byte in b"[{" else -1 for byte in range(256)]
 
 
@@ -57,7 +57,10 @@ def _check_depth(text: str) -> None:
     """Verify that there is no more nesting than all that goes through a value later can follow."""
     if text.count("[") + text.count("{") <= _MAX_DEPTH:
         return
-    brackets = _STRINGS.sub("", text).encode("utf-8", "replace").translate(None, _NO_BRACKETS)
+    data = text.encode("utf-8", "replace")
+    if b"\\" in data:
+        data = _ESCAPES.sub(b"", data)
+    brackets = b"".join(data.translate(None, _NO_BRACKETS).split(b'"')[::2])  # outside of strings
     if max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0) > _MAX_DEPTH:
         raise ValueError(f"it is nested too deeply; at most {_MAX_DEPTH} levels are read")
 

@@ -111,8 +111,12 @@ class OutputParser(argparse.ArgumentParser):
                 files[name] = value
             elif isinstance(action.type, NewFolder):
                 files = {f"{name}:": path for path in action.type.files(value)}
-            try:
-                check_writable(files, overwrite=found.overwrite)
-            except ConfigError as error:
-                self.error(str(error))
+            self.check(files, overwrite=found.overwrite)
         return found
+
+    def check(self, files: Mapping[str, pathlib.Path], *, overwrite: bool) -> None:
+        """As `check_writable`; errors end the process."""
+        try:
+            check_writable(files, overwrite=overwrite)
+        except ConfigError as error:
+            self.error(str(error))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import concurrent.futures.thread  # by others it may be too late: once the main thread has ended
 import contextlib
 import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 _T = TypeVar("_T")
 _NICENESS = 10
@@ -41,9 +42,10 @@ _starting = threading.Lock()  # the size of a stack is that of all threads that 
 
 
 class NativeThreads:
-    """Threads that are there until the interpreter ends, which waits for what they are doing.
+    """Threads that are there until they are closed or the interpreter ends, which waits for what they do.
 
-    Others may use them while it does: not all that runs then has ended with the main thread.
+    Others may use them while it does: not all that runs then has ended with the main thread. A context
+    manager, which closes them.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class NativeThreads:
         """Start so many, each with a stack of so many bytes, and with a call of `initializer`."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        atexit.register(self._end)
+        atexit.register(self.close)
         with _starting:
             before = threading.stack_size(stack_bytes)
             try:
@@ -85,8 +87,16 @@ class NativeThreads:
             call()
             del call  # and what it holds
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End them once they have done what they were given."""
+        atexit.unregister(self.close)
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
             thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -143,8 +143,8 @@ def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
     """Returns messages that are a conversation: a non-empty list of objects with a role and a content.
 
     A role is a string. Content is a string or a list of `{"type": "text", "text": ...}`; other names of text
-    parts are `input_text`, `output_text` and `refusal`. Of what a model said it may be None, and beside
-    `tool_calls` absent.
+    parts are `input_text`, `output_text` and `refusal`. Of what a model said, and beside `tool_calls`, it may
+    be None or absent.
 
     Raises:
         RequestError: they are not; the message names the entry.
@@ -162,15 +162,14 @@ def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
             raise RequestError(
                 f'{place} must be an object {{"role": ..., "content": ...}}, not {type(message).__name__}.'
             )
+        content, calls = message.get("content"), message.get("tool_calls")
+        needs_content = message.get("role") in _HEARD and not calls
         for key in ("role", "content"):
-            if key not in message and not (key == "content" and message.get("tool_calls")):
+            if key not in message and (key == "role" or needs_content):
                 raise RequestError(f'{place} has no "{key}": it needs "role" and "content".')
         if not isinstance(message["role"], str):
             raise RequestError(f'{place}["role"] must be a string, not {type(message["role"]).__name__}.')
-        content, calls = message.get("content"), message.get("tool_calls")
-        if not isinstance(content, str) and (
-            content is not None or (message["role"] in _HEARD and not calls)
-        ):
+        if not isinstance(content, str) and (content is not None or needs_content):
             _check_parts(f'{place}["content"]', content)
         if calls is not None:
             _check_calls(f'{place}["tool_calls"]', calls)

@@ -9,7 +9,6 @@ elsewhere is a miss, so that nothing has to be flushed when it is written.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import hashlib
@@ -35,6 +34,7 @@ import numpy as np
 from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.executor.kv.file_digests import digest_of
 from jaxllm.sched.cache.names import BlockName
+from jaxllm.system.threads import NativeThreads
 
 FORMAT = "jaxllm-kv-blocks"
 FORMAT_VERSION = 2
@@ -46,6 +46,7 @@ _HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes of the tokens, bytes 
 _MAGIC = b"jaxllmKV"
 _CHECKSUM_BYTES = 16
 _CHUNK_BYTES = 4 * 2**20
+_NUM_READERS, _STACK_BYTES = 8, 2**20  # threads that read weights
 _SCANS_PER_LIMIT = 16
 _MAX_TEMPORARY_SECONDS = 3600
 
@@ -451,9 +452,9 @@ def weights_fingerprint(folder: Path) -> str:
         if (folder / "config.json").is_file():
             names["config.json"] = folder / "config.json"
         hasher = hashlib.blake2b(digest_size=32)
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        with NativeThreads(min(_NUM_READERS, len(names)), _STACK_BYTES, "jaxllm-weights") as threads:
             contents = {
-                name: pool.submit(digest_of, path, _CHUNK_BYTES) for name, path in sorted(names.items())
+                name: threads.submit(digest_of, path, _CHUNK_BYTES) for name, path in sorted(names.items())
             }
             for name, content in contents.items():
                 size, digest = content.result()
