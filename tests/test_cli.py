@@ -330,7 +330,7 @@ def test_bench_throughput(run, llm, tmp_path, capsys):
     assert result["command"].startswith("jaxllm bench throughput --num-prompts=6")
     assert result["versions"]["jax"] == jax.__version__
     assert result["hardware"]["platform"] == "cpu"
-    assert result["engine"]["num_programs"] == len(llm.executor.programs) >= 3
+    assert result["engine"]["num_programs"] == len(llm.executor.programs) > 0
     assert result["engine"]["pool_bytes"] == llm.executor.pool_bytes
     assert result["compilations_after_warm_up"] == 0
     assert result["num_preemptions"] == [0, 0]

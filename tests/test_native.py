@@ -369,3 +369,25 @@ def test_products_begin_with_the_bias_and_end_at_zero(num_rows, in_features, out
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * in_features**0.5)
     not_finite = native.linear(x.at[0].set(jnp.nan), native.pack(weight), out_features, bias=bias, relu=True)
     assert np.isnan(np.asarray(not_finite)[0]).all()
+
+
+COMPILE = """
+import sys, types
+
+class Watched(types.ModuleType):
+    def __setattr__(self, name, value):
+        assert name not in ("stdout", "stderr"), f"{name} was replaced"
+        super().__setattr__(name, value)
+
+sys.__class__ = Watched
+from jaxllm.pallas_kernels.native.build import build
+from jaxllm.pallas_kernels.native.shape import RowsShape
+print(len(build(RowsShape("gate"))))
+"""
+
+
+def test_compiling_leaves_the_standard_streams_alone():
+    """numba has colorama replace them for each message that it words, in whichever thread compiles."""
+    pytest.importorskip("colorama")
+    done = run_python(COMPILE)
+    assert done.stdout == "4\n", done.stderr

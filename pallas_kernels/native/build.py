@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding as llvm
+from numba.core import errors
 
 from jaxllm.pallas_kernels.native import handlers
 from jaxllm.pallas_kernels.native.machine_code import Code
 from jaxllm.pallas_kernels.native.shape import AttentionShape, LinearShape, RowsShape, Shape, items_symbol
+
+# numba words thousands of messages that nobody sees. To mark up each, it has colorama replace sys.stdout and
+# put back what it saw first: the `redirect_stdout` of another thread would end in the middle.
+setattr(errors.termcolor(), "_markup", lambda message, *_: message)  # noqa: B010
 
 
 def build(shape: Shape) -> Code:
