@@ -8,11 +8,9 @@
 Parts: `table3` (speed-ups at 64 output tokens), `readings` (the same under every setting the paper's text
 allows; simulated), `fig3` (throughput against the output length), `fig4` (weighted turnaround against the
 batch limit), `control` (Section 4.6: predicting, and then recomputing all the same; timed, so simulated one
-run at a time, and never resumed), `swap_both` (vLLM_s by another rule) and `memory` (of
-vLLM's paper: what contiguous allocation wastes, and swapping by block size). With --measured the report also
-has what only a real device tells, from the JSON files in that folder: errors of predictors (Section 4.5,
-Fig. 5), copies, and what paging costs the kernel. They end in `results.json`, figures, `report.md` and the
-same as `report.html`, and the long tables in `appendix.md`.
+run at a time, and never resumed) and `swap_both` (vLLM_s by another rule). With --measured the report also
+has the errors of predictors on a real device (Section 4.5, Fig. 5), from `ladder-cpu.json` in that folder.
+All ends in `results.json`, figures, `report.md`, the same as `report.html`, and long tables in `appendix.md`.
 
 `--executor sim` drives the engine's own scheduler with a virtual clock; its device is a roofline of an
 A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), nothing is
@@ -64,8 +62,7 @@ from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.workloads import parse_arrivals
 from jaxllm.system.output_files import NewFolder, OutputParser
 
-SIMULATED_ONLY = ("readings", "swap_both", "memory")
-ALL_PARTS = (*PARTS, "memory")
+SIMULATED_ONLY = ("readings", "swap_both")
 
 
 def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
@@ -181,9 +178,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--seeds", type=list_of(int), default="0", help="comma-separated (default: %(default)s)"
     )
     parser.add_argument("--samples", help="measurements of a real profile (`jaxllm profile --samples`)")
-    parser.add_argument(
-        "--measured", type=pathlib.Path, help="folder with ladder-cpu.json, link-cpu.json, paging-cpu.json"
-    )
+    parser.add_argument("--measured", type=pathlib.Path, help="folder with ladder-cpu.json")
     parser.add_argument("--jobs", type=int, help="processes, with sim (default: 2)")
     parser.add_argument(
         "--out-dir",
@@ -205,7 +200,7 @@ def check(args: argparse.Namespace) -> None:
         ConfigError: options are unknown, out of range or at odds.
     """
     is_simulated = args.executor == "sim"
-    own = [part for part in ALL_PARTS if is_simulated or part not in SIMULATED_ONLY]
+    own = [part for part in PARTS if is_simulated or part not in SIMULATED_ONLY]
     if args.parts is None:
         args.parts = own
     for name, known in (("parts", own), ("datasets", DATASETS), ("presets", PRESETS)):
@@ -294,8 +289,6 @@ def main(argv: list[str] | None = None) -> None:
         lines += control(rows, is_simulated)
     if args.measured is not None:
         lines += measured.measured(args.measured, folder)
-    if "memory" in args.parts:
-        lines += measured.memory(command, folder)
     lines += sections.datasets(args.data)
     behind += appendix.figures(rows)
     if "swap_both" in args.parts:

@@ -11,31 +11,13 @@ from scheduler_helpers import LinearCosts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-import bench_prefix_cache
 import compare_caches
-import compare_layerwise
 import demo_conversation
 
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import Poisson, make_conversations
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import make_preset
-
-
-def test_the_benchmark_measures_every_kind(tmp_path, capsys):
-    out = tmp_path / "cache.json"
-    sizes = "--requests 3 --common 40 --own 4 --output-len 3 --conversations 2 --history 40 --turns 3"
-    bench_prefix_cache.main([*sizes.split(), "--repetitions", "1", "--out", str(out)])
-    result = json.loads(out.read_text())
-    found = {row["kind"]: row["with"]["share_found"] for row in result["rows"]}
-    assert list(found) == list(bench_prefix_cache.KINDS)
-    assert found["shared"] == pytest.approx(2 * 32 / (3 * 44), abs=1e-5)
-    assert min(found["turns"], found["turns-host"], found["turns-files"]) > 0.5
-    assert found["apart"] == 0
-    assert all(row["without"]["share_found"] == 0 for row in result["rows"])
-    assert result["names"]["names_ms"] > 0
-    with pytest.raises(SystemExit):
-        bench_prefix_cache.main(["--turns", "1", "--out", str(out)])
 
 
 def test_the_comparison_writes_a_report(tmp_path):
@@ -56,19 +38,6 @@ def test_the_comparison_writes_a_report(tmp_path):
     assert "`adaptive` over the best published" in text
     with pytest.raises(SystemExit):
         compare_caches.main(["--systems", "none", "--out-dir", str(tmp_path)])
-
-
-def test_layers_one_by_one_are_compared_with_whole_blocks(tmp_path):
-    arguments = ["--conversations", "8", "--cells", "llama-2-70b:1,opt-13b:2", "--jobs", "1"]
-    compare_layerwise.main([*arguments, "--out-dir", str(tmp_path)])
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    kinds = list(compare_layerwise.COPIES)
-    assert [row["copies"] for row in rows] == 2 * ["whole", *kinds, *kinds]
-    text = (tmp_path / "report.md").read_text()
-    assert text.count("| layers, ahead |") == 4
-    assert "| opt-13b | 2 | adaptive | whole |" in text
-    with pytest.raises(SystemExit):
-        compare_layerwise.main(["--cells", "none:1", "--out-dir", str(tmp_path)])
 
 
 def test_the_demo_finds_the_first_turn(capsys):

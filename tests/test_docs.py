@@ -95,7 +95,7 @@ def test_mistakes_are_found():
     text = """# Title
 
 `jaxllm genrate`, `jaxllm generate x --max-token-count 3`, `make nothing`, `python scripts/none.py`,
-`python scripts/bench_sharing.py --inn x`, `python scripts/demo_conversation.py x`
+`python scripts/bench_stalls.py --inn x`, `python scripts/demo_conversation.py x`
 and [one](#titel), [two](none.md), [three](api.md#jaxllm.Nothing), ![four](none.png), [five](#title)
 
 ```bash

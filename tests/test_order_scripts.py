@@ -8,7 +8,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-import bench_interference
 import bench_scheduler
 import compare_orders
 from compare_orders import load_at
@@ -71,19 +70,3 @@ def test_decisions_of_every_system_are_timed(monkeypatch):
         assert names[0] == f"trace, {preset}"
         assert len(names) <= 1 + questions
         assert (f"decision of action, {preset}" in names) == (questions > 0)
-
-
-def test_decodes_are_slowed_down_within_bounds_and_prompts_do_not_starve(tmp_path):
-    out = tmp_path / "interference.json"
-    bench_interference.main(["--tokens", "300", "--requests", "600", "--out", str(out)])
-    results = json.loads(out.read_text())
-    found = results["between_tokens"]
-    assert found["adaptive"]["p99"] < 2.0 * found["alone"]["p99"]
-    assert found["separate"]["p99"] > 4 * found["alone"]["p99"]
-    assert found["adaptive"]["prompts_first_token_median"] > 0
-    for saturated in results["saturation"].values():
-        rates = saturated["by_policy"]
-        assert rates["adaptive"] >= 0.9 * max(saturated["by_budget"].values())
-        assert rates["adaptive"] > rates["separate"]
-    with pytest.raises(SystemExit):
-        bench_interference.parse_args(["--executor", "jax", "--out", str(out)])

@@ -153,17 +153,9 @@ def test_copies_out_wait_for_staging_memory():
     assert (executor.now, executor.copies().num_leaving) == (16.0, 32)  # one of three pieces
 
 
-def step_with_copies(num_layer_groups, tokens, *swaps, decoding=False, waited=100.0, in_step=False):
+def step_with_copies(tokens, *swaps, decoding=False, waited=100.0):
     """Seconds that a step of a chunk of `tokens` takes after copies out of `swaps` and an idle time."""
-    costs = LinearCosts(decode=8.0)
-    executor = SimulatedExecutor(
-        costs,
-        num_gpu_blocks=80,
-        block_size=4,
-        overlap_swaps=True,
-        num_layer_groups=num_layer_groups,
-        copies_in_step=in_step,
-    )
+    executor = SimulatedExecutor(LinearCosts(decode=8.0), num_gpu_blocks=80, block_size=4, overlap_swaps=True)
     executor.execute(SchedulerOutput(0, swap_out=swaps))
     if decoding:
         executor.wait_until(waited - 8.0)
@@ -176,67 +168,31 @@ def step_with_copies(num_layer_groups, tokens, *swaps, decoding=False, waited=10
     return executor.now - waited
 
 
-@pytest.mark.parametrize(
-    ("num_layer_groups", "tokens", "seconds"),
-    [
-        (1, 4, 12 + 4),  # a copy of 12 s first
-        (4, 4, 12 + 4 / 4),  # the last group, of 1 s, when the last quarter has come
-        (4, 20, 12 / 4 + 20),  # all that is computed, when the first quarter has come
-        (4, 12, 12 + 3),
-        (40, 4, 12 + 4 / 40),
-    ],
-)
-def test_copies_by_layers_wait_for_the_longer_of_copy_and_computing(num_layer_groups, tokens, seconds):
-    """Of a copy C and computing K by L groups: max(C, K) + min(C, K) / L; several copies are one."""
-    assert step_with_copies(num_layer_groups, tokens, copy(0, 12)) == pytest.approx(seconds)
-    assert step_with_copies(num_layer_groups, tokens, copy(0, 8), copy(1, 4)) == pytest.approx(seconds)
+def test_a_step_waits_for_the_copies_of_its_requests():
+    assert step_with_copies(4, copy(0, 12)) == pytest.approx(12 + 4)
+    assert step_with_copies(4, copy(0, 8), copy(1, 4)) == pytest.approx(12 + 4)
 
 
-def test_copies_by_layers_hide_behind_the_step_before_as_whole_ones_do():
-    # Of 12 s the step before hides 8: 4 are left, and one group of four or ten to compute.
-    assert step_with_copies(1, 4, copy(0, 12), decoding=True) == pytest.approx(4 + 4)
-    assert step_with_copies(4, 4, copy(0, 12), decoding=True) == pytest.approx(4 + 4 / 4)
-    assert step_with_copies(4, 40, copy(0, 12), decoding=True) == pytest.approx(40)
-    # Not so those of the step's own program.
-    assert step_with_copies(1, 4, copy(0, 12), decoding=True, in_step=True) == pytest.approx(12 + 4)
-    assert step_with_copies(4, 4, copy(0, 12), decoding=True, in_step=True) == pytest.approx(12 + 4 / 4)
+def test_copies_hide_behind_the_step_before():
+    assert step_with_copies(4, copy(0, 12), decoding=True) == pytest.approx(4 + 4)
 
 
-def test_copies_by_layers_begin_when_the_copies_out_have_ended():
-    # Out until 12 and until 16; in from 12 to 28, from 16 on all layers' shares of what is left, 12 s.
-    swaps = copy(0, 12), copy(1, 4)
-    assert step_with_copies(1, 8, *swaps, waited=3.0) == pytest.approx(25 + 8)
-    assert step_with_copies(4, 8, *swaps, waited=3.0) == pytest.approx(25 + 8 / 4)
-    assert step_with_copies(4, 40, *swaps, waited=3.0) == pytest.approx(13 + 12 / 4 + 40)
-
-
-def test_copies_by_layers_need_overlap():
-    with pytest.raises(ConfigError, match="num_layer_groups=2 needs copies that overlap"):
-        SimulatedExecutor(
-            LinearCosts(), num_gpu_blocks=8, block_size=4, overlap_swaps=False, num_layer_groups=2
-        )
+def test_copies_begin_when_the_copies_out_have_ended():
+    # Out until 12 and until 16; in from 12 to 28.
+    assert step_with_copies(8, copy(0, 12), copy(1, 4), waited=3.0) == pytest.approx(25 + 8)
 
 
 def test_who_comes_to_an_idle_device_has_copied_nothing_before():
-    assert step_with_copies(1, 4, copy(0, 12), waited=50.0) == pytest.approx(12 + 4)
+    assert step_with_copies(4, copy(0, 12), waited=50.0) == pytest.approx(12 + 4)
 
 
-@pytest.mark.parametrize("num_layer_groups", [1, 4])
-def test_the_ledger_learns_what_was_waited_for(num_layer_groups):
+def test_the_ledger_learns_what_was_waited_for():
     ledger = Ledger()
-    result = simulate(
-        TWO,
-        config(),
-        SWAP,
-        ConstantCosts(),
-        overlap_swaps=True,
-        ledger=ledger,
-        num_layer_groups=num_layer_groups,
-    )
+    result = simulate(TWO, config(), SWAP, ConstantCosts(), overlap_swaps=True, ledger=ledger)
     (record,) = ledger.preemptions
     # Out from 10 to 14 and in to 17 beside decodes of 1 s each: one until 11, and r1's own.
     assert record.measured_seconds == result.spent.swap_stall
-    assert result.spent.swap_stall == pytest.approx(6.0 - (1 - 1 / num_layer_groups) * 1.0)
+    assert result.spent.swap_stall == pytest.approx(6.0)
 
 
 def test_recomputed_tokens_are_accounted_apart():

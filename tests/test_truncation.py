@@ -1,10 +1,9 @@
 """Conversations that are cut at their front keep the KV and the positions of what is left."""
 
 import dataclasses
-import json
-import sys
-from pathlib import Path
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,15 +12,12 @@ from scheduler_helpers import LinearCosts, describe, make_request, make_schedule
 from test_prefix_cache import lose
 from variants import golden_checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
-import bench_truncation
-from bench_truncation import logprobs_of
-
 from jaxllm import SamplingParams
 from jaxllm.errors import RequestError, RequestTooLargeError, SamplingParamsError
 from jaxllm.loading import load_params
-from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.config import LlamaConfig, config_from_dict, read_hf_config
+from jaxllm.models.registry import Params, bind
+from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 from jaxllm.sched.policies import Decision, ExpectedSaving, NoOffload, PreemptionAction, WriteBack
 from jaxllm.sched.presets import make_preset
 from jaxllm.types import CopyProgress
@@ -167,6 +163,44 @@ def each(request):
 
 def tokens_of(seed, count, vocab_size=128):
     return np.random.default_rng(seed).integers(3, vocab_size, count).tolist()
+
+
+class CutAttention:
+    """Dense attention: each token sees those from a place of its own on up to itself."""
+
+    num_rows = None
+
+    def __init__(self, config: LlamaConfig, seen_from: jax.Array) -> None:
+        """`seen_from` [T] int32 are the places."""
+        self._config, self._seen_from = config, seen_from
+
+    def __call__(
+        self,
+        layer: int,
+        qkv: jax.Array,
+        rope: RopeTable | None,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> jax.Array:
+        """See `jaxllm.models.layers.Attend`; of models without windows and soft caps."""
+        assert window is None
+        assert soft_cap is None
+        del layer
+        length, kv_heads, size = len(qkv), self._config.num_kv_heads, self._config.head_dim
+        q, k, v = rotated_heads(qkv, rope, kv_heads, size)
+        scores = jnp.einsum("qhgd,khd->hgqk", q.reshape(length, kv_heads, -1, size) * scale, k)
+        is_seen = jnp.tri(length, dtype=bool) & (jnp.arange(length) >= self._seen_from[:, None])
+        weights = jax.nn.softmax(jnp.where(is_seen, scores, -1e30), axis=-1)
+        return jnp.einsum("hgqk,khd->qhgd", weights, v).reshape(length, -1, size)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logprobs_of(config: LlamaConfig, params: Params, tokens: jax.Array, seen_from: jax.Array) -> jax.Array:
+    """Log-probabilities [T, vocab_size] of what follows each of `tokens` [T]; see `CutAttention`."""
+    model = bind(config, params)
+    hidden = model(tokens, jnp.arange(len(tokens)), CutAttention(config, seen_from))
+    return jax.nn.log_softmax(model.logits(hidden))
 
 
 class Reference:
@@ -362,18 +396,3 @@ def test_learned_positions_are_not_cut():
     with pytest.raises(RequestError, match=r"num_dropped_tokens=8 needs rotary .*OPT.*shortened prompt"):
         ask(llm, cut([5] * 20, 8))
     assert ask(llm, cut([5] * 20, 0)).finished
-
-
-# The benchmark
-
-
-def test_the_benchmark_measures_quality_and_time(tmp_path):
-    out = tmp_path / "truncation.json"
-    sizes = "--texts 2 --history 64 --new 16 --cuts 32,48 --window 48 --turns 2 --repetitions 1"
-    bench_truncation.main([*sizes.split(), "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["kind"] for row in rows] == ["once"] * 2 + ["rolling"] * 2 + ["seconds"] * 2
-    assert all(0 <= row["divergence_mean"] < row["cut_divergence_mean"] for row in rows[:4])
-    assert [row["found_tokens"] for row in rows[4:]] == [32, 16]
-    with pytest.raises(SystemExit):
-        bench_truncation.main(["--cuts", "20", "--out", str(out)])

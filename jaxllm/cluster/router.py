@@ -66,7 +66,7 @@ class PrefixAndLoad:
         num_holders: how many that hold something are looked at.
         eviction_weight: how often an evicted token is thought to be computed again, about the later turns of
             a conversation; simulated conversations are answered soonest from 4 on
-            (`scripts/bench_router.py`).
+            (benchmarks/router.json).
     """
 
     def __init__(self, num_holders: int = 4, eviction_weight: float = 4.0) -> None:

@@ -6,9 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from jaxllm.errors import ConfigError
 from jaxllm.executor.kv.copy_timer import CopyTimer
-from jaxllm.predictors.base import CheckedCosts, CostModel, check_integer
+from jaxllm.predictors.base import CheckedCosts, CostModel
 from jaxllm.research.simulator.files import SimulatedFiles
 from jaxllm.research.simulator.truth import Residuals, key_of
 from jaxllm.research.workloads.result import TimeSpent
@@ -32,10 +31,7 @@ class SimulatedExecutor:
     Copies either stop the device (`overlap_swaps=False`, as in AdaptiveLLM and vLLM 0.2.5) or run beside
     it, one after another in each direction. A copy out delays the device only while more than
     `MAX_STAGED_BLOCKS` are under way. A copy in delays the step whose request waits for it by what the step
-    before did not hide, and by a copy out of the same request still under way. With L layer groups a step
-    computes each as soon as its share of such copies is there (CachedAttention, Section 3.2.1; Pensieve,
-    Section 4.3.3): one of K seconds that begins with a copy of C ends after max(C, K) + min(C, K) / L.
-    Copies in the background come as a whole.
+    before did not hide, and by a copy out of the same request still under way.
 
     Args:
         costs: seconds each piece of work takes; asked once for each.
@@ -45,13 +41,6 @@ class SimulatedExecutor:
         overlap_swaps: whether copies run beside computation.
         ledger: told what each restore took.
         files: what of the prefix cache is copied to the host is written to them, too.
-        num_layer_groups: parts of equal size that the device computes one after another, and copies in that
-            steps wait for are brought in; 1 brings whole blocks. More need `overlap_swaps`.
-        copies_in_step: whether such copies are made by the step's own program, so that none of them runs
-            beside the step before.
-
-    Raises:
-        ConfigError: `num_layer_groups` cannot be.
     """
 
     is_undisturbed = True
@@ -66,12 +55,7 @@ class SimulatedExecutor:
         residuals: Residuals | None = None,
         ledger: Ledger | None = None,
         files: SimulatedFiles | None = None,
-        num_layer_groups: int = 1,
-        copies_in_step: bool = False,
     ) -> None:
-        check_integer("num_layer_groups", num_layer_groups, 1, 1 << 20)
-        if num_layer_groups > 1 and not overlap_swaps:
-            raise ConfigError(f"num_layer_groups={num_layer_groups} needs copies that overlap")
         self.num_gpu_blocks = num_gpu_blocks
         self.block_size = block_size
         self.now = 0.0
@@ -82,8 +66,6 @@ class SimulatedExecutor:
         self._ledger = ledger
         self._files = files
         self._reads: dict[int, tuple[float, list[bool]]] = {}  # handle -> ready at, which were there
-        self._share_beside_own = 1.0 - 1.0 / num_layer_groups
-        self._copies_in_step = copies_in_step
         self._copied_out: dict[int, _Copied] = {}
         self._staged: collections.deque[tuple[float, int]] = collections.deque()  # (ready at, blocks)
         self._out_free_at = self._in_free_at = 0.0
@@ -116,7 +98,7 @@ class SimulatedExecutor:
             self._copy_out(scheduled)
         decode, added = self._work(scheduled)
         if scheduled.swap_in or scheduled.load:
-            self._copy_in(scheduled, decode / scheduled.num_decode_steps + added)
+            self._copy_in(scheduled)
         started = self.now
         if scheduled.decode or scheduled.prefill:
             self._compute(scheduled, decode, added)
@@ -252,27 +234,21 @@ class SimulatedExecutor:
         while staged and (staged[0][0] <= self.now or sum([n for _, n in staged]) > MAX_STAGED_BLOCKS):
             self._stall(max(0.0, staged.popleft()[0] - self.now))
 
-    def _copy_in(self, scheduled: SchedulerOutput, own: float) -> None:
-        """Charge copies in to a step whose first iteration computes for `own` seconds."""
-        ahead = self._hidden if self._overlap_swaps and not self._copies_in_step else 0.0
-        done = max(self.now - ahead, self._in_free_at) if self._overlap_swaps else self.now
-        begun, delays = done, []  # from `begun` on the link brings what the step waits for, without a break
+    def _copy_in(self, scheduled: SchedulerOutput) -> None:
+        """Charge copies in to a step."""
+        done = max(self.now - self._hidden, self._in_free_at) if self._overlap_swaps else self.now
+        delays = []
         for swap in scheduled.swap_in:
             seconds, out_ready, out_seconds = self._copy_in_seconds(swap)
             before = max(done, self.now)
             if seconds:
-                begun = max(begun, out_ready)
                 done = max(done, out_ready) + seconds
             delays.append(max(0.0, done - before) if self._overlap_swaps else out_seconds + seconds)
-        share = 1.0
         if any(swap.block_ids for swap in scheduled.swap_in):
-            whole = max(0.0, done - self.now)
-            stall = max(0.0, whole - self._share_beside_own * min(own, done - begun))
-            share = stall / whole if whole else 1.0
-            self._stall(stall)
+            self._stall(max(0.0, done - self.now))
         if self._ledger is not None:
             for swap, delay in zip(scheduled.swap_in, delays, strict=True):
-                self._charge(swap, delay * share, scheduled.step_id)
+                self._charge(swap, delay, scheduled.step_id)
         for swap in scheduled.load:
             seconds, out_ready, _ = self._copy_in_seconds(swap)
             if not swap.block_ids:

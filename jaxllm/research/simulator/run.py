@@ -42,8 +42,6 @@ def simulate(
     deadlines: Sequence[float] | None = None,
     scheduler: Scheduler | None = None,
     files: SimulatedFiles | None = None,
-    num_layer_groups: int = 1,
-    copies_in_step: bool = False,
 ) -> RunResult:
     """Run every request of `trace` to its full output length.
 
@@ -64,11 +62,10 @@ def simulate(
         deadlines: of the requests, in seconds from when each is sent; none if None.
         scheduler: one of `config`, `policy` and `files` that does more than decide; by default a new one.
         files: what of the prefix cache is copied to the host is written to them, too; None is no disk.
-        num_layer_groups, copies_in_step: see `SimulatedExecutor`.
 
     Raises:
         RequestTooLargeError: a request of the trace can never fit.
-        ConfigError: the trace is empty, or there cannot be so many layer groups.
+        ConfigError: the trace is empty.
     """
     if not len(trace):
         raise ConfigError("the trace holds no requests")
@@ -83,8 +80,6 @@ def simulate(
         residuals=residuals,
         ledger=ledger,
         files=files,
-        num_layer_groups=num_layer_groups,
-        copies_in_step=copies_in_step,
     )
     executor.now = began_at = float(trace.arrival_times[0])
     feed = Feed(trace, began_at)
