@@ -252,6 +252,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=new_file, help="write the results to this JSON file")
+    parser.add_argument("--plot", type=new_file, help="draw tokens/s and turnaround to this .png file")
     args = parser.parse_args(argv)
     known = {*PRESETS, *COMBINED, *CHANGED}
     if unknown := sorted(set(args.presets) - known):
@@ -300,6 +301,48 @@ def describe(row: dict[str, Any], first: str) -> str:
         f"fast as {first}, simulated {over['simulated_speed'][0]:.3f}; turnaround {turnaround:.2f} "
         f"({least:.2f}..{most:.2f}) of its, simulated {over['simulated_turnaround'][0]:.2f}"
     )
+
+
+def draw(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Tokens/s and turnaround of each preset over the first one's, with 95 % intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = sorted(report["rows"], key=lambda row: row["over_first"]["speed"][0])
+    first = report["rows"][0]["preset"]
+    figure, panels = plt.subplots(
+        1, 2, figsize=(9, 0.36 * len(rows) + 1.6), sharey=True, layout="constrained"
+    )
+    for axes, name, title in zip(
+        panels,
+        ("speed", "turnaround"),
+        (f"tokens/s over `{first}`'s: right is better", f"waiting over `{first}`'s: left is better"),
+        strict=True,
+    ):
+        axes.axvline(1, color="0.6", linewidth=1)
+        for place, row in enumerate(rows):
+            middle, low, high = row["over_first"][name]
+            colour = "#d55e00" if row["preset"].startswith("adaptive") else "#0072b2"
+            axes.plot([low, high], [place, place], color=colour, linewidth=2)
+            axes.plot(middle, place, "o", color=colour, markersize=7)
+        axes.set_title(title, fontsize=11)
+        axes.grid(axis="x", color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(left=False)
+    panels[0].set_yticks(range(len(rows)), [row["preset"] for row in rows], fontsize=11)
+    machine = report["hardware"]
+    figure.suptitle(
+        f"Measured on {machine['cpu_count']} cores of an {machine['cpu']}, model {report['model']}: "
+        f"{len(rows[0]['seconds'])} traces, twice each; means, 95 % intervals",
+        fontsize=9,
+        color="0.35",
+        y=-0.04,
+    )
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -358,18 +401,20 @@ def main(argv: list[str] | None = None) -> None:
             f"{pair['preset']} is {real:.3f} ({low:.3f}..{high:.3f}) times as fast as {pair['over']}, "
             f"simulated {pair['simulated']:.3f}: {pair['verdict']}"
         )
+    report = {
+        "command": command_line(["python", *sys.argv]),
+        "hardware": hardware.describe_hardware(),
+        "versions": hardware.versions(),
+        "model": name,
+        "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
+        "mean_factors": mean.factors,
+        "rows": rows,
+        "verdicts": pairs,
+    }
     if args.out is not None:
-        report = {
-            "command": command_line(["python", *sys.argv]),
-            "hardware": hardware.describe_hardware(),
-            "versions": hardware.versions(),
-            "model": name,
-            "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
-            "mean_factors": mean.factors,
-            "rows": rows,
-            "verdicts": pairs,
-        }
         write_json(args.out, report)
+    if args.plot is not None:
+        draw(report, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Templates that would run on, or fill the memory, are stopped; others are not touched."""
 
 import resource
+import subprocess
+import sys
 import threading
 import time
 
@@ -98,3 +100,13 @@ def test_others_render_as_ever(tokenizer):
     long = [{"role": "user", "content": "a" * 10**6}] * 5
     joined = render(tokenizer, long, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     assert len(joined) == 5 * 10**6
+
+
+def test_transformers_itself_is_left_as_it_is():
+    code = """
+from transformers.utils import chat_template_utils
+before = dict(vars(chat_template_utils))
+import jaxllm.text.chat_templates
+assert all(vars(chat_template_utils)[name] is value for name, value in before.items())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

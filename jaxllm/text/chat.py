@@ -99,9 +99,8 @@ def render(
             )
     with quiet_transformers():
         from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
 
-        from jaxllm.text.chat_templates import bounded
+        from jaxllm.text.chat_templates import bounded, render_jinja_template
 
         try:
             parsed = _parse(template)

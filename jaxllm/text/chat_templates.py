@@ -12,6 +12,7 @@ import contextvars
 import functools
 import re
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ class TemplateLimitError(Exception):
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Let transformers compile and render templates within the limits, in this thread."""
+    """Let templates be compiled and rendered within the limits, in this thread."""
     token = _deadline.set(time.monotonic() + MAX_SECONDS)
     try:
         yield
@@ -56,7 +57,7 @@ def _compile(text: str) -> jinja2.Template:
 
 @functools.cache
 def _environment() -> _Environment:
-    environment = _compile_of_transformers("").environment.overlay()
+    environment = chat_template_utils._compile_jinja_template("").environment.overlay()
     environment.__class__ = _Environment
     environment.globals = {key: value for key, value in environment.globals.items() if key != "lipsum"}
     environment.filters = {name: _checked(name, one) for name, one in environment.filters.items()}
@@ -192,11 +193,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _of_size(super().call_binop(context, operator, left, right))
 
 
-_compile_of_transformers = chat_template_utils._compile_jinja_template
-
-
-def _compile_where_bounded(text: str) -> jinja2.Template:
-    return _compile_of_transformers(text) if _deadline.get() is None else compile_template(text)
-
-
-chat_template_utils._compile_jinja_template = _compile_where_bounded  # type: ignore[assignment]  # what renders looks it up by name
+_render = chat_template_utils.render_jinja_template
+render_jinja_template = types.FunctionType(
+    _render.__code__,
+    {**vars(chat_template_utils), "_compile_jinja_template": compile_template},
+    argdefs=_render.__defaults__,
+)
+"""transformers' function, with templates of ours; its own is left as it is."""

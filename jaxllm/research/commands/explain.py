@@ -105,7 +105,7 @@ def plot(steps: Sequence[StepRecord], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'jaxllm[plot]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install 'jaxllm[research]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
