@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,12 +14,17 @@ from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.pallas_kernels.tiles import current_device
+from jaxllm.system.import_path import imported
 
 IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic")
 """Names `implementation` takes; None stands for the best one on the default device.
 
-"triton" may be followed by how it cuts its work, such as in "triton:k64,q64,w4,s2" (`triton.Tiling`).
+"triton" may be followed by how it cuts its work, such as in "triton:k64,q64,w4,s2" (`triton.Tiling`). What
+any other "module:attribute" names is imported: an object with some of `OPERATIONS`, which are called as those
+here are, with `window` and `soft_cap` where a model has them. XLA's stand in for what it has not.
 """
+OPERATIONS = ("decode_attention", "prefill_attention", "write_kv")
+"""What an implementation of one's own may be made of."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -255,16 +260,17 @@ def _backend(
     pool: jax.Array,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[ModuleType, dict[str, Any]]:
+) -> tuple[Any, dict[str, Any]]:
     """The back-end of a name, and the options for it: those that the name holds, and what is not None."""
     if implementation is None:
         sizes = num_q_heads, pool.shape[3], *pool.shape[5:3:-1]
         implementation, _ = settle_implementation(*sizes)
     name, colon, tiling = implementation.partition(":")
-    if name not in IMPLEMENTATIONS or (colon and name != "triton"):
+    is_own = colon and name not in IMPLEMENTATIONS
+    if not is_own and (name not in IMPLEMENTATIONS or (colon and name != "triton")):
         raise ConfigError(
             f"unknown attention implementation {implementation!r}: use one of {', '.join(IMPLEMENTATIONS)}, "
-            "or None"
+            "the import path of your own (module:attribute), or None"
         )
     if window is not None and window < 1:
         raise ConfigError(f"window is {window}: it must be at least 1, or None to see all tokens")
@@ -276,6 +282,8 @@ def _backend(
         raise ConfigError(
             f"attention implementation 'mosaic' has no {' and no '.join(options)}: use 'triton' or 'xla'"
         )
+    if is_own:
+        return _load_own(implementation), options
     backend = _load_backend(name)
     return backend, options | ({"tiling": backend.Tiling.parse(tiling)} if colon else {})
 
@@ -283,6 +291,17 @@ def _backend(
 @functools.cache
 def _load_backend(name: str) -> ModuleType:
     return importlib.import_module(f"jaxllm.pallas_kernels.{name}")
+
+
+@functools.cache
+def _load_own(path: str) -> SimpleNamespace:
+    own = imported(path, "the attention implementation")
+    found = {name: getattr(own, name) for name in OPERATIONS if callable(getattr(own, name, None))}
+    if not found:
+        raise ConfigError(
+            f"the attention implementation {path!r} has none of {', '.join(OPERATIONS)}: give it one at least"
+        )
+    return SimpleNamespace(**{name: getattr(_load_backend("xla"), name) for name in OPERATIONS} | found)
 
 
 def _check_pool(pool: jax.Array, layer: int) -> None:

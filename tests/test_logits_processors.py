@@ -74,7 +74,7 @@ def test_masks_come_after_them(llm):
     [
         (["absent_module:f"], "cannot import the logits processor 'absent_module:f'.*PYTHONPATH"),
         (["jaxllm.sampling.logits_processors:absent"], "cannot import .* AttributeError"),
-        (["no_colon"], "must be 'module:function'"),
+        (["no_colon"], "name it as 'module:attribute'"),
         ([5], "holds 5, which is no function"),
         ([lambda logits: logits], "cannot be compiled: TypeError"),
         ([lambda logits, rows: logits[0]], "it must return float32 of their shape"),

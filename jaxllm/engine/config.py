@@ -142,7 +142,7 @@ class EngineConfig:
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("warm_up", self.warm_up, WARM_UPS)
         implementation = self.attention_implementation
-        if implementation is not None and not str(implementation).startswith("triton:"):
+        if implementation is not None and ":" not in str(implementation):
             _choice("attention_implementation", implementation, ATTENTION_IMPLEMENTATIONS)
         if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
             raise ConfigError(f"revision={shown(self.revision)} must be the name of a branch, tag or commit")

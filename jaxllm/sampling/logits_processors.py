@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
+from jaxllm.system.import_path import imported
 
 
 class LogitsRows(NamedTuple):
@@ -47,7 +47,9 @@ def load_processors(
     Raises:
         ConfigError: one cannot be imported, traced, or returns something else.
     """
-    processors = tuple(_imported(one) if isinstance(one, str) else one for one in choices or ())
+    processors = tuple(
+        imported(one, "the logits processor") if isinstance(one, str) else one for one in choices or ()
+    )
     num_rows, logits = 3, (3, vocab_size)
     length = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     rows = LogitsRows(jax.ShapeDtypeStruct((num_rows, max_model_len + 1), jnp.int32), length, length)  # type: ignore[arg-type]
@@ -68,17 +70,3 @@ def load_processors(
                 f"return float32 of their shape, {logits}"
             )
     return processors
-
-
-def _imported(path: str) -> LogitsProcessor:
-    module, _, name = path.partition(":")
-    try:
-        found: LogitsProcessor = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        where = "; a module of your own must be in the current folder, on PYTHONPATH, or installed"
-        hint = where if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(
-            f"cannot import the logits processor {path!r}, which must be 'module:function': "
-            f"{type(error).__name__}: {error}{hint}"
-        ) from error
-    return found

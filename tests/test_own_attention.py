@@ -1,0 +1,54 @@
+"""Attention of a user's own, named by its import path."""
+
+import pytest
+from docs_helpers import DOCS, Page
+from engine_helpers import make_llm
+from variants import golden_checkpoint
+
+from jaxllm import SamplingParams
+from jaxllm.errors import ConfigError
+
+SIZES = {"warm_up": "background"}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The kernel of the documentation, in a module of its own."""
+    text = Page(DOCS / "howto" / "own-kernel.md").python()[0].text
+    (tmp_path / "own_attention.py").write_text(text + "\nclass Nothing:\n    pass\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    import own_attention
+
+    return own_attention
+
+
+def test_an_engine_computes_with_it(own, monkeypatch):
+    calls, theirs = [], own.Gathered.decode_attention
+
+    def decode_attention(*args, **options):
+        calls.append(options)
+        return theirs(*args, **options)
+
+    monkeypatch.setattr(own.Gathered, "decode_attention", staticmethod(decode_attention))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [5, 9, 40, 7]}, {"prompt_token_ids": list(range(30, 50))}]
+    found = []
+    for implementation in ("own_attention:Gathered", "xla"):
+        llm = make_llm(golden_checkpoint("llama_gqa"), attention_implementation=implementation, **SIZES)
+        found.append([list(output.token_ids) for output in llm.generate(prompts, params, use_tqdm=False)])
+        llm.close()
+        assert calls
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("own_attention:Nothing", "has none of decode_attention, prefill_attention, write_kv"),
+        ("own_attention:Absent", "cannot import the attention implementation .* AttributeError"),
+        ("no_such_module:Gathered", "cannot import the attention implementation .*PYTHONPATH"),
+    ],
+)
+def test_what_is_none_is_refused(own, path, message):
+    with pytest.raises(ConfigError, match=message):
+        make_llm(golden_checkpoint("llama_gqa"), attention_implementation=path, **SIZES)
