@@ -18,9 +18,7 @@ from jaxllm.engine.thread import EngineThread, OutputStream
 from jaxllm.engine.vllm_names import CHAT_ARGUMENTS, check_call_arguments, translate
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError, shown
 from jaxllm.executor.step_programs import CompileProgress
-from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.text import tokenizer as tokenization
 from jaxllm.text.chat import render
 
@@ -49,15 +47,8 @@ class LLM:
     If a step fails all calls under way raise `EngineError`, and so do later ones; a new `LLM` works.
 
     Args:
-        model: folder of a checkpoint, or its id in the local Hugging Face cache ("organisation/name";
-            `download=True` fetches it); the embedded demo model if None.
-        tokenizer: folder or id of the tokenizer; the model's if None.
-        scheduler_policy: which request is next, whom to preempt and how, when to admit: a preset's name
-            ("adaptive", the default, "paper", "vllm", "vllm_v1" and others, see `jaxllm.sched.presets`; its
-            predicted costs are those of `jaxllm profile`, or a roofline), the import path "module:attribute"
-            of your own, or a `SchedulerPolicy`.
-        **settings: the fields of `EngineConfig`; vLLM's others are taken with the values that change nothing
-            (`jaxllm.engine.vllm_names`).
+        model, tokenizer, **settings: the fields of `EngineConfig`; vLLM's others are taken with the values
+            that change nothing (`jaxllm.engine.vllm_names`).
 
     Attributes:
         engine: runs the requests; a loop of your own may use it while no call is under way.
@@ -72,15 +63,11 @@ class LLM:
         self,
         model: str | os.PathLike[str] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
-        *,
-        scheduler_policy: SchedulingPolicy | str | None = None,
         **settings: Any,
     ) -> None:
-        known = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
-        translated = translate({"tokenizer": tokenizer, **settings}, known)
-        chosen = demo_model_path() if model is None else model
-        self.config = EngineConfig(model=chosen, **translated)  # type: ignore[arg-type]
-        made = assemble(self.config, scheduler_policy)
+        known = [field.name for field in dataclasses.fields(EngineConfig)]
+        self.config = EngineConfig(**translate({"model": model, "tokenizer": tokenizer, **settings}, known))
+        made = assemble(self.config)
         self.engine, self.executor, self.tokenizer = made.engine, made.executor, made.tokenizer
         self.model_config, self.dtype = made.model_config, made.dtype
         self.costs, self.costs_source = made.costs, made.costs_source

@@ -13,7 +13,6 @@ import time
 import urllib.parse
 
 from jaxllm.engine.config import EngineConfig
-from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.run import listen, make_server
 from jaxllm.server.service import Service
@@ -90,9 +89,9 @@ class Running:
 @contextlib.contextmanager
 def serving(engine=None, policy=None, **settings):
     """A server of the demo model."""
-    config = EngineConfig(**{"model": demo_model_path(), **SMALL, **(engine or {})})
+    config = EngineConfig(**{**SMALL, "scheduler_policy": policy, **(engine or {})})
     settings = {"port": 0, "api_keys": (), "log_requests": False, **settings}
-    service = Service.load(config, ServerConfig(**settings), policy)
+    service = Service.load(config, ServerConfig(**settings))
     lines = []
     is_ready = threading.Event()
 

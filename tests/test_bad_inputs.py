@@ -19,7 +19,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.ledgers import read_ledger
 from jaxllm.errors import CapacityError, ConfigError, RequestError, RequestTooLargeError, SamplingParamsError
-from jaxllm.llm import demo_model_path
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler

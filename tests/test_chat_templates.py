@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.llm import demo_model_path
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.text.chat import render
 from jaxllm.text.tokenizer import load_tokenizer
 

@@ -1,5 +1,6 @@
 """The commands, in this process on one tiny engine; and one in its own process, killed and resumed."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -17,12 +18,16 @@ from variants import golden_checkpoint
 import jaxllm
 from jaxllm.cli import generate
 from jaxllm.cli.main import main
-from jaxllm.commands import options
+from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.jobs.prompts_io import prompts_from_arguments
-from jaxllm.llm import LLM, demo_model_path
+from jaxllm.llm import LLM
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.research.commands import bench
 from jaxllm.sampling.params import SamplingParams
+from jaxllm.sched.presets import PRESETS
+from jaxllm.server.config import ServerConfig
+from jaxllm.system.options import flag, options_of
 
 SETTINGS = {
     "load_format": "dummy",
@@ -150,9 +155,36 @@ def test_loggers_are_as_they_were_once_a_command_has_ended(capsys, monkeypatch):
     assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
 
 
-def test_every_engine_setting_has_an_option():
-    fields = set(jaxllm.EngineConfig.__dataclass_fields__) - {"seed", "skip_tokenizer_init"}
-    assert fields | {"scheduler_policy"} == set(options._NAMES)
+@pytest.mark.parametrize(("command", "settings"), [("serve", ServerConfig), ("generate", EngineConfig)])
+def test_every_setting_is_declared_once(command, settings, capsys):
+    """A field is an option with a flag, whose help names its default and checks as the keyword does."""
+    assert main([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert {field.name for field in dataclasses.fields(settings)} == {
+        name for name, _, _ in options_of(settings)
+    }
+    for name, default, declared in options_of(settings):
+        assert f"    {name}: {declared.help}" in settings.__doc__
+        if declared.flag is not None:
+            said = text.partition(f" {flag(declared.flag or name)}")[2]
+            assert declared.help.partition(". ")[0].rstrip(".").replace(" ", "") in said.replace(" ", "")
+            assert not isinstance(default, int) or " (default: " in said
+
+
+def test_presets_are_all_in_the_help(capsys):
+    assert main(["generate", "--help"]) == 0
+    text = "".join(capsys.readouterr().out.split())
+    assert ",".join(PRESETS) in text
+
+
+def test_values_are_checked_as_they_are_parsed(capsys):
+    for command, option, value in (
+        ("generate", "--max-num-seqs", "0"),
+        ("bench throughput", "--prefix-cache-dir", ""),
+        ("serve", "--port", "70000"),
+    ):
+        assert main([*command.split(), option, value]) == 2
+        assert option[2:].replace("-", "_") + "=" in one_error(capsys)
 
 
 def test_few_prompts_compile_few_programs():

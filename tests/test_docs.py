@@ -13,7 +13,8 @@ from docs_helpers import DOCS, PAGES, ROOT, Page, command_problem, link_problem,
 
 import jaxllm
 from jaxllm.jobs.prompts_io import read_jsonl_file
-from jaxllm.llm import LLM, demo_model_path
+from jaxllm.llm import LLM
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sampling.params import SamplingParams
 
 CHECKPOINT = "path/to/checkpoint"

@@ -9,7 +9,7 @@ from jaxllm import SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError
 from jaxllm.jobs.prompts_io import read_jsonl_file
-from jaxllm.llm import demo_model_path
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import read_hf_config
 from jaxllm.system.json_text import parse, read_object
 

@@ -6,7 +6,7 @@ import argparse
 import time
 
 from jaxllm.commands.options import note
-from jaxllm.engine.config import DTYPES
+from jaxllm.loading.load import DTYPES
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,6 @@ from jaxllm.commands.options import (
     add_engine_options,
     check_distinct,
     engine_settings,
-    json_object,
     load_llm,
     note,
     note_compile_report,
@@ -36,6 +35,7 @@ from jaxllm.jobs.row_requests import (
     with_seed,
 )
 from jaxllm.sampling.params import SamplingParams
+from jaxllm.system.options import json_object
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM

@@ -15,7 +15,8 @@ from jaxllm.commands.options import (
 )
 from jaxllm.engine.config import EngineConfig
 from jaxllm.jobs.row_requests import fingerprint_context
-from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.server.config import ServerConfig
+from jaxllm.system.options import add_flags, given
 
 _EXIT_INTERRUPTED = 130
 _MAX_QUEUED = 2**20
@@ -33,13 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="continue an interrupted --output: run only what it lacks"
     )
-    parser.add_argument(
-        "--served-model-name",
-        action="append",
-        metavar="NAME",
-        default=[],
-        help="what requests call the model; may be repeated (default: the name of its folder)",
-    )
+    add_flags(parser, ServerConfig, ["served_model_names"])
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -49,12 +44,11 @@ def run(args: argparse.Namespace) -> int:
     """Answer the requests; returns the exit code."""
     with needs_server_packages():
         from jaxllm.server.batch import BatchOutput, read_batch, run_batch
-        from jaxllm.server.config import ServerConfig
         from jaxllm.server.service import Service
     settings = engine_settings(args)
     check_distinct({"--input": args.input, "--output": args.output, "--ledger": settings.get("ledger")})
     config = ServerConfig(
-        served_model_names=args.served_model_name,
+        **given(args, ServerConfig),
         api_keys=(),
         max_queued_requests=_MAX_QUEUED,
         max_queued_tokens=2**40,
@@ -70,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         from tqdm import tqdm
 
-        policy = settings.pop("scheduler_policy", None)
-        engine = EngineConfig(**{**settings, "model": settings["model"] or demo_model_path()})
+        engine = EngineConfig(**settings)
         if not args.quiet:
             note(f"loading {model_name(settings)}")
             tell_of_programs()
@@ -84,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         )
         try:
             with progress:
-                service = Service.load(engine, config, policy)
+                service = Service.load(engine, config)
                 num_errors = run_batch(service, args.input, lines, output, progress.update)
         except KeyboardInterrupt:
             note(f"interrupted: {len(output.done)} of {len(lines)} requests are answered; --resume continues")

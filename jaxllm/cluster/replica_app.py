@@ -10,7 +10,6 @@ from jaxllm.cluster.cpu_slices import CpuSlice
 from jaxllm.cluster.router import OUTPUT_WEIGHT, TYPICAL_OUTPUT_TOKENS
 from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import EngineError
-from jaxllm.loading.checkpoints import demo_model_path
 
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig
@@ -69,10 +68,7 @@ class EngineApp:
         from jaxllm.server.service import Service
 
         log_to_stderr()
-        chosen = dict(settings)
-        policy = chosen.pop("scheduler_policy", None)
-        chosen["model"] = chosen.get("model") or demo_model_path()
-        self._service = Service.load(EngineConfig(**chosen), server, policy)
+        self._service = Service.load(EngineConfig(**settings), server)
         tune_interpreter()
         self.app = make_app(self._service)
 

@@ -47,7 +47,6 @@ from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
-from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system import forks
 from jaxllm.system.cache_folder import cache_folder
@@ -108,14 +107,12 @@ class Assembly:
 @under_jax_defaults
 def assemble(
     config: EngineConfig,
-    scheduler_policy: SchedulingPolicy | str | None = None,
     on_record: Callable[[PreemptionRecord | StepRecord], None] | None = None,
 ) -> Assembly:
     """Size the pool, load the model while its programs compile, and put an engine together.
 
     Args:
         config: how.
-        scheduler_policy: as for `LLM`.
         on_record: told of the scheduler's decisions (`Ledger`), in the thread that runs the engine.
 
     Raises:
@@ -126,10 +123,10 @@ def assemble(
     """
     forks.note_jax()
     if config.ledger is None:
-        return _assemble(config, scheduler_policy, on_record and Ledger(on_record=on_record))
+        return _assemble(config, on_record and Ledger(on_record=on_record))
     ledger, close = open_ledger(config.ledger, on_record)  # now rather than after loading
     try:
-        made = _assemble(config, scheduler_policy, ledger)
+        made = _assemble(config, ledger)
     except BaseException:
         close()
         os.unlink(config.ledger)
@@ -138,9 +135,7 @@ def assemble(
     return made
 
 
-def _assemble(
-    config: EngineConfig, scheduler_policy: SchedulingPolicy | str | None, ledger: Ledger | None
-) -> Assembly:
+def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
     started = time.perf_counter()
     folder, tokenizer_folder = _folders(config)
     default_params = default_sampling_params(folder)
@@ -160,7 +155,7 @@ def _assemble(
     max_model_len = config.max_model_len or model_config.default_max_model_len
     bounded = model_config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
     shape = shape_of(model_config, Path(config.model).resolve().name, dtype)
-    scheduling = make_scheduling(scheduler_policy, shape, device.device_kind, config.block_size)
+    scheduling = make_scheduling(config.scheduler_policy, shape, device.device_kind, config.block_size)
     heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
     default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
     kernels = config.attention_implementation or default

@@ -12,13 +12,54 @@ from typing import Any
 
 from jaxllm.commands.options import API_KEYS_VARIABLE
 from jaxllm.errors import ConfigError, shown
+from jaxllm.system.options import byte_count, check_options, check_range, described, option
 
 _MAX_COUNT = 2**20
+_DAY = 86400.0
 _MIN_KEY_LENGTH = 8
 MAX_KEY_LENGTH = 4096
 _HASHED = "sha256:"
 
 
+def _bytes(default: int, help: str, maximum: int) -> Any:
+    return option(default, help, minimum=1024, maximum=maximum, parse=byte_count, metavar="BYTES")
+
+
+def _seconds(default: float, help: str) -> Any:
+    return option(default, help, minimum=0.0, maximum=_DAY, metavar="S")
+
+
+def _host(name: str, value: object) -> object:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}={shown(value)} must be an address, such as 127.0.0.1")
+    return value
+
+
+def _names(name: str, value: Sequence[object]) -> tuple[object, ...]:
+    for one in value:
+        if not isinstance(one, str) or not one:
+            raise ConfigError(f"{name} holds {shown(one)}: names are text that is not empty")
+    return tuple(value)
+
+
+def _keys(name: str, value: Sequence[object] | None) -> tuple[str, ...]:
+    if value is None:
+        variable = os.environ.get(API_KEYS_VARIABLE)
+        value = [key for key in (variable or "").split(",") if key]
+        if variable is not None and not value:
+            raise ConfigError(
+                f"{API_KEYS_VARIABLE}={variable!r} is set and holds no key: put one there, or unset it"
+            )
+    return tuple(map(_hashed, value))
+
+
+def _silence(name: str, value: Any) -> Any:
+    if value != 0 or isinstance(value, bool):
+        check_range(name, value, 0.1, _DAY, is_integer=False)
+    return value
+
+
+@described
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """How to serve a model.
@@ -26,94 +67,95 @@ class ServerConfig:
     What waits is bounded twice, in requests and in tokens; beyond that requests are answered 503 before they
     are read. Each sample of each prompt counts as a request.
 
-    Args:
-        host: address to listen on; only this machine's clients reach 127.0.0.1.
-        port: to listen on; 0 picks a free one.
-        served_model_names: what clients call the model; the first is in responses. The checkpoint's folder or
-            id, the last part of it, if there are none.
-        api_keys: one of them must come with each request but those for /health and /ping; by default those
-            in the environment's JAXLLM_API_KEY, separated by commas, and none lets everybody in. A key may be
-            given as its hash, "sha256:" and 64 hexadecimal digits; nothing else of it is kept.
-        max_queued_requests: most requests admitted beyond the `max_num_seqs` that run; by default four times
-            as many as run.
-        max_queued_tokens: most prompt tokens of all admitted requests; by default as many as
-            `max_queued_requests` and those that run have at 2048 tokens each, or one of the model's length.
-        max_prompts: most prompts of one request.
-        max_body_bytes: largest request body.
-        max_total_body_bytes: largest sum of all bodies that are being read or worked on.
-        max_header_bytes: largest head of a request.
-        max_connections: most open connections.
-        request_timeout: seconds in which a request's head, and then its body, must have arrived.
-        send_timeout: seconds after which a client that reads nothing is taken to be gone.
-        keep_alive_timeout: seconds that an idle connection is kept open; longer than proxies' usual 60, so
-            that none of them sends a request into a connection that is being closed.
-        stream_keep_alive: seconds of silence after which a stream has a comment (": keep-alive"), so that
-            proxies keep the connections of requests that wait; 0 for none.
-        shutdown_timeout: seconds that requests under way have to end when the server is told to stop; those
-            left are aborted.
-        log_requests: write a line for each request to the log.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP) to send traces to.
-
     Raises:
         ConfigError: a value is out of range.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_names: Sequence[str] = ()
-    api_keys: Sequence[str] | None = None
-    max_queued_requests: int | None = None
-    max_queued_tokens: int | None = None
-    max_prompts: int = 2048
-    max_body_bytes: int = 8 * 2**20
-    max_total_body_bytes: int = 128 * 2**20
-    max_header_bytes: int = 64 * 2**10
-    max_connections: int = 4096
-    request_timeout: float = 30.0
-    send_timeout: float = 60.0
-    keep_alive_timeout: float = 75.0
-    stream_keep_alive: float = 15.0
-    shutdown_timeout: float = 30.0
-    log_requests: bool = True
-    otlp_traces_endpoint: str | None = None
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen on; only this machine's clients reach 127.0.0.1.",
+        check=_host,
+        metavar="ADDRESS",
+    )
+    port: int = option(8000, "To listen on; 0 picks a free one.", minimum=0, maximum=65535)
+    served_model_names: Sequence[str] = option(
+        (),
+        "What clients call the model, by default the name of its folder or id; may be repeated. The first "
+        "is in responses.",
+        check=_names,
+        metavar="NAME",
+        flag="served_model_name",
+        is_repeated=True,
+    )
+    api_keys: Sequence[str] = option(
+        None,
+        "Let in only who has one; may be repeated; who can list processes can read it: rather set "
+        f"{API_KEYS_VARIABLE}. One must come with each request but those for /health and /ping; by default "
+        "those in that variable of the environment, separated by commas, and none lets everybody in. A key "
+        'may be given as its hash, "sha256:" and 64 hexadecimal digits; nothing else of it is kept.',
+        check=_keys,
+        metavar="KEY",
+        flag="api_key",
+        is_repeated=True,
+    )
+    max_queued_requests: int | None = option(
+        None,
+        "Most requests admitted beyond the `max_num_seqs` that run; by default four times as many.",
+        minimum=0,
+        maximum=_MAX_COUNT,
+    )
+    max_queued_tokens: int | None = option(
+        None,
+        "Most prompt tokens of all admitted requests; by default as many as `max_queued_requests` and those "
+        "that run have at 2048 tokens each, or one of the model's length.",
+        minimum=1,
+        maximum=2**40,
+    )
+    max_prompts: int = option(2048, "Most prompts of one request.", minimum=1, maximum=_MAX_COUNT)
+    max_body_bytes: int = _bytes(8 * 2**20, "Largest request body, in bytes.", 2**32)
+    max_total_body_bytes: int = _bytes(
+        128 * 2**20, "Largest sum of all bodies that are being read or worked on.", 2**36
+    )
+    max_header_bytes: int = _bytes(64 * 2**10, "Largest head of a request, in bytes.", 2**24)
+    max_connections: int = option(4096, "Most open connections.", minimum=1, maximum=_MAX_COUNT)
+    request_timeout: float = _seconds(
+        30.0, "Seconds in which a request's head, and then its body, must have arrived."
+    )
+    send_timeout: float = _seconds(
+        60.0, "Seconds after which a client that reads nothing is taken to be gone."
+    )
+    keep_alive_timeout: float = _seconds(
+        75.0,
+        "Seconds that an idle connection is kept open. They are longer than proxies' usual 60, so that none "
+        "of them sends a request into a connection that is being closed.",
+    )
+    stream_keep_alive: float = option(
+        15.0,
+        'Seconds of silence after which a stream has a comment (": keep-alive"); 0 for none. Proxies keep '
+        "the connections of requests that wait so.",
+        check=_silence,
+        parse=float,
+        metavar="S",
+    )
+    shutdown_timeout: float = _seconds(
+        30.0,
+        "Seconds that requests under way have to end when the server is told to stop; those left are "
+        "aborted.",
+    )
+    log_requests: bool = option(True, "Write a line for each request to the log.")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL of an OpenTelemetry collector (OTLP over HTTP) to send traces to; needs the extra otel.",
+        metavar="URL",
+    )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.host, str) or not self.host:
-            raise ConfigError(f"host={shown(self.host)} must be an address, such as 127.0.0.1")
-        for name, low, high in (
-            ("port", 0, 65535),
-            ("max_queued_requests", 0, _MAX_COUNT),
-            ("max_queued_tokens", 1, 2**40),
-            ("max_prompts", 1, _MAX_COUNT),
-            ("max_body_bytes", 1024, 2**32),
-            ("max_total_body_bytes", 1024, 2**36),
-            ("max_header_bytes", 1024, 2**24),
-            ("max_connections", 1, _MAX_COUNT),
-        ):
-            _check_number(name, getattr(self, name), low, high, int)
-        for name in ("request_timeout", "send_timeout", "keep_alive_timeout", "shutdown_timeout"):
-            _check_number(name, getattr(self, name), 0.0, 86400.0, float)
-        if self.stream_keep_alive != 0:
-            _check_number("stream_keep_alive", self.stream_keep_alive, 0.1, 86400.0, float)
+        check_options(self)
         if self.max_total_body_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_total_body_bytes={self.max_total_body_bytes} is below max_body_bytes="
                 f"{self.max_body_bytes}, so that the largest body could never be taken: raise it"
             )
-        names = tuple(self.served_model_names)
-        for name in names:
-            if not isinstance(name, str) or not name:
-                raise ConfigError(f"served_model_names holds {shown(name)}: names are text that is not empty")
-        keys = self.api_keys
-        if keys is None:
-            given = os.environ.get(API_KEYS_VARIABLE)
-            keys = [key for key in (given or "").split(",") if key]
-            if given is not None and not keys:
-                raise ConfigError(
-                    f"{API_KEYS_VARIABLE}={given!r} is set and holds no key: put one there, or unset it"
-                )
-        object.__setattr__(self, "served_model_names", names)
-        object.__setattr__(self, "api_keys", tuple(map(_hashed, keys)))
 
     @property
     def is_open(self) -> bool:
@@ -128,7 +170,7 @@ class ServerConfig:
     @property
     def key_digests(self) -> tuple[bytes, ...]:
         """SHA-256 of each key."""
-        return tuple(bytes.fromhex(key.removeprefix(_HASHED)) for key in self.api_keys or ())
+        return tuple(bytes.fromhex(key.removeprefix(_HASHED)) for key in self.api_keys)
 
 
 def _hashed(key: object) -> str:
@@ -144,12 +186,3 @@ def _hashed(key: object) -> str:
             "one with `python -c 'import secrets; print(secrets.token_urlsafe(32))'`"
         )
     return _HASHED + hashlib.sha256(key.encode("ascii")).hexdigest()
-
-
-def _check_number(name: str, value: Any, low: float, high: float, kind: type) -> None:
-    if value is None and name in ("max_queued_requests", "max_queued_tokens"):
-        return
-    kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        what = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{name}={shown(value)} must be {what} from {low:g} to {high:g}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.engine.assembly import Assembly, assemble
 from jaxllm.engine.config import EngineConfig
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.sched.presets import DEFAULT_PRESET
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.core import EngineCore
 from jaxllm.server.errors import ApiError, refused, shutting_down
@@ -66,22 +66,16 @@ class Service:
         )
 
     @classmethod
-    def load(
-        cls,
-        engine: EngineConfig,
-        config: ServerConfig,
-        scheduler_policy: SchedulingPolicy | str | None = None,
-    ) -> Service:
+    def load(cls, engine: EngineConfig, config: ServerConfig) -> Service:
         """Load a model and make its engine.
 
         Raises:
             ConfigError, WeightsError, CapacityError: see `LLM`.
         """
         stats = Stats()
-        made = assemble(engine, scheduler_policy, stats.on_record)
-        name = scheduler_policy if isinstance(scheduler_policy, str) else None
-        if name is None:
-            name = "adaptive" if scheduler_policy is None else type(scheduler_policy).__name__
+        made = assemble(engine, stats.on_record)
+        policy = DEFAULT_PRESET if engine.scheduler_policy is None else engine.scheduler_policy
+        name = policy if isinstance(policy, str) else type(policy).__name__
         return cls(made, engine.model, config, stats, name)
 
     @property

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.options import check_distinct, json_object, note
+from jaxllm.commands.options import check_distinct, note
 from jaxllm.commands.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
+from jaxllm.system.options import json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:

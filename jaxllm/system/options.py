@@ -1,0 +1,283 @@
+"""Settings that are declared once.
+
+A field of a dataclass says, as `option`, what it is for and which values it takes. From that come the check
+of its value, its flag of the command line, and its entry in the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxllm.errors import ConfigError, did_you_mean, shown
+from jaxllm.system.json_text import parse as parse_json
+
+_KEY = "option"
+_MAX_PATH, _MAX_NAME = 4095, 255  # bytes, as Linux has it
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What `option` declares of a field."""
+
+    help: str
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    choices: Sequence[str] = ()
+    check: Callable[[str, Any], Any] | None = None
+    parse: Callable[[str], Any] | None = None
+    metavar: str = "N"
+    flag: str | None = ""
+    is_repeated: bool = False
+
+
+def option(default: Any, help: str, **declared: Any) -> Any:
+    """A field of a dataclass of settings, which calls `check_options` when it is made.
+
+    Its type says what values are: True or False, an integer, a number, a path (`os.PathLike` is among its
+    types), or text.
+
+    Args:
+        default: its value unless another is given.
+        help: what it is, in sentences; the command line shows the first.
+        **declared: `minimum` and `maximum` of numbers; `choices` of text; `check`, a function of a name and a
+            value that returns what to store, or raises ConfigError, instead of the check by type; `parse`, a
+            function that makes a value of the command line's text; `metavar` of that text; `flag`, its name
+            there if that is not the field's, or None if it has none; `is_repeated`: each flag adds one entry.
+    """
+    return dataclasses.field(default=default, metadata={_KEY: Option(help, **declared)})
+
+
+def options_of(settings: type) -> Iterator[tuple[str, Any, Option]]:
+    """Names, defaults and declarations of a class's options."""
+    for field in dataclasses.fields(settings):
+        if _KEY in field.metadata:
+            yield field.name, field.default, field.metadata[_KEY]
+
+
+def described(settings: _Class) -> _Class:
+    """A decorator that adds the options to a dataclass's documentation."""
+    lines = [f"        {name}: {declared.help}" for name, _, declared in options_of(settings)]
+    settings.__doc__ = "\n".join([f"{settings.__doc__}", "    Args:", *lines])
+    return settings
+
+
+# Checks
+
+
+def check_options(settings: Any) -> None:
+    """Verify all options of a dataclass's object, and store them as their checks return them.
+
+    Raises:
+        ConfigError: a value is not supported, or out of range.
+    """
+    for name, _, _ in options_of(type(settings)):
+        object.__setattr__(settings, name, checked(type(settings), name, getattr(settings, name)))
+
+
+def checked(settings: type, name: str, value: Any) -> Any:
+    """A value of an option, as it is to be stored.
+
+    Raises:
+        ConfigError: it is not supported, or out of range.
+    """
+    declared, kinds = _declarations(settings)[name]
+    if value is None and types.NoneType in kinds:
+        return None
+    if declared.check is not None:
+        return declared.check(name, value)
+    if declared.choices:
+        check_choice(name, value, declared.choices)
+    elif bool in kinds and not isinstance(value, bool):
+        raise ConfigError(f"{name}={shown(value)} must be True or False")
+    elif int in kinds or float in kinds:
+        check_range(name, value, declared.minimum, declared.maximum, is_integer=float not in kinds)
+    elif os.PathLike in kinds:
+        return checked_path(name, value)
+    return value
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Verify that a value is one of several names.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(
+            f"{name}={shown(value)} is not supported; {did_you_mean(value, choices)}use one of "
+            f"{', '.join(choices)}"
+        )
+
+
+def check_range(name: str, value: object, low: float, high: float, *, is_integer: bool = True) -> None:
+    """Verify that a value is a number within limits.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    kinds = (int,) if is_integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        limits = f"an integer from {low} to {high}" if is_integer else f"a number from {low:g} to {high:g}"
+        raise ConfigError(f"{name}={shown(value)} must be {limits}")
+
+
+def checked_path(name: str, value: object) -> str:
+    """A path, with the user's home for a tilde at its front.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError(f"{name}={shown(value)} must be a path")
+    path = os.path.expanduser(path)
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name}={path[:80]!r} holds characters that no path has") from error
+    if len(os.fsencode(path)) > _MAX_PATH or any(len(os.fsencode(p)) > _MAX_NAME for p in path.split(os.sep)):
+        raise ConfigError(
+            f"{name} is a path of {len(path)} characters ({path[:40]!r}...); at most {_MAX_PATH} bytes, and "
+            f"{_MAX_NAME} between two slashes, can be one"
+        )
+    return path
+
+
+def list_of(what: str) -> Callable[[str, Any], Any]:
+    """A check for a list of `what`."""
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ConfigError(f"{name}={shown(value)} must be a list of {what}")
+        return value
+
+    return check
+
+
+@functools.cache
+def _declarations(settings: type) -> Mapping[str, tuple[Option, frozenset[Any]]]:
+    """Of each option the declaration, and the types that its values may have."""
+    hints = typing.get_type_hints(settings)
+    found = {}
+    for name, _, declared in options_of(settings):
+        one_or_more = (
+            typing.get_args(hints[name]) if typing.get_origin(hints[name]) is types.UnionType else ()
+        )
+        kinds = frozenset(typing.get_origin(kind) or kind for kind in one_or_more or (hints[name],))
+        found[name] = declared, kinds
+    return found
+
+
+# The command line
+
+
+def flag(name: str) -> str:
+    """What the command line calls a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def add_flags(parser: argparse._ActionsContainer, settings: type, names: Iterable[str] = ()) -> None:
+    """Add the flags of a class's options, or of those named; what is not given is left to the class."""
+    wanted = {*names}
+    for name, default, declared in options_of(settings):
+        if declared.flag is None or (wanted and name not in wanted):
+            continue
+        _, kinds = _declarations(settings)[name]
+        text = declared.help.partition(". ")[0].rstrip(".") + _default(default, declared)
+        keywords: dict[str, Any] = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": text.replace("%", "%%"),
+        }
+        if bool in kinds:
+            keywords["action"] = argparse.BooleanOptionalAction
+        elif declared.is_repeated:
+            keywords |= {"action": "append", "metavar": declared.metavar}
+        else:
+            of_kind = float if float in kinds else int if int in kinds else str
+            keywords["type"] = _converter(settings, name, declared.parse or of_kind)
+            keywords["metavar"] = (
+                f"{{{','.join(declared.choices)}}}" if declared.choices else declared.metavar
+            )
+        parser.add_argument(flag(declared.flag or name), **keywords)
+
+
+def given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
+    """The options of a class that the command line gave."""
+    return {
+        name: getattr(args, name)
+        for name, _, declared in options_of(settings)
+        if declared.flag is not None and hasattr(args, name)
+    }
+
+
+def _converter(settings: type, name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    @functools.wraps(parse)  # argparse takes its name for "invalid ... value"
+    def convert(text: str) -> Any:
+        value = parse(text)
+        try:
+            return checked(settings, name, value)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _default(value: Any, declared: Option) -> str:
+    if value is None or value == ():
+        return ""
+    if declared.parse is byte_count:
+        unit, factor = next(one for one in _UNITS if value % one[1] == 0)
+        value = f"{value // factor}{unit}"
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    return f" (default: {value:g})" if isinstance(value, float) else f" (default: {value})"
+
+
+# What the command line's text means
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes, with an optional suffix KiB, MiB or GiB."""
+    for suffix, factor in _UNITS:
+        if text.endswith(suffix):
+            number = float(text.removesuffix(suffix))
+            if not 0 < number < math.inf:
+                raise ValueError(text)
+            return int(number * factor)
+    return int(text)
+
+
+def sizes(text: str) -> list[int]:
+    """Numbers that commas separate."""
+    return [int(size) for size in text.split(",")]
+
+
+def texts(text: str) -> list[str]:
+    """Texts that commas separate."""
+    return text.split(",")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"invalid JSON object: {error}") from None
+    if not isinstance(values, dict):
+        raise argparse.ArgumentTypeError(f"invalid JSON object: {text[:80]!r} is of another type")
+    return values
+
+
+# What argparse calls them in "invalid ... value".
+byte_count.__name__, sizes.__name__, json_object.__name__ = "byte count", "list of sizes", "JSON object"
