@@ -7,7 +7,8 @@ in files that rounds share. Threads send it prompts, conversations that go on, s
 masks and structured outputs, give them priorities and leave some. Every other round with files is killed
 (SIGKILL). Of what was answered every `--check-every`-th is compared with a lone run on an engine without a
 cache. Where a round ends by itself, no thread but those that all engines share may be left, and its memory
-must not have grown by more than `--most-growth` MiB from the first third of its pauses to the last.
+must not have grown by more than `--most-growth` MiB from the second third of its pauses, when caches are full,
+to the last.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=40.0, help="of a round")
     parser.add_argument("--presets", type=lambda text: text.split(","), default=sorted(PRESETS))
     parser.add_argument("--check-every", type=int, default=20)
-    parser.add_argument("--most-growth", type=float, default=64.0, help="in MiB")
+    parser.add_argument("--most-growth", type=float, default=32.0, help="in MiB")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--play", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -243,7 +244,7 @@ def judge(
             problems.append(f"threads stayed: {line['threads']}")
         if len(memory := line.get("memory", ())) >= 6:
             third = len(memory) // 3
-            growth = statistics.median(memory[-third:]) - statistics.median(memory[:third])
+            growth = statistics.median(memory[-third:]) - statistics.median(memory[third : 2 * third])
             if growth > args.most_growth:
                 problems.append(f"memory grew by {growth:.0f} MiB: {memory}")
     return problems
