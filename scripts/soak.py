@@ -7,8 +7,8 @@ in files that rounds share. Threads send it prompts, conversations that go on, s
 masks and structured outputs, give them priorities and leave some. Every other round with files is killed
 (SIGKILL). Of what was answered every `--check-every`-th is compared with a lone run on an engine without a
 cache. Where a round ends by itself, no thread but those that all engines share may be left, and its memory
-must not have grown by more than `--most-growth` MiB from the second third of its pauses, when caches are full,
-to the last.
+must not have grown by more than `--most-growth` MiB from the second third of its pauses, when caches are
+full, to the last.
 """
 
 from __future__ import annotations
