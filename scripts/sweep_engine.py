@@ -2,10 +2,10 @@
 
     python scripts/sweep_engine.py --out-dir out/sweep-engine
 
-The link is slowed down by the executor's experiment option (`host_bandwidth_limit`), to multiples of the
-speed at which copying a typical request out and back takes as long as one prefill of it. For each speed the
-swaps are measured and predictors fitted anew; prefill and decode are measured once. All three actions share
-every other policy of preset `adaptive`, and are compared seed by seed on the same trace.
+The link is slowed down (`jaxllm.research.slow_link`), to multiples of the speed at which copying a typical
+request out and back takes as long as one prefill of it. For each speed the swaps are measured and predictors
+fitted anew; prefill and decode are measured once. All three actions share every other policy of preset
+`adaptive`, and are compared seed by seed on the same trace.
 
 A shared machine changes its speed from second to second. So the actions run side by side, on an engine each,
 in turns of 50 ms, and each is timed by a clock that goes only while it has its turn, as does its link; so no
@@ -40,6 +40,7 @@ from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import Replay, Stopwatch, replay_side_by_side
 from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.slow_link import slow_down
 from jaxllm.research.workloads import Trace, UniformLengths, make_trace, parse_arrivals
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.policies import AlwaysRecompute, SchedulerPolicy, SwapIfItFits
@@ -124,7 +125,7 @@ def side_by_side(
     runs = []
     for llm, action in zip(engines, ACTIONS, strict=True):
         watch, calibration = Stopwatch(), OnlineCalibration(costs)
-        llm.executor.limit_host_bandwidth(bandwidth, watch)
+        slow_down(llm.executor, bandwidth, watch)
         config = dataclasses.replace(llm.engine.scheduler.config, num_host_blocks=num_host_blocks)
         policy = policy_of(action, calibration)
         runs.append(
@@ -132,7 +133,7 @@ def side_by_side(
         )
     results = replay_side_by_side(runs)
     for llm in engines:
-        llm.executor.limit_host_bandwidth(None)
+        slow_down(llm.executor, None)
     return dict(zip(ACTIONS, results, strict=True))
 
 
@@ -204,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     name = pathlib.Path(llm.config.model).resolve().name
     profiler = Profiler(llm.executor, shape_of(llm.model_config, name, llm.dtype))
     print(f"measuring costs for {args.profile_seconds:g} s", file=sys.stderr)
-    llm.executor.limit_host_bandwidth(None)
+    slow_down(llm.executor, None)
     samples = profiler.samples(args.profile_seconds)
     table = profiler.costs_of(profiler.profile(samples, profiler.fit(samples, is_brief=True)))
     num_tokens = (args.prompt_len * 5 // 8) + max(args.output_lengths) // 2
@@ -216,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     rows, found = [], []
     for speed in args.speeds:
         bandwidth = speed * equal
-        llm.executor.limit_host_bandwidth(bandwidth)
+        slow_down(llm.executor, bandwidth)
         measured = {**samples, **profiler.swap_samples(60)}
         costs = profiler.costs_of(profiler.profile(measured, profiler.fit(measured, is_brief=True)))
         for output_len, num_host_blocks in itertools.product(args.output_lengths, args.host_blocks):
@@ -249,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
             found.append(place)
             rows.append(row_of(place, by_action, bandwidth))
             print(line_of(place, by_action), flush=True)
-    llm.executor.limit_host_bandwidth(None)
+    slow_down(llm.executor, None)
     prefill_seconds.append(profiler.time_prefill(num_tokens, 1))
     values = {
         "command": command,

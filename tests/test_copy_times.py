@@ -19,6 +19,7 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.simulator.executor import SimulatedExecutor
 from jaxllm.research.simulator.run import simulate
+from jaxllm.research.slow_link import SlowLink, slow_down
 from jaxllm.research.workloads import UniformLengths, make_trace
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import ResumeAction, ResumeDecision, SwapIfItFits
@@ -138,7 +139,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("jaxllm.executor.kv.swapper.time", clock)
+    monkeypatch.setattr("jaxllm.research.slow_link.time", clock)
     return clock
 
 
@@ -151,8 +152,7 @@ def pool():
 def swapper(clock, pool):
     """A link that carries one block a second."""
     swapper = BlockSwapper(jax.devices()[0], max_blocks=2 * MAX_STAGED_BLOCKS)
-    swapper.limit_bandwidth(pool[0].nbytes, clock.perf_counter)
-    return swapper
+    return SlowLink(swapper, pool[0].nbytes, clock.perf_counter)
 
 
 def look_at(swapper, clock, *moments):
@@ -333,11 +333,11 @@ def test_a_slow_link_of_the_engine_is_found_out():
     llm = make_llm(golden_checkpoint("llama_gqa"), scheduler_policy="adaptive", num_host_blocks=40)
     costs = OnlineCalibration(LinearCosts(prefill=1e-4, decode=1e-3, swap=1e-6))
     block_bytes = llm.executor.pool_bytes // llm.executor.num_gpu_blocks
-    llm.executor.limit_host_bandwidth(block_bytes / 0.002)
+    slow_down(llm.executor, block_bytes / 0.002)
     config = dataclasses.replace(llm.engine.scheduler.config, num_gpu_blocks=24)
     trace = make_trace(UniformLengths(shortest=4, longest=20), 40, 24, seed=3)
     result = replay(llm, trace, config, swapping(delay=0.02), costs=costs)
-    llm.executor.limit_host_bandwidth(None)
+    slow_down(llm.executor, None)
     assert result.num_swaps > 2
     for kind in ("swap_out", "swap_in"):  # 1 us a block was predicted
         assert costs.report()[kind].count

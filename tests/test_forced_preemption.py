@@ -100,7 +100,7 @@ class FailingExecutor(Fails):
 
     def release(self):
         """Copies of the failed engine's requests are not to arrive in blocks of those that come after it."""
-        swapper = self.part._swapper
+        swapper = self.part.swapper
         for handle in swapper.loads:
             swapper.discard(handle)
         for piece in swapper.pieces:
@@ -166,8 +166,8 @@ def assert_no_copy_is_left(engine, llm):
             engine.step()
         except RuntimeError as error:
             assert str(error) == "a fault"  # noqa: PT017
-    assert not llm.executor._swapper.pieces
-    assert not llm.executor._swapper.loads
+    assert not llm.executor.swapper.pieces
+    assert not llm.executor.swapper.loads
 
 
 @pytest.fixture(scope="module")

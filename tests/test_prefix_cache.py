@@ -413,7 +413,7 @@ def test_a_later_turn_finds_its_blocks_on_the_host(llm):
     assert found.cached_tokens_by_tier["host"] > 0
     assert found.token_ids == run(make_engine(llm), [turn], GREEDY)[0].token_ids
     engine.reset_prefix_cache()
-    assert not llm.executor._swapper.pieces
+    assert not llm.executor.swapper.pieces
 
 
 def test_it_can_be_turned_off():
@@ -492,7 +492,7 @@ def test_tokens_never_depend_on_what_is_shared(llm, data):
         lone = run(make_engine(llm), [prompt], param)[0]
         assert output.token_ids == lone.token_ids
     engine.reset_prefix_cache()
-    assert not llm.executor._swapper.pieces
+    assert not llm.executor.swapper.pieces
 
 
 # Copies to the host

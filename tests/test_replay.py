@@ -12,6 +12,7 @@ from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import Replay, Stopwatch, deciding, replay, replay_side_by_side
+from jaxllm.research.slow_link import slow_down
 from jaxllm.research.workloads import ClosedLoop, Poisson, UniformLengths, make_trace
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.presets import PRESETS, make_preset
@@ -125,7 +126,7 @@ def test_runs_side_by_side_are_timed_apart(llm, other_llm, trace):
     runs, ledgers = [], [Ledger(), Ledger()]
     for engine, ledger in zip((llm, other_llm), ledgers, strict=True):
         watch = Stopwatch()
-        engine.executor.limit_host_bandwidth(1e6, watch)
+        slow_down(engine.executor, 1e6, watch)
         runs.append(start(engine, trace, watch, ledger, async_scheduling=False))
     started = time.perf_counter()
     results = replay_side_by_side(runs, slice_seconds=0.005)
@@ -137,9 +138,9 @@ def test_runs_side_by_side_are_timed_apart(llm, other_llm, trace):
         assert result.num_swaps == result.num_preemptions == len(ledger.preemptions) > 0
         assert result.seconds <= result.finish_times.max() <= run.clock()
         # The link's time is the run's own, too, not that of the wall.
-        assert 0 < run.executor._swapper._out_free_at <= run.clock()
-        assert 0 < run.executor._swapper._in_free_at <= run.clock()
-        run.executor.limit_host_bandwidth(None)
+        assert 0 < run.executor.swapper.out_free_at <= run.clock()
+        assert 0 < run.executor.swapper.in_free_at <= run.clock()
+        slow_down(run.executor, None)
 
 
 def test_what_runs_side_by_side_need(llm, other_llm, trace):

@@ -11,6 +11,7 @@ from jaxllm import SamplingParams
 from jaxllm.errors import EngineError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
+from jaxllm.research.slow_link import SlowLink
 from jaxllm.sched.policies import (
     FairPriority,
     LeastUrgentVictim,
@@ -211,14 +212,12 @@ class Clock:
 
 
 def limited_to_a_block_a_second(clock, pool):
-    limited = BlockSwapper(jax.devices()[0], max_blocks=8)
-    limited.limit_bandwidth(pool[0].nbytes, clock.perf_counter)
-    return limited
+    return SlowLink(BlockSwapper(jax.devices()[0], max_blocks=8), pool[0].nbytes, clock.perf_counter)
 
 
 def test_a_limited_link_delays_the_copy_back_and_changes_no_bit(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("jaxllm.executor.kv.swapper.time", clock)
+    monkeypatch.setattr("jaxllm.research.slow_link.time", clock)
     pool = random_pool(8, "float32")
     before = bits_of(pool)
     limited = limited_to_a_block_a_second(clock, pool)
@@ -232,7 +231,7 @@ def test_a_limited_link_delays_the_copy_back_and_changes_no_bit(monkeypatch):
     assert clock.now == pytest.approx(113.0)
     for handle in range(3):
         limited.drop_all(handle)
-    assert not limited._out_done_at
+    assert not limited._left_at
 
 
 def test_a_load_writes_only_its_own_blocks_and_ends_bit_for_bit(swapper):
@@ -272,7 +271,7 @@ def test_a_load_may_be_joined_before_it_has_arrived(swapper):
 
 def test_a_limited_link_delays_a_load(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("jaxllm.executor.kv.swapper.time", clock)
+    monkeypatch.setattr("jaxllm.research.slow_link.time", clock)
     pool = random_pool(8, "float32")
     limited = limited_to_a_block_a_second(clock, pool)
     for handle in range(2):
@@ -336,8 +335,8 @@ def assert_no_copy_is_left(engine, llm, prompt):
     engine.add_request("last", prompt, SamplingParams(max_tokens=1))
     while engine.has_unfinished_requests:
         engine.step()
-    assert not llm.executor._swapper.pieces
-    assert not llm.executor._swapper.loads
+    assert not llm.executor.swapper.pieces
+    assert not llm.executor.swapper.loads
 
 
 def test_an_abort_drops_the_copy(llm):

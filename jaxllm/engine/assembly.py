@@ -193,11 +193,6 @@ def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
     )
     memory.check_host_fits(num_host_blocks * bytes_per_block)
     num_writing_blocks = -(-num_host_blocks // _WRITING_SHARE) if has_files else 0
-    if config.host_bandwidth_limit is not None and not num_host_blocks:
-        raise ConfigError(
-            f"host_bandwidth_limit={config.host_bandwidth_limit:g} slows swaps down, and there are none: "
-            "set num_host_blocks"
-        )
     scheduler_config = SchedulerConfig(
         num_gpu_blocks=num_blocks,
         block_size=config.block_size,
@@ -227,7 +222,6 @@ def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
         implementation=config.attention_implementation,
         packs_weights=has_native_products,
         num_host_blocks=num_host_blocks,
-        host_bandwidth_limit=config.host_bandwidth_limit,
         max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
         warms_sampling=config.warm_up != "background",
         warms_everything=config.warm_up == "everything",

@@ -181,14 +181,6 @@ class EngineConfig:
         parse=byte_count,
         metavar="BYTES",
     )
-    host_bandwidth_limit: float | None = option(
-        None,
-        "For experiments only: bytes per second that the link to the host is slowed down to, in each "
-        "direction.",
-        minimum=1.0,
-        maximum=1e15,
-        metavar="BYTES/S",
-    )
     profile_seconds: float | None = option(
         None,
         "Measure costs for so long at start if no profile of this model and device is stored; by default 10 "

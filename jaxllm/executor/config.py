@@ -30,7 +30,6 @@ class ExecutorConfig:
     implementation: str | None = None
     packs_weights: bool = False
     num_host_blocks: int = 0
-    host_bandwidth_limit: float | None = None
     max_decode_steps: int = 1
     logits_processors: tuple[LogitsProcessor, ...] = ()
     warms_sampling: bool = False

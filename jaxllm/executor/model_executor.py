@@ -103,10 +103,10 @@ class ModelExecutor:
         self._table_sizes = np.zeros(config.max_num_seqs, np.int32)  # blocks of each that the device knows
         self._slot_sampling = np.zeros(config.max_num_seqs, np.int32)  # `Sampling` of each
         self._is_released = False
-        self._swapper = None
+        self.swapper: BlockSwapper | None = None
         if config.num_host_blocks:
             most = max(self._max_blocks, MAX_PIECE_BLOCKS)  # the prefix cache's go together
-            self._swapper = BlockSwapper(self._device, most, bandwidth_limit=config.host_bandwidth_limit)
+            self.swapper = BlockSwapper(self._device, most)
         self._transfers: FileTransfers | None = None
         self._set_row = jax.jit(lambda rows, place, row: rows.at[place].set(row), donate_argnums=0)
         self._programs = programs or StepPrograms(model_config, config, device)
@@ -179,8 +179,8 @@ class ModelExecutor:
         for key in self._programs.keys:
             if isinstance(key, ProgramKey):
                 np.asarray(self._run(key, self._padding(key)).sampled.tokens)
-        if self._swapper is not None:
-            self._state = self._state._replace(pool=self._swapper.warm_up(self._state.pool))
+        if self.swapper is not None:
+            self._state = self._state._replace(pool=self.swapper.warm_up(self._state.pool))
         self._restore(self.config.max_num_seqs, [], [])
 
     @under_jax_defaults
@@ -194,8 +194,8 @@ class ModelExecutor:
         """
         if self._is_released:
             raise EngineError("this executor was released when an engine on it failed; make a new LLM")
-        if self._swapper is not None:
-            self._swap(self._swapper, scheduled)
+        if self.swapper is not None:
+            self._swap(self.swapper, scheduled)
         elif scheduled.has_copies:
             raise ConfigError("the scheduler swaps, and the executor was built with num_host_blocks=0")
         for chunk in scheduled.prefill:
@@ -220,7 +220,7 @@ class ModelExecutor:
         """Let go of weights, pool and programs: nothing will be executed any more."""
         self._is_released = True
         self._programs.close()
-        self._params, self._swapper = {}, None
+        self._params, self.swapper = {}, None
         if self._transfers is not None:
             self._transfers.close()
         for name in ("_state", "_slot_params", "_set_row"):
@@ -253,8 +253,8 @@ class ModelExecutor:
     @under_jax_defaults
     def transfer(self, scheduled: SchedulerOutput) -> None:
         """Do what an iteration that computes nothing has to copy and to let go of, and give up all reads."""
-        if self._swapper is not None:
-            self._swap(self._swapper, scheduled)
+        if self.swapper is not None:
+            self._swap(self.swapper, scheduled)
         if self._transfers is not None:
             self._transfers.cancel_reads()
 
@@ -282,52 +282,29 @@ class ModelExecutor:
     @under_jax_defaults
     def drop(self, pieces: Collection[HostPiece]) -> None:
         """Let go of host memory that nobody will read."""
-        if self._swapper is not None:
+        if self.swapper is not None:
             for piece in pieces:
-                self._swapper.drop(piece)
+                self.swapper.drop(piece)
 
     @under_jax_defaults
     def copies(self) -> CopyProgress:
         """How far the copies between device and host are."""
-        if self._swapper is None:
+        if self.swapper is None:
             return NO_COPIES
         read = []
         for one, pieces, was_there in self._transfers.ended() if self._transfers is not None else ():
-            self._swapper.put(one.handle, pieces)
+            self.swapper.put(one.handle, pieces)
             read.append((one.handle, was_there))
-        progress = self._swapper.progress()
+        progress = self.swapper.progress()
         if self._transfers is None:
             return progress
         return dataclasses.replace(progress, read=read, write_room=self._transfers.write_room)
 
     @under_jax_defaults
     def settle_copies(self) -> None:
-        """Wait until no copy is really under way, whatever a limited link still has to carry."""
-        if self._swapper is not None:
-            self._swapper.settle()
-
-    def limit_host_bandwidth(
-        self, bytes_per_second: float | None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        """Slow the link to the host down in each direction, for experiments; None lifts the limit.
-
-        Args:
-            bytes_per_second: what it seems to carry; it can only be less than it does.
-            clock: seconds of the limited link's time.
-
-        Raises:
-            ConfigError: the executor has no host blocks or copies some back, or the number is not positive.
-        """
-        if self._swapper is None:
-            raise ConfigError("there is no link to limit: num_host_blocks=0 turns swaps off")
-        if bytes_per_second is not None and not 0 < bytes_per_second < float("inf"):
-            raise ConfigError(f"bytes_per_second={bytes_per_second!r} must be a positive number or None")
-        self._swapper.settle()
-        if self._swapper.loads:
-            raise ConfigError(
-                "the link cannot be changed while copies are under way; finish all requests first"
-            )
-        self._swapper.limit_bandwidth(bytes_per_second, clock)
+        """Wait until no copy is under way."""
+        if self.swapper is not None:
+            self.swapper.settle()
 
     @under_jax_defaults
     def time_swap(self, num_blocks: int) -> tuple[float, float]:
@@ -336,19 +313,19 @@ class ModelExecutor:
         Raises:
             ConfigError: the executor has no host blocks.
         """
-        if self._swapper is None:
+        if self.swapper is None:
             raise ConfigError("swaps cannot be timed: num_host_blocks=0 turns them off")
         handle, block_ids = -1, [number % self.num_gpu_blocks for number in range(num_blocks)]
         jax.block_until_ready(self._state.pool)
         started = time.perf_counter()
-        self._swapper.swap_out(self._state.pool, handle, block_ids)
-        self._swapper.wait(handle)
+        self.swapper.swap_out(self._state.pool, handle, block_ids)
+        self.swapper.wait(handle)
         copied_out = time.perf_counter()
         host_blocks = host_blocks_of(handle, num_blocks)
-        pool = jax.block_until_ready(self._swapper.swap_in(self._state.pool, block_ids, host_blocks))
+        pool = jax.block_until_ready(self.swapper.swap_in(self._state.pool, block_ids, host_blocks))
         seconds = copied_out - started, time.perf_counter() - copied_out
         self._state = self._state._replace(pool=pool)
-        self._swapper.drop_all(handle)
+        self.swapper.drop_all(handle)
         return seconds
 
     # Programs

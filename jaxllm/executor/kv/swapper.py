@@ -32,13 +32,9 @@ _UNWANTED = np.iinfo(np.int32).max - MAX_PIECE_BLOCKS
 
 @dataclasses.dataclass
 class _Load:
-    """A copy back that runs beside the steps: pieces still on the host, and those on their way.
-
-    `ready_at` is when a limited link would have brought them.
-    """
+    """A copy back that runs beside the steps: pieces still on the host, and those on their way."""
 
     waiting: collections.deque[Piece]
-    ready_at: float
     staged: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
 
     @property
@@ -51,9 +47,10 @@ class _Load:
         """Blocks of device memory it takes beside the pool."""
         return sum(len(ids) for ids, _ in self.staged)
 
-    def has_arrived(self, now: float) -> bool:
+    @property
+    def has_arrived(self) -> bool:
         """Whether everything is on the device."""
-        return not self.waiting and all(_is_ready(piece) for _, piece in self.staged) and now >= self.ready_at
+        return not self.waiting and all(_is_ready(piece) for _, piece in self.staged)
 
 
 class BlockSwapper:
@@ -72,12 +69,9 @@ class BlockSwapper:
     Args:
         device: where the pool is.
         max_blocks: most blocks of one request.
-        bandwidth_limit: for experiments, bytes per second that the link seems to carry in each direction: a
-            copy back waits until such a link would have done it, and the copy out before it. It can only slow
-            the real one down.
     """
 
-    def __init__(self, device: jax.Device, max_blocks: int, *, bandwidth_limit: float | None = None) -> None:
+    def __init__(self, device: jax.Device, max_blocks: int) -> None:
         self._on_device = SingleDeviceSharding(device)
         self._on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
         self.sizes = _program_sizes(max_blocks)
@@ -87,20 +81,7 @@ class BlockSwapper:
         self._loads: dict[int, _Load] = {}
         self._staged: collections.deque[jax.Array] = collections.deque()
         self._num_staged = 0
-        self._out_done_at: dict[int, float] = {}
-        self.limit_bandwidth(bandwidth_limit)
-
-    def limit_bandwidth(
-        self, bandwidth_limit: float | None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        """Pretend another link, idle by its `clock` in seconds, by which copies are timed.
-
-        No copy may be under way.
-        """
-        self.bandwidth_limit, self._clock = bandwidth_limit, clock
-        self._out_free_at = self._in_free_at = 0.0
-        self._out_done_at.clear()
-        self._leaving.clear()
+        self._clock: Callable[[], float] = time.perf_counter
         self._out_timer = CopyTimer(is_out=True, begins_when_sent=False)
         self._in_timer = CopyTimer(is_out=False, begins_when_sent=True)
         self._looks_until_known = 0  # copies that steps wait for are not looked at
@@ -150,10 +131,6 @@ class BlockSwapper:
             self._staged.append(piece)
             self._num_staged += len(ids)
         self._leaving[handle] = list(pieces.values())
-        if self.bandwidth_limit is not None:
-            seconds = sum(piece.nbytes for piece in pieces.values()) / self.bandwidth_limit
-            self._out_free_at = max(self._clock(), self._out_free_at) + seconds
-            self._out_done_at[handle] = self._out_free_at
 
     def swap_in(
         self, pool: jax.Array, block_ids: Sequence[int], host_blocks: Sequence[HostBlock]
@@ -166,9 +143,7 @@ class BlockSwapper:
             return pool
         self._trim_staged(MAX_STAGED_BLOCKS)
         self._looks_until_known = 2  # one while the step before it runs, one while its own does
-        pieces = self._gathered(block_ids, host_blocks)
-        time.sleep(max(0.0, self._arrival(pieces, host_blocks) - self._clock()))
-        return self._write(pool, pieces)
+        return self._write(pool, self._gathered(block_ids, host_blocks))
 
     def load(self, handle: int, block_ids: Sequence[int], host_blocks: Sequence[HostBlock]) -> None:
         """Start to copy blocks of the host back, where they stay, too.
@@ -179,26 +154,25 @@ class BlockSwapper:
         self._trim_staged(MAX_STAGED_BLOCKS)
         now, is_known = self._clock(), not self._looks_until_known
         handles = {place.handle for place in host_blocks}
-        is_known = is_known and all(self._has_left(one, now) for one in handles)
+        is_known = is_known and all(self._has_left(one) for one in handles)
         pieces = self._gathered(block_ids, host_blocks)
         num_blocks = sum(len(ids) for ids, _ in pieces)
         num_loading = num_blocks + sum(load.num_blocks for load in self._loads.values())
         is_known = is_known and num_loading <= MAX_STAGED_BLOCKS  # else parts of it wait for steps
         self._in_timer.send(handle, num_blocks, now, is_known=is_known)
-        self._loads[handle] = _Load(collections.deque(pieces), self._arrival(pieces, host_blocks))
+        self._loads[handle] = _Load(collections.deque(pieces))
         self._start_copies()
 
     def arrived(self) -> list[int]:
         """Handles of the loads that are on the device as a whole."""
-        now = self._clock()
-        return [handle for handle, load in self._loads.items() if load.has_arrived(now)]
+        return [handle for handle, load in self._loads.items() if load.has_arrived]
 
     def progress(self) -> CopyProgress:
         """Loads that have arrived, blocks of copies out that have not left, and how long copies took."""
         self._trim_staged(MAX_STAGED_BLOCKS)
         now, arrived = self._clock(), self.arrived()
         self._looks_until_known = max(0, self._looks_until_known - 1)
-        timed = self._out_timer.look(now, lambda handle: self._has_left(handle, now))
+        timed = self._out_timer.look(now, self._has_left)
         timed += self._in_timer.look(now, arrived.__contains__)
         return CopyProgress(arrived, self._num_staged, timed)
 
@@ -215,20 +189,17 @@ class BlockSwapper:
         """Write what is left of a load into the donated `pool`; waits for what has not arrived."""
         load = self._loads.pop(handle)
         self._in_timer.forget(handle)
-        if not load.has_arrived(self._clock()):  # what is read of the pool in this step waits for it
+        if not load.has_arrived:  # what is read of the pool in this step waits for it
             self._out_timer.disturb()
-        time.sleep(max(0.0, load.ready_at - self._clock()))
         return self._write(pool, [*load.staged, *load.waiting])
 
     def settle(self) -> None:
-        """Wait until no copy is really under way, whatever a limited link still has to carry."""
+        """Wait until no copy is under way."""
         jax.block_until_ready([*self._staged, *(p for load in self._loads.values() for _, p in load.staged)])
 
     def wait(self, handle: int) -> None:
         """Wait until a copy has reached the host."""
         jax.block_until_ready(list(self._pieces[handle].values()))
-        if handle in self._out_done_at:
-            time.sleep(max(0.0, self._out_done_at[handle] - self._clock()))
 
     def discard(self, handle: int) -> None:
         """Forget a load that nobody will join."""
@@ -254,7 +225,6 @@ class BlockSwapper:
             del self._pieces[piece.handle]
             self._out_timer.forget(piece.handle)
             self._leaving.pop(piece.handle, None)
-            self._out_done_at.pop(piece.handle, None)
         self._trim_staged(MAX_STAGED_BLOCKS)
 
     def drop_all(self, handle: int) -> None:
@@ -262,12 +232,12 @@ class BlockSwapper:
         for number in list(self._pieces[handle]):
             self.drop(HostPiece(handle, number))
 
-    def _has_left(self, handle: int, now: float) -> bool:
+    def _has_left(self, handle: int) -> bool:
         """Whether a copy has reached the host."""
         if not all(map(_is_ready, self._leaving.get(handle, ()))):
             return False
         self._leaving.pop(handle, None)
-        return now >= self._out_done_at.get(handle, now)
+        return True
 
     def _trim_staged(self, limit: int) -> None:
         """Let go of copies that have left, and wait for the oldest until at most `limit` blocks have not."""
@@ -303,16 +273,6 @@ class BlockSwapper:
                 found[place.piece] = np.arange(_UNWANTED, _UNWANTED + size, dtype=np.int32)
             found[place.piece][place.row] = block_id
         return [(ids, self._pieces[handle][number]) for (handle, number), ids in found.items()]
-
-    def _arrival(self, pieces: Sequence[Piece], host_blocks: Sequence[HostBlock]) -> float:
-        """When a link of the speed of `bandwidth_limit` will have brought the pieces back."""
-        if self.bandwidth_limit is None or not pieces:
-            return 0.0
-        num_bytes = sum(piece.nbytes for _, piece in pieces)
-        copied_out = [self._out_done_at.get(handle, 0.0) for handle in {one.handle for one in host_blocks}]
-        start = max([self._clock(), self._in_free_at, *copied_out])
-        self._in_free_at = start + num_bytes / self.bandwidth_limit
-        return self._in_free_at
 
 
 def _cut(block_ids: Sequence[int]) -> list[np.ndarray]:

@@ -30,7 +30,6 @@ _REFUSED = {
     "prefix_cache_dir": "prompts are made up, and computed whole",
     "prefix_cache_dir_bytes": "prompts are made up, and computed whole",
     "num_scheduler_steps": "steps are measured one by one",
-    "host_bandwidth_limit": "the profile would be of a link that other engines do not have",
 }
 
 
