@@ -192,9 +192,10 @@ def _mapped(run: Callable[[Any], Row], missing: Sequence[tuple[str, Any]], jobs:
 def source_files() -> list[pathlib.Path]:
     """All that decides what a run gives."""
     package, scripts = pathlib.Path(jaxllm.__file__).parent, pathlib.Path(__file__).parents[1]
+    folders = [package / name for name in ("sched", "predictors", "research/simulator", "research/workloads")]
+    folders += [package / "engine", *(scripts / name for name in ("paper", "policies", "sweep"))]
     found = sorted(package.glob("*.py"))
-    folders = [package / name for name in ("sched", "predictors", "simulator", "workloads", "engine")]
-    for folder in (*folders, *(scripts / name for name in ("paper", "policies", "sweep"))):
+    for folder in folders:
         found += [path for path in sorted(folder.glob("**/*.py")) if "report" not in path.name]
     return found
 
