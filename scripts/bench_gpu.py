@@ -106,8 +106,7 @@ def same_tokens(run: Run, name: str, out: Path, seconds: float) -> list[str]:
     """A small model whose tokens are compared, beside transformers' static and continuous batches."""
     model = run.folder / f"bench-{run.sizes.compare_model}"
     make = [
-        sys.executable,
-        str(SCRIPTS / "make_bench_model.py"),
+        *(sys.executable, "-m", "jaxllm", "make-model"),
         str(model),
         "--size",
         run.sizes.compare_model,

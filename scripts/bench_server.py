@@ -1,6 +1,6 @@
 """What the server costs beside the offline engine, how fast it is when idle, and what it does when overrun.
 
-    python scripts/make_bench_model.py out/bench107m --size 107m-gqa
+    jaxllm make-model out/bench107m --size 107m-gqa
     python scripts/bench_server.py --model out/bench107m --out server.json
 
 `overhead`: the same texts through `LLM.generate` and through the server, streamed and not, in turns; output

@@ -1,4 +1,4 @@
-"""scripts/compare_frameworks.py and scripts/make_bench_model.py, with fake back-ends."""
+"""scripts/compare_frameworks.py and `jaxllm make-model`, with fake back-ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import compare_frameworks  # noqa: E402
-import make_bench_model  # noqa: E402
 from compare import report  # noqa: E402
 from compare.agreement import agreement, divergences  # noqa: E402
 from compare.backends import BACKENDS, WORKERS, Backend, get_backends, interpreters  # noqa: E402
@@ -30,6 +29,8 @@ from compare.workloads import (  # noqa: E402
     make_workload,
     save_workload,
 )
+
+from jaxllm.research.commands import make_model  # noqa: E402
 
 TIMEOUT = 20.0
 
@@ -310,7 +311,7 @@ def test_worker_that_gives_no_answer(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    make_bench_model.write_checkpoint(tmp_path / "tiny", "tiny")
+    make_model.write_checkpoint(tmp_path / "tiny", "tiny")
     return tmp_path / "tiny"
 
 
@@ -602,7 +603,7 @@ def test_bench_model(checkpoint, tmp_path):
     assert all(array.dtype == np.float32 for array in weights.values())
     assert len(weights) == 2 + 9 * config["num_hidden_layers"]
     assert config["model_type"] == "llama"
-    make_bench_model.write_checkpoint(tmp_path / "again", "tiny")
+    make_model.write_checkpoint(tmp_path / "again", "tiny")
     assert os.stat(tmp_path / "again" / "model.safetensors").st_size > 0
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(np.array_equal(again[name], array) for name, array in weights.items())
@@ -613,10 +614,10 @@ def test_opt_bench_model(monkeypatch, tmp_path):
 
     from jaxllm.models.config import config_from_dict
 
-    sizes = make_bench_model.OPT_SIZES["opt-125m"]
+    sizes = make_model.OPT_SIZES["opt-125m"]
     small = {"ffn_dim": 24, "hidden_size": 8, "num_attention_heads": 2, "word_embed_proj_dim": 8}
-    monkeypatch.setitem(make_bench_model.OPT_SIZES, "small", sizes | small | {"vocab_size": 50})
-    num_parameters = make_bench_model.write_checkpoint(tmp_path / "opt", "small")
+    monkeypatch.setitem(make_model.OPT_SIZES, "small", sizes | small | {"vocab_size": 50})
+    num_parameters = make_model.write_checkpoint(tmp_path / "opt", "small")
     config = json.loads((tmp_path / "opt" / "config.json").read_text())
     weights = load_file(tmp_path / "opt" / "model.safetensors")
     assert num_parameters == sum(array.size for array in weights.values())

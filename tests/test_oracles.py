@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from jaxllm.cli.main import main
 from jaxllm.research.bench import oracles
 
 RECORDS = sorted((pathlib.Path(__file__).parent / "data" / "oracles").glob("*.json"))
@@ -45,3 +46,13 @@ def test_a_difference_is_named(name, field, where, value):
 def test_what_is_no_record_is_refused():
     with pytest.raises(oracles.ConfigError, match="neither"):
         oracles.first_difference({"args": {}})
+
+
+def test_the_command_names_what_differs(tmp_path, capsys):
+    record = json.loads(RECORDS[0].read_text())
+    assert main(["replay-oracle", str(RECORDS[0])]) == 0
+    assert "the same decisions" in capsys.readouterr().out
+    record["args"] = {}
+    (tmp_path / "none.json").write_text(json.dumps(record))
+    assert main(["replay-oracle", str(tmp_path / "none.json")]) == 2
+    assert "none.json is no record of decisions" in capsys.readouterr().err

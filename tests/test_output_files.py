@@ -78,7 +78,7 @@ def test_commands_look_before_they_work(command, tmp_path, capsys, monkeypatch):
 def test_a_benchmarks_model_is_written_over_nothing(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"precious weights")
-    make = [sys.executable, str(ROOT / "scripts" / "make_bench_model.py"), str(tmp_path), "--size", "tiny"]
+    make = [sys.executable, "-m", "jaxllm", "make-model", str(tmp_path), "--size", "tiny"]
     ran = subprocess.run(make, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "nothing is overwritten" in ran.stderr

@@ -27,6 +27,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "profile": ("jaxllm.research.commands.profile", "measure step and swap costs, and fit predictors"),
     "plan": ("jaxllm.research.commands.plan", "what a model needs on a GPU, without one"),
     "explain": ("jaxllm.research.commands.explain", "summarise a decision ledger"),
+    "make-model": (
+        "jaxllm.research.commands.make_model",
+        "write a checkpoint of random weights",
+    ),
+    "replay-oracle": ("jaxllm.research.commands.replay_oracle", "replay recorded decisions of vLLM"),
 }
 """Of each command the module, whose `add_options` describes it, and what it is for."""
 

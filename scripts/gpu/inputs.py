@@ -70,7 +70,7 @@ class Sizes:
         requests: of the run with ShareGPT's lengths; `longest` is the longest prompt, and output, in tokens.
         profile_seconds: for the samples that predictors are fitted to.
         trace_requests, output_len, blocks, host_blocks: of the presets' comparison.
-        compare_requests: of those against transformers; `compare_model` is one of `make_bench_model.py`.
+        compare_requests: of those against transformers; `compare_model` is one of `jaxllm make-model`.
     """
 
     megabytes: int = 1024

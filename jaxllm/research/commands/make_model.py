@@ -1,8 +1,4 @@
-"""Write a random-weight Llama or OPT checkpoint to benchmark with; it needs numpy and safetensors only.
-
-    python scripts/make_bench_model.py out/bench107m --size 107m
-    python scripts/make_bench_model.py out/bench_opt --size opt-125m
-    python scripts/make_bench_model.py out/bench_tiny --size tiny
+"""`jaxllm make-model`: a random-weight Llama or OPT checkpoint to benchmark with.
 
 Linear layers keep the size of what they are given (their spread is one over the root of the inputs), which
 outweighs the embeddings: with tied embeddings a weaker model would repeat its last token for ever, and
@@ -20,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxllm.system.output_files import NewFolder, OutputParser
+from jaxllm.system.output_files import NewFolder, add_overwrite, check_writable
 
+_FOLDER = NewFolder("config.json", "model.safetensors")
 EMBEDDING_STD = 0.05
 BIAS_STD = 0.02
 MAX_POSITION_EMBEDDINGS = 2048
@@ -170,16 +167,23 @@ def write_checkpoint(folder: Path, size: str, seed: int = 0) -> int:
     return sum(array.size for array in weights.values())
 
 
-def main() -> None:
-    """Entry point."""
-    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=NewFolder("config.json", "model.safetensors"), help="folder to write")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = (
+        "Write a random-weight Llama or OPT checkpoint in float32 to benchmark with. It has no tokenizer and "
+        "no end-of-sequence token; prompts are token ids."
+    )
+    parser.add_argument("folder", type=_FOLDER, metavar="DIR", help="folder to write")
     parser.add_argument("--size", choices=sorted(SIZES | OPT_SIZES), default="107m")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    parser.add_argument("--seed", type=int, metavar="N", default=0)
+    add_overwrite(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write it; returns the exit code."""
+    files = {f"{path.name}:": path for path in _FOLDER.files(args.folder)}
+    check_writable(files, overwrite=args.overwrite)
     num_parameters = write_checkpoint(args.folder, args.size, args.seed)
     print(f"{args.folder}: {num_parameters / 1e6:.1f} million parameters in float32")
-
-
-if __name__ == "__main__":
-    main()
+    return 0
