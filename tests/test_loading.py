@@ -220,10 +220,10 @@ def test_pickles_are_refused_with_the_command_that_converts_them(tmp_path, file)
     with pytest.raises(WeightsError) as error:
         load_params(folder, read_config(golden_checkpoint(GQA)), "float32")
     assert f"pickled weights only ({file})" in str(error.value)
-    command = next(line for line in str(error.value).splitlines() if line.startswith("  python"))
+    command = next(line for line in str(error.value).splitlines() if line.startswith("  jaxllm"))
     assert shlex.split(command) == [
-        "python",
-        "scripts/bin_to_safetensors.py",
+        "jaxllm",
+        "convert-bin",
         str(folder),
         str(folder) + "-safetensors",
     ]

@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("jaxllm.cli.serve", "serve a model to clients of OpenAI's API"),
     "run-batch": ("jaxllm.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
     "convert": ("jaxllm.cli.convert", "convert a checkpoint to Orbax, which loads straight onto the device"),
+    "convert-bin": ("jaxllm.cli.convert_bin", "convert pickled weights to safetensors"),
     "bench": ("jaxllm.research.commands.bench", "measure an engine"),
     "profile": ("jaxllm.research.commands.profile", "measure step and swap costs, and fit predictors"),
     "plan": ("jaxllm.research.commands.plan", "what a model needs on a GPU, without one"),

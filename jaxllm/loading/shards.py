@@ -122,12 +122,10 @@ def _no_weights(folder: Path) -> WeightsError:
     pickled = [file.name for file in pickled_weights(folder)]
     if pickled:
         source = folder.resolve()
-        command = shlex.join(
-            ["python", "scripts/bin_to_safetensors.py", str(source), f"{source}-safetensors"]
-        )
+        command = shlex.join(["jaxllm", "convert-bin", str(source), f"{source}-safetensors"])
         return WeightsError(
             f"{str(folder)!r} has pickled weights only ({', '.join(pickled)}); jaxllm does not run pickles. "
-            f"Convert them, from the jaxllm repository with the `parity` extra installed:\n  {command}\n"
+            f"Convert them, with the extra `torch` installed:\n  {command}\n"
             f"and load {str(source) + '-safetensors'!r} instead"
         )
     found = f"it has {', '.join(files)}" if files else "it is empty"

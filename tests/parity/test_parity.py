@@ -178,8 +178,8 @@ def test_the_command_in_the_error_converts_pickles(tmp_path, name, num_shards):
     config = read_config(folder)
     with pytest.raises(WeightsError, match="pickled weights only") as error:
         load_params(folder, config, "float32")
-    command = next(line for line in str(error.value).splitlines() if line.startswith("  python "))
-    # Run as a user would: through a shell, from the repository, with `python` on the path.
+    command = next(line for line in str(error.value).splitlines() if line.startswith("  jaxllm "))
+    # Run as a user would: through a shell, with the command on the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = run("bash", "-c", command.strip(), env={**os.environ, "PATH": path})
     assert done.returncode == 0, done.stderr
@@ -202,7 +202,7 @@ def test_the_command_in_the_error_converts_pickles(tmp_path, name, num_shards):
 
 
 def convert(folder, target):
-    return run("python", "scripts/bin_to_safetensors.py", str(folder), str(target))
+    return run("jaxllm", "convert-bin", str(folder), str(target))
 
 
 class _Malicious:
@@ -220,7 +220,7 @@ def test_malicious_pickles_are_refused_and_not_run(tmp_path, how):
         save = torch.save if how == "torch" else pickle.dump
         save({"weight": _Malicious(tmp_path / "owned")}, file)
     done = convert(folder, tmp_path / "target")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "pytorch_model.bin' is refused: it holds more than tensors and could run code" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
@@ -233,7 +233,7 @@ def test_other_bad_sources_are_explained(tmp_path):
 
     def message():
         done = convert(folder, tmp_path / "target")
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
         return done.stderr
