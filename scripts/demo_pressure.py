@@ -13,7 +13,7 @@ from jaxllm import LLM
 from jaxllm.engine.ledgers import read_ledger
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import replay
-from jaxllm.research.commands.explain import plot, summary, timeline
+from jaxllm.research.commands.explain import Span, plot, summary, timeline
 from jaxllm.research.workloads import make_trace
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.ledger import Ledger, PreemptionRecord
@@ -45,6 +45,13 @@ def row(preset: str, result: RunResult, records: list[PreemptionRecord]) -> str:
         f"| {preset} | {result.output_tokens_per_second:.0f} | {result.weighted_turnaround.mean():.2f} | "
         f"{len(records)} | {swapped} | {len(records) - swapped} | {costs} | {1e3 * sum(measured):.0f} ms |"
     )
+
+
+def spans_of(result: RunResult, ledger: Ledger) -> list[Span]:
+    """When each request waited and ran, by the ledger's clock; all were sent at once."""
+    times = zip(result.arrival_times, result.first_scheduled_times, result.finish_times, strict=True)
+    begun = ledger.steps[0].time - float(result.first_scheduled_times.min())
+    return [Span(str(place), *(begun + float(one) for one in of)) for place, of in enumerate(times)]
 
 
 def main() -> None:
@@ -81,21 +88,22 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
         run(llm, "vllm", 4, args.seed, Path(folder) / "warm-up.jsonl")
-        kept = None
+        kept, spans = None, []
         for preset in PRESETS:
             path = Path(folder) / f"{preset}.jsonl"
             if preset == "adaptive" and args.ledger is not None:
                 path = args.ledger
             result = run(llm, preset, args.requests, args.seed, path)
             ledger = read_ledger(path)
-            kept = kept or ledger
+            if kept is None:
+                kept, spans = ledger, spans_of(result, ledger)
             print(row(preset, result, ledger.preemptions))
     assert kept is not None
     print("\nvllm predicts nothing: its predictions are the ledger's, of a prefill for each victim alone.")
     print(f"\npreset adaptive: {summary(kept, top=3)}")
     print(timeline(kept.steps, width=72))
     if args.plot is not None:
-        plot(kept.steps, args.plot)
+        plot(kept, args.plot, spans)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jaxllm.commands.options import check_distinct
 from jaxllm.engine.ledgers import read_ledger
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     print(summary(ledger, args.top))
     print(timeline(ledger.steps, args.width))
     if args.plot is not None:
-        plot(ledger.steps, Path(args.plot))
+        plot(ledger, Path(args.plot))
     return 0
 
 
@@ -96,8 +97,26 @@ def timeline(steps: Sequence[StepRecord], width: int) -> str:
     return "\n".join(lines)
 
 
-def plot(steps: Sequence[StepRecord], path: Path) -> None:
-    """The timeline as an image: queues, blocks, and preemptions.
+class Span(NamedTuple):
+    """When a request was sent, first ran and ended, in seconds of the ledger's clock."""
+
+    request_id: str
+    sent: float
+    started: float
+    ended: float
+
+
+_COLOURS = {"waiting": "#dddddd", "running": "#56b4e9", "swapped": "#e69f00", "dropped": "#d55e00"}
+"""Okabe and Ito's, which colour-blind people tell apart."""
+
+
+def plot(ledger: Ledger, path: Path, spans: Sequence[Span] = ()) -> None:
+    """The timeline as an image: requests as bars, decisions as marks, and blocks in use.
+
+    Args:
+        ledger: of a run.
+        path: of the image.
+        spans: of the requests to draw; without them queues are drawn as areas.
 
     Raises:
         ConfigError: matplotlib is missing, or writes no such files.
@@ -109,27 +128,92 @@ def plot(steps: Sequence[StepRecord], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    times = [step.time for step in steps]
-    figure, panels = pyplot.subplots(3, 1, sharex=True, figsize=(10, 7), layout="constrained")
-    for panel, title, names in zip(
-        panels,
-        ("requests", "blocks in use", "preemptions and restores per step"),
-        (("waiting", "running", "swapped"), ("device blocks", "host blocks"),
-         ("dropped", "swapped out", "swapped in")),
-        strict=True,
-    ):  # fmt: skip
-        for name, value in _SERIES:
-            if name in names:
-                panel.step(times, [value(step) for step in steps], where="post", label=name)
-        panel.set_ylabel(title)
-        panel.legend(loc="upper right")
-    panels[-1].set_xlabel("seconds")
+    steps = ledger.steps
+    begun = steps[0].time if steps else 0.0
+    times = [step.time - begun for step in steps]
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(10, 7), layout="constrained", height_ratios=(3, 1)
+    )
+    if spans:
+        _draw_requests(top, ledger.preemptions, spans, begun)
+    else:
+        names = ("running", "swapped", "waiting")
+        counts = [[getattr(step, f"num_{name}") for step in steps] for name in names]
+        top.stackplot(times, counts, step="post", labels=names, colors=[_COLOURS[name] for name in names])
+        heights = {step.step_id: step.num_running for step in steps}
+        _draw_marks(top, ledger.preemptions, begun, lambda record: heights.get(record.step_id, 0))
+        top.set_ylabel("requests")
+    top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+    for name, label, colour in (
+        ("num_used_blocks", "device", "#0072b2"),
+        ("num_used_host_blocks", "host", "#e69f00"),
+    ):
+        values = [getattr(step, name) for step in steps]
+        bottom.step(
+            times, values, where="post", color=colour, label=f"{label}: at most {max(values, default=0)}"
+        )
+    bottom.set_ylabel("blocks in use")
+    bottom.set_xlabel("seconds")
+    bottom.set_ylim(0)
+    bottom.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    for panel in (top, bottom):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_xlim(0, max([*times, *(span.ended - begun for span in spans), 1e-3]))
     try:
         figure.savefig(path, dpi=120)
     except ValueError as error:
         raise ConfigError(f"--plot {path}: {error}") from None
     finally:
         pyplot.close(figure)
+
+
+def _draw_requests(
+    panel: Any, records: Sequence[PreemptionRecord], spans: Sequence[Span], begun: float
+) -> None:
+    """A bar for each request, those that ran first below."""
+    ordered = sorted(spans, key=lambda span: (span.started, span.request_id))
+    rows = {span.request_id: row for row, span in enumerate(ordered)}
+    ends = {span.request_id: span.ended for span in ordered}
+    bars: dict[str, list[tuple[int, float, float]]] = {name: [] for name in _COLOURS}
+    for row, span in enumerate(ordered):
+        bars["waiting"].append((row, span.sent, span.started))
+        bars["running"].append((row, span.started, span.ended))
+    kept = [record for record in records if record.request_id in rows]
+    for record in kept:
+        back = ends[record.request_id] if record.resumed_time is None else record.resumed_time
+        name = "swapped" if record.is_swap else "dropped"
+        bars[name].append((rows[record.request_id], record.time, back))
+    for name, of_name in bars.items():
+        if of_name:
+            at = [row for row, _, _ in of_name]
+            lefts = [left - begun for _, left, _ in of_name]
+            widths = [right - left for _, left, right in of_name]
+            panel.barh(at, widths, 0.9, lefts, color=_COLOURS[name], label=_LABELS[name])
+    _draw_marks(panel, kept, begun, lambda record: rows[record.request_id])
+    panel.set_ylabel(f"{len(rows)} requests")
+    panel.set_yticks([])
+
+
+_LABELS = {
+    "waiting": "waiting",
+    "running": "running",
+    "swapped": "in host memory",
+    "dropped": "dropped, to be computed again",
+}
+
+
+def _draw_marks(
+    panel: Any,
+    records: Sequence[PreemptionRecord],
+    begun: float,
+    height: Callable[[PreemptionRecord], float],
+) -> None:
+    """A mark where somebody was preempted, by what was decided."""
+    for is_swap, marker, label in ((True, "v", "swapped"), (False, "x", "dropped")):
+        of = [record for record in records if record.is_swap == is_swap]
+        if of:
+            times, heights = [record.time - begun for record in of], [height(record) for record in of]
+            panel.plot(times, heights, marker, color="black", markersize=5, label=f"decision: {label}")
 
 
 def _accuracy(report: KindReport) -> str:
