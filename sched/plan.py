@@ -5,11 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, PreemptionAction, ResumeDecision
+from jaxllm.sched.policies import (
+    ActionPolicy,
+    Decision,
+    PoolState,
+    PreemptionAction,
+    ResumeDecision,
+    SchedulingPolicy,
+)
 from jaxllm.sched.policies.actions import num_copied
+from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request
 
 
@@ -51,6 +59,15 @@ class Planner(Protocol):
 
     def plan(self, now: float) -> Plan | None:
         """The next iteration; None if somebody whose copy is on its way must join first."""
+        ...
+
+
+@runtime_checkable
+class PlanningPolicy(SchedulingPolicy, Protocol):
+    """A policy that plans in its own way, as baselines do."""
+
+    def planner(self, state: SchedulerState) -> Planner:
+        """What decides the iterations of a scheduler, reading its state."""
         ...
 
 

@@ -11,7 +11,8 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger, StepRecord
 from jaxllm.sched.offloading import Offloader
-from jaxllm.sched.plan import Plan
+from jaxllm.sched.plan import Plan, Planner, PlanningPolicy
+from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import (
     Decision,
     NoOffload,
@@ -117,7 +118,7 @@ class Scheduler:
         """Forget all requests, and free whatever they hold."""
         retention = getattr(self.policy, "retention", None)
         self._state = SchedulerState(self.config, self.policy.priority, retention)
-        self._planner = self.policy.planner(self._state)
+        self._planner = _planner_of(self.policy, self._state)
         offload = getattr(self.policy, "offload", None)
         self._offloader: Offloader | None = None
         if self.config.enable_prefix_caching and self.config.num_host_blocks and offload is not None:
@@ -606,3 +607,19 @@ class Scheduler:
             KVCacheError: one is broken; the message says which.
         """
         check_invariants(self._state)
+
+
+def _planner_of(policy: SchedulingPolicy, state: SchedulerState) -> Planner:
+    """The policy's own planner, or the one that plans as its parts answer.
+
+    Raises:
+        ConfigError: it is neither a `PlanningPolicy` nor a `SchedulerPolicy`.
+    """
+    if isinstance(policy, PlanningPolicy):
+        return policy.planner(state)
+    if isinstance(policy, SchedulerPolicy):
+        return PolicyPlanner(state, policy)
+    raise ConfigError(
+        f"{policy!r} does not say how to plan: pass a SchedulerPolicy, or derive its class from "
+        "jaxllm.sched.plan.PlanningPolicy"
+    )

@@ -11,7 +11,8 @@ from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.host import HostPool
 from jaxllm.sched.cache.names import BlockName, FileIndex, cut_name, learn_names
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import LeastRecentlyUsed, PriorityPolicy, RetentionPolicy
+from jaxllm.sched.policies.priority import PriorityPolicy
+from jaxllm.sched.policies.retention import LeastRecentlyUsed, RetentionPolicy
 from jaxllm.sched.pool_state import PoolState
 from jaxllm.sched.queues import RequestQueue
 from jaxllm.sched.running import RunningRequests

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.lengths import LengthPolicy
@@ -96,10 +96,6 @@ from jaxllm.sched.policies.victims import (
 )
 from jaxllm.sched.pool_state import PoolState
 
-if TYPE_CHECKING:
-    from jaxllm.sched.plan import Planner
-    from jaxllm.sched.state import SchedulerState
-
 __all__ = [
     "QUESTIONS",
     "S3FIFO",
@@ -153,6 +149,7 @@ __all__ = [
     "WatermarkAdmission",
     "WriteBack",
     "WriteThrough",
+    "is_policy",
     "members_of",
 ]
 
@@ -176,8 +173,9 @@ def members_of(protocol: type) -> dict[str, Any]:
     return {name: member for name, member in vars(protocol).items() if not name.startswith("_")}
 
 
+@runtime_checkable
 class SchedulingPolicy(Protocol):
-    """What a scheduler is made with: a `SchedulerPolicy`, or a baseline that plans in its own way."""
+    """What a scheduler is made with: a `SchedulerPolicy`, or a `jaxllm.sched.plan.PlanningPolicy`."""
 
     @property
     def priority(self) -> PriorityPolicy:
@@ -209,9 +207,10 @@ class SchedulingPolicy(Protocol):
         """Whether it plans with what requests find in the prefix cache."""
         ...
 
-    def planner(self, state: SchedulerState) -> Planner:
-        """What decides the iterations."""
-        ...
+
+def is_policy(found: object) -> TypeGuard[SchedulingPolicy]:
+    """Whether a scheduler can be made with this object; a class is none yet."""
+    return isinstance(found, SchedulingPolicy) and not isinstance(found, type)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,9 +282,3 @@ class SchedulerPolicy:
     def shares_prefixes(self) -> bool:
         """It does."""
         return True
-
-    def planner(self, state: SchedulerState) -> Planner:
-        """What decides the iterations of a scheduler."""
-        from jaxllm.sched.planner import PolicyPlanner
-
-        return PolicyPlanner(state, self)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
-from jaxllm.sched.cache.names import BlockName
+from jaxllm.types import BlockName
 
 _NUM_BINS = 40  # of idle times, each twice as long as the one before
 _MAX_COUNTED_USES = 3
