@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jaxllm.errors import ConfigError
 from jaxllm.sched.cache.names import BlockName, NameIndex
 from jaxllm.sched.cache.preview import NO_HIT, Hit, PoolPreview
-from jaxllm.sched.plan import Plan, ask_action, check_seconds
+from jaxllm.sched.plan import Plan, Planner, ask_action, check_seconds
 from jaxllm.sched.policies import (
     IterationState,
     PoolState,
@@ -46,7 +46,7 @@ _Resuming = Sequence[tuple[Request, ResumeDecision, int]]
 _Rank = tuple[float, int, Request]  # score, infinite of protected ones, and the later arrival first
 
 
-class PolicyPlanner:
+class PolicyPlanner(Planner):
     """Plans as a `SchedulerPolicy` answers.
 
     The running requests' next tokens come first, then the prompts under way, in chunks; then those who return

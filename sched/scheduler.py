@@ -15,7 +15,6 @@ from jaxllm.sched.plan import Plan, Planner, PlanningPolicy
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import (
     Decision,
-    NoOffload,
     PreemptionAction,
     ResumeAction,
     ResumeDecision,
@@ -94,7 +93,7 @@ class Scheduler:
 
         Raises:
             ConfigError: prefixes are to be shared, and the policy does not; or there are files without
-                that, or without host memory to read them into.
+                that, or without host memory to read them into; or nothing plans for the policy.
         """
         if files is not None and not (config.enable_prefix_caching and config.num_host_blocks):
             raise ConfigError(
@@ -102,7 +101,7 @@ class Scheduler:
                 f"got {config.enable_prefix_caching} and {config.num_host_blocks}"
             )
         self._files = files
-        if config.enable_prefix_caching and not getattr(policy, "shares_prefixes", False):
+        if config.enable_prefix_caching and not policy.shares_prefixes:
             raise ConfigError(
                 f"enable_prefix_caching=True: {policy} plans without a prefix cache; leave it out, or take "
                 "vllm_v1, adaptive or another preset"
@@ -116,16 +115,15 @@ class Scheduler:
 
     def clear(self) -> None:
         """Forget all requests, and free whatever they hold."""
-        retention = getattr(self.policy, "retention", None)
-        self._state = SchedulerState(self.config, self.policy.priority, retention)
+        self._state = SchedulerState(self.config, self.policy.priority, self.policy.retention)
         self._planner = _planner_of(self.policy, self._state)
-        offload = getattr(self.policy, "offload", None)
         self._offloader: Offloader | None = None
-        if self.config.enable_prefix_caching and self.config.num_host_blocks and offload is not None:
-            self._offloader = Offloader(self._state, offload, is_eager=self._files is not None)
+        if self.config.enable_prefix_caching and self.config.num_host_blocks:
+            is_eager = self._files is not None
+            self._offloader = Offloader(self._state, self.policy.offload, is_eager=is_eager)
         self._read_ahead: ReadAhead | None = None
         if self._files is not None:
-            self._read_ahead = ReadAhead(self._state, self._files, offload or NoOffload())
+            self._read_ahead = ReadAhead(self._state, self._files, self.policy.offload)
         self._reads: list[Read] = []
         self._copies = NO_COPIES
 
@@ -206,7 +204,7 @@ class Scheduler:
     @property
     def lets_sit_out(self) -> bool:
         """Whether the policy can plan without some of those who hold blocks."""
-        return getattr(self._planner, "lets_sit_out", False)
+        return self._planner.lets_sit_out
 
     def sit_out(self, request_ids: Collection[str]) -> None:
         """Let these requests get no tokens until the next call, and those of the last call go on.

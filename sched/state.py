@@ -11,8 +11,8 @@ from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.host import HostPool
 from jaxllm.sched.cache.names import BlockName, FileIndex, cut_name, learn_names
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies.priority import PriorityPolicy
-from jaxllm.sched.policies.retention import LeastRecentlyUsed, RetentionPolicy
+from jaxllm.sched.policies.priority import CachePriority, PriorityPolicy
+from jaxllm.sched.policies.retention import LeastRecentlyUsed, QueueAwareRetention, RetentionPolicy
 from jaxllm.sched.pool_state import PoolState
 from jaxllm.sched.queues import RequestQueue
 from jaxllm.sched.running import RunningRequests
@@ -71,8 +71,10 @@ class SchedulerState:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.live: dict[str, Request] = {}
         self._watched: dict[str, list[BlockName]] = {}
-        self._num_watched = sys.maxsize if getattr(retention, "looks_ahead", False) else 1
-        self._counts_findable = getattr(priority, "reads_cache", False)
+        self._num_watched = 1
+        if isinstance(retention, QueueAwareRetention) and retention.looks_ahead:
+            self._num_watched = sys.maxsize
+        self._counts_findable = isinstance(priority, CachePriority) and priority.reads_cache
         self.waiting = RequestQueue(priority)
         self.swapped = RequestQueue(priority)
         self.running = RunningRequests(config.block_size)

@@ -13,7 +13,7 @@ import dataclasses
 from typing import Literal
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.plan import Plan, ask_action
+from jaxllm.sched.plan import Plan, Planner, PlanningPolicy, ask_action
 from jaxllm.sched.policies import ActionPolicy, Decision, PreemptionAction, ResumeAction, ResumeDecision
 from jaxllm.sched.policies.priority import FCFSPriority, PriorityPolicy
 from jaxllm.sched.queues import Verdict
@@ -27,7 +27,7 @@ _AT_ONCE = ResumeDecision(ResumeAction.AT_ONCE)
 
 
 @dataclasses.dataclass(frozen=True)
-class VLLM025:
+class VLLM025(PlanningPolicy):
     """vLLM 0.2.5: first come first served, the latest arrival is preempted.
 
     Args:
@@ -60,10 +60,6 @@ class VLLM025:
         return FCFSPriority()
 
     @property
-    def length(self) -> None:
-        """Nothing is predicted."""
-
-    @property
     def may_swap(self) -> bool:
         """Whether it can ask for host memory: for samples of a prompt at the least."""
         return True
@@ -78,17 +74,12 @@ class VLLM025:
         """Neither priorities nor deadlines."""
         return ()
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """It had no prefix cache."""
-        return False
-
     def planner(self, state: SchedulerState) -> VLLM025Planner:
         """What decides."""
         return VLLM025Planner(state, self)
 
 
-class VLLM025Planner:
+class VLLM025Planner(Planner):
     """Plans as vLLM 0.2.5's `Scheduler._schedule` does."""
 
     def __init__(self, state: SchedulerState, rules: VLLM025) -> None:

@@ -71,7 +71,13 @@ from jaxllm.sched.policies.orders import (
     PriorityClasses,
     ShortestJob,
 )
-from jaxllm.sched.policies.priority import FairPriority, FCFSPriority, PriorityPolicy
+from jaxllm.sched.policies.priority import (
+    CachePriority,
+    FairPriority,
+    FCFSPriority,
+    PriorityPolicy,
+    SelectivePriority,
+)
 from jaxllm.sched.policies.resume import (
     OverlapAwareResume,
     ResumeAction,
@@ -85,6 +91,7 @@ from jaxllm.sched.policies.retention import (
     ExpectedSaving,
     Hindsight,
     LeastRecentlyUsed,
+    QueueAwareRetention,
     RetentionPolicy,
 )
 from jaxllm.sched.policies.victims import (
@@ -104,6 +111,7 @@ __all__ = [
     "AdmissionPolicy",
     "AheadOfTime",
     "AlwaysRecompute",
+    "CachePriority",
     "CostOverIdleTime",
     "Decision",
     "EarliestDeadline",
@@ -133,6 +141,7 @@ __all__ = [
     "PreemptionAction",
     "PriorityClasses",
     "PriorityPolicy",
+    "QueueAwareRetention",
     "RestorePolicy",
     "ResumeAction",
     "ResumeAtOnce",
@@ -142,6 +151,7 @@ __all__ = [
     "RetentionPolicy",
     "SchedulerPolicy",
     "SchedulingPolicy",
+    "SelectivePriority",
     "SeparateIterations",
     "ShortestJob",
     "SwapIfItFits",
@@ -168,6 +178,9 @@ QUESTIONS: Mapping[str, type] = {
 """What each part of a `SchedulerPolicy` must be."""
 
 
+_ALL_READS = ("priority", "deadline")
+
+
 def members_of(protocol: type) -> dict[str, Any]:
     """What a policy of this protocol is asked: its methods and properties by name."""
     return {name: member for name, member in vars(protocol).items() if not name.startswith("_")}
@@ -180,6 +193,16 @@ class SchedulingPolicy(Protocol):
     @property
     def priority(self) -> PriorityPolicy:
         """The order of the queues."""
+        ...
+
+    @property
+    def offload(self) -> OffloadPolicy:
+        """What of the prefix cache is copied to host memory."""
+        ...
+
+    @property
+    def retention(self) -> RetentionPolicy:
+        """What of it stays there."""
         ...
 
     @property
@@ -276,7 +299,7 @@ class SchedulerPolicy:
     @property
     def reads(self) -> tuple[str, ...]:
         """What of `priority` and `deadline` it looks at; all of it if its priority does not say."""
-        return tuple(getattr(self.priority, "reads", ("priority", "deadline")))
+        return tuple(self.priority.reads) if isinstance(self.priority, SelectivePriority) else _ALL_READS
 
     @property
     def shares_prefixes(self) -> bool:

@@ -69,8 +69,8 @@ def _called(path: str, found: Any, costs: CostModel | None) -> Any:
     try:
         signature = inspect.signature(found)
         for first in signature.parameters.values():
-            has_other_use = first.default is not first.empty and inspect.isclass(found)
-            if first.name == "costs" or not has_other_use:
+            may_be_left_out = first.default is not first.empty or first.kind is first.VAR_POSITIONAL
+            if first.name == "costs" or not (may_be_left_out and inspect.isclass(found)):
                 arguments = (costs,)
             break
         signature.bind(*arguments)
