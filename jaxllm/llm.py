@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_PROMPTS = 2**24
+_MOST_KEPT = 8  # outputs that wait for an earlier one, of those in flight
+_OF_ROWS = "sampling_params", "priority", "deadline"
 
 Prompts = str | Mapping[str, Any] | Sequence[Prompt] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -180,6 +182,77 @@ class LLM:
                 outputs[int(output.request_id)] = output
                 advance()
         return [outputs[place] for place in range(len(outputs))]
+
+    def generate_iter(
+        self,
+        rows: Iterable[Prompt | Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        in_order: bool = True,
+        max_in_flight: int | None = None,
+        first_place: int = 0,
+    ) -> Iterator[RequestOutput]:
+        """Complete any number of prompts, which are taken as they are needed, and yield each output once.
+
+        Nothing is taken before the first output is asked for. Closing the iterator ends what is left.
+
+        Args:
+            rows: prompts as in `generate`; of mappings `sampling_params`, `priority` and `deadline` are the
+                row's own.
+            sampling_params: of rows without; `get_default_sampling_params` if None.
+            in_order: yield outputs in the order of the rows, and not as they end. Those that end early are
+                kept, at most eight times as many as are in flight.
+            max_in_flight: prompts that are queued or run at once; twice `max_num_seqs` if None, so that the
+                engine is never short of them.
+            first_place: what the first row is called, if some were answered before: outputs have the places
+                of rows as `request_id`. Give rows seeds where an interruption is to change nothing.
+
+        Yields:
+            Outputs. A row that is refused has one whose `finish_reason` is "error", and `stop_reason` why.
+
+        Raises:
+            ConfigError: `max_in_flight` is no positive integer.
+            EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
+            Exception: what `rows` or a scheduling policy raised.
+        """
+        most = 2 * self.executor.config.max_num_seqs if max_in_flight is None else max_in_flight
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ConfigError(f"max_in_flight={shown(most)} must be None or an integer of at least 1")
+        _refuse_table(rows)
+        params = self._default_params if sampling_params is None else sampling_params
+        return self._iterate(enumerate(rows, first_place), params, most, first_place if in_order else None)
+
+    def _iterate(
+        self,
+        rows: Iterator[tuple[int, Prompt | Mapping[str, Any]]],
+        params: SamplingParams,
+        most: int,
+        following: int | None,
+    ) -> Iterator[RequestOutput]:
+        """Outputs of rows with their places; in order if the place that `following` one has is given."""
+        call, ended = next(self._ids), dict[int, RequestOutput]()
+        with contextlib.closing(self._thread.open()) as stream:
+            is_exhausted = False
+            while True:
+                while not is_exhausted and stream.num_unfinished < most and len(ended) < _MOST_KEPT * most:
+                    place, row = next(rows, (-1, ""))
+                    if is_exhausted := place < 0:
+                        break
+                    try:
+                        stream.add(f"rows[{place}]/{call}", place, _as_arguments(row, params))
+                    except (RequestError, SamplingParamsError) as error:
+                        ended[place] = RequestOutput.refused(str(place), error)
+                if following is None:
+                    yield from ended.values()
+                    ended.clear()
+                while following in ended:
+                    yield ended.pop(following)
+                    following += 1
+                if stream.num_unfinished:
+                    output = next(stream)
+                    ended[int(output.request_id)] = output
+                elif is_exhausted and not ended:
+                    return
 
     def chat(
         self,
@@ -366,6 +439,16 @@ def _progress(total: int, title: str, unit: str, *, is_shown: bool) -> Iterator[
 
     with tqdm(total=total, desc=title, unit=unit) as bar:
         yield bar.update
+
+
+def _as_arguments(row: Prompt | Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
+    """Of `Engine.prepare`, for a row of `generate_iter`."""
+    arguments: dict[str, Any] = {"prompt": row, "sampling_params": params}
+    if isinstance(row, Mapping):
+        own = {name: row[name] for name in _OF_ROWS if name in row}
+        prompt = {name: value for name, value in row.items() if name not in own}
+        arguments |= {"prompt": prompt, **{name: value for name, value in own.items() if value is not None}}
+    return arguments
 
 
 def _as_prompts(prompts: Prompts) -> list[Any]:

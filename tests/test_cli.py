@@ -285,15 +285,13 @@ def test_a_bad_row_is_an_error_in_its_place(run, tmp_path, capsys, bad):
 
 
 def test_an_interruption_says_how_to_go_on(run, llm, tmp_path, capsys, monkeypatch):
-    def interrupted():
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm.engine, "step", interrupted)
+    monkeypatch.setattr(llm, "generate_iter", interrupted)
     assert run("generate", "hello", "--output", str(tmp_path / "out.jsonl")) == 130
     assert "--resume" in capsys.readouterr().err
-    monkeypatch.undo()
-    llm.engine.abort("0")
-    llm.engine.step()
+    assert llm.engine.num_live == 0
 
 
 def test_killed_and_resumed_equals_uninterrupted(run, model, cache, tmp_path):

@@ -241,11 +241,11 @@ class Failing:
     def __getattr__(self, name):
         return getattr(self._llm, name)
 
-    def generate(self, *args, **kwargs):
+    def generate_iter(self, *args, **kwargs):
         self.num_calls += 1
         if self._is_lasting or self.num_calls == 1:
             raise EngineError("the device is gone")
-        return self._llm.generate(*args, **kwargs)
+        return self._llm.generate_iter(*args, **kwargs)
 
     def close(self):
         self.is_closed = True

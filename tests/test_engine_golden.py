@@ -7,13 +7,17 @@ from engine_helpers import make_engine, make_llm, restless, run
 from variants import VARIANTS, golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
+from jaxllm.executor.step_programs import StepPrograms
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=3, prompt_logprobs=0)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request):
-    return make_llm(golden_checkpoint(request.param)), golden_data(request.param)
+    with pytest.MonkeyPatch.context() as patch:  # only what is needed is compiled
+        patch.setattr(StepPrograms, "begin", lambda self, num_threads=None: None)
+        llm = make_llm(golden_checkpoint(request.param), warm_up="background")
+    return llm, golden_data(request.param)
 
 
 def check_logprobs(output, logits):

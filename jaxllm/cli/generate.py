@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -33,13 +33,11 @@ from jaxllm.jobs.row_requests import (
     checked_token_ids,
     completion_content,
     fingerprint_context,
-    naming,
     with_seed,
 )
 from jaxllm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxllm.engine.outputs import RequestOutput
     from jaxllm.llm import LLM
 
 _DEFAULT_MAX_TOKENS = 128
@@ -309,14 +307,18 @@ def _write_completions(
         disable=True if args.quiet else None,  # None: where stderr is no terminal
     )
     with progress:
-        for completions in _complete(llm, good, prompts):
-            sink.write(
-                [
-                    (row.index, {**row.extras, **completion_content(row, output)})
-                    for row, output in completions
-                ]
-            )
-            progress.update(len(completions))
+        requests = (
+            {
+                "prompt_token_ids": prompt,
+                "num_dropped_tokens": row.num_dropped_tokens,
+                "sampling_params": row.sampling_params,
+            }
+            for row, prompt in zip(good, prompts, strict=True)
+        )
+        for output in llm.generate_iter(requests, in_order=False):
+            row = good[int(output.request_id)]
+            sink.write([(row.index, {**row.extras, **completion_content(row, output)})])
+            progress.update()
     return len(bad)
 
 
@@ -324,28 +326,3 @@ def _write_errors(sink: _Sink, bad: Sequence[tuple[PromptRow, JaxllmError | None
     sink.write(
         [(row.index, {**row.extras, "error": f"{type(error).__name__}: {error}"}) for row, error in bad]
     )
-
-
-def _complete(
-    llm: LLM, rows: Sequence[PromptRow], prompts: Sequence[np.ndarray]
-) -> Iterator[list[tuple[PromptRow, RequestOutput]]]:
-    """Run the prompts, some ahead of what fits the batch; yields those that finished in a step."""
-    waiting = iter(zip(rows, prompts, strict=True))
-    most_live = 2 * llm.executor.config.max_num_seqs
-    live: dict[str, PromptRow] = {}
-    exhausted = False
-    while True:
-        while not exhausted and len(live) < most_live:
-            row, prompt = next(waiting, (None, None))
-            if row is None or prompt is None:
-                exhausted = True
-                break
-            with naming(row):
-                request = {"prompt_token_ids": prompt, "num_dropped_tokens": row.num_dropped_tokens}
-                llm.engine.add_request(str(row.index), request, row.sampling_params)
-            live[str(row.index)] = row
-        if not live:
-            return
-        finished = [output for output in llm.engine.step() if output.finished]
-        if finished:
-            yield [(live.pop(output.request_id), output) for output in finished]

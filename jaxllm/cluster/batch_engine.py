@@ -98,11 +98,15 @@ class BatchEngine:
                 }
             else:
                 good.append(row)
-                prompts.append({"prompt_token_ids": token_ids, "num_dropped_tokens": row.num_dropped_tokens})
-        if good:
-            outputs = llm.generate(prompts, [row.sampling_params for row in good], use_tqdm=False)
-            for row, output in zip(good, outputs, strict=True):
-                answers[row.index] = self._line(row.index, row) | completion_content(row, output)
+                prompts.append(
+                    {
+                        "prompt_token_ids": token_ids,
+                        "num_dropped_tokens": row.num_dropped_tokens,
+                        "sampling_params": row.sampling_params,
+                    }
+                )
+        for row, output in zip(good, llm.generate_iter(prompts), strict=True):
+            answers[row.index] = self._line(row.index, row) | completion_content(row, output)
         return [answers[raw.index] for raw in raw_rows]
 
     def _row(self, llm: LLM, raw: RawRow) -> PromptRow:

@@ -78,6 +78,12 @@ class RequestOutput:
     num_disk_cached_tokens: int = 0
     num_dropped_tokens: int = 0
 
+    @classmethod
+    def refused(cls, request_id: str, error: Exception) -> RequestOutput:
+        """Of a request that was not queued: it ended by an error, which `stop_reason` tells."""
+        nothing = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
+        return cls(request_id, None, [], None, [nothing], finished=True)
+
     @property
     def cached_tokens_by_tier(self) -> dict[str, int]:
         """See the class."""

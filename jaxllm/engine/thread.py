@@ -60,6 +60,10 @@ class EngineThread:
         self.queue(states)
         return outputs
 
+    def open(self) -> OutputStream:
+        """Outputs of no requests yet, for `OutputStream.add`."""
+        return OutputStream(self, queue.SimpleQueue(), {})
+
     def prepare(
         self, requests: Sequence[tuple[str, dict[str, Any]]], *, stream: bool, put: Callable[[Item], object]
     ) -> tuple[list[RequestState], dict[str, OutputBuilder]]:
@@ -72,13 +76,10 @@ class EngineThread:
             What `queue` takes, and what puts the deltas together, by id.
         """
         self._engine.owner.check_process()
-        sink = functools.partial(self._forward, put)
         prepared: list[tuple[RequestState, OutputBuilder]] = []
         for place, (request_id, arguments) in enumerate(requests):
             try:
-                prepared += self._engine.prepare(
-                    request_id, stream=stream, sink=sink, output_id=str(place), **arguments
-                )
+                prepared += self.prepare_one(request_id, place, arguments, stream=stream, put=put)
             except (RequestError, SamplingParamsError) as error:
                 given = [one.get("sampling_params") for _, one in requests]
                 name = f"prompts[{place}]"
@@ -87,6 +88,19 @@ class EngineThread:
                 raise type(error)(f"{name}: {error}") from error
         builders = {state.request.request_id: builder for state, builder in prepared}
         return [state for state, _ in prepared], builders
+
+    def prepare_one(
+        self,
+        request_id: str,
+        place: int,
+        arguments: dict[str, Any],
+        *,
+        stream: bool,
+        put: Callable[[Item], object],
+    ) -> list[tuple[RequestState, OutputBuilder]]:
+        """Check a request, whose outputs are called by its place; as `prepare`."""
+        sink = functools.partial(self._forward, put)
+        return self._engine.prepare(request_id, stream=stream, sink=sink, output_id=str(place), **arguments)
 
     def queue(self, states: Sequence[RequestState]) -> None:
         """Run requests that were prepared.
@@ -266,8 +280,24 @@ class OutputStream(Iterator[RequestOutput]):
 
     def __init__(self, thread: EngineThread, items: _Queue, builders: dict[str, OutputBuilder]) -> None:
         self._thread, self._items, self._builders = thread, items, builders
-        self._dropped = weakref.finalize(self, thread.abort_soon, tuple(builders))
+        self._dropped = weakref.finalize(self, _abort_left, thread, builders)
         self._dropped.atexit = False
+
+    def add(self, request_id: str, place: int, arguments: dict[str, Any]) -> None:
+        """Check and queue one request more, of which only the last output is wanted.
+
+        Args:
+            request_id: an id that is never used twice.
+            place: what its output is called.
+            arguments: of `Engine.prepare`.
+
+        Raises:
+            RequestError, SamplingParamsError: it is refused.
+            EngineError: the engine has failed, or belongs to a thread that is not the caller.
+        """
+        prepared = self._thread.prepare_one(request_id, place, arguments, stream=False, put=self._items.put)
+        self._builders.update({state.request.request_id: builder for state, builder in prepared})
+        self._thread.queue([state for state, _ in prepared])
 
     @property
     def num_unfinished(self) -> int:
@@ -323,3 +353,7 @@ class OutputStream(Iterator[RequestOutput]):
         if request_ids:
             self._thread.abort(request_ids)
         self._dropped.detach()
+
+
+def _abort_left(thread: EngineThread, builders: dict[str, OutputBuilder]) -> None:
+    thread.abort_soon(tuple(builders))

@@ -204,20 +204,15 @@ class JaxLLM(TemplateLM):
         """Prompts' places and outputs, as they are done; no more than a few batches' are held at once."""
         from tqdm import tqdm
 
-        size = 8 * self.llm.engine.scheduler.config.max_num_seqs
         # The longest first, so that the last ones running are short.
         order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
+        rows = ({"prompt_token_ids": prompts[one], "sampling_params": params[one]} for one in order)
         with tqdm(total=len(prompts), disable=disable_tqdm, desc="Running requests") as bar:
-            for start in range(0, len(order), size):
-                places = order[start : start + size]
-                stream = self.llm.stream(
-                    [prompts[place] for place in places], [params[place] for place in places]
-                )
-                for output in stream:
-                    if output.finish_reason == "error":
-                        raise EngineError(f"a request failed: {output.stop_reason}")
-                    yield places[int(output.request_id)], output
-                    bar.update()
+            for output in self.llm.generate_iter(rows, in_order=False):
+                if output.finish_reason == "error":
+                    raise EngineError(f"a request failed: {output.stop_reason}")
+                yield order[int(output.request_id)], output
+                bar.update()
 
 
 if __name__ == "__main__":
