@@ -128,6 +128,10 @@ class SchedulerState:
         """Blocks that a holder lacks to hold the KV of its first `num_tokens`."""
         return max(0, self.pool.blocks_for(num_tokens) - len(request.block_ids))
 
+    def queue_of(self, request: Request) -> RequestQueue:
+        """The queue that a queued request is in."""
+        return self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
+
     def first_queued(self) -> Request | None:
         """Of the requests that are queued the one that arrived first."""
         queued = self._queued
