@@ -128,16 +128,18 @@ class SchedulerState:
         """Blocks that a holder lacks to hold the KV of its first `num_tokens`."""
         return max(0, self.pool.blocks_for(num_tokens) - len(request.block_ids))
 
-    def queue_of(self, request: Request) -> RequestQueue:
-        """The queue that a queued request is in."""
-        return self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
+    def queue_of(self, request: Request) -> RequestQueue | None:
+        """The queue that a request is in; None of those that hold blocks, or have ended."""
+        if request.slot is None and request.status is RequestStatus.SWAPPED:
+            return self.swapped
+        return self.waiting if request.status is RequestStatus.WAITING else None
 
     def first_queued(self) -> Request | None:
         """Of the requests that are queued the one that arrived first."""
         queued = self._queued
         while queued:
             request = queued[0][2]
-            if request.slot is None and request.status in (RequestStatus.WAITING, RequestStatus.SWAPPED):
+            if self.queue_of(request) is not None:
                 return request
             heapq.heappop(queued)
         return None
@@ -290,15 +292,17 @@ class SchedulerState:
         return Swap(request, self._num_loads, tuple(new), tuple(copied))
 
     def start(self, request: Request, *, copies: bool = False) -> Swap | bool:
-        """Give a waiting request a slot, and the blocks that hold the KV of its first tokens already.
+        """Give a queued request a slot, and the blocks that hold the KV of its first tokens already.
 
-        With `copies` those in host memory count, too.
+        With `copies` those in host memory count, too; those of a swapped one always.
 
         Returns:
-            The copy of these, or whether it starts: not, if its other blocks are more than are free.
+            The copy of these, or whether it starts: not, if a waiting one's other blocks are more than are
+            free.
         """
-        pool = self.pool
-        found = self.locate(request, on_host=copies)
+        pool, found = self.pool, self.locate(request, on_host=copies)
+        if request.host_blocks:
+            return self.take_places(request, found) or True
         on_device = [place for place in found if isinstance(place, int)]
         num_unused = sum([not pool.num_references(block_id) for block_id in on_device])
         if pool.blocks_for(request.num_tokens) - len(on_device) + num_unused > pool.num_free:

@@ -7,6 +7,7 @@ import pytest
 from scheduler_helpers import V1, LinearCosts, describe, make_request, make_scheduler, step, take
 
 from jaxllm.errors import ConfigError
+from jaxllm.sched.applying import Iteration
 from jaxllm.sched.policies import (
     Decision,
     MixedIterations,
@@ -171,7 +172,7 @@ def test_a_prompt_whose_blocks_a_load_holds_waits_for_that():
         state.activate(request)
         request.num_computed_tokens = num_computed
     for request in (first, second):
-        scheduler._preempt(request, Decision(PreemptionAction.SWAP), (), 0, 0.0)
+        Iteration(state, None, 0, 0.0).preempt(request, Decision(PreemptionAction.SWAP))
     scheduler.add(make_request(2, 1, max_new_tokens=9))
     requests = dict(scheduler._state.live)
     for now in range(40):
