@@ -10,21 +10,19 @@ from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.cache.preview import PoolPreview
-from jaxllm.sched.offers import Offer, Offers, preview_of
 from jaxllm.sched.plan import Plan, Planner, ask_action
 from jaxllm.sched.policies import (
     IterationState,
     PoolState,
     PreemptionAction,
     ResumeAction,
-    ResumeDecision,
     SchedulerPolicy,
 )
 from jaxllm.sched.policies.actions import num_copied
 from jaxllm.sched.policies.victims import Outranks
 from jaxllm.sched.queues import RequestQueue, Verdict
 from jaxllm.sched.state import SchedulerState
-from jaxllm.sched.taking import Room, Taking
+from jaxllm.sched.taking import AT_ONCE, Offer, Room, Taking, preview_of
 from jaxllm.types import Request, RequestStatus
 
 _FULL = 0.9
@@ -259,9 +257,9 @@ class PolicyPlanner(Planner):
         state, is_waiting, preview = self._state, queue is self._state.waiting, None
         if only is not None and state.queue_of(only) is not queue:
             return []
-        if not queue or room.is_used_up or (room.num_chunks if is_waiting else room.num_blocks) < 1:
+        if not queue or min(room.num_tokens, room.num_slots) < 1:
             return []
-        if not (is_waiting or self._mixes) and plan.chunks:
+        if room.num_chunks < 1 if is_waiting else room.num_blocks < 1 or (plan.chunks and not self._mixes):
             return []
         if is_waiting and state.may_find:
             preview = preview_of(state, plan, after, mixes=self._mixes)
@@ -269,10 +267,10 @@ class PolicyPlanner(Planner):
             preview = PoolPreview(state.pool)  # their copies are before all else
         elif state.pool.blocks_for(queue.min_num_tokens) > room.num_blocks:
             return []
-        offers = Offers(state, self._policy.resume, preview)
-        is_forced = is_forced or only is not None
-        taking = Taking(state, self._policy, offers, plan, after, room, now, is_forced=is_forced)
-        return taking.visit(queue, only)
+        is_forced, has_chunks = is_forced or only is not None, bool(plan.chunks)
+        is_busy = bool(state.running or has_chunks or after) and not is_forced
+        how = {"is_busy": is_busy, "has_chunks": has_chunks, "is_forced": is_forced}
+        return Taking(state, self._policy, preview, room, now, **how).visit(queue, only)
 
     def _outrank(self, plan: Plan, room: Room, now: float, outranks: Outranks) -> None:
         """Let the most urgent queued request take the room of holders, if the policy says so."""
@@ -285,19 +283,20 @@ class PolicyPlanner(Planner):
         preview, is_waiting = None, queued.status is RequestStatus.WAITING
         if state.may_find if is_waiting else state.config.enable_prefix_caching:
             preview = preview_of(state, plan, mixes=mixes, is_certain=False)
+        taking = Taking(state, self._policy, preview, room, now)
         # What is on the host is computed again: victims' copies may take its room.
-        offer = Offers(state, self._policy.resume, preview).make(queued, on_host=False)
+        offer = taking.offer(queued, on_host=False)
         found = self._make_room(offer, room, now, outranks)
         if found is None:
             return
         gone = {request for request, _ in found.victims}
         plan.chunks = [(request, length) for request, length in plan.chunks if request not in gone]
         plan.victims, plan.scores = found.victims, found.scores
-        length = min(offer.num_in_first_run, room.num_tokens)
+        length = taking.num_at_once(offer)
         if is_waiting:
             plan.starting, plan.decodes = [(queued, length)], mixes
         else:
-            plan.resuming = [(queued, ResumeDecision(ResumeAction.AT_ONCE), length)]
+            plan.resuming = [(queued, AT_ONCE, length)]
 
     def _most_urgent(self, now: float) -> Request:
         """Of the heads of the queues."""
