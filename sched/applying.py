@@ -40,8 +40,8 @@ class Iteration:
         self._num_steps = self._num_decode_steps(plan, max_decode_steps)
         self._note_passed(plan)
         self._hold_copies(plan)
-        for victim, decision in plan.victims:
-            self.preempt(victim, decision, plan.scores)
+        for victim, fate in plan.victims:
+            self.preempt(victim, fate, plan.scores)
         chunks = list(plan.chunks)
         for request, decision, length in plan.resuming:
             if self._take_in(request, decision) and request in state.prompts:
@@ -53,8 +53,7 @@ class Iteration:
             if self._take_in(request, plan.fetching.get(request)) and length:
                 self._prefill.append(self._compute(request, length))
         if self._is_empty and state.prompts:  # whoever was to wait for a copy found its blocks
-            chunk = self._compute(state.prompts[0], state.config.max_num_batched_tokens)
-            self._prefill.append(chunk)
+            self._prefill = [self._compute(state.prompts[0], state.config.max_num_batched_tokens)]
 
     def output(self, offloader: Offloader | None, copies: CopyProgress) -> SchedulerOutput:
         """What executors are to do, with what `offloader` copies beside it."""
@@ -95,8 +94,7 @@ class Iteration:
 
     def _num_decode_steps(self, plan: Plan, limit: int) -> int:
         """How many iterations may go by before the next decision."""
-        state = self._state
-        running = state.running
+        state, running = self._state, self._state.running
         is_calm = plan.is_only_decode and not (state.is_queued or state.prompts or state.loading)
         if limit == 1 or not (is_calm and plan.is_repeatable) or len(running) > MULTI_STEP_SEQS:
             return 1
@@ -163,8 +161,7 @@ class Iteration:
 
     def _advance(self) -> None:
         """Let the running requests decode."""
-        state, num_steps = self._state, self._num_steps
-        running = state.running
+        state, num_steps, running = self._state, self._num_steps, self._state.running
         growing = running.growing if num_steps == 1 else running.growing_within(num_steps)
         for request, block_id in zip(growing, state.pool.allocate(len(growing)), strict=True):
             request.block_ids.append(block_id)

@@ -28,7 +28,6 @@ from jaxllm.types import Request, RequestStatus
 _FULL = 0.9
 """Share of a program's rows from which on it is not worth cutting prompts for a smaller one."""
 
-
 _Rank = tuple[float, int, Request]  # score, infinite of protected ones, and the later arrival first
 
 
@@ -58,14 +57,13 @@ class PolicyPlanner(Planner):
         if state.prompts or state.is_queued or state.loading:
             num_tokens = self._num_prompt_tokens()
             self._go_on(plan, num_tokens)
-        num_free = state.pool.num_free - self._num_needed(plan)
-        if num_free < 0:
+        if self._num_needed(plan) > state.pool.num_free:
             if state.num_holders == 1 and state.loading:
                 return None  # so that there is somebody to preempt
             if not self._preempt(plan, num_tokens, now) and state.loading:
                 return None
         elif state.is_queued:
-            self._take_in(plan, self._room(plan, num_tokens, num_free), now)
+            self._take_in(plan, self._room(plan, num_tokens), now)
         if not (state.running or plan.chunks or plan.starting or plan.resuming) and state.loading:
             return None
         if plan.chunks or plan.starting:
@@ -103,24 +101,21 @@ class PolicyPlanner(Planner):
 
     def _num_needed(self, plan: Plan) -> int:
         """Blocks that those who go on need."""
-        num_needed = len(self._state.running.growing) if plan.decodes else 0
-        return num_needed + sum([self._num_missing(*chunk) for chunk in plan.chunks])
-
-    def _num_missing(self, request: Request, length: int) -> int:
-        return self._state.num_missing(request, request.num_computed_tokens + length)
+        state, num_needed = self._state, len(self._state.running.growing) * plan.decodes
+        for request, length in plan.chunks:
+            num_needed += state.num_missing(request, request.num_computed_tokens + length)
+        return num_needed
 
     def _preempt(self, plan: Plan, num_tokens: int, now: float) -> bool:
         """Add victims until the others have the blocks they need (True), or one holder is left."""
-        state = self._state
-        order = self._victim_order(now)
+        state, policy, order = self._state, self._policy.victim, self._victim_order(now)
         pools, preview = state.pools(state.pool.num_free), PoolPreview(state.pool)
         growing = state.running.growing
         num_spared = 0  # blocks that victims among the running ones do not need
         num_needed = self._num_needed(plan)
         for victim in state.aside:
             if num_needed > pools.num_free:
-                score = self._policy.victim.score(victim, now)
-                pools = self._give_up(plan, victim, score, pools, preview, now)
+                pools = self._give_up(plan, victim, policy.score(victim, now), pools, preview, now)
         while num_needed - num_spared * plan.decodes > pools.num_free and len(order) > 1:
             score, _, victim = heapq.heappop(order)
             num_spared += victim in growing
@@ -150,13 +145,7 @@ class PolicyPlanner(Planner):
         return order
 
     def _give_up(
-        self,
-        plan: Plan,
-        victim: Request,
-        score: float,
-        pools: PoolState,
-        preview: PoolPreview,
-        now: float,
+        self, plan: Plan, victim: Request, score: float, pools: PoolState, preview: PoolPreview, now: float
     ) -> PoolState:
         """Add a victim to `plan`; returns the pools without it."""
         is_running = victim.is_decoding
@@ -181,16 +170,13 @@ class PolicyPlanner(Planner):
 
     # Those who want some
 
-    def _room(self, plan: Plan, num_tokens: int, num_free: int) -> Room:
-        """What is left of so many tokens and blocks."""
+    def _room(self, plan: Plan, num_tokens: int) -> Room:
+        """What is left of so many tokens, and of the blocks, beside all that others need to go on."""
         state = self._state
-        for request in (*state.prompts, *state.loaders):  # what they still need is theirs
+        num_free = state.pool.num_free - len(state.running.growing)  # they go on, now or next
+        for request in (*state.prompts, *state.loaders):
             num_free -= state.pool.blocks_for(request.num_tokens) - len(request.block_ids)
-        if not plan.decodes:
-            num_free -= len(state.running.growing)  # they go on next
-        for request, length in plan.chunks:
-            num_free += self._num_missing(request, length)  # which was taken off before
-            num_tokens -= length
+        num_tokens -= sum([length for _, length in plan.chunks])
         return Room(num_free, num_tokens, len(state.free_slots), self._max_chunks - len(plan.chunks))
 
     def _take_in(self, plan: Plan, room: Room, now: float) -> None:
@@ -220,8 +206,8 @@ class PolicyPlanner(Planner):
         plan.starting = [(offer.request, offer.length) for offer in starting]
         plan.fetching = {offer.request: offer.decision for offer in starting if offer.copies}
         plan.decodes = plan.decodes and (self._mixes or not computes)
-        outranks = self._policy.victim.outranks
-        if not (resuming or starting or plan.reserved) and outranks is not None:
+        is_nobody = not (resuming or starting or plan.reserved)
+        if is_nobody and (outranks := self._policy.victim.outranks) is not None:
             self._outrank(plan, room, now, outranks)
 
     def _take_sets(self, plan: Plan, room: Room, now: float) -> tuple[list[Offer], list[Offer]]:
@@ -255,9 +241,9 @@ class PolicyPlanner(Planner):
     ) -> list[Offer]:
         """Requests of a queue that `room` suffices for, when those `after` which they come have theirs."""
         state, is_waiting, preview = self._state, queue is self._state.waiting, None
-        if only is not None and state.queue_of(only) is not queue:
+        if not queue or (only is not None and state.queue_of(only) is not queue):
             return []
-        if not queue or min(room.num_tokens, room.num_slots) < 1:
+        if min(room.num_tokens, room.num_slots) < 1:
             return []
         if room.num_chunks < 1 if is_waiting else room.num_blocks < 1 or (plan.chunks and not self._mixes):
             return []
@@ -267,23 +253,20 @@ class PolicyPlanner(Planner):
             preview = PoolPreview(state.pool)  # their copies are before all else
         elif state.pool.blocks_for(queue.min_num_tokens) > room.num_blocks:
             return []
-        is_forced, has_chunks = is_forced or only is not None, bool(plan.chunks)
-        is_busy = bool(state.running or has_chunks or after) and not is_forced
-        how = {"is_busy": is_busy, "has_chunks": has_chunks, "is_forced": is_forced}
-        return Taking(state, self._policy, preview, room, now, **how).visit(queue, only)
+        is_forced = is_forced or only is not None
+        taking = Taking(state, self._policy, plan, preview, room, now, after, is_forced)
+        return taking.visit(queue, only)
 
     def _outrank(self, plan: Plan, room: Room, now: float, outranks: Outranks) -> None:
         """Let the most urgent queued request take the room of holders, if the policy says so."""
-        state, mixes = self._state, self._mixes
-        queued = self._most_urgent(now)
-        if state.has_to_wait(queued) or queued.num_in_flight:
-            return
-        if not plan.decodes or min(room.num_tokens, room.num_chunks) < 1:
+        state, mixes, queued = self._state, self._mixes, self._most_urgent(now)
+        is_over = not plan.decodes or min(room.num_tokens, room.num_chunks) < 1
+        if is_over or state.has_to_wait(queued) or queued.num_in_flight:
             return
         preview, is_waiting = None, queued.status is RequestStatus.WAITING
         if state.may_find if is_waiting else state.config.enable_prefix_caching:
             preview = preview_of(state, plan, mixes=mixes, is_certain=False)
-        taking = Taking(state, self._policy, preview, room, now)
+        taking = Taking(state, self._policy, plan, preview, room, now)
         # What is on the host is computed again: victims' copies may take its room.
         offer = taking.offer(queued, on_host=False)
         found = self._make_room(offer, room, now, outranks)

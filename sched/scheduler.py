@@ -12,7 +12,7 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.offloading import Offloader
-from jaxllm.sched.plan import Plan, Planner, PlanningPolicy
+from jaxllm.sched.plan import Planner, PlanningPolicy
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.reading import ReadAhead
@@ -110,8 +110,7 @@ class Scheduler:
         self._planner = _planner_of(self.policy, self._state)
         self._offloader: Offloader | None = None
         if self.config.enable_prefix_caching and self.config.num_host_blocks:
-            is_eager = self._files is not None
-            self._offloader = Offloader(self._state, self.policy.offload, is_eager=is_eager)
+            self._offloader = Offloader(self._state, self.policy.offload, is_eager=self._files is not None)
         self._read_ahead: ReadAhead | None = None
         if self._files is not None:
             self._read_ahead = ReadAhead(self._state, self._files, self.policy.offload)
@@ -159,17 +158,10 @@ class Scheduler:
     def usage(self) -> tuple[PoolUsage, PoolUsage]:
         """Blocks of the device and of host memory, by what they are; any thread may ask."""
         pool, host = self._state.pool, self._state.host
-        num_free, num_cached = pool.num_free, min(pool.num_cached, pool.num_free)
-        num_available, num_host_free = host.num_available, host.num_free
-        return (
-            PoolUsage(pool.num_blocks, pool.num_blocks - num_free, num_cached, num_free - num_cached),
-            PoolUsage(
-                host.num_blocks,
-                max(0, host.num_blocks - num_available),
-                max(0, num_available - num_host_free),
-                num_host_free,
-            ),
-        )
+        num_available = pool.num_free
+        num_free = max(0, num_available - pool.num_cached)
+        on_host = _usage(host.num_blocks, host.num_available, host.num_free)
+        return _usage(pool.num_blocks, num_available, num_free), on_host
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -229,21 +221,16 @@ class Scheduler:
         state.settle(copies, now)
         if self._read_ahead is not None:
             self._read_ahead.settle(copies.read, now)
-            self.is_planning = True
+        self.is_planning = True
+        if self._read_ahead is not None:
             self._read_ahead.add_reads(self._reads, now)
-            self.is_planning = False
-        while (plan := self._plan(now)) is None:
+        while (plan := self._planner.plan(now)) is None:
             state.join(next(iter(state.loading.values())))
+        self.is_planning = False
         iteration = Iteration(state, self.ledger, self.num_scheduled, now)
         self.num_scheduled += 1
         iteration.apply(plan, max_decode_steps)
         return iteration.output(self._offloader, copies)
-
-    def _plan(self, now: float) -> Plan | None:
-        self.is_planning = True
-        plan = self._planner.plan(now)
-        self.is_planning = False
-        return plan
 
     @property
     def has_leftovers(self) -> bool:
@@ -355,6 +342,10 @@ class Scheduler:
             KVCacheError: one is broken; the message says which.
         """
         check_invariants(self._state)
+
+
+def _usage(total: int, available: int, free: int) -> PoolUsage:
+    return PoolUsage(total, max(0, total - available), max(0, available - free), free)
 
 
 def _planner_of(policy: SchedulingPolicy, state: SchedulerState) -> Planner:

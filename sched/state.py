@@ -61,8 +61,8 @@ class SchedulerState:
         self.collects_filled = False
         self.looks_past_gaps = config.enable_prefix_caching and retention.loses_heads
         self.filled: list[tuple[int, BlockName]] = []
-        heads_go_first = retention.loses_heads
-        self.pool = BlockPool(config.num_gpu_blocks, config.block_size, heads_go_first=heads_go_first)
+        sizes = config.num_gpu_blocks, config.block_size
+        self.pool = BlockPool(*sizes, heads_go_first=retention.loses_heads)
         self.host = HostPool(config.num_host_blocks, config.block_size, retention)
         self.loading: dict[int, Swap] = {}
         self.joined: list[Swap] = []
@@ -71,9 +71,8 @@ class SchedulerState:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.live: dict[str, Request] = {}
         self._watched: dict[str, list[BlockName]] = {}
-        self._num_watched = 1
-        if isinstance(retention, QueueAwareRetention) and retention.looks_ahead:
-            self._num_watched = sys.maxsize
+        looks_ahead = isinstance(retention, QueueAwareRetention) and retention.looks_ahead
+        self._num_watched = sys.maxsize if looks_ahead else 1
         self._counts_findable = isinstance(priority, CachePriority) and priority.reads_cache
         self.waiting = RequestQueue(priority)
         self.swapped = RequestQueue(priority)
@@ -85,7 +84,7 @@ class SchedulerState:
         self.copied_out_at: dict[str, float] = {}
         self.copy_out_until = self.copy_in_until = float("-inf")
         self._queued: list[tuple[int, int, Request]] = []  # a heap; with some that are queued no longer
-        self._num_queued = 0
+        self._numbers = itertools.count()  # so that requests are never compared
 
     # Views
 
@@ -164,11 +163,9 @@ class SchedulerState:
             learn_names(request, num_tokens, self.config.block_size)
         return request.block_names
 
-    def name_blocks(self, request: Request, limit: int | None = None) -> None:
+    def name_blocks(self, request: Request, limit: int = sys.maxsize) -> None:
         """Let others find a holder's full blocks whose tokens are known, of its first `limit` tokens."""
-        num_computed = request.num_computed_tokens
-        if limit is not None:
-            num_computed = min(num_computed, limit)
+        num_computed = min(request.num_computed_tokens, limit)
         names = self.learn_names(request, num_computed)
         stop = min(len(names), num_computed // self.config.block_size)
         for place in range(request.num_named_blocks, stop):
@@ -181,17 +178,16 @@ class SchedulerState:
         """Whether a waiting request may find blocks: not if it asks how likely its prompt is."""
         return self.config.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
 
-    def findable(self, request: Request, limit: int | None = None, files: FileIndex = ()) -> list[BlockName]:
+    def findable(self, request: Request, files: FileIndex = ()) -> list[BlockName]:
         """Names that a waiting request looks up: not of its last token, which is to be computed.
 
-        Of its first `limit` tokens, if it is given. A cut request finds a block by either of two names: it
-        looks up the one that is there, on the device, the host or in `files`, the uncut one if both are.
+        A cut request finds a block by either of two names: it looks up the one that is there, on the device,
+        the host or in `files`, the uncut one if both are.
         """
         if not self.may_look_up(request):
             return []
-        num_tokens = request.num_tokens - 1 if limit is None else min(limit, request.num_tokens - 1)
-        names = self.learn_names(request, num_tokens)
-        num_blocks = num_tokens // self.config.block_size
+        names = self.learn_names(request, request.num_tokens - 1)
+        num_blocks = (request.num_tokens - 1) // self.config.block_size
         names = names if len(names) == num_blocks else names[:num_blocks]
         if not request.uncut_names:
             return names
@@ -221,13 +217,11 @@ class SchedulerState:
         device if `on_host` is False.
         """
         first, first_on_host = self.pool.names.first, self.host.names.first
-        found: list[int | HostBlock | None] = []
         if request.host_blocks:
-            names = request.block_names
-            for number, place in enumerate(request.host_blocks):
-                block_id = first(names[number]) if number < len(names) else None
-                found.append(place if block_id is None else block_id)
-            return found
+            places = request.host_blocks
+            both = itertools.zip_longest(places, map(first, request.block_names[: len(places)]))
+            return [place if block_id is None else block_id for place, block_id in both]
+        found: list[int | HostBlock | None] = []
         count = 0
         for number, name in enumerate(self.findable(request), 1):
             block_id = first(name)
@@ -294,11 +288,10 @@ class SchedulerState:
     def start(self, request: Request, *, copies: bool = False) -> Swap | bool:
         """Give a queued request a slot, and the blocks that hold the KV of its first tokens already.
 
-        With `copies` those in host memory count, too; those of a swapped one always.
+        With `copies`, or if it was swapped, those in host memory count, too.
 
         Returns:
-            The copy of these, or whether it starts: not, if a waiting one's other blocks are more than are
-            free.
+            The copy of these, or whether a waiting one starts: not, if more other blocks are to be free.
         """
         pool, found = self.pool, self.locate(request, on_host=copies)
         if request.host_blocks:
@@ -322,12 +315,11 @@ class SchedulerState:
             num_copied = (num_found - len(on_device)) * pool.block_size
             request.num_disk_cached_tokens = min(num_copied, num_read)
             request.num_host_cached_tokens = num_copied - request.num_disk_cached_tokens
-        return True if swap is None else swap
+        return swap or True
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request the blocks it lacks for its first `num_tokens`."""
-        num_blocks = self.num_missing(request, num_tokens)
-        if num_blocks:
+        if num_blocks := self.num_missing(request, num_tokens):
             request.block_ids += self.pool.allocate(num_blocks)
 
     def release(self, request: Request, *, is_filled: bool = True) -> None:
@@ -409,10 +401,8 @@ class SchedulerState:
         """Take a request out of the queue it is in."""
         self.copied_out_at.pop(request.request_id, None)
         self.awaited.pop(request.request_id, None)
-        if request.status is RequestStatus.SWAPPED:
-            self.swapped.remove(request)
-            return
-        self.waiting.remove(request)
+        queue = self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
+        queue.remove(request)
         for name in self._watched.pop(request.request_id, ()):
             self.pool.names.unwatch(name)
             self.host.names.unwatch(name)
@@ -440,8 +430,7 @@ class SchedulerState:
         else:
             request.status = RequestStatus.SWAPPED
             self.swapped.add(request)
-        self._num_queued += 1  # so that requests are never compared
-        heapq.heappush(self._queued, (request.arrival_index, self._num_queued, request))
+        heapq.heappush(self._queued, (request.arrival_index, next(self._numbers), request))
 
 
 def _runs(found: Sequence[object], size: int) -> list[tuple[int, int]]:

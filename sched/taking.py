@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxllm.errors import ConfigError
 from jaxllm.sched.cache.preview import NO_HIT, Hit, PoolPreview
 from jaxllm.sched.plan import Plan, check_seconds
-from jaxllm.sched.policies import ResumeAction, ResumeDecision, SchedulerPolicy
+from jaxllm.sched.policies import PoolState, ResumeAction, ResumeDecision, SchedulerPolicy
 from jaxllm.sched.queues import RequestQueue, Verdict
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request, RequestStatus
@@ -62,59 +62,62 @@ class Offer:
         return self.copies and self.decision.action is ResumeAction.IN_BACKGROUND
 
 
+@dataclasses.dataclass(slots=True)
 class Taking:
-    """One pass over a queue, each request as if those that were taken before had theirs."""
+    """One pass over a queue, each request as if those that were taken before had theirs.
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        policy: SchedulerPolicy,
-        preview: PoolPreview | None,
-        room: Room,
-        now: float,
-        *,
-        is_busy: bool = True,
-        has_chunks: bool = False,
-        is_forced: bool = False,
-    ) -> None:
-        """Nobody is taken.
+    Attributes:
+        state, policy, plan, now: as they are named; the plan says what those who hold blocks do.
+        preview: where blocks are looked up; None if there are none to find.
+        room: what there is, and then what is left.
+        after: who takes blocks before.
+        is_forced: whether one is taken alone and at once, whatever the policy says.
+        taken: the offers of those that are taken.
+    """
 
-        Args:
-            state, policy, now: as they are named.
-            preview: where blocks are looked up; None if there are none to find.
-            room: what there is, and then what is left.
-            is_busy: whether there is something else to do than to wait for copies of waiting requests.
-            has_chunks: whether prompts are under way.
-            is_forced: whether one is taken alone and at once, whatever the policy says.
-        """
-        self._state, self._policy, self._preview, self._room = state, policy, preview, room
-        self._now, self._mixes = now, policy.iterations.mixes
-        self._is_busy, self._has_chunks, self._is_forced = is_busy, has_chunks, is_forced
-        self._pools = state.pools(room.num_blocks)
-        skips = policy.restore.skips
+    state: SchedulerState
+    policy: SchedulerPolicy
+    plan: Plan
+    preview: PoolPreview | None
+    room: Room
+    now: float
+    after: Sequence[Offer] = ()
+    is_forced: bool = False
+    taken: list[Offer] = dataclasses.field(default_factory=list)
+    _pools: PoolState = dataclasses.field(init=False)
+    _is_busy: bool = dataclasses.field(init=False)  # with more than copies of waiting requests
+    _unsuited: Verdict = dataclasses.field(init=False)
+    _too_large: Verdict = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pools = self.state.pools(self.room.num_blocks)
+        self._is_busy = bool(self.state.running or self.plan.chunks or self.after) and not self.is_forced
+        skips = self.policy.restore.skips
         self._unsuited = Verdict.SKIP_ONE if skips else Verdict.STOP
         # Who finds blocks may be short, however long it is.
-        self._too_large = Verdict.SKIP if skips and preview is None else self._unsuited
-        self._taken: list[Offer] = []
+        self._too_large = Verdict.SKIP if skips and self.preview is None else self._unsuited
 
     def visit(self, queue: RequestQueue, only: Request | None = None) -> list[Offer]:
         """The offers of those that are taken: whom there is room for, or `only` this one."""
-        too_long = math.inf
-        if self._too_large is Verdict.SKIP:
-            too_long = self._room.num_blocks * self._state.pool.block_size + 1
+        num_held = self.room.num_blocks * self.state.pool.block_size
+        too_long = num_held + 1 if self._too_large is Verdict.SKIP else math.inf
         if only is None:
-            queue.visit(self._now, self._judge, too_long)
+            queue.visit(self.now, self._judge, too_long)
         else:
             self._judge(only)
-        return self._taken
+        return self.taken
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nobody is taken any more, or looked up."""
+        if self.room.num_tokens < 1 or self.room.num_slots < 1 or (self.is_forced and self.taken):
+            return True
+        return self.preview is not None and self.preview.num_looked_up > _MAX_LOOKED_UP
 
     def _judge(self, request: Request) -> Verdict:
         """Whether a request is taken now, and if not, who else is visited."""
-        state, room = self._state, self._room
-        num_chunks = 1 if request.status is RequestStatus.SWAPPED else room.num_chunks
-        if min(room.num_tokens, room.num_slots, num_chunks) < 1 or (self._is_forced and self._taken):
-            return Verdict.STOP
-        if self._preview is not None and self._preview.num_looked_up > _MAX_LOOKED_UP:
+        state, room = self.state, self.room
+        if self._is_over or (room.num_chunks < 1 and request.status is RequestStatus.WAITING):
             return Verdict.STOP
         if state.sits_out(request):
             return Verdict.SKIP_ONE
@@ -125,7 +128,7 @@ class Taking:
             return self._too_large
         if state.is_coming(offer.hit.copied) or (offer.num_left > 1 and room.num_chunks < 1):
             return self._unsuited
-        if offer.copies and not (offer.is_swapped and self._is_forced):
+        if offer.copies and not (offer.is_swapped and self.is_forced):
             offer = self._ask(offer)
             if not (self._is_busy or offer.is_swapped):
                 offer.decision = offer.decision._replace(action=ResumeAction.AT_ONCE)
@@ -141,17 +144,17 @@ class Taking:
         if request.status is RequestStatus.WAITING:
             return self._offer(request, self._find(request, on_host=on_host))
         names, places = request.block_names, request.host_blocks
-        if self._preview is None:
+        if self.preview is None:
             return self._offer(request, Hit(len(places), (), (), tuple(places)))
-        return self._offer(request, self._preview.find_each(names, places, is_chain=not request.uncut_names))
+        return self._offer(request, self.preview.find_each(names, places, is_chain=not request.uncut_names))
 
     def num_at_once(self, offer: Offer) -> int:
         """Tokens that a request computes in the iteration: until the next one that it finds."""
-        num_missing = offer.hit.num_missing * self._state.pool.block_size
-        return min(num_missing or offer.num_left, self._room.num_tokens)
+        num_missing = offer.hit.num_missing * self.state.pool.block_size
+        return min(num_missing or offer.num_left, self.room.num_tokens)
 
     def _offer(self, request: Request, hit: Hit, decision: ResumeDecision = AT_ONCE) -> Offer:
-        pool, is_swapped = self._state.pool, request.status is RequestStatus.SWAPPED
+        pool, is_swapped = self.state.pool, request.status is RequestStatus.SWAPPED
         num_needed = pool.blocks_for(request.num_tokens) - hit.num_on_device + len(hit.free)
         num_there = request.num_computed_tokens if is_swapped else hit.num_blocks * pool.block_size
         return Offer(request, is_swapped, hit, num_needed, request.num_tokens - num_there, decision)
@@ -161,14 +164,13 @@ class Taking:
 
         Where others may be without it, if that or one in the middle or the last is.
         """
-        state, preview, past_gaps = self._state, self._preview, self._state.looks_past_gaps
+        state, preview, past_gaps = self.state, self.preview, self.state.looks_past_gaps
         if preview is None:
             return NO_HIT
         names, where = state.findable(request), state.host.names if on_host else None
         if on_host:
-            probes = names[:1]
-            if past_gaps and names:
-                probes += [names[len(names) // 2], names[-1]]
+            middle = len(names) // 2
+            probes = [*names[:1], *names[middle : middle + 1], *names[-1:]] if past_gaps else names[:1]
             if not any(preview.is_there(name, where) for name in probes):
                 return NO_HIT
         return preview.find(names, where, looks_past_gaps=past_gaps, is_chain=not request.uncut_names)
@@ -179,14 +181,14 @@ class Taking:
         Raises:
             ConfigError: the policy's answer is no decision, or its predictions are no seconds.
         """
-        request, policy, state, on_device = offer.request, self._policy.resume, self._state, offer.hit
+        request, policy, state, on_device = offer.request, self.policy.resume, self.state, offer.hit
         if not offer.is_swapped:
             on_device = self._find(request, on_host=False)
         num_more = (offer.hit.num_blocks - on_device.num_blocks) * state.pool.block_size
         num_to_copy = state.host.num_moved(offer.hit.copied)
         pools = self._pools._replace(num_to_copy=num_to_copy, num_to_recompute=num_more)
-        copied_out_at = state.copied_out_at.get(request.request_id, self._now)
-        decision = policy.choose(request, copied_out_at, pools, self._now)
+        copied_out_at = state.copied_out_at.get(request.request_id, self.now)
+        decision = policy.choose(request, copied_out_at, pools, self.now)
         if not isinstance(decision, ResumeDecision) or not isinstance(decision.action, ResumeAction):
             raise ConfigError(f"{policy} answered {decision!r}, which is not a ResumeDecision")
         check_seconds(policy, decision.swap_seconds, decision.copy_seconds)
@@ -202,17 +204,19 @@ class Taking:
 
         Whoever has the pool to itself starts, whatever the policy says: nothing would ever free more.
         """
-        state, room, is_first = self._state, self._room, not (self._taken or self._has_chunks)
+        state, room, is_first = self.state, self.room, not (self.taken or self.plan.chunks)
         if offer.num_needed > room.num_blocks:  # it is to copy nothing
             return False
-        if offer.num_left > room.num_tokens and not (self._mixes or self._is_forced or is_first):
+        if offer.num_left > room.num_tokens and not (
+            self.policy.iterations.mixes or self.is_forced or is_first
+        ):
             return False
-        if self._is_forced or (room.num_blocks == state.pool.num_blocks and not state.swapped):
+        if self.is_forced or (room.num_blocks == state.pool.num_blocks and not state.swapped):
             return True
-        return self._policy.admission.admits(offer.request, offer.num_needed, self._pools)
+        return self.policy.admission.admits(offer.request, offer.num_needed, self._pools)
 
     def _take(self, offer: Offer) -> None:
-        room, pools = self._room, self._pools
+        room, pools = self.room, self._pools
         if not offer.is_later:
             offer.length = self.num_at_once(offer)
             self._is_busy = True
@@ -222,16 +226,16 @@ class Taking:
         room.num_chunks -= offer.num_left > 1 if offer.is_swapped else not offer.is_later
         until = pools.copy_in_until
         if offer.copies:
-            until = max(self._now, until) + (offer.decision.copy_seconds or 0.0)
+            until = max(self.now, until) + (offer.decision.copy_seconds or 0.0)
         self._pools = pools._replace(num_free=room.num_blocks, copy_in_until=until)
-        self._taken.append(offer)
-        if self._preview is not None:
-            self._preview.hold(offer.hit)
-            self._foresee(offer, self._preview)
+        self.taken.append(offer)
+        if self.preview is not None:
+            self.preview.hold(offer.hit)
+            self._foresee(offer, self.preview)
 
     def _foresee(self, offer: Offer, preview: PoolPreview) -> None:
         """Let a request take blocks, and what it computes be found."""
-        pool, hit, request = self._state.pool, offer.hit, offer.request
+        pool, hit, request = self.state.pool, offer.hit, offer.request
         if offer.is_swapped:
             preview.take(pool.blocks_for(request.num_tokens) - hit.num_on_device)
             return
@@ -239,7 +243,7 @@ class Taking:
         preview.take(pool.blocks_for(stop) - hit.num_first + len(hit.copied))
         if offer.length or not hit.copied:
             first = 0 if hit.copied else hit.num_first  # those are there already
-            names = self._state.learn_names(request, stop)
+            names = self.state.learn_names(request, stop)
             preview.compute(names[first : stop // pool.block_size])
 
 

@@ -154,17 +154,11 @@ class VLLM025Planner(Planner):
             if len(plan.starting) == num_slots or num_needed > num_free or request.num_in_flight:
                 return Verdict.STOP
             length = min(request.num_tokens, budget)
-            padded = (len(lengths) + 1) * max(length, *lengths) if lengths else length
-            if lengths and (
-                request.num_tokens > budget - sum(lengths)
-                or padded > budget
-                or padded - sum(lengths) - length > _MAX_PADDINGS
-            ):
+            if lengths and (request.num_tokens > budget - sum(lengths) or _pads([*lengths, length], budget)):
                 return Verdict.STOP
             if num_free < pool.num_blocks or state.swapped:  # who has the pool to itself always starts
-                if num_free - num_needed < int(_WATERMARK * pool.num_blocks):
-                    return Verdict.STOP
-                if bound is not None and not bound.admits(request):
+                is_tight = num_free - num_needed < int(_WATERMARK * pool.num_blocks)
+                if is_tight or not (bound is None or bound.admits(request)):
                     return Verdict.STOP
             if bound is not None:
                 bound.add(request)
@@ -211,6 +205,12 @@ class VLLM025Planner(Planner):
             return Verdict.TAKE
 
         state.swapped.visit(now, judge)
+
+
+def _pads(lengths: list[int], budget: int) -> bool:
+    """Whether prompts padded to the longest are too many tokens, or too many in vain."""
+    padded = len(lengths) * max(lengths)
+    return padded > budget or padded - sum(lengths) > _MAX_PADDINGS
 
 
 @dataclasses.dataclass(slots=True)
