@@ -192,8 +192,8 @@ class PolicyPlanner(Planner):
             starting = self._take(plan, state.waiting, room, now, only=first)
         else:
             resuming, starting = self._take_sets(plan, room, now)
-            taking = [offer.request for offer in (*resuming, *starting)]
-            if len(taking) > num_passing and first not in taking:
+            taking = [*resuming, *starting]
+            if len(taking) > num_passing and first not in [offer.request for offer in taking]:
                 resuming = resuming[: int(num_passing)]
                 starting = starting[: int(num_passing) - len(resuming)]
         computes = any(offer.length for offer in starting)
@@ -212,9 +212,11 @@ class PolicyPlanner(Planner):
 
     def _take_sets(self, plan: Plan, room: Room, now: float) -> tuple[list[Offer], list[Offer]]:
         """Who resumes, and who starts; one of the two, and the other in what is left, where both may."""
-        state, alone = self._state, dataclasses.replace(room)
+        state, alone = self._state, room
         resuming: list[Offer] = []
-        if state.num_holders or not state.loading:  # a copy that is all there is to wait for is alone
+        # A copy that is all there is to wait for is alone.
+        if state.swapped and (state.num_holders or not state.loading):
+            alone = dataclasses.replace(room)
             resuming = self._take(plan, state.swapped, room, now)
         starting = self._take(plan, state.waiting, alone, now)
         if resuming and starting:
