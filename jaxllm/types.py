@@ -11,7 +11,6 @@ from jaxllm.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.sampling.token_masks import TokenMask
-    from jaxllm.sched.cache.names import BlockName
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -34,6 +33,17 @@ def piece_sizes(num_blocks: int) -> list[int]:
     num_largest, rest = divmod(num_blocks, MAX_PIECE_BLOCKS)
     small = [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
     return [MAX_PIECE_BLOCKS] * num_largest + small
+
+
+class BlockName(NamedTuple):
+    """Of a full block: a digest of it and all before it, its tokens, int32 one after another, and its place.
+
+    `number` blocks come before it.
+    """
+
+    digest: bytes
+    tokens: bytes
+    number: int = 0
 
 
 class HostPiece(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable, Iterable
 
 from jaxllm.errors import KVCacheError
 from jaxllm.sched.state import SchedulerState
-from jaxllm.types import RequestStatus
+from jaxllm.types import Request, RequestStatus
 
 
 def check_invariants(state: SchedulerState) -> None:
@@ -27,43 +28,36 @@ def check_invariants(state: SchedulerState) -> None:
         len(placed) == len(set(placed)) and set(placed) == live.keys(),
         f"live requests {sorted(live)} are queued as {sorted(placed)}",
     )
-    for request in (*swapped, *loading):
-        _require(
-            request.status is RequestStatus.SWAPPED
-            and (request.num_computed_tokens > 0 or bool(request.kept_ranges))
-            and request.num_computed_tokens < request.num_tokens,
-            f"swapped {request}",
-        )
-    for request in swapped:
-        num_blocks = len(request.host_blocks)
-        is_right = num_blocks == pool.blocks_for(request.num_computed_tokens)
-        _require(is_right, f"{request} has {num_blocks} host blocks")
-    for request in live.values():
-        _require(request in swapped or not request.host_blocks, f"{request} holds host blocks")
+    _require_each(
+        (*swapped, *loading),
+        lambda r: (
+            r.status is RequestStatus.SWAPPED
+            and (r.num_computed_tokens > 0 or bool(r.kept_ranges))
+            and r.num_computed_tokens < r.num_tokens
+        ),
+        "swapped",
+    )
+    sizes = {request: pool.blocks_for(request.num_computed_tokens) for request in live.values()}
+    _require_each(swapped, lambda r: len(r.host_blocks) == sizes[r], "blocks on the host")
+    _require_each(live.values(), lambda r: r in swapped or not r.host_blocks, "holds host blocks")
     on_host = [place for request in swapped for place in request.host_blocks]
     on_host += [place for swap in state.loading.values() for place in swap.host_blocks]
     on_host += [place for read, _, kept in state.being_read.values() for place in (*read, *kept)]
     host.check_references(on_host)
-    for request in waiting:
-        is_fresh = request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
-        _require(is_fresh, f"waiting {request}")
+    _require_each(
+        waiting, lambda r: r.status is RequestStatus.WAITING and r.num_computed_tokens == 0, "waiting"
+    )
     for queue, name in ((state.waiting, "waiting"), (state.swapped, "swapped")):
         num_tokens = sum(request.num_tokens for request in queue)
         _require(queue.num_tokens == num_tokens, f"{queue.num_tokens} {name} tokens")
-    for request in released:
-        _require(request.num_tokens == request.max_total_tokens, f"released early: {request}")
-    for request in (*waiting, *swapped, *released):
-        _require(not request.block_ids and request.slot is None, f"{request} must hold nothing")
-    for request in state.prompts:
-        _require(request.num_computed_tokens < request.num_tokens, f"{request} has nothing left to compute")
-    for request in holders:
-        _require(request.status is RequestStatus.RUNNING, f"{request} holds blocks")
+    _require_each(released, lambda r: r.num_tokens == r.max_total_tokens, "released early")
+    nobody = *waiting, *swapped, *released
+    _require_each(nobody, lambda r: not r.block_ids and r.slot is None, "must hold nothing")
+    _require_each(state.prompts, lambda r: r.num_computed_tokens < r.num_tokens, "has nothing to compute")
+    _require_each(holders, lambda r: r.status is RequestStatus.RUNNING, "holds blocks")
     holders += loading
-    for request in holders:
-        num_blocks = pool.blocks_for(request.num_computed_tokens)
-        if request.kept_ranges:
-            num_blocks = pool.blocks_for(request.kept_ranges[-1][1])
-        _require(len(request.block_ids) == num_blocks, f"{request} table size")
+    sizes |= {r: pool.blocks_for(r.kept_ranges[-1][1]) for r in holders if r.kept_ranges}
+    _require_each(holders, lambda r: len(r.block_ids) == sizes[r], "table size")
     held = [block_id for request in holders for block_id in request.block_ids]
     counts = collections.Counter(held)
     _require(
@@ -74,6 +68,11 @@ def check_invariants(state: SchedulerState) -> None:
     _require(sorted(slots) == list(range(state.config.max_num_seqs)), f"slots free or held: {sorted(slots)}")
     first = min([*waiting, *swapped], key=lambda request: request.arrival_index, default=None)
     _require(state.first_queued() is first, f"{first} is the first that is queued")
+
+
+def _require_each(requests: Iterable[Request], holds: Callable[[Request], bool], problem: str) -> None:
+    for request in requests:
+        _require(holds(request), f"{problem}: {request}")
 
 
 def _require(condition: bool, problem: str) -> None:

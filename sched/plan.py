@@ -5,11 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.policies import ActionPolicy, Decision, PoolState, PreemptionAction, ResumeDecision
+from jaxllm.sched.policies import (
+    ActionPolicy,
+    Decision,
+    LeastRecentlyUsed,
+    LengthPolicy,
+    NoOffload,
+    OffloadPolicy,
+    PoolState,
+    PreemptionAction,
+    ResumeDecision,
+    RetentionPolicy,
+    SchedulingPolicy,
+)
 from jaxllm.sched.policies.actions import num_copied
+from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request
 
 
@@ -49,8 +62,60 @@ class Plan:
 class Planner(Protocol):
     """Decides iterations. It may raise: nothing has changed then."""
 
+    @property
+    def lets_sit_out(self) -> bool:
+        """Whether it plans without those who sit out (`SchedulerState.sitting_out`)."""
+        return False
+
     def plan(self, now: float) -> Plan | None:
         """The next iteration; None if somebody whose copy is on its way must join first."""
+        ...
+
+
+@runtime_checkable
+class PlanningPolicy(SchedulingPolicy, Protocol):
+    """A policy that plans in its own way, as baselines do; derive from it what differs from these answers.
+
+    Nothing is predicted, swapped or shared, and its planner may look at `priority` and `deadline`.
+    """
+
+    @property
+    def offload(self) -> OffloadPolicy:
+        """Nothing."""
+        return NoOffload()
+
+    @property
+    def retention(self) -> RetentionPolicy:
+        """What was used last."""
+        return LeastRecentlyUsed()
+
+    @property
+    def length(self) -> LengthPolicy | None:
+        """Nobody."""
+        return None
+
+    @property
+    def may_swap(self) -> bool:
+        """It cannot."""
+        return False
+
+    @property
+    def needs_host_pool(self) -> bool:
+        """It does not."""
+        return False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """All of it."""
+        return "priority", "deadline"
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """It does not."""
+        return False
+
+    def planner(self, state: SchedulerState) -> Planner:
+        """What decides the iterations of a scheduler, reading its state."""
         ...
 
 

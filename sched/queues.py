@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterator
 
 from jaxllm.errors import ConfigError, KVCacheError
-from jaxllm.sched.policies import PriorityPolicy
+from jaxllm.sched.policies.priority import PriorityPolicy
 from jaxllm.types import Request
 
 _MAX_LOOKED_PAST = 256

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 from jaxllm.errors import ConfigError, RequestError
+from jaxllm.sched.applying import Iteration
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.invariants import check_invariants
-from jaxllm.sched.ledger import Ledger, StepRecord
+from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.offloading import Offloader
-from jaxllm.sched.plan import Plan
-from jaxllm.sched.policies import (
-    Decision,
-    NoOffload,
-    PreemptionAction,
-    ResumeAction,
-    ResumeDecision,
-    SchedulerPolicy,
-    SchedulingPolicy,
-)
+from jaxllm.sched.plan import Planner, PlanningPolicy
+from jaxllm.sched.planner import PolicyPlanner
+from jaxllm.sched.policies import SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
-    MULTI_STEP_SEQS,
     NO_COPIES,
     CopyProgress,
     FinishReason,
     HostPiece,
-    PrefillChunk,
     Read,
     Request,
     RequestStatus,
     SchedulerOutput,
-    Swap,
 )
 
 _DEFAULT_POLICY = SchedulerPolicy()
@@ -93,7 +84,7 @@ class Scheduler:
 
         Raises:
             ConfigError: prefixes are to be shared, and the policy does not; or there are files without
-                that, or without host memory to read them into.
+                that, or without host memory to read them into; or nothing plans for the policy.
         """
         if files is not None and not (config.enable_prefix_caching and config.num_host_blocks):
             raise ConfigError(
@@ -101,7 +92,7 @@ class Scheduler:
                 f"got {config.enable_prefix_caching} and {config.num_host_blocks}"
             )
         self._files = files
-        if config.enable_prefix_caching and not getattr(policy, "shares_prefixes", False):
+        if config.enable_prefix_caching and not policy.shares_prefixes:
             raise ConfigError(
                 f"enable_prefix_caching=True: {policy} plans without a prefix cache; leave it out, or take "
                 "vllm_v1, adaptive or another preset"
@@ -115,18 +106,15 @@ class Scheduler:
 
     def clear(self) -> None:
         """Forget all requests, and free whatever they hold."""
-        retention = getattr(self.policy, "retention", None)
-        self._state = SchedulerState(self.config, self.policy.priority, retention)
-        self._planner = self.policy.planner(self._state)
-        offload = getattr(self.policy, "offload", None)
+        self._state = SchedulerState(self.config, self.policy.priority, self.policy.retention)
+        self._planner = _planner_of(self.policy, self._state)
         self._offloader: Offloader | None = None
-        if self.config.enable_prefix_caching and self.config.num_host_blocks and offload is not None:
-            self._offloader = Offloader(self._state, offload, is_eager=self._files is not None)
+        if self.config.enable_prefix_caching and self.config.num_host_blocks:
+            self._offloader = Offloader(self._state, self.policy.offload, is_eager=self._files is not None)
         self._read_ahead: ReadAhead | None = None
         if self._files is not None:
-            self._read_ahead = ReadAhead(self._state, self._files, offload or NoOffload())
+            self._read_ahead = ReadAhead(self._state, self._files, self.policy.offload)
         self._reads: list[Read] = []
-        self._copies = NO_COPIES
 
     @property
     def has_unfinished(self) -> bool:
@@ -170,17 +158,10 @@ class Scheduler:
     def usage(self) -> tuple[PoolUsage, PoolUsage]:
         """Blocks of the device and of host memory, by what they are; any thread may ask."""
         pool, host = self._state.pool, self._state.host
-        num_free, num_cached = pool.num_free, min(pool.num_cached, pool.num_free)
-        num_available, num_host_free = host.num_available, host.num_free
-        return (
-            PoolUsage(pool.num_blocks, pool.num_blocks - num_free, num_cached, num_free - num_cached),
-            PoolUsage(
-                host.num_blocks,
-                max(0, host.num_blocks - num_available),
-                max(0, num_available - num_host_free),
-                num_host_free,
-            ),
-        )
+        num_available = pool.num_free
+        num_free = max(0, num_available - pool.num_cached)
+        on_host = _usage(host.num_blocks, host.num_available, host.num_free)
+        return _usage(pool.num_blocks, num_available, num_free), on_host
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -205,7 +186,7 @@ class Scheduler:
     @property
     def lets_sit_out(self) -> bool:
         """Whether the policy can plan without some of those who hold blocks."""
-        return getattr(self._planner, "lets_sit_out", False)
+        return self._planner.lets_sit_out
 
     def sit_out(self, request_ids: Collection[str]) -> None:
         """Let these requests get no tokens until the next call, and those of the last call go on.
@@ -236,25 +217,20 @@ class Scheduler:
         """
         state = self._state
         self.is_planning = False
-        self._copies = copies
         state.host.now = now
         state.settle(copies, now)
         if self._read_ahead is not None:
             self._read_ahead.settle(copies.read, now)
-            self.is_planning = True
-            self._read_ahead.add_reads(self._reads, now)
-            self.is_planning = False
-        while (plan := self._plan(now)) is None:
-            state.join(next(iter(state.loading.values())))
-        step_id = self.num_scheduled
-        self.num_scheduled += 1
-        return self._apply(plan, step_id, now, max_decode_steps)
-
-    def _plan(self, now: float) -> Plan | None:
         self.is_planning = True
-        plan = self._planner.plan(now)
+        if self._read_ahead is not None:
+            self._read_ahead.add_reads(self._reads, now)
+        while (plan := self._planner.plan(now)) is None:
+            state.join(next(iter(state.loading.values())))
         self.is_planning = False
-        return plan
+        iteration = Iteration(state, self.ledger, self.num_scheduled, now)
+        self.num_scheduled += 1
+        iteration.apply(plan, max_decode_steps)
+        return iteration.output(self._offloader, copies)
 
     @property
     def has_leftovers(self) -> bool:
@@ -314,7 +290,7 @@ class Scheduler:
         if state.live.get(request.request_id) is not request:
             why = "has already finished" if request.is_finished else "was never added"
             raise RequestError(f"cannot finish request {request.request_id!r}: it {why}")
-        if request.slot is None and request.status in (RequestStatus.WAITING, RequestStatus.SWAPPED):
+        if state.queue_of(request) is not None:
             state.unqueue(request)
             state.host.release(request.host_blocks)
             request.host_blocks = []
@@ -337,12 +313,13 @@ class Scheduler:
 
     def reprioritize(self, request: Request, priority: int) -> None:
         """Give a live request another `priority` (`PriorityClasses`)."""
-        queue = {RequestStatus.WAITING: self._state.waiting, RequestStatus.SWAPPED: self._state.swapped}
-        if request.slot is None and request.status in queue:
-            queue[request.status].remove(request)
+        queue = self._state.queue_of(request)
+        if queue is None:
             request.priority = priority
-            queue[request.status].add(request)
+            return
+        queue.remove(request)
         request.priority = priority
+        queue.add(request)
 
     def reset_prefix_cache(self) -> tuple[HostPiece, ...]:
         """Find none of the present blocks again; those who hold some keep them.
@@ -358,247 +335,6 @@ class Scheduler:
             self._read_ahead.forget()
         return self._state.host.take_dropped()
 
-    # Applying a plan
-
-    def _apply(self, plan: Plan, step_id: int, now: float, max_decode_steps: int) -> SchedulerOutput:
-        state = self._state
-        num_steps = self._num_decode_steps(plan, max_decode_steps)
-        self._note_passed(plan)
-        self._hold_copies(plan)
-        swap_out = [self._preempt(*victim, plan.scores, step_id, now) for victim in plan.victims]
-        swap_in: list[Swap] = []
-        load: list[Swap] = []
-        chunks = plan.chunks
-        for request, decision, length in plan.resuming:
-            swap = self._copy_back(request, decision, step_id, now)
-            if decision.action is ResumeAction.AT_ONCE:
-                state.resume(swap)
-                swap_in.append(swap)
-                if request in state.prompts:
-                    chunks.append((request, length))
-            else:
-                state.load(swap)
-                load.append(swap)
-        batch: tuple[Request, ...] = ()
-        num_context_tokens = 0
-        if plan.decodes and state.running:
-            growing = state.running.growing if num_steps == 1 else state.running.growing_within(num_steps)
-            for request, block_id in zip(growing, state.pool.allocate(len(growing)), strict=True):
-                request.block_ids.append(block_id)
-            num_context_tokens = state.running.num_tokens + len(state.running) * (num_steps - 1) // 2
-            filling = list(state.running.filling) if self.config.enable_prefix_caching else []
-            batch, ending = state.running.advance(num_steps)
-            state.ending += ending
-            for request in filling:
-                state.name_blocks(request)
-        prefill = [self._prefill(request, length) for request, length in chunks]
-        for request, length in plan.starting:
-            started = self._start(request, plan.fetching.get(request), step_id, now)
-            if isinstance(started, Swap) and length:
-                swap_in.append(started)
-            elif isinstance(started, Swap):
-                load.append(started)
-            if started and length:
-                prefill.append(self._prefill(request, length))
-        if not (batch or prefill) and state.prompts:  # whoever was to wait for a copy found its blocks
-            prefill.append(self._prefill(state.prompts[0], self.config.max_num_batched_tokens))
-        if not (batch or prefill):
-            assert not [*swap_out, *swap_in, *load], "copies need an iteration"
-            return SchedulerOutput(step_id)  # whatever executors are to be told waits
-        out = [swap for swap in swap_out if swap is not None]
-        if self._offloader is None:
-            state.pool.reclaimed.clear()
-            state.pool.unfilled.clear()
-        else:
-            num_leaving = self._copies.num_leaving + sum([len(swap.block_ids) for swap in out])
-            out += self._offloader.swaps(num_leaving, self._copies.write_room)
-        joined, discarded = state.emit()
-        dropped = state.host.emit(step_id)
-        output = SchedulerOutput(
-            step_id,
-            decode=batch,
-            prefill=tuple(prefill),
-            preempted=tuple([victim for victim, _ in plan.victims]),
-            num_swapped=sum([bool(victim.host_blocks) for victim, _ in plan.victims]),
-            swap_out=tuple(out),
-            swap_in=tuple(swap_in),
-            load=tuple(load),
-            joined=joined,
-            discarded=discarded,
-            dropped=dropped,
-            ending=tuple(state.ending),
-            num_decode_steps=num_steps,
-            num_context_tokens=num_context_tokens,
-        )
-        if self.ledger is not None:
-            self._record(self.ledger, output, now)
-        return output
-
-    def _num_decode_steps(self, plan: Plan, limit: int) -> int:
-        """How many iterations may go by before the next decision."""
-        state = self._state
-        running = state.running
-        is_calm = plan.is_only_decode and not (state.is_queued or state.prompts or state.loading)
-        if limit == 1 or not (is_calm and plan.is_repeatable) or len(running) > MULTI_STEP_SEQS:
-            return 1
-        num_steps = running.num_steps_to_last(min(limit, state.pool.block_size))
-        while num_steps > 1 and len(running.growing_within(num_steps)) > state.pool.num_free:
-            num_steps -= 1
-        return num_steps
-
-    def _note_passed(self, plan: Plan) -> None:
-        """Count those who take blocks while an earlier request has none; who was counted for is protected."""
-        if plan.reserved is not None:
-            plan.reserved.is_protected = True
-        if plan.resuming or plan.starting:
-            first = self._state.first_queued()
-            taking = [one[0] for one in (*plan.resuming, *plan.starting)]
-            if first is not None and first not in taking and not self._state.sits_out(first):
-                first.num_passed += len(taking)
-
-    def _preempt(
-        self,
-        victim: Request,
-        decision: Decision,
-        scores: Sequence[tuple[str, float]],
-        step_id: int,
-        now: float,
-    ) -> Swap | None:
-        """Take a holder's blocks and slot, and queue it to be prefilled again or copied back."""
-        state = self._state
-        if self.ledger is not None:
-            self.ledger.preempted(victim, step_id, now, scores, decision)
-        state.leave(victim)
-        swap = None
-        if decision.action is PreemptionAction.SWAP:
-            swap = self._copy_out(victim)
-            if decision.copy_seconds is not None:
-                state.copy_out_until = max(now, state.copy_out_until) + decision.copy_seconds
-                state.copied_out_at[victim.request_id] = state.copy_out_until
-            victim.metrics.num_swaps += 1
-        state.release(victim)
-        victim.metrics.num_preemptions += 1
-        victim.num_passed += 1
-        state.queue(victim)
-        return swap
-
-    def _hold_copies(self, plan: Plan) -> None:
-        """Let victims hold what is in host memory already, before copies of others take its room."""
-        state = self._state
-        for victim, decision in plan.victims:
-            if decision.action is PreemptionAction.SWAP:
-                victim.host_blocks = state.held_on_host(victim)
-                state.host.hold(victim.host_blocks)
-
-    def _copy_out(self, victim: Request) -> Swap | None:
-        """The copy of a victim's blocks that are not in host memory; it then holds all of them there."""
-        state = self._state
-        host, before = state.host, victim.host_blocks
-        names = state.names_to_keep(victim)
-        places = [None if name is None else host.names.first(name) for name in names]
-        missing = [number for number, place in enumerate(places) if place is None]
-        host.hold([place for place in places if place is not None])
-        host.release(before)
-        stored = host.store([names[number] for number in missing]) if missing else []
-        for number, place in zip(missing, stored, strict=True):
-            places[number] = place
-        victim.host_blocks = [place for place in places if place is not None]
-        if not missing:
-            return None
-        block_ids = tuple([victim.block_ids[number] for number in missing])
-        stored_names = tuple([names[number] for number in missing])
-        return Swap(victim, stored[0].handle, block_ids, tuple(stored), stored_names)
-
-    def _copy_back(self, request: Request, decision: ResumeDecision, step_id: int, now: float) -> Swap:
-        """The copy that fills the blocks of a swapped request but for those it finds on the device."""
-        swap = self._state.take_places(request, self._state.locate(request))
-        assert swap is not None  # it was swapped
-        self._note_copy(decision, now)
-        if self.ledger is not None:
-            self.ledger.returns(request.request_id, decision)
-            self.ledger.resumed(request, step_id, now)
-        return swap
-
-    def _note_copy(self, decision: ResumeDecision, now: float) -> None:
-        if decision.copy_seconds:
-            state = self._state
-            state.copy_in_until = max(now, state.copy_in_until) + decision.copy_seconds
-
-    def _start(
-        self, request: Request, decision: ResumeDecision | None, step_id: int, now: float
-    ) -> Swap | bool:
-        """Let a waiting request begin, or begin again, with what `decision` brings from the host.
-
-        Not, if it was to find what others were to compute before it, and now compute less of.
-
-        Returns:
-            Whether it does; or its copy, if there is one.
-        """
-        state = self._state
-        started = state.start(request, copies=decision is not None)
-        if not started:
-            return False
-        if not isinstance(started, Swap):
-            state.begin(request)
-        elif decision is not None:
-            self._note_copy(decision, now)
-            if decision.action is ResumeAction.IN_BACKGROUND:
-                state.load(started)
-            else:
-                state.resume(started, as_prompt=True)
-        if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = now
-        elif self.ledger is not None:
-            self.ledger.resumed(request, step_id, now)
-        return started
-
-    def _prefill(self, request: Request, length: int) -> PrefillChunk:
-        """Schedule `length` tokens of a prompt under way, and a sample if none remain."""
-        state = self._state
-        start = request.num_computed_tokens
-        length = min(length, request.num_to_compute)
-        stop = start + length
-        state.grow(request, stop)
-        if request.kept_ranges and request.kept_ranges[0][0] == stop:
-            request.num_computed_tokens = request.kept_ranges.pop(0)[1]
-        else:
-            request.num_computed_tokens = stop
-        state.name_blocks(request)
-        is_first, request.is_slot_new = request.is_slot_new, False
-        num_recomputed = max(0, min(stop, request.num_lost_tokens) - start)
-        if stop >= request.num_lost_tokens:
-            request.num_lost_tokens = 0
-        is_last = stop == request.num_tokens
-        if is_last:
-            state.prompts.remove(request)
-            request.num_tokens += 1
-            if request.num_tokens == request.max_total_tokens:
-                state.ending.append(request)
-            else:
-                state.activate(request)
-        return PrefillChunk(request, start, length, is_last, is_first, num_recomputed)
-
-    def _record(self, ledger: Ledger, output: SchedulerOutput, now: float) -> None:
-        state = self._state
-        record = StepRecord(
-            step_id=output.step_id,
-            time=now,
-            num_waiting=self.num_waiting,
-            num_running=self.num_running,
-            num_swapped=self.num_swapped,
-            num_used_blocks=state.pool.num_used,
-            num_used_host_blocks=state.host.num_blocks - state.host.num_free,
-            num_prefill_tokens=output.num_prefill_tokens,
-            num_decoded=len(output.decode) * output.num_decode_steps,
-            num_dropped=len(output.preempted) - output.num_swapped,
-            num_swapped_out=output.num_swapped,
-            num_swapped_in=len(output.swap_in) + len(output.joined),
-            num_recomputed_tokens=sum([chunk.num_recomputed for chunk in output.prefill]),
-            num_blocks_out=sum([len(swap.block_ids) for swap in output.swap_out]),
-            num_blocks_in=sum([len(swap.block_ids) for swap in (*output.swap_in, *output.load)]),
-        )
-        ledger.step(record)
-
     def check(self) -> None:
         """Verify every invariant of queues, slots and blocks, in O(live requests + blocks).
 
@@ -606,3 +342,23 @@ class Scheduler:
             KVCacheError: one is broken; the message says which.
         """
         check_invariants(self._state)
+
+
+def _usage(total: int, available: int, free: int) -> PoolUsage:
+    return PoolUsage(total, max(0, total - available), max(0, available - free), free)
+
+
+def _planner_of(policy: SchedulingPolicy, state: SchedulerState) -> Planner:
+    """The policy's own planner, or the one that plans as its parts answer.
+
+    Raises:
+        ConfigError: it is neither a `PlanningPolicy` nor a `SchedulerPolicy`.
+    """
+    if isinstance(policy, PlanningPolicy):
+        return policy.planner(state)
+    if isinstance(policy, SchedulerPolicy):
+        return PolicyPlanner(state, policy)
+    raise ConfigError(
+        f"{policy!r} does not say how to plan: pass a SchedulerPolicy, or derive its class from "
+        "jaxllm.sched.plan.PlanningPolicy"
+    )

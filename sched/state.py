@@ -11,7 +11,8 @@ from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.host import HostPool
 from jaxllm.sched.cache.names import BlockName, FileIndex, cut_name, learn_names
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import LeastRecentlyUsed, PriorityPolicy, RetentionPolicy
+from jaxllm.sched.policies.priority import CachePriority, PriorityPolicy
+from jaxllm.sched.policies.retention import LeastRecentlyUsed, QueueAwareRetention, RetentionPolicy
 from jaxllm.sched.pool_state import PoolState
 from jaxllm.sched.queues import RequestQueue
 from jaxllm.sched.running import RunningRequests
@@ -60,8 +61,8 @@ class SchedulerState:
         self.collects_filled = False
         self.looks_past_gaps = config.enable_prefix_caching and retention.loses_heads
         self.filled: list[tuple[int, BlockName]] = []
-        heads_go_first = retention.loses_heads
-        self.pool = BlockPool(config.num_gpu_blocks, config.block_size, heads_go_first=heads_go_first)
+        sizes = config.num_gpu_blocks, config.block_size
+        self.pool = BlockPool(*sizes, heads_go_first=retention.loses_heads)
         self.host = HostPool(config.num_host_blocks, config.block_size, retention)
         self.loading: dict[int, Swap] = {}
         self.joined: list[Swap] = []
@@ -70,8 +71,9 @@ class SchedulerState:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.live: dict[str, Request] = {}
         self._watched: dict[str, list[BlockName]] = {}
-        self._num_watched = sys.maxsize if getattr(retention, "looks_ahead", False) else 1
-        self._counts_findable = getattr(priority, "reads_cache", False)
+        looks_ahead = isinstance(retention, QueueAwareRetention) and retention.looks_ahead
+        self._num_watched = sys.maxsize if looks_ahead else 1
+        self._counts_findable = isinstance(priority, CachePriority) and priority.reads_cache
         self.waiting = RequestQueue(priority)
         self.swapped = RequestQueue(priority)
         self.running = RunningRequests(config.block_size)
@@ -82,7 +84,7 @@ class SchedulerState:
         self.copied_out_at: dict[str, float] = {}
         self.copy_out_until = self.copy_in_until = float("-inf")
         self._queued: list[tuple[int, int, Request]] = []  # a heap; with some that are queued no longer
-        self._num_queued = 0
+        self._numbers = itertools.count()  # so that requests are never compared
 
     # Views
 
@@ -125,12 +127,18 @@ class SchedulerState:
         """Blocks that a holder lacks to hold the KV of its first `num_tokens`."""
         return max(0, self.pool.blocks_for(num_tokens) - len(request.block_ids))
 
+    def queue_of(self, request: Request) -> RequestQueue | None:
+        """The queue that a request is in; None of those that hold blocks, or have ended."""
+        if request.slot is None and request.status is RequestStatus.SWAPPED:
+            return self.swapped
+        return self.waiting if request.status is RequestStatus.WAITING else None
+
     def first_queued(self) -> Request | None:
         """Of the requests that are queued the one that arrived first."""
         queued = self._queued
         while queued:
             request = queued[0][2]
-            if request.slot is None and request.status in (RequestStatus.WAITING, RequestStatus.SWAPPED):
+            if self.queue_of(request) is not None:
                 return request
             heapq.heappop(queued)
         return None
@@ -155,11 +163,9 @@ class SchedulerState:
             learn_names(request, num_tokens, self.config.block_size)
         return request.block_names
 
-    def name_blocks(self, request: Request, limit: int | None = None) -> None:
+    def name_blocks(self, request: Request, limit: int = sys.maxsize) -> None:
         """Let others find a holder's full blocks whose tokens are known, of its first `limit` tokens."""
-        num_computed = request.num_computed_tokens
-        if limit is not None:
-            num_computed = min(num_computed, limit)
+        num_computed = min(request.num_computed_tokens, limit)
         names = self.learn_names(request, num_computed)
         stop = min(len(names), num_computed // self.config.block_size)
         for place in range(request.num_named_blocks, stop):
@@ -172,17 +178,16 @@ class SchedulerState:
         """Whether a waiting request may find blocks: not if it asks how likely its prompt is."""
         return self.config.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
 
-    def findable(self, request: Request, limit: int | None = None, files: FileIndex = ()) -> list[BlockName]:
+    def findable(self, request: Request, files: FileIndex = ()) -> list[BlockName]:
         """Names that a waiting request looks up: not of its last token, which is to be computed.
 
-        Of its first `limit` tokens, if it is given. A cut request finds a block by either of two names: it
-        looks up the one that is there, on the device, the host or in `files`, the uncut one if both are.
+        A cut request finds a block by either of two names: it looks up the one that is there, on the device,
+        the host or in `files`, the uncut one if both are.
         """
         if not self.may_look_up(request):
             return []
-        num_tokens = request.num_tokens - 1 if limit is None else min(limit, request.num_tokens - 1)
-        names = self.learn_names(request, num_tokens)
-        num_blocks = num_tokens // self.config.block_size
+        names = self.learn_names(request, request.num_tokens - 1)
+        num_blocks = (request.num_tokens - 1) // self.config.block_size
         names = names if len(names) == num_blocks else names[:num_blocks]
         if not request.uncut_names:
             return names
@@ -212,13 +217,11 @@ class SchedulerState:
         device if `on_host` is False.
         """
         first, first_on_host = self.pool.names.first, self.host.names.first
-        found: list[int | HostBlock | None] = []
         if request.host_blocks:
-            names = request.block_names
-            for number, place in enumerate(request.host_blocks):
-                block_id = first(names[number]) if number < len(names) else None
-                found.append(place if block_id is None else block_id)
-            return found
+            places = request.host_blocks
+            both = itertools.zip_longest(places, map(first, request.block_names[: len(places)]))
+            return [place if block_id is None else block_id for place, block_id in both]
+        found: list[int | HostBlock | None] = []
         count = 0
         for number, name in enumerate(self.findable(request), 1):
             block_id = first(name)
@@ -283,15 +286,16 @@ class SchedulerState:
         return Swap(request, self._num_loads, tuple(new), tuple(copied))
 
     def start(self, request: Request, *, copies: bool = False) -> Swap | bool:
-        """Give a waiting request a slot, and the blocks that hold the KV of its first tokens already.
+        """Give a queued request a slot, and the blocks that hold the KV of its first tokens already.
 
-        With `copies` those in host memory count, too.
+        With `copies`, or if it was swapped, those in host memory count, too.
 
         Returns:
-            The copy of these, or whether it starts: not, if its other blocks are more than are free.
+            The copy of these, or whether a waiting one starts: not, if more other blocks are to be free.
         """
-        pool = self.pool
-        found = self.locate(request, on_host=copies)
+        pool, found = self.pool, self.locate(request, on_host=copies)
+        if request.host_blocks:
+            return self.take_places(request, found) or True
         on_device = [place for place in found if isinstance(place, int)]
         num_unused = sum([not pool.num_references(block_id) for block_id in on_device])
         if pool.blocks_for(request.num_tokens) - len(on_device) + num_unused > pool.num_free:
@@ -311,12 +315,11 @@ class SchedulerState:
             num_copied = (num_found - len(on_device)) * pool.block_size
             request.num_disk_cached_tokens = min(num_copied, num_read)
             request.num_host_cached_tokens = num_copied - request.num_disk_cached_tokens
-        return True if swap is None else swap
+        return swap or True
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request the blocks it lacks for its first `num_tokens`."""
-        num_blocks = self.num_missing(request, num_tokens)
-        if num_blocks:
+        if num_blocks := self.num_missing(request, num_tokens):
             request.block_ids += self.pool.allocate(num_blocks)
 
     def release(self, request: Request, *, is_filled: bool = True) -> None:
@@ -398,10 +401,8 @@ class SchedulerState:
         """Take a request out of the queue it is in."""
         self.copied_out_at.pop(request.request_id, None)
         self.awaited.pop(request.request_id, None)
-        if request.status is RequestStatus.SWAPPED:
-            self.swapped.remove(request)
-            return
-        self.waiting.remove(request)
+        queue = self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
+        queue.remove(request)
         for name in self._watched.pop(request.request_id, ()):
             self.pool.names.unwatch(name)
             self.host.names.unwatch(name)
@@ -429,8 +430,7 @@ class SchedulerState:
         else:
             request.status = RequestStatus.SWAPPED
             self.swapped.add(request)
-        self._num_queued += 1  # so that requests are never compared
-        heapq.heappush(self._queued, (request.arrival_index, self._num_queued, request))
+        heapq.heappush(self._queued, (request.arrival_index, next(self._numbers), request))
 
 
 def _runs(found: Sequence[object], size: int) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import pytest
 from scheduler_helpers import V1, LinearCosts, describe, make_request, make_scheduler, step, take
 
 from jaxllm.errors import ConfigError
+from jaxllm.sched.applying import Iteration
 from jaxllm.sched.policies import (
     Decision,
     MixedIterations,
@@ -171,10 +172,39 @@ def test_a_prompt_whose_blocks_a_load_holds_waits_for_that():
         state.activate(request)
         request.num_computed_tokens = num_computed
     for request in (first, second):
-        scheduler._preempt(request, Decision(PreemptionAction.SWAP), (), 0, 0.0)
+        Iteration(state, None, 0, 0.0).preempt(request, Decision(PreemptionAction.SWAP))
     scheduler.add(make_request(2, 1, max_new_tokens=9))
     requests = dict(scheduler._state.live)
     for now in range(40):
         loads = [handle for handle, swap in state.loading.items() if swap.request is first]
         step(scheduler, float(now), arrived=loads if now > 1 else ())
     assert all(request.is_finished for request in requests.values())
+
+
+def preempted(*requests, **limits):
+    """A scheduler that has prefilled these together, and swapped them out."""
+    scheduler = make_scheduler(dataclasses.replace(SWAP, patience=1), num_host_blocks=12, **limits)
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler)
+    for request in requests:
+        Iteration(scheduler._state, None, 0, 0.0).preempt(request, Decision(PreemptionAction.SWAP))
+    return scheduler
+
+
+def test_a_swapped_request_that_sits_out_holds_up_no_other():
+    scheduler = preempted(make_request(0, 4), make_request(1, 4))
+    scheduler.sit_out(["r0"])
+    assert step(scheduler) == "r1 >r1"
+    scheduler.sit_out([])
+    assert step(scheduler) == "r0 r1 >r0"
+
+
+def test_who_is_reserved_room_does_not_count_on_blocks_that_are_computed_after_its_copy():
+    scheduler = preempted(make_request(0, 9), num_gpu_blocks=17, block_size=1, enable_prefix_caching=True)
+    state, other = scheduler._state, make_request(1, 8, max_new_tokens=2)
+    state.pool.forget_names()
+    scheduler.add(other)
+    state.start(other)
+    state.begin(other)  # computes what the first has on the host, in blocks of its own
+    assert [step(scheduler), step(scheduler)] == ["| r1[0:8]!", "r0 r1 >r0"]

@@ -1,6 +1,7 @@
 """Policies of the user's own, named by an import path."""
 
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from engine_helpers import make_llm
-from scheduler_helpers import LinearCosts
+from scheduler_helpers import LinearCosts, make_scheduler
 from variants import golden_checkpoint
 
+from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.policies import LeastUrgentVictim, MoreUrgentFirst, SchedulerPolicy
@@ -24,9 +26,16 @@ COSTS = LinearCosts()
 OTHERS = """
 import dataclasses
 from jaxllm.sched.policies import (
-    Decision, PreemptionAction, ResumeAction, ResumeDecision, SchedulerPolicy, SeparateIterations,
-    WatermarkAdmission,
+    Decision, PreemptionAction, PriorityPolicy, ResumeAction, ResumeDecision, SchedulerPolicy,
+    SeparateIterations, WatermarkAdmission,
 )
+
+class NewestFirst(PriorityPolicy):
+    def score(self, request, now):
+        return request.arrival_index
+
+    def group(self, request):
+        return None
 
 class OldestVictim:
     def score(self, request, now):
@@ -74,6 +83,30 @@ class Anything:
         return args[0]
 """
 
+PRESET = """
+from jaxllm.sched.plan import Plan, Planner, PlanningPolicy
+from jaxllm.sched.policies import FCFSPriority
+
+class OneAtATime(PlanningPolicy):
+    priority = FCFSPriority()
+
+    def planner(self, state):
+        return OneAtATimePlanner(state)
+
+class OneAtATimePlanner(Planner):
+    def __init__(self, state):
+        self.state = state
+
+    def plan(self, now):
+        state = self.state
+        chunks = [(request, request.num_to_compute) for request in state.prompts]
+        plan = Plan(decodes=not chunks, chunks=chunks, is_repeatable=False)
+        if len(state.free_slots) == state.config.max_num_seqs and state.waiting:
+            first = next(iter(state.waiting))
+            plan.starting = [(first, first.num_tokens)]
+        return plan
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -83,6 +116,7 @@ def folder(tmp_path_factory):
     assert len(example.splitlines()) < 20
     (folder / "mine.py").write_text(example, encoding="utf-8")
     (folder / "others.py").write_text(OTHERS, encoding="utf-8")
+    (folder / "preset.py").write_text(PRESET, encoding="utf-8")
     (folder / "broken.py").write_text("def (", encoding="utf-8")
     return folder
 
@@ -137,6 +171,11 @@ def test_a_class_changes_one_answer_of_the_default(attribute, question, name):
 
 
 @pytest.mark.usefixtures("importable")
+def test_a_class_may_derive_from_its_protocol():
+    assert type(make_preset("others:NewestFirst", COSTS).priority).__name__ == "NewestFirst"
+
+
+@pytest.mark.usefixtures("importable")
 def test_policies_are_made_with_costs_or_without():
     assert type(make_preset("others:Changed")).__name__ == "Changed"
     assert make_preset("others:of_costs", COSTS).resume.costs is COSTS
@@ -169,6 +208,51 @@ def test_what_is_no_policy_is_refused(path, message):
 def test_an_engine_runs_a_policy_of_the_users_own():
     llm = make_llm(golden_checkpoint("llama_tied"), scheduler_policy="mine:ShortestOutputFirst")
     assert type(llm.engine.scheduler.policy.priority).__name__ == "ShortestOutputFirst"
+
+
+@pytest.mark.usefixtures("importable")
+def test_an_engine_runs_a_preset_of_one_class_that_plans_itself():
+    llm = make_llm(golden_checkpoint("llama_tied"), scheduler_policy="preset:OneAtATime")
+    policy = llm.engine.scheduler.policy
+    assert (policy.reads, policy.length, policy.may_swap) == (("priority", "deadline"), None, False)
+    assert (policy.shares_prefixes, policy.needs_host_pool) == (False, False)
+    assert not llm.engine.scheduler.lets_sit_out
+    prompts = [{"prompt_token_ids": [1, 2, 3 + index]} for index in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    for before, after in itertools.pairwise(output.metrics for output in outputs):
+        assert before.finished_time <= after.first_token_time
+    default = make_llm(golden_checkpoint("llama_tied")).generate(prompts, params)
+    assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in default]
+
+
+@pytest.mark.usefixtures("importable")
+def test_a_policy_that_does_not_say_how_to_plan_is_refused():
+    class Planless:
+        """Answers all, but has no planner."""
+
+        def __getattr__(self, name):
+            if name == "planner":
+                raise AttributeError(name)
+            return getattr(SchedulerPolicy(), name)
+
+    with pytest.raises(ConfigError, match="does not say how to plan"):
+        make_scheduler(Planless())
+
+
+def test_what_a_priority_does_not_declare_is_taken_to_be_read():
+    class Silent:
+        def score(self, request, now):
+            return 0.0
+
+        def group(self, request):
+            return None
+
+    class Declared(Silent):
+        reads = ["deadline"]  # noqa: RUF012, as a user may write it
+
+    assert SchedulerPolicy(priority=Silent()).reads == ("priority", "deadline")
+    assert SchedulerPolicy(priority=Declared()).reads == ("deadline",)
 
 
 def test_the_command_finds_a_policy_in_the_current_folder(folder):

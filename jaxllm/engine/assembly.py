@@ -202,7 +202,7 @@ def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
         max_prefill_seqs=buckets.max_prefill_seqs,
         num_host_blocks=num_host_blocks - num_writing_blocks,
         enable_prefix_caching=(
-            getattr(scheduling.policy, "shares_prefixes", False)
+            scheduling.policy.shares_prefixes
             if config.enable_prefix_caching is None
             else config.enable_prefix_caching
         ),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import cast
 
 from jaxllm.engine.costs import find_costs
 from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
-from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.sched.policies import SchedulingPolicy, is_policy
 from jaxllm.sched.presets import DEFAULT_PRESET, NEEDS_COSTS, make_preset
 
 _logger = logging.getLogger(__name__)
@@ -95,7 +94,7 @@ def make_scheduling(
         ProfileError: a policy that weighs costs was asked for by name, and the stored profile is damaged or
             of another model or block size. The default falls back on the roofline, with a warning.
     """
-    is_ready_made = hasattr(choice, "planner") and not isinstance(choice, type)
+    is_ready_made = is_policy(choice)
     if not (is_ready_made or isinstance(choice, str | None)):
         raise ConfigError(
             "scheduler_policy must be the name of a preset or a SchedulerPolicy, not "
@@ -115,7 +114,7 @@ def make_scheduling(
     if found is not None:
         predicted, source = found
     costs = OnlineCalibration(predicted)
-    policy = cast(SchedulingPolicy, choice) if is_ready_made else make_preset(name, costs)
+    policy = choice if is_policy(choice) else make_preset(name, costs)
     return Scheduling(policy, costs, source, weighs_costs, is_ready_made, choice is not None)
 
 

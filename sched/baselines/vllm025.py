@@ -13,7 +13,7 @@ import dataclasses
 from typing import Literal
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.plan import Plan, ask_action
+from jaxllm.sched.plan import Plan, Planner, PlanningPolicy, ask_action
 from jaxllm.sched.policies import ActionPolicy, Decision, PreemptionAction, ResumeAction, ResumeDecision
 from jaxllm.sched.policies.priority import FCFSPriority, PriorityPolicy
 from jaxllm.sched.queues import Verdict
@@ -27,7 +27,7 @@ _AT_ONCE = ResumeDecision(ResumeAction.AT_ONCE)
 
 
 @dataclasses.dataclass(frozen=True)
-class VLLM025:
+class VLLM025(PlanningPolicy):
     """vLLM 0.2.5: first come first served, the latest arrival is preempted.
 
     Args:
@@ -60,10 +60,6 @@ class VLLM025:
         return FCFSPriority()
 
     @property
-    def length(self) -> None:
-        """Nothing is predicted."""
-
-    @property
     def may_swap(self) -> bool:
         """Whether it can ask for host memory: for samples of a prompt at the least."""
         return True
@@ -78,17 +74,12 @@ class VLLM025:
         """Neither priorities nor deadlines."""
         return ()
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """It had no prefix cache."""
-        return False
-
     def planner(self, state: SchedulerState) -> VLLM025Planner:
         """What decides."""
         return VLLM025Planner(state, self)
 
 
-class VLLM025Planner:
+class VLLM025Planner(Planner):
     """Plans as vLLM 0.2.5's `Scheduler._schedule` does."""
 
     def __init__(self, state: SchedulerState, rules: VLLM025) -> None:
@@ -163,17 +154,11 @@ class VLLM025Planner:
             if len(plan.starting) == num_slots or num_needed > num_free or request.num_in_flight:
                 return Verdict.STOP
             length = min(request.num_tokens, budget)
-            padded = (len(lengths) + 1) * max(length, *lengths) if lengths else length
-            if lengths and (
-                request.num_tokens > budget - sum(lengths)
-                or padded > budget
-                or padded - sum(lengths) - length > _MAX_PADDINGS
-            ):
+            if lengths and (request.num_tokens > budget - sum(lengths) or _pads([*lengths, length], budget)):
                 return Verdict.STOP
             if num_free < pool.num_blocks or state.swapped:  # who has the pool to itself always starts
-                if num_free - num_needed < int(_WATERMARK * pool.num_blocks):
-                    return Verdict.STOP
-                if bound is not None and not bound.admits(request):
+                is_tight = num_free - num_needed < int(_WATERMARK * pool.num_blocks)
+                if is_tight or not (bound is None or bound.admits(request)):
                     return Verdict.STOP
             if bound is not None:
                 bound.add(request)
@@ -220,6 +205,12 @@ class VLLM025Planner:
             return Verdict.TAKE
 
         state.swapped.visit(now, judge)
+
+
+def _pads(lengths: list[int], budget: int) -> bool:
+    """Whether prompts padded to the longest are too many tokens, or too many in vain."""
+    padded = len(lengths) * max(lengths)
+    return padded > budget or padded - sum(lengths) > _MAX_PADDINGS
 
 
 @dataclasses.dataclass(slots=True)

@@ -12,26 +12,14 @@ from __future__ import annotations
 import array
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from jaxllm.types import Request
+from jaxllm.types import BlockName, Request
 
 _DIGEST_BYTES = 16
 _ITEMSIZE = 4
 
 Place = TypeVar("Place")
-
-
-class BlockName(NamedTuple):
-    """Of a full block: a digest of it and all before it, its tokens, int32 one after another, and its place.
-
-    `number` blocks come before it.
-    """
-
-    digest: bytes
-    tokens: bytes
-    number: int = 0
 
 
 def root(cache_salt: str | None = None) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxllm.sched.cache.blocks import BlockPool
@@ -35,6 +36,7 @@ class Hit:
 
 
 NO_HIT = Hit(0, (), ())
+_OnHost = NameIndex[HostBlock] | None
 _NAMES_AT_A_TIME = 8
 """Names that together take as long as one alone."""
 
@@ -177,14 +179,14 @@ class PoolPreview:
             for walk in self._walks.values():
                 walk.cut_missing()
 
-    def is_there(self, name: BlockName, on_host: NameIndex[HostBlock] | None = None) -> bool:
+    def is_there(self, name: BlockName, on_host: _OnHost = None) -> bool:
         """Whether a block of this name will be anywhere."""
         return self._look_up(name, on_host)[0] is not None
 
     def find(
         self,
         names: Sequence[BlockName],
-        on_host: NameIndex[HostBlock] | None = None,
+        on_host: _OnHost = None,
         *,
         looks_past_gaps: bool = False,
         is_chain: bool = True,
@@ -193,18 +195,10 @@ class PoolPreview:
 
         Unless `is_chain`, equal names may come after others that are not.
         """
-        if not names:
-            return NO_HIT
-        walk = self._walk(names, on_host, looks_past_gaps=looks_past_gaps, is_chain=is_chain)
-        return walk.hit(len(names))
+        return self._walk(names, on_host, looks_past_gaps, is_chain).hit(len(names))
 
     def _walk(
-        self,
-        names: Sequence[BlockName],
-        on_host: NameIndex[HostBlock] | None,
-        *,
-        looks_past_gaps: bool,
-        is_chain: bool,
+        self, names: Sequence[BlockName], on_host: _OnHost, looks_past_gaps: bool, is_chain: bool
     ) -> _Walk:
         """Look up what is not known of a sequence yet."""
         walk = _Walk()
@@ -222,13 +216,12 @@ class PoolPreview:
         self, names: Sequence[BlockName], host_blocks: Sequence[HostBlock], *, is_chain: bool = True
     ) -> Hit:
         """Where the blocks are that a swapped request has on the host; `names` are of the first ones."""
-        walk = self._walk(names[: len(host_blocks)], None, looks_past_gaps=True, is_chain=is_chain)
-        hit, found = walk.hit(len(host_blocks)), [place is not None for place in walk.places]
-        found += [False] * (len(host_blocks) - len(found))
-        copied = [place for place, is_found in zip(host_blocks, found, strict=True) if not is_found]
-        return Hit(len(host_blocks), hit.free, hit.held, tuple(copied))
+        walk = self._walk(names[: len(host_blocks)], None, True, is_chain)
+        hit, both = walk.hit(len(host_blocks)), itertools.zip_longest(host_blocks, walk.places)
+        copied = tuple([place for place, found in both if found is None])
+        return Hit(len(host_blocks), hit.free, hit.held, copied)
 
-    def _is_nowhere(self, names: Sequence[BlockName], on_host: NameIndex[HostBlock] | None) -> bool:
+    def _is_nowhere(self, names: Sequence[BlockName], on_host: _OnHost) -> bool:
         """Whether none of these blocks will be anywhere: most often nobody shares a sequence's end."""
         self.num_looked_up += len(names) // _NAMES_AT_A_TIME
         return (
@@ -237,7 +230,7 @@ class PoolPreview:
             and self._computed.isdisjoint(names)
         )
 
-    def _look_up(self, name: BlockName, on_host: NameIndex[HostBlock] | None = None) -> tuple[object, bool]:
+    def _look_up(self, name: BlockName, on_host: _OnHost = None) -> tuple[object, bool]:
         """Where a block of this name will be, and whether it is nobody's, or may be."""
         pool, may_be_free = self._pool, False
         self.num_looked_up += 1

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.lengths import LengthPolicy
@@ -71,7 +71,13 @@ from jaxllm.sched.policies.orders import (
     PriorityClasses,
     ShortestJob,
 )
-from jaxllm.sched.policies.priority import FairPriority, FCFSPriority, PriorityPolicy
+from jaxllm.sched.policies.priority import (
+    CachePriority,
+    FairPriority,
+    FCFSPriority,
+    PriorityPolicy,
+    SelectivePriority,
+)
 from jaxllm.sched.policies.resume import (
     OverlapAwareResume,
     ResumeAction,
@@ -85,6 +91,7 @@ from jaxllm.sched.policies.retention import (
     ExpectedSaving,
     Hindsight,
     LeastRecentlyUsed,
+    QueueAwareRetention,
     RetentionPolicy,
 )
 from jaxllm.sched.policies.victims import (
@@ -96,10 +103,6 @@ from jaxllm.sched.policies.victims import (
 )
 from jaxllm.sched.pool_state import PoolState
 
-if TYPE_CHECKING:
-    from jaxllm.sched.plan import Planner
-    from jaxllm.sched.state import SchedulerState
-
 __all__ = [
     "QUESTIONS",
     "S3FIFO",
@@ -108,6 +111,7 @@ __all__ = [
     "AdmissionPolicy",
     "AheadOfTime",
     "AlwaysRecompute",
+    "CachePriority",
     "CostOverIdleTime",
     "Decision",
     "EarliestDeadline",
@@ -137,6 +141,7 @@ __all__ = [
     "PreemptionAction",
     "PriorityClasses",
     "PriorityPolicy",
+    "QueueAwareRetention",
     "RestorePolicy",
     "ResumeAction",
     "ResumeAtOnce",
@@ -146,6 +151,7 @@ __all__ = [
     "RetentionPolicy",
     "SchedulerPolicy",
     "SchedulingPolicy",
+    "SelectivePriority",
     "SeparateIterations",
     "ShortestJob",
     "SwapIfItFits",
@@ -153,6 +159,7 @@ __all__ = [
     "WatermarkAdmission",
     "WriteBack",
     "WriteThrough",
+    "is_policy",
     "members_of",
 ]
 
@@ -171,17 +178,31 @@ QUESTIONS: Mapping[str, type] = {
 """What each part of a `SchedulerPolicy` must be."""
 
 
+_ALL_READS = ("priority", "deadline")
+
+
 def members_of(protocol: type) -> dict[str, Any]:
     """What a policy of this protocol is asked: its methods and properties by name."""
     return {name: member for name, member in vars(protocol).items() if not name.startswith("_")}
 
 
+@runtime_checkable
 class SchedulingPolicy(Protocol):
-    """What a scheduler is made with: a `SchedulerPolicy`, or a baseline that plans in its own way."""
+    """What a scheduler is made with: a `SchedulerPolicy`, or a `jaxllm.sched.plan.PlanningPolicy`."""
 
     @property
     def priority(self) -> PriorityPolicy:
         """The order of the queues."""
+        ...
+
+    @property
+    def offload(self) -> OffloadPolicy:
+        """What of the prefix cache is copied to host memory."""
+        ...
+
+    @property
+    def retention(self) -> RetentionPolicy:
+        """What of it stays there."""
         ...
 
     @property
@@ -209,9 +230,10 @@ class SchedulingPolicy(Protocol):
         """Whether it plans with what requests find in the prefix cache."""
         ...
 
-    def planner(self, state: SchedulerState) -> Planner:
-        """What decides the iterations."""
-        ...
+
+def is_policy(found: object) -> TypeGuard[SchedulingPolicy]:
+    """Whether a scheduler can be made with this object; a class is none yet."""
+    return isinstance(found, SchedulingPolicy) and not isinstance(found, type)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,15 +299,9 @@ class SchedulerPolicy:
     @property
     def reads(self) -> tuple[str, ...]:
         """What of `priority` and `deadline` it looks at; all of it if its priority does not say."""
-        return tuple(getattr(self.priority, "reads", ("priority", "deadline")))
+        return tuple(self.priority.reads) if isinstance(self.priority, SelectivePriority) else _ALL_READS
 
     @property
     def shares_prefixes(self) -> bool:
         """It does."""
         return True
-
-    def planner(self, state: SchedulerState) -> Planner:
-        """What decides the iterations of a scheduler."""
-        from jaxllm.sched.planner import PolicyPlanner
-
-        return PolicyPlanner(state, self)

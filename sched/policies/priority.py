@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxllm.types import Request
 
@@ -12,8 +12,7 @@ from jaxllm.types import Request
 class PriorityPolicy(Protocol):
     """Who is most urgent.
 
-    A policy that reads `request.priority` or `request.deadline` may say so in `reads`, a tuple of these
-    names: requests that come with one are refused where it would be ignored.
+    It may also be a `SelectivePriority` or a `CachePriority`.
     """
 
     def score(self, request: Request, now: float) -> float:
@@ -26,6 +25,26 @@ class PriorityPolicy(Protocol):
         A constant if scores do not depend on `now`, `request.arrival_index` if nothing of the kind holds:
         only the most urgent of each group is compared in every iteration.
         """
+        ...
+
+
+@runtime_checkable
+class SelectivePriority(Protocol):
+    """A priority that says what it looks at; any other is taken to look at all of it."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Of "priority" and "deadline" those it looks at: requests that come with another are refused."""
+        ...
+
+
+@runtime_checkable
+class CachePriority(Protocol):
+    """A priority that may look at `Request.num_findable_tokens`, which nobody counts for any other."""
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether these are counted when a request is queued."""
         ...
 
 

@@ -11,11 +11,11 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
-from jaxllm.sched.cache.names import BlockName
+from jaxllm.types import BlockName
 
 _NUM_BINS = 40  # of idle times, each twice as long as the one before
 _MAX_COUNTED_USES = 3
@@ -43,7 +43,7 @@ class IdlePiece(NamedTuple):
 
 
 class RetentionPolicy(Protocol):
-    """What is kept."""
+    """What is kept. It may also be a `QueueAwareRetention`."""
 
     @property
     def loses_heads(self) -> bool:
@@ -56,6 +56,16 @@ class RetentionPolicy(Protocol):
 
     def observe(self, piece: IdlePiece, *, is_used: bool) -> None:
         """Learn that a piece is asked for, or was not and goes."""
+        ...
+
+
+@runtime_checkable
+class QueueAwareRetention(Protocol):
+    """A retention that may spare what is queued for; for any other only first blocks are watched."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether all blocks that queued requests would ask for are watched."""
         ...
 
 

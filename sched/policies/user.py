@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
@@ -16,6 +16,7 @@ from jaxllm.sched.policies import (
     MoreUrgentFirst,
     SchedulerPolicy,
     SchedulingPolicy,
+    is_policy,
     members_of,
 )
 
@@ -44,12 +45,11 @@ def import_policy(
         where = "; a module of your own must be in the current folder, on PYTHONPATH, or installed"
         hint = where if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"cannot import the policy {path!r}: {_message(error)}{hint}") from error
-    if inspect.isclass(found) or (
-        callable(found) and not hasattr(found, "planner") and _question(found) is None
-    ):
+    is_answer = isinstance(found, SchedulingPolicy) or _question(found) is not None
+    if inspect.isclass(found) or (callable(found) and not is_answer):
         found = _called(path, found, costs)
-    if hasattr(found, "planner") and not isinstance(found, type):
-        return cast(SchedulingPolicy, found)
+    if is_policy(found):
+        return found
     question = _question(found)
     if question is None:
         raise ConfigError(
@@ -69,8 +69,8 @@ def _called(path: str, found: Any, costs: CostModel | None) -> Any:
     try:
         signature = inspect.signature(found)
         for first in signature.parameters.values():
-            has_other_use = first.default is not first.empty and inspect.isclass(found)
-            if first.name == "costs" or not has_other_use:
+            may_be_left_out = first.default is not first.empty or first.kind is first.VAR_POSITIONAL
+            if first.name == "costs" or not (may_be_left_out and inspect.isclass(found)):
                 arguments = (costs,)
             break
         signature.bind(*arguments)

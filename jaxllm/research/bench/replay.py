@@ -64,7 +64,7 @@ class Replay:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         _check(llm, config)
-        if not getattr(policy, "shares_prefixes", False):
+        if not policy.shares_prefixes:
             config = dataclasses.replace(config, enable_prefix_caching=False)
         llm.reset_prefix_cache()  # the pool will hold something else
         self.clock, self.executor = clock, llm.executor
