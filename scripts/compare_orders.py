@@ -34,6 +34,7 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import plots
 from sweep.options import list_of
 
 from jaxllm.predictors.base import CostModel, model_shape
@@ -204,7 +205,7 @@ def medians(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, float], d
     """By arrivals, order and load: the medians over seeds of every figure."""
     found: dict[tuple[str, str, float], list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["arrivals"], row["order"], row["load"]), []).append(row)
+        found.setdefault(_key(row), []).append(row)
     names = [name for name in rows[0] if name not in ("arrivals", "order", "load", "slowdown")]
     return {
         key: {name: statistics.median(row[name] for row in of) for name in names}
@@ -278,35 +279,45 @@ def report(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> str:
     return "\n".join([*lines, ""])
 
 
+_LABELS = {"fair": "adaptive"}
+
+
 def draw(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace, path: pathlib.Path) -> None:
-    """One figure: a row for each arrival process; mean latency, 99th percentile and goodput over load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    found = medians(rows)
-    panels = (("mean_latency", "mean latency, s"), ("p99_latency", "p99 latency, s"), ("goodput", "goodput"))
-    figure, axes = pyplot.subplots(
-        len(args.arrivals),
-        len(panels),
-        figsize=(12, 3.4 * len(args.arrivals)),
-        layout="constrained",
-        squeeze=False,
+    """A row for each arrival process: mean latency and goodput over load, medians and ranges over seeds."""
+    measures = (("mean_latency", "mean latency, s"), ("goodput", f"answered within {MOST_SLOWDOWN:g}x alone"))
+    source = (
+        f"Simulated: {MODEL} on a roofline of an {DEVICE}; medians over seeds {args.seeds}, shaded from the "
+        "least to the most"
     )
-    for arrivals, of_arrivals in zip(args.arrivals, axes, strict=True):
-        for (name, label), panel in zip(panels, of_arrivals, strict=True):
-            for order in DRAWN:
-                values = [found[arrivals, order, load][name] for load in args.loads]
-                panel.plot(args.loads, values, marker="o", label=order)
-            panel.set_title(arrivals)
-            panel.set_xlabel("load")
-            panel.set_ylabel(label)
-            if name != "goodput":
-                panel.set_yscale("log")
-    axes[0][0].legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    size = (11, 3.1 * len(args.arrivals) + 0.6)
+    with plots.figure(path, source, len(args.arrivals), len(measures), figsize=size) as panels:
+        for arrivals, of_arrivals in zip(args.arrivals, panels, strict=True):
+            for (name, label), panel in zip(measures, of_arrivals, strict=True):
+                for order, colour, marker in zip(DRAWN, plots.COLOURS, "osD^vPX", strict=False):
+                    of_loads = [
+                        [row[name] for row in rows if _key(row) == (arrivals, order, load)]
+                        for load in args.loads
+                    ]
+                    ends = [min(of) for of in of_loads], [max(of) for of in of_loads]
+                    panel.fill_between(args.loads, *ends, color=colour, alpha=0.2, linewidth=0)
+                    middle = [statistics.median(of) for of in of_loads]
+                    panel.plot(
+                        args.loads,
+                        middle,
+                        color=colour,
+                        marker=marker,
+                        markersize=5,
+                        label=_LABELS.get(order, order),
+                    )
+                panel.set_title(f"{arrivals}: {label}", fontsize=11)
+                panel.set_xlabel("load")
+                if name == "mean_latency":
+                    panel.set_yscale("log")
+        panels[0][1].legend(fontsize=9, frameon=False, loc="lower left")
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str, float]:
+    return row["arrivals"], row["order"], row["load"]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import plots
 from policies.cells import CHANGED, COMBINED, policy_of
 from sweep.intervals import interval
 from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
@@ -305,44 +306,28 @@ def describe(row: dict[str, Any], first: str) -> str:
 
 def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     """Tokens/s and turnaround of each preset over the first one's, with 95 % intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = sorted(report["rows"], key=lambda row: row["over_first"]["speed"][0])
-    first = report["rows"][0]["preset"]
-    figure, panels = plt.subplots(
-        1, 2, figsize=(9, 0.36 * len(rows) + 1.6), sharey=True, layout="constrained"
+    first, machine = report["rows"][0]["preset"], report["hardware"]
+    source = (
+        f"Measured on {machine['cpu_count']} cores of an {machine['cpu']}, model {report['model']}, a pool "
+        f"too small: {len(rows[0]['seconds'])} traces, twice each; means and 95 % intervals"
     )
-    for axes, name, title in zip(
-        panels,
-        ("speed", "turnaround"),
-        (f"tokens/s over `{first}`'s: right is better", f"waiting over `{first}`'s: left is better"),
-        strict=True,
-    ):
-        axes.axvline(1, color="0.6", linewidth=1)
-        for place, row in enumerate(rows):
-            middle, low, high = row["over_first"][name]
-            colour = "#d55e00" if row["preset"].startswith("adaptive") else "#0072b2"
-            axes.plot([low, high], [place, place], color=colour, linewidth=2)
-            axes.plot(middle, place, "o", color=colour, markersize=7)
-        axes.set_title(title, fontsize=11)
-        axes.grid(axis="x", color="0.9")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(left=False)
-    panels[0].set_yticks(range(len(rows)), [row["preset"] for row in rows], fontsize=11)
-    machine = report["hardware"]
-    figure.suptitle(
-        f"Measured on {machine['cpu_count']} cores of an {machine['cpu']}, model {report['model']}: "
-        f"{len(rows[0]['seconds'])} traces, twice each; means, 95 % intervals",
-        fontsize=9,
-        color="0.35",
-        y=-0.04,
-    )
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
+    size = (10, 0.36 * len(rows) + 1.6)
+    with plots.figure(path, source, 1, 2, figsize=size, sharey=True) as ((speed, turnaround),):
+        for panel, name, title in (
+            (speed, "speed", f"tokens/s over {first}'s: right is better"),
+            (turnaround, "turnaround", f"turnaround by token over {first}'s: left is better"),
+        ):
+            panel.axvline(1, color="0.6", linewidth=1)
+            for place, row in enumerate(rows):
+                middle, low, high = row["over_first"][name]
+                colour = plots.OURS if row["preset"].startswith("adaptive") else plots.PUBLISHED
+                panel.plot([low, high], [place, place], color=colour, linewidth=2)
+                panel.plot(middle, place, "o", color=colour, markersize=7)
+            panel.set_title(title, fontsize=11)
+            panel.spines["left"].set_visible(False)
+            panel.tick_params(left=False)
+        speed.set_yticks(range(len(rows)), [row["preset"] for row in rows], fontsize=11)
 
 
 def main(argv: list[str] | None = None) -> None:

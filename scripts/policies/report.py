@@ -8,6 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import plots
+from sweep.simulated import DEVICE
+
 from policies.cells import BASELINES, CHANGED, COMBINED, ELSEWHERE, OURS
 
 Row = Mapping[str, Any]
@@ -211,29 +214,37 @@ def report(rows: Sequence[Row], command: str, facts: str, plot: pathlib.Path) ->
     return "\n".join(lines)
 
 
+_PANELS = (
+    ("mean_weighted_turnaround", "shorter turnaround, more tokens/s"),
+    ("p99_latency_seconds", "what it pays: the longest waits"),
+)
+
+
 def draw(found: Mapping[str, Score], path: pathlib.Path) -> None:
-    """Mean tokens/s against each of the other measures, with the front."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    others = list(MEASURES)[1:]
-    figure, panels = pyplot.subplots(1, len(others), figsize=(4.6 * len(others), 4.4), layout="constrained")
-    for panel, measure in zip(panels, others, strict=True):
-        members = front(found, measure)
-        for policy, score in found.items():
-            at = score.means[measure], score.means[_RATE]
-            is_named = policy in (*BASELINES, *OURS)
-            color = "#d62728" if policy in OURS else "#1f6fb2" if policy in BASELINES else "#999999"
-            panel.plot(*at, marker="o" if is_named else ".", color=color, linestyle="none")
-            if is_named:
-                panel.annotate(policy, at, xytext=(5, 4), textcoords="offset points", fontsize=8, color=color)
-        line = sorted((found[policy].means[measure], found[policy].means[_RATE]) for policy in members)
-        panel.plot(*zip(*line, strict=True), color="#555555", linewidth=0.8, linestyle="--")
-        panel.set_xlabel(f"{MEASURES[measure]} over the best baseline's (less is better)")
-        panel.grid(alpha=0.25)
-    panels[0].set_ylabel("tokens/s over the best baseline's (more is better)")
-    figure.suptitle("Candidates over all arrivals: geometric means; dashed: the Pareto front")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    """Mean tokens/s against turnaround, and against the longest waits, with the fronts."""
+    num_others = sum(policy not in (*BASELINES, *OURS) for policy in found)
+    source = (
+        f"Simulated on a roofline of an {DEVICE}: geometric means over all arrivals, over the best published "
+        f"system in each; grey: {num_others} candidates; dashed: the Pareto front"
+    )
+    with plots.figure(path, source, 1, len(_PANELS), figsize=(11, 5.2), sharey=True) as ((*panels,),):
+        for panel, (measure, title) in zip(panels, _PANELS, strict=True):
+            for policy, score in found.items():
+                at = score.means[measure], score.means[_RATE]
+                if policy not in (*BASELINES, *OURS):
+                    panel.plot(*at, ".", color=plots.OTHERS)
+            for policy in (*BASELINES, *OURS):
+                at = found[policy].means[measure], found[policy].means[_RATE]
+                colour = plots.OURS if policy in OURS else plots.PUBLISHED
+                panel.plot(*at, "o", color=colour, markersize=7)
+                above = {"adaptive": -14, "adaptive_throughput": 8}.get(policy, 6)
+                name = policy.replace(", copies overlapped", ", overlapped")
+                place = {"xytext": (4, above), "textcoords": "offset points"}
+                panel.annotate(name, at, fontsize=9, color=colour, **place)
+            members = front(found, measure)
+            line = sorted((found[policy].means[measure], found[policy].means[_RATE]) for policy in members)
+            panel.plot(*zip(*line, strict=True), color="0.4", linewidth=0.8, linestyle="--")
+            panel.set_title(title, fontsize=12)
+            panel.set_xlabel(f"{MEASURES[measure]} (left is better)")
+            panel.margins(x=0.18, y=0.08)
+        panels[0].set_ylabel("tokens/s (up is better)")
