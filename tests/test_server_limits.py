@@ -432,6 +432,8 @@ def test_a_client_that_reads_slowly_gets_everything():
             + f"content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode()
             + content
         )
+        while not there._num_unread:  # until the server waits, however long it takes to have that much to say
+            time.sleep(0.01)
         found, num_unread = b"", set()
         started = time.monotonic()
         while chunk := connection.recv(4096 if time.monotonic() < started + 3 else 65536):

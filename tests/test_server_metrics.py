@@ -34,9 +34,15 @@ def server():
         yield running
 
 
+@pytest.fixture(scope="module", autouse=True)  # before any test sends more
+def told(server):
+    """The metrics, and the live state."""
+    return server.request("GET", "/metrics")[2].decode(), server.request("GET", "/live")[2]
+
+
 @pytest.fixture(scope="module")
-def samples(server):
-    text = server.request("GET", "/metrics")[2].decode()
+def samples(told):
+    text, _ = told
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -60,7 +66,7 @@ def test_tokens_and_requests_are_counted(samples):
     assert samples[("jaxllm:http_requests_total", paths, ("status", "400"))] == 1
 
 
-def test_preemptions_are_counted_by_action(server, samples):
+def test_preemptions_are_counted_by_action(told, samples):
     swaps = samples[("jaxllm:num_preemptions_total", ("action", "swap"))]
     drops = samples[("jaxllm:num_preemptions_total", ("action", "recompute"))]
     assert swaps + drops > 0
@@ -68,7 +74,7 @@ def test_preemptions_are_counted_by_action(server, samples):
         assert samples[("jaxllm:recomputed_tokens_total",)] > 0
     if swaps:
         assert samples[("jaxllm:swapped_bytes_total", ("direction", "out"))] > 0
-    totals = server.request("GET", "/live")[2]["totals"]
+    totals = told[1]["totals"]
     assert (totals["preemptions_swap"], totals["preemptions_recompute"]) == (swaps, drops)
 
 
@@ -103,8 +109,8 @@ def test_gauges_are_those_of_an_idle_engine(samples):
     assert samples[("jaxllm:inter_token_latency_seconds_count",)] > 0
 
 
-def test_the_live_state_adds_up(server):
-    state = server.request("GET", "/live")[2]
+def test_the_live_state_adds_up(told):
+    _, state = told
     for tier in ("device", "host"):
         pool = state["pool"][tier]
         assert pool["held"] + pool["cached"] + pool["free"] == pool["total"]

@@ -19,7 +19,6 @@ from jaxllm.sched.presets import PRESETS
 from jaxllm.system import hardware
 
 _SERVER_DEFAULTS = ("--warm-up=all", "--no-log-requests", "--shutdown-timeout=5")
-_DESCRIBE = "import json; from jaxllm import hardware; print(json.dumps(hardware.describe_hardware()))"
 _DESCRIBE_SECONDS = 300
 
 
@@ -100,7 +99,7 @@ class Sweep:
         if not self.policies:
             return {"role": "client", **hardware.describe_host()}
         done = subprocess.run(
-            [sys.executable, "-c", _DESCRIBE],
+            [sys.executable, "-m", hardware.__name__],
             capture_output=True,
             text=True,
             timeout=_DESCRIBE_SECONDS,
