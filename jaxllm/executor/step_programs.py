@@ -20,7 +20,9 @@ from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.programs import CompiledProgram, ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, rows_program, take_program
+from jaxllm.models.config import OPTConfig
 from jaxllm.models.registry import AnyConfig
+from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
 
@@ -136,6 +138,15 @@ class StepPrograms:
         """
         if num_threads is None:
             num_threads = (os.cpu_count() or 1) // 2
+        if (self._config.implementation or self._default) == "native":
+            model = self._model_config
+            native.prepare(
+                model.num_heads // model.num_kv_heads,
+                model.head_dim,
+                self._config.dtype,
+                has_layer_norm=isinstance(model, OPTConfig),
+                computes_products=self._config.packs_weights,
+            )
         with self._changed:
             known = {*self._compiled, *self._under_way, *self._waiting}
             self._waiting.extend(key for key in self.keys if key not in known)

@@ -222,6 +222,29 @@ def _target(shape: Shape) -> str:
     return shape.name
 
 
+def prepare(group: int, head_dim: int, dtype: str, *, has_layer_norm: bool, computes_products: bool) -> None:
+    """Start to compile a model's kernels that are not on disk, beside whatever comes before they are needed.
+
+    Args:
+        group: query heads of a KV head.
+        head_dim: size of a head.
+        dtype: of the pool.
+        has_layer_norm: whether rows are normalised with a bias.
+        computes_products: whether packed products, gates and norms are native, too.
+    """
+    from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
+
+    attention = AttentionShape(group, head_dim, dtype)
+    rest: list[Shape] = []
+    if computes_products:
+        rest = [RowsShape("layer_norm" if has_layer_norm else "rms_norm"), RowsShape("argmax")]
+        rest += [] if has_layer_norm else [RowsShape("gate")]
+        rest += [LinearShape.for_registers(machine_code.has_wide_registers())]
+    with _loading:
+        machine_code.prepare(rest)
+        machine_code.prepare([attention])  # which takes longer than all others
+
+
 _loading = threading.Lock()  # compiling a shape twice would take seconds
 _known: set[Shape] = set()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 import llvmlite.binding as llvm
 from numba.core import errors
 
 from jaxllm.pallas_kernels.native import handlers
-from jaxllm.pallas_kernels.native.machine_code import Code
+from jaxllm.pallas_kernels.native.machine_code import Code, load
 from jaxllm.pallas_kernels.native.shape import AttentionShape, LinearShape, RowsShape, Shape, items_symbol
 
 # numba words thousands of messages that nobody sees. To mark up each, it has colorama replace sys.stdout and
@@ -35,3 +37,11 @@ def _object_of(compiled: Any) -> tuple[bytes, bytes]:
     _, kind, (code, _) = compiled._library.serialize_using_object_code()
     assert kind == "object"
     return compiled._wrapper_name.encode(), code
+
+
+if __name__ == "__main__":  # see `machine_code.prepare`
+    _shapes = {one.__name__: one for one in _PARTS}
+    for _name, _sizes in json.loads(sys.argv[1]):
+        _shape = _shapes[_name](*_sizes)
+        load(_shape)
+        print(_shape.name, flush=True)

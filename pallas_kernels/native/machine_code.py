@@ -12,13 +12,18 @@ A file that is torn, or of something else, is compiled anew.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterable
 
 import jax
 import llvmlite.binding as llvm
@@ -41,12 +46,56 @@ Code = tuple[bytes, bytes, bytes, bytes]
 """Name and object file of the items' function, and of the handler."""
 
 
+def prepare(shapes: Iterable[Shape]) -> None:
+    """Start to compile what is not on disk yet, one after another, in a process of its own.
+
+    `load` waits for it. numba holds Python's lock most of the time, and this process has other things to do.
+    Without a folder, or a second processor, nothing is started.
+    """
+    folder = _folder()
+    missing = [shape for shape in shapes if shape not in _coming and not _is_kept(shape)]
+    if folder is None or not missing or len(os.sched_getaffinity(0)) < 2:
+        return
+    described = json.dumps([(type(shape).__name__, shape) for shape in missing])
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+        "JAX_COMPILATION_CACHE_DIR": folder,
+    }
+    with contextlib.suppress(OSError):  # then they are compiled here
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxllm.pallas_kernels.native.build", described],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
+        _coming.update(dict.fromkeys(missing, process))
+
+
+_coming: dict[Shape, subprocess.Popen[str]] = {}
+"""What processes compile, which print the name of each shape that they have written."""
+
+
+def _await(shape: Shape) -> None:
+    """Wait for what is being compiled elsewhere, until it is there or the process has ended."""
+    process = _coming.get(shape)
+    while process is not None and shape in _coming:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        for one in [one for one, by in _coming.items() if by is process and name in ("", one.name)]:
+            del _coming[one]
+    if process is not None and process not in _coming.values():
+        process.communicate()
+
+
 @functools.cache
 def load(shape: Shape) -> int:
     """Address of the handler of a shape, from disk where it is kept there.
 
-    The folder is `jaxllm-native` in JAX's compilation cache, if there is one.
+    The folder is `jaxllm-native` in JAX's compilation cache, if there is one. One thread at a time may call.
     """
+    _await(shape)
     path = _path(shape)
     code = None if path is None else _read(path)
     if code is None:
@@ -88,9 +137,20 @@ def _machine() -> llvm.TargetMachine:
     return llvm.Target.from_default_triple().create_target_machine(jit=True)
 
 
+def _folder() -> str | None:
+    """JAX's compilation cache, if that is in a folder."""
+    folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return folder if folder and "://" not in folder else None
+
+
+def _is_kept(shape: Shape) -> bool:
+    path = _path(shape)
+    return path is not None and path.exists()
+
+
 def _path(shape: Shape) -> pathlib.Path | None:
-    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if not folder or "://" in folder:
+    folder = _folder()
+    if folder is None:
         return None
     digest = hashlib.sha256()
     here = pathlib.Path(__file__).parent
