@@ -68,6 +68,11 @@ def jitted(op, implementation, shape=None, donate=False):
     return jax.jit(call, donate_argnums=0 if donate else (), compiler_options=compiler_options)
 
 
+def repeats(implementation):
+    """Whether to compute twice; the older GPU interpreter, which looks for races, takes minutes for that."""
+    return implementation != "mosaic" or mosaic_tiles.IS_NEWER_JAX
+
+
 @with_shapes_and_mosaic
 def test_decode_matches_oracle(implementation, shape):
     longest = shape.max_blocks * shape.block_size
@@ -82,7 +87,8 @@ def test_decode_matches_oracle(implementation, shape):
         rounded = reference.decode_attention(*case.decode_args(), layer=LAYER, scale=shape.scale, rounds=True)
         assert relative_error(actual, expected) < 1.5 * relative_error(rounded, expected)
     assert not np.asarray(actual, np.float32)[[1, 5]].any()
-    np.testing.assert_array_equal(np.asarray(decode(*case.decode_args())), np.asarray(actual))
+    if repeats(implementation):
+        np.testing.assert_array_equal(np.asarray(decode(*case.decode_args())), np.asarray(actual))
 
 
 @with_each
@@ -163,7 +169,8 @@ def test_prefill_matches_oracle(implementation, shape):
             assert relative_error(actual, expected) < 1.5 * relative_error(rounded, expected)
         others = np.r_[:first_row, first_row + 18 : 24]
         assert not np.asarray(actual, np.float32)[others].any()
-        np.testing.assert_array_equal(np.asarray(prefill(*case.prefill_args())), np.asarray(actual))
+        if repeats(implementation):
+            np.testing.assert_array_equal(np.asarray(prefill(*case.prefill_args())), np.asarray(actual))
 
 
 @with_each_and_newer_mosaic
