@@ -221,7 +221,7 @@ def test_model_type_stands_in_for_architectures():
         (
             LLAMA,
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            ["quantization_config", "float32, bfloat16 or float16"],
+            ["quantization_config", "float32, bfloat16, float16"],
         ),
         (
             LLAMA,

@@ -17,6 +17,7 @@ from jaxllm.loading.names import LM_HEAD, FamilyNames
 from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
 from jaxllm.models.config import LlamaConfig, Phi3Config
 from jaxllm.models.registry import AnyConfig, abstract_params
+from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None
 _EMBEDDING = "embed_tokens.weight"
@@ -111,7 +112,8 @@ def _plan(
             elif tensor.shape != part.shape:
                 wrong.append(f"{tensor.name} is {list(tensor.shape)}, expected {list(part.shape)}")
             elif tensor.dtype is None:
-                wrong.append(f"{tensor.name} is {tensor.stored_dtype}, expected F32, BF16 or F16")
+                expected = ", ".join(SAFETENSORS_NAMES)
+                wrong.append(f"{tensor.name} is {tensor.stored_dtype}, expected one of {expected}")
         plan[target] = tuple(found[part.name] for part in parts if part.name in found)
     unexpected = [tensor.name for canonical, tensor in found.items() if canonical not in wanted]
     problems = {"missing": missing, "unexpected": unexpected, "of the wrong shape or dtype": wrong}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from jaxllm.errors import ConfigError, UnsupportedModelError, shown
 from jaxllm.models.fields import INERT_FIELDS, Fields, check_size
 from jaxllm.models.rope import RopeConfig
+from jaxllm.system.dtypes import DTYPES
 from jaxllm.system.json_text import read_object
 
 # Of the inert fields, what others than the model itself read.
@@ -498,7 +499,7 @@ def config_from_dict(
     architecture = architectures[0]
     if values.get("quantization_config"):
         raise UnsupportedModelError(
-            "config.json: quantization_config is not supported; use a float32, bfloat16 or float16 checkpoint"
+            f"config.json: quantization_config is not supported; use one in {', '.join(DTYPES)}"
         )
     if architecture not in _READERS:
         raise UnsupportedModelError(

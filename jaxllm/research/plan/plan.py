@@ -18,8 +18,8 @@ from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, row_sizes, rows_program
 from jaxllm.models.registry import AnyConfig, abstract_params
-from jaxllm.predictors.base import ITEMSIZES
 from jaxllm.research.plan.target import Compiler, GPUTarget
+from jaxllm.system.dtypes import ITEMSIZES
 from jaxllm.types import MAX_DECODE_STEPS
 
 
