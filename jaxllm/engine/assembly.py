@@ -36,8 +36,9 @@ from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.loading import load_params, resolve_dtype
 from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.generation_config import default_sampling_params
-from jaxllm.models.config import LlamaConfig, ModelConfig, OPTConfig, config_from_dict, read_hf_config
-from jaxllm.models.registry import AnyConfig, pack_linear_weights, weight_bytes
+from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.registry import pack_linear_weights, weight_bytes
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.predictors.base import ModelShape
 from jaxllm.predictors.online import OnlineCalibration
@@ -96,7 +97,7 @@ class Assembly:
     engine: Engine
     executor: ModelExecutor
     tokenizer: PreTrainedTokenizerBase | None
-    model_config: LlamaConfig | OPTConfig
+    model_config: ModelConfig
     dtype: str
     costs: OnlineCalibration
     costs_source: str | None
@@ -216,7 +217,7 @@ def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
     )
     if config.prefix_cache_dir is not None:
         _check_files(config, scheduler_config)
-    model_config = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]
+    model_config = model_config.with_max_model_len(max_model_len)
     executor_config = ExecutorConfig(
         num_gpu_blocks=num_blocks,
         block_size=config.block_size,
@@ -270,7 +271,7 @@ def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
         eos_token_ids=eos_token_ids,
         async_scheduling=config.async_scheduling,
         num_scheduler_steps=config.num_scheduler_steps,
-        has_rotary_positions=isinstance(model_config, LlamaConfig),
+        has_rotary_positions=ARCHITECTURES[model_config.architecture].has_rotary_positions,
     )
     return Assembly(
         engine,
@@ -337,7 +338,7 @@ def _keep_files(
     config: EngineConfig,
     folder: Path,
     executor: ModelExecutor,
-    model_config: AnyConfig,
+    model_config: ModelConfig,
     kernels: str,
     most_writing: int,
 ) -> BlockFiles:

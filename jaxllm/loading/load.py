@@ -14,8 +14,9 @@ from jaxllm.loading.dummy import dummy_params
 from jaxllm.loading.orbax_format import has_orbax_params, load_orbax, stored_dtype
 from jaxllm.loading.safetensors_format import load_safetensors
 from jaxllm.loading.shards import INDEX_FILE, SINGLE_FILE, list_tensors
+from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import read_hf_config
-from jaxllm.models.registry import AnyConfig, Params
+from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.system.dtypes import dtype_of, dtype_or_auto
 
@@ -25,7 +26,7 @@ LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 @under_jax_defaults
 def load_params(
     path: str | Path,
-    config: AnyConfig,
+    config: ModelConfig,
     dtype: str = "auto",
     *,
     load_format: str = "auto",
@@ -52,7 +53,7 @@ def load_params(
 
 def iter_params(
     path: str | Path,
-    config: AnyConfig,
+    config: ModelConfig,
     dtype: str = "auto",
     *,
     load_format: str = "auto",

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         check_writable({"--json": args.json}, overwrite=args.overwrite)
     config = config_from_dict(read_hf_config(folder))
     max_model_len = args.max_model_len or config.default_max_model_len
-    config = config.with_max_model_len(max_model_len)  # type: ignore[assignment]
+    config = config.with_max_model_len(max_model_len)
     target = get_target(args.device)
     taken = int(target.memory_size * args.mem_fraction)
     dtype = dtype_of("dtype", args.dtype)
