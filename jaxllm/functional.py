@@ -24,8 +24,7 @@ from jax import lax
 from jaxllm.errors import ConfigError, RequestError, shown
 from jaxllm.executor.sampler import Sampling, SlotParams
 from jaxllm.executor.step import DecodeInputs, DeviceState, PrefillInputs, chunk_of, forward, run_step
-from jaxllm.models.config import ModelConfig
-from jaxllm.models.registry import AnyConfig
+from jaxllm.models.architecture import ModelConfig
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling.params import MAX_LOGIT_BIAS
 
@@ -55,7 +54,7 @@ class Generated(NamedTuple):
 
 @under_jax_defaults
 def init_pool(
-    config: AnyConfig, num_blocks: int, block_size: int = 16, dtype: Any = jnp.float32
+    config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: Any = jnp.float32
 ) -> jax.Array:
     """An empty KV pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
 
@@ -69,7 +68,7 @@ def init_pool(
 
 @under_jax_defaults
 def init_cache(
-    config: AnyConfig, batch_size: int, max_len: int, block_size: int = 16, dtype: Any = jnp.float32
+    config: ModelConfig, batch_size: int, max_len: int, block_size: int = 16, dtype: Any = jnp.float32
 ) -> KVCache:
     """A cache in which each of `batch_size` rows owns blocks for `max_len` tokens.
 
@@ -85,7 +84,7 @@ def init_cache(
 @under_jax_defaults
 def prefill(
     params: Params,
-    config: AnyConfig,
+    config: ModelConfig,
     cache: KVCache,
     tokens: jax.Array,
     lengths: jax.Array,
@@ -123,7 +122,7 @@ def prefill(
 @under_jax_defaults
 def decode(
     params: Params,
-    config: AnyConfig,
+    config: ModelConfig,
     cache: KVCache,
     tokens: jax.Array,
     lengths: jax.Array,
@@ -166,7 +165,7 @@ def decode(
 @under_jax_defaults
 def generate(
     params: Params,
-    config: AnyConfig,
+    config: ModelConfig,
     tokens: jax.Array,
     lengths: jax.Array,
     max_new_tokens: int,
@@ -300,7 +299,7 @@ def _is_known(*values: Any) -> bool:
     return not any(isinstance(value, jax.core.Tracer) for value in values)
 
 
-def _check_sizes(config: AnyConfig, **sizes: int) -> None:
+def _check_sizes(config: ModelConfig, **sizes: int) -> None:
     if not isinstance(config, ModelConfig):
         raise ConfigError(
             f"config={shown(config)} must be a model's: config_from_dict(read_hf_config(folder)) makes it"
@@ -310,7 +309,7 @@ def _check_sizes(config: AnyConfig, **sizes: int) -> None:
             raise ConfigError(f"{name}={shown(size)} must be an integer of at least 1")
 
 
-def _check_params(params: Params, config: AnyConfig) -> None:
+def _check_params(params: Params, config: ModelConfig) -> None:
     _check_sizes(config)
     if not isinstance(params, Mapping) or not params or not all(isinstance(name, str) for name in params):
         raise ConfigError(
@@ -332,7 +331,7 @@ def _integers(name: str, value: Any, num_dims: int) -> Any:
     return found
 
 
-def _checked_prompts(config: AnyConfig, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
+def _checked_prompts(config: ModelConfig, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
     """Prompts [B, L] and their lengths [B], as arrays; padding may be anything."""
     tokens, lengths = _integers("tokens", tokens, 2), _integers("lengths", lengths, 1)
     if lengths.shape != tokens.shape[:1] or not tokens.size:
@@ -344,7 +343,7 @@ def _checked_prompts(config: AnyConfig, tokens: Any, lengths: Any) -> tuple[jax.
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
-def _check_cache(config: AnyConfig, cache: KVCache, lengths: jax.Array) -> None:
+def _check_cache(config: ModelConfig, cache: KVCache, lengths: jax.Array) -> None:
     """Verify that a cache is of the model, and has room for rows of these lengths."""
     pool, tables = cache
     block_size = pool.shape[4] if pool.ndim == 6 else 0

@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from jaxllm.errors import ConfigError
+from jaxllm.system.dtypes import ITEMSIZES, dtype_of
 
 CostKind = Literal["prefill", "decode", "mixed", "swap_out", "swap_in"]
 COST_KINDS: tuple[CostKind, ...] = ("prefill", "decode", "mixed", "swap_out", "swap_in")
 """Steps by what they compute, and copies: what is measured, fitted and corrected apart."""
-
-ITEMSIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one element of each dtype weights and KV may have."""
 
 _MAX_SIZE = 2**31 - 1
 
@@ -141,7 +139,7 @@ class ModelShape:
         intermediate_size: inner width of the MLP.
         gated_mlp: whether the MLP has three matrices (Llama: gate, up, down) and not two (OPT).
         tie_word_embeddings: whether the lm head is the embedding matrix.
-        dtype: of weights and KV alike, one of `ITEMSIZES`.
+        dtype: of weights and KV alike, one of `jaxllm.system.dtypes`.
 
     Raises:
         ConfigError: a size is not an integer in [1, 2**31), the heads do not divide by `num_kv_heads`, or
@@ -175,10 +173,7 @@ class ModelShape:
             raise ConfigError(
                 f"ModelShape.num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.dtype not in ITEMSIZES:
-            raise ConfigError(
-                f"ModelShape.dtype={self.dtype!r} is unknown; use one of {', '.join(ITEMSIZES)}"
-            )
+        object.__setattr__(self, "dtype", dtype_of("ModelShape.dtype", self.dtype))
 
     @property
     def itemsize(self) -> int:

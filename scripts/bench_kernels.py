@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxllm import pallas_kernels
 from jaxllm.research.bench.results import write_json
+from jaxllm.system.dtypes import DTYPES
 from jaxllm.system.output_files import OutputParser, new_file
 
 LAYER = 0
@@ -31,7 +32,7 @@ def main() -> None:
     """Parse the options, measure, print and write."""
     parser = OutputParser(description=__doc__.splitlines()[0])
     parser.add_argument("--implementation", help="xla, triton (also triton:k64,q64,w4,s2 and so on), mosaic")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--num-q-heads", type=int, default=12)
     parser.add_argument("--num-kv-heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)

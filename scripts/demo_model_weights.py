@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxllm.models.config import LlamaConfig
+from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.registry import bind
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 

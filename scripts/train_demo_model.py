@@ -38,7 +38,8 @@ from safetensors import safe_open
 from safetensors.flax import save_file
 from tokenizers import Tokenizer
 
-from jaxllm.models.config import LlamaConfig, config_from_dict
+from jaxllm.models.config import config_from_dict
+from jaxllm.models.llama import LlamaConfig
 from jaxllm.system.output_files import NewFolder, OutputParser
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]

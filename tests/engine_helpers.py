@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxllm.engine.engine import Engine
 from jaxllm.llm import LLM
-from jaxllm.models.config import LlamaConfig
+from jaxllm.models.llama import LlamaConfig
 from jaxllm.sched.cache.preview import PoolPreview
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.planner import PolicyPlanner

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 import jaxllm
-from jaxllm.models.config import LlamaConfig, config_from_dict
+from jaxllm.models.config import config_from_dict
+from jaxllm.models.llama import LlamaConfig
 from jaxllm.text.chat import apply_chat_template
 from jaxllm.text.tokenizer import encode, eos_token_ids, load_tokenizer
 

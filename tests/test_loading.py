@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_helpers import GQA, assert_same, read_config, stored, write
+from engine_helpers import make_llm
 from safetensors.numpy import load_file
 from variants import VARIANTS, golden_checkpoint
 
+from jaxllm.engine.assembly import settle_dtype
+from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.loading import load_params, resolve_dtype, safetensors_format
 from jaxllm.models.config import config_from_dict, read_hf_config
@@ -145,7 +148,7 @@ def test_one_error_names_everything_missing_unexpected_and_misshapen(tmp_path):
     assert "model.layers.7.mlp.up_proj.weight" in unexpected
     assert "model.norm.bias" in unexpected
     assert "model.layers.1.self_attn.v_proj.weight is [16, 64], expected [32, 64]" in wrong
-    assert "model.norm.weight is I8, expected F32, BF16 or F16" in wrong
+    assert "model.norm.weight is I8, expected one of F32, BF16, F16" in wrong
 
 
 def test_a_weight_stored_under_two_names_is_refused(tmp_path):
@@ -237,7 +240,7 @@ def test_dtypes_and_formats_are_validated(tmp_path):
     with pytest.raises(ConfigError, match=r"load_format='pickle'.*auto, safetensors, orbax, dummy"):
         load_params(folder, config, "float32", load_format="pickle")
     written = write(tmp_path / "odd", stored(GQA), dtype="float64")
-    with pytest.raises(ConfigError, match=r"config\.json: dtype='float64'.*pass one of them"):
+    with pytest.raises(ConfigError, match=r"config\.json: dtype='float64'.*pass dtype as one of"):
         load_params(written, config)
 
 
@@ -251,6 +254,47 @@ def test_auto_dtype_is_that_of_the_checkpoint(tmp_path):
     assert resolve_dtype(write(tmp_path / "c", bfloat16, dtype=None)) == "bfloat16"
     assert resolve_dtype(write(tmp_path / "c", bfloat16, dtype=None), load_format="dummy") == "float32"
     assert resolve_dtype(tmp_path / "absent", "float16") == "float16"
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [
+        (["bfloat16", "torch.bfloat16", "BF16"], "bfloat16"),
+        (["float16", "torch.float16", "half", "torch.half", "F16"], "float16"),
+        (["float32", "torch.float32", "float", "torch.float", "F32"], "float32"),
+    ],
+)
+def test_a_dtype_has_the_same_names_wherever_it_is_named(tmp_path, names, dtype):
+    assert stored(GQA)["model.norm.weight"].dtype == "bfloat16"
+    for name in names:
+        assert EngineConfig(model=tmp_path, dtype=name).dtype == dtype
+        assert resolve_dtype(tmp_path, name) == dtype
+        config = EngineConfig(model=tmp_path)
+        for field in ("dtype", "torch_dtype"):
+            assert resolve_dtype(tmp_path, hf_config={field: name}) == dtype
+            assert settle_dtype(config, tmp_path, {field: name}, "gpu") == dtype
+            assert settle_dtype(config, tmp_path, {field: name}, "cpu") == "float32"
+        overrides = EngineConfig(model=tmp_path, hf_overrides={"dtype": name})
+        assert settle_dtype(overrides, tmp_path, {"dtype": "float64"}, "gpu") == dtype
+
+
+def test_a_dtype_that_is_not_named_is_that_of_the_weights(tmp_path):
+    folder = write(tmp_path / "a", stored(GQA), dtype=None)
+    assert settle_dtype(EngineConfig(model=folder), folder, {}, "gpu") == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "torch.float8_e4m3fn", "float64", "F8_E4M3", 16])
+def test_other_dtypes_are_refused_with_the_way_out(tmp_path, name):
+    folder = write(tmp_path / "a", stored(GQA), dtype=name)
+    message = f"dtype={name!r} is not supported; pass dtype as one of float32, bfloat16, float16"
+    for platform in ("cpu", "gpu"):
+        with pytest.raises(ConfigError, match=f"config.json: {message}"):
+            settle_dtype(EngineConfig(model=folder), folder, read_hf_config(folder), platform)
+    with pytest.raises(ConfigError, match=f"config.json: {message}"):
+        make_llm(folder)
+    with pytest.raises(ConfigError, match=f"{message}, auto"):
+        EngineConfig(model=folder, dtype=name)
+    assert settle_dtype(EngineConfig(model=folder, dtype="half"), folder, {"dtype": name}, "gpu") == "float16"
 
 
 def test_arrays_are_committed_to_the_device():

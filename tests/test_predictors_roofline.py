@@ -93,7 +93,7 @@ def test_a_block_of_llama_13b_is_the_papers():
         ({"num_layers": True}, "num_layers must be an integer, got True"),
         ({"hidden_size": 8.0}, "hidden_size must be an integer"),
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-        ({"dtype": "int8"}, "dtype='int8' is unknown; use one of float32, bfloat16, float16"),
+        ({"dtype": "int8"}, "dtype='int8' is not supported; pass dtype as one of float32, bfloat16, float16"),
         ({"gated_mlp": 1}, "gated_mlp must be true or false, got 1"),
         ({"name": ""}, "name must be a string that is not empty"),
     ],

@@ -120,7 +120,7 @@ def test_the_name_is_readable():
         (lambda d: d["model"].pop("head_dim"), "field model.head_dim is missing"),
         (lambda d: d["model"].update(colour=1), "field model.colour is unknown"),
         (lambda d: d["model"].update(num_layers=-4), "ModelShape.num_layers must lie in"),
-        (lambda d: d["model"].update(dtype="int3"), "ModelShape.dtype='int3' is unknown"),
+        (lambda d: d["model"].update(dtype="int3"), "ModelShape.dtype='int3' is not supported"),
         (lambda d: d.update(versions={"jax": 1}), "versions must map str to str, got 'jax': 1"),
         (lambda d: d.update(num_samples={"decode": "x"}), "num_samples must map str to int"),
         (lambda d: d.update(num_samples={"decode": -1}), r"num_samples\['decode'\] must lie in"),

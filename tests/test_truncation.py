@@ -15,7 +15,8 @@ from variants import golden_checkpoint
 from jaxllm import SamplingParams
 from jaxllm.errors import RequestError, RequestTooLargeError, SamplingParamsError
 from jaxllm.loading import load_params
-from jaxllm.models.config import LlamaConfig, config_from_dict, read_hf_config
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.registry import Params, bind
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 from jaxllm.sched.policies import Decision, ExpectedSaving, NoOffload, PreemptionAction, WriteBack

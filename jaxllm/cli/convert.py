@@ -6,7 +6,7 @@ import argparse
 import time
 
 from jaxllm.commands.options import note
-from jaxllm.loading.load import DTYPES
+from jaxllm.system.dtypes import DTYPES
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dst", metavar="DST", help="folder to write")
     parser.add_argument(
         "--dtype",
-        choices=("auto", *DTYPES),
+        metavar=f"{{auto,{','.join(DTYPES)}}}",
         default="auto",
         help="of the weights (default: the checkpoint's)",
     )

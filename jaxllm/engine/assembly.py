@@ -33,13 +33,14 @@ from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.kv.disk import BlockFiles, weights_fingerprint
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
-from jaxllm.loading import load_params
+from jaxllm.loading import load_params, resolve_dtype
 from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.generation_config import default_sampling_params
-from jaxllm.models.config import LlamaConfig, ModelConfig, OPTConfig, config_from_dict, read_hf_config
-from jaxllm.models.registry import AnyConfig, pack_linear_weights, weight_bytes
+from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.registry import pack_linear_weights, weight_bytes
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.predictors.base import ITEMSIZES, ModelShape
+from jaxllm.predictors.base import ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.table import TableCostModel
@@ -50,6 +51,7 @@ from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system import forks
 from jaxllm.system.cache_folder import cache_folder
+from jaxllm.system.dtypes import ITEMSIZES
 from jaxllm.text import tokenizer as tokenization
 from jaxllm.types import MAX_DECODE_STEPS, MAX_STAGED_BLOCKS
 
@@ -95,7 +97,7 @@ class Assembly:
     engine: Engine
     executor: ModelExecutor
     tokenizer: PreTrainedTokenizerBase | None
-    model_config: LlamaConfig | OPTConfig
+    model_config: ModelConfig
     dtype: str
     costs: OnlineCalibration
     costs_source: str | None
@@ -145,7 +147,7 @@ def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
     _set_compilation_cache(config.compilation_cache_dir)
     hf_config = read_hf_config(folder)
     model_config = config_from_dict(hf_config, config.hf_overrides)
-    dtype = _resolve_dtype(config.dtype, {**hf_config, **(config.hf_overrides or {})}, device.platform)
+    dtype = settle_dtype(config, folder, hf_config, device.platform)
     itemsize, num_weight_bytes = ITEMSIZES[dtype], weight_bytes(model_config, dtype)
     memory.check_fits(device, num_weight_bytes, 0)
     defaults = memory.device_limits(device, model_config, itemsize, num_weight_bytes)
@@ -210,7 +212,7 @@ def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
     )
     if config.prefix_cache_dir is not None:
         _check_files(config, scheduler_config)
-    model_config = model_config.with_max_model_len(max_model_len)  # type: ignore[assignment]
+    model_config = model_config.with_max_model_len(max_model_len)
     executor_config = ExecutorConfig(
         num_gpu_blocks=num_blocks,
         block_size=config.block_size,
@@ -263,7 +265,7 @@ def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
         eos_token_ids=eos_token_ids,
         async_scheduling=config.async_scheduling,
         num_scheduler_steps=config.num_scheduler_steps,
-        has_rotary_positions=isinstance(model_config, LlamaConfig),
+        has_rotary_positions=ARCHITECTURES[model_config.architecture].has_rotary_positions,
     )
     return Assembly(
         engine,
@@ -330,7 +332,7 @@ def _keep_files(
     config: EngineConfig,
     folder: Path,
     executor: ModelExecutor,
-    model_config: AnyConfig,
+    model_config: ModelConfig,
     kernels: str,
     most_writing: int,
 ) -> BlockFiles:
@@ -410,11 +412,15 @@ def _warm_up(executor: ModelExecutor) -> None:
         executor.warm_up(show)
 
 
-def _resolve_dtype(dtype: str, hf_config: Mapping[str, Any], platform: str) -> str:
-    if dtype != "auto":
-        return dtype
-    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
-    return stored if platform != "cpu" and stored in ITEMSIZES else "float32"
+def settle_dtype(config: EngineConfig, folder: Path, hf_config: Mapping[str, Any], platform: str) -> str:
+    """The dtype of weights and KV on a platform.
+
+    Raises:
+        ConfigError: config.json names one that is not supported, and the settings none.
+    """
+    hf_config = {**hf_config, **(config.hf_overrides or {})}
+    dtype = resolve_dtype(folder, config.dtype, load_format=config.load_format, hf_config=hf_config)
+    return "float32" if config.dtype == "auto" and platform == "cpu" else dtype
 
 
 def _fit_length(max_model_len: int, pool_tokens: int, asked: int | None) -> int:

@@ -9,9 +9,10 @@ from typing import Any
 
 from jaxllm.errors import ConfigError, shown
 from jaxllm.loading.checkpoints import demo_model_path
-from jaxllm.loading.load import DTYPES, LOAD_FORMATS
+from jaxllm.loading.load import LOAD_FORMATS
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.presets import DEFAULT_PRESET, PRESETS
+from jaxllm.system.dtypes import DTYPES, dtype_or_auto
 from jaxllm.system.options import (
     byte_count,
     check_choice,
@@ -101,6 +102,7 @@ class EngineConfig:
         "Of weights and KV; auto is float32 on CPUs, which emulate the others, and the checkpoint's "
         "elsewhere.",
         choices=("auto", *DTYPES),
+        check=dtype_or_auto,
     )
     load_format: str = option(
         "auto", "Of weights; dummy makes random ones on the device.", choices=LOAD_FORMATS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxllm.models.config import LlamaConfig, OPTConfig
+from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -28,7 +28,7 @@ def profile_folder() -> Path:
     return cache_folder("profiles")
 
 
-def shape_of(config: LlamaConfig | OPTConfig, name: str, dtype: str) -> ModelShape:
+def shape_of(config: ModelConfig, name: str, dtype: str) -> ModelShape:
     """The sizes of a model that decide its costs."""
     return ModelShape(
         name=name,
@@ -39,7 +39,7 @@ def shape_of(config: LlamaConfig | OPTConfig, name: str, dtype: str) -> ModelSha
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        gated_mlp=isinstance(config, LlamaConfig),
+        gated_mlp=ARCHITECTURES[config.architecture].has_gated_mlp,
         tie_word_embeddings=config.tie_word_embeddings,
         dtype=dtype,
     )

@@ -90,7 +90,6 @@ _OTHER_NAMES = {
     "attention_backend": "attention_implementation",
 }
 _RENAMED = ("kv_cache_memory_bytes",)
-_DTYPES = {"half": "float16", "float": "float32"}
 
 
 def translate(settings: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
@@ -107,9 +106,7 @@ def translate(settings: Mapping[str, Any], known: Sequence[str]) -> dict[str, An
     translated = {}
     for name, value in settings.items():
         if name in known:
-            translated[name] = (
-                _DTYPES.get(value, value) if name == "dtype" and isinstance(value, str) else value
-            )
+            translated[name] = value
         elif name in _RENAMED:
             if _OTHER_NAMES[name] in settings:
                 raise ConfigError(

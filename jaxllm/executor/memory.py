@@ -7,7 +7,7 @@ import os
 import jax
 
 from jaxllm.errors import CapacityError, ConfigError
-from jaxllm.models.config import ModelConfig
+from jaxllm.models.architecture import ModelConfig
 
 _GIB = 2**30
 _CPU_KV_CACHE_BYTES = 4 * 2**30

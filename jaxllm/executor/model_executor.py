@@ -34,7 +34,8 @@ from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
-from jaxllm.models.registry import AnyConfig, Params
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling.params import SamplingParams
@@ -65,7 +66,7 @@ class ModelExecutor:
     @under_jax_defaults
     def __init__(
         self,
-        model_config: AnyConfig,
+        model_config: ModelConfig,
         params: Params,
         config: ExecutorConfig,
         device: jax.Device,

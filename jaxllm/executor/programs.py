@@ -20,7 +20,8 @@ from jaxllm.executor.step import (
     run_decode_steps,
     run_step,
 )
-from jaxllm.models.registry import AnyConfig, Params, abstract_params
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.registry import Params, abstract_params
 from jaxllm.sampling.logits_processors import LogitsProcessor
 
 _NOWHERE = np.iinfo(np.int32).max
@@ -102,7 +103,7 @@ class CompiledProgram:
 
 
 def step_program(
-    model_config: AnyConfig,
+    model_config: ModelConfig,
     key: ProgramKey,
     *,
     dtype: str,
@@ -135,7 +136,7 @@ def step_program(
 
 
 def state_shapes(
-    model: AnyConfig,
+    model: ModelConfig,
     *,
     dtype: str,
     num_gpu_blocks: int,
@@ -201,7 +202,7 @@ def _split(packed: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _packed_step(
-    model_config: AnyConfig,
+    model_config: ModelConfig,
     key: ProgramKey,
     max_num_seqs: int,
     implementation: str | None,

@@ -21,7 +21,8 @@ from jax import lax
 
 from jaxllm import pallas_kernels
 from jaxllm.executor.sampler import Logprobs, SampledRows, Sampling, SlotParams, sample, token_logprobs
-from jaxllm.models.registry import AnyConfig, AnyModel, bind
+from jaxllm.models.architecture import CausalLM, ModelConfig
+from jaxllm.models.registry import bind
 from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.sampling.logits_processors import LogitsProcessor
 
@@ -197,7 +198,7 @@ class _PagedAttention:
 
 
 def forward(
-    config: AnyConfig,
+    config: ModelConfig,
     params: Mapping[str, jax.Array],
     pool: jax.Array,
     decode: DecodeInputs | None,
@@ -206,7 +207,7 @@ def forward(
     *,
     first_positions: jax.Array | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, AnyModel]:
+) -> tuple[jax.Array, jax.Array, CausalLM]:
     """The forward pass over decodes and prompts.
 
     Args:
@@ -234,7 +235,7 @@ def forward(
 
 
 def run_step(
-    config: AnyConfig,
+    config: ModelConfig,
     params: Mapping[str, jax.Array],
     state: DeviceState,
     slot_params: SlotParams,
@@ -289,7 +290,7 @@ def run_step(
 
 
 def run_decode_steps(
-    config: AnyConfig,
+    config: ModelConfig,
     params: Mapping[str, jax.Array],
     state: DeviceState,
     slot_params: SlotParams,
@@ -376,7 +377,7 @@ def run_decode_steps(
     return state, StepOutputs(sampled, None, logits)
 
 
-def _prompt_logprobs(model: AnyModel, hidden: jax.Array, targets: jax.Array) -> Logprobs:
+def _prompt_logprobs(model: CausalLM, hidden: jax.Array, targets: jax.Array) -> Logprobs:
     """Score every prefill row's target, some rows at a time so that the logits stay small."""
     num_rows = hidden.shape[0]
     chunk = min(_PROMPT_LOGPROB_ROWS, num_rows)

@@ -20,8 +20,7 @@ from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.programs import CompiledProgram, ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, rows_program, take_program
-from jaxllm.models.config import OPTConfig
-from jaxllm.models.registry import AnyConfig
+from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
@@ -54,7 +53,7 @@ class StepPrograms:
         device: to compile for, and to run on.
     """
 
-    def __init__(self, model_config: AnyConfig, config: ExecutorConfig, device: jax.Device) -> None:
+    def __init__(self, model_config: ModelConfig, config: ExecutorConfig, device: jax.Device) -> None:
         compile_stats.start()
         self._model_config, self._config, self._device = model_config, config, device
         shapes = config.program_keys(device.platform)
@@ -144,7 +143,7 @@ class StepPrograms:
                 model.num_heads // model.num_kv_heads,
                 model.head_dim,
                 self._config.dtype,
-                has_layer_norm=isinstance(model, OPTConfig),
+                is_gated=ARCHITECTURES[model.architecture].has_gated_mlp,
                 computes_products=self._config.packs_weights,
             )
         with self._changed:

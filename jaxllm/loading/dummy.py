@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.loading.safetensors_format import Placement
-from jaxllm.models.registry import AnyConfig, abstract_params
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.registry import abstract_params
 
 _DEVIATION = 0.02
 
 
 def dummy_params(
-    config: AnyConfig, dtype: str, *, seed: int = 0, placement: Placement = None
+    config: ModelConfig, dtype: str, *, seed: int = 0, placement: Placement = None
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yield every weight, made on the device from `seed`: normal of deviation 0.02, norms 1, biases 0."""
     key = jax.device_put(jax.random.key(seed), placement)

@@ -14,18 +14,19 @@ from jaxllm.loading.dummy import dummy_params
 from jaxllm.loading.orbax_format import has_orbax_params, load_orbax, stored_dtype
 from jaxllm.loading.safetensors_format import load_safetensors
 from jaxllm.loading.shards import INDEX_FILE, SINGLE_FILE, list_tensors
+from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import read_hf_config
-from jaxllm.models.registry import AnyConfig, Params
+from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
+from jaxllm.system.dtypes import dtype_of, dtype_or_auto
 
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @under_jax_defaults
 def load_params(
     path: str | Path,
-    config: AnyConfig,
+    config: ModelConfig,
     dtype: str = "auto",
     *,
     load_format: str = "auto",
@@ -52,7 +53,7 @@ def load_params(
 
 def iter_params(
     path: str | Path,
-    config: AnyConfig,
+    config: ModelConfig,
     dtype: str = "auto",
     *,
     load_format: str = "auto",
@@ -85,18 +86,15 @@ def resolve_dtype(
     floating-point tensor.
 
     Raises:
-        ConfigError: the dtype is not one of `DTYPES`.
+        ConfigError: the dtype is not supported.
     """
-    origin = "dtype"
-    if dtype == "auto":
-        hf_config = read_hf_config(path) if hf_config is None else hf_config
-        origin = "config.json: dtype"
-        named = hf_config.get("dtype") or hf_config.get("torch_dtype")
-        dtype = str(named).removeprefix("torch.") if named else _first_dtype(Path(path), load_format)
-    if dtype not in DTYPES:
-        choices = ", ".join(DTYPES) + (", auto" if origin == "dtype" else "; pass one of them as dtype")
-        raise ConfigError(f"{origin}={dtype!r} is not supported; supported: {choices}")
-    return dtype
+    if (dtype := dtype_or_auto("dtype", dtype)) != "auto":
+        return dtype
+    hf_config = read_hf_config(path) if hf_config is None else hf_config
+    origin, named = "config.json: dtype", hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if not named:
+        origin, named = "the dtype of the weights", _first_dtype(Path(path), load_format)
+    return dtype_of(origin, named)
 
 
 def default_device() -> jax.Device:

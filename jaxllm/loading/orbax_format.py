@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from jaxllm.errors import WeightsError
-from jaxllm.models.registry import AnyConfig, abstract_params
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.registry import abstract_params
 
 PARAMS_FOLDER = "params"
 _GROUP_BYTES = 4 * 2**30
@@ -92,7 +93,7 @@ def _save_group(path: Path, group: dict[str, jax.Array]) -> None:
 
 
 def load_orbax(
-    folder: Path, config: AnyConfig, dtype: str, placement: jax.Device | jax.sharding.Sharding
+    folder: Path, config: ModelConfig, dtype: str, placement: jax.Device | jax.sharding.Sharding
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yield every weight, restored onto the device in `dtype`.
 
@@ -145,7 +146,7 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
     )
 
 
-def _check_match(stored: dict[Path, dict[str, Any]], config: AnyConfig, folder: Path) -> None:
+def _check_match(stored: dict[Path, dict[str, Any]], config: ModelConfig, folder: Path) -> None:
     shapes = {name: tuple(array.shape) for arrays in stored.values() for name, array in arrays.items()}
     expected = {name: struct.shape for name, struct in abstract_params(config, "float32").items()}
     problems = {

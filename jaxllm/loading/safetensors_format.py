@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import WeightsError
-from jaxllm.loading import llama, opt
-from jaxllm.loading.names import LM_HEAD, FamilyNames
 from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
-from jaxllm.models.config import LlamaConfig, Phi3Config
-from jaxllm.models.registry import AnyConfig, abstract_params
+from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
+from jaxllm.models.names import LM_HEAD, WeightNames
+from jaxllm.models.registry import abstract_params
+from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None
 _EMBEDDING = "embed_tokens.weight"
@@ -24,7 +24,7 @@ _COMPARED_ROWS = 4096
 
 
 def load_safetensors(
-    folder: Path, config: AnyConfig, dtype: str, placement: Placement = None
+    folder: Path, config: ModelConfig, dtype: str, placement: Placement = None
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yield every weight of the model, on the device and in `dtype`, in the order of the files.
 
@@ -34,7 +34,7 @@ def load_safetensors(
     Raises:
         WeightsError: tensors are missing, unexpected or misshapen (all are named), or a file is corrupt.
     """
-    names = family_names(config)
+    names = ARCHITECTURES[config.architecture].names
     found = _by_canonical_name(list_tensors(folder), names)
     if config.tie_word_embeddings:
         _drop_tied_head(found, folder)
@@ -49,14 +49,7 @@ def load_safetensors(
             yield target, jax.block_until_ready(_to_device(reader, parts, dtype, placement))
 
 
-def family_names(config: AnyConfig) -> FamilyNames:
-    """The checkpoint names of the architecture of `config`."""
-    if isinstance(config, Phi3Config):
-        return llama.FUSED_NAMES
-    return llama.NAMES if isinstance(config, LlamaConfig) else opt.NAMES
-
-
-def _by_canonical_name(tensors: Mapping[str, StoredTensor], names: FamilyNames) -> dict[str, StoredTensor]:
+def _by_canonical_name(tensors: Mapping[str, StoredTensor], names: WeightNames) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         canonical = names.canonical(name)
@@ -95,7 +88,7 @@ def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
 
 
 def _plan(
-    found: Mapping[str, StoredTensor], names: FamilyNames, config: AnyConfig, folder: Path
+    found: Mapping[str, StoredTensor], names: WeightNames, config: ModelConfig, folder: Path
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """The stored tensors of each weight, in row order, after checking that the two sets match exactly."""
     plan: dict[str, tuple[StoredTensor, ...]] = {}
@@ -111,7 +104,8 @@ def _plan(
             elif tensor.shape != part.shape:
                 wrong.append(f"{tensor.name} is {list(tensor.shape)}, expected {list(part.shape)}")
             elif tensor.dtype is None:
-                wrong.append(f"{tensor.name} is {tensor.stored_dtype}, expected F32, BF16 or F16")
+                expected = ", ".join(SAFETENSORS_NAMES)
+                wrong.append(f"{tensor.name} is {tensor.stored_dtype}, expected one of {expected}")
         plan[target] = tuple(found[part.name] for part in parts if part.name in found)
     unexpected = [tensor.name for canonical, tensor in found.items() if canonical not in wanted]
     problems = {"missing": missing, "unexpected": unexpected, "of the wrong shape or dtype": wrong}

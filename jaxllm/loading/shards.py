@@ -14,11 +14,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxllm.errors import WeightsError
+from jaxllm.system.dtypes import find_dtype
 from jaxllm.system.json_text import parse
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_SOURCE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state")
 _GIT_LFS_POINTER = b"version https://git-lfs"
@@ -36,7 +36,7 @@ class StoredTensor:
     @property
     def dtype(self) -> str | None:
         """NumPy name of the dtype; None where jaxllm cannot load it (integers, float8...)."""
-        return _SOURCE_DTYPES.get(self.stored_dtype)
+        return find_dtype(self.stored_dtype)
 
 
 @contextlib.contextmanager

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.config import LlamaConfig
+from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.layers import (
     Attend,
     Embedding,
@@ -22,8 +23,67 @@ from jaxllm.models.layers import (
     swiglu,
     whole,
 )
-from jaxllm.models.rope import rope_table
+from jaxllm.models.rope import RopeConfig, rope_table
 from jaxllm.pallas_kernels.heads import RopeTable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """Llama 1, 2 and 3.x: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+    Decoders like it have other values of what Llama leaves at its default.
+
+    `attention_bias` is that of queries, keys and values. `windows` has for each layer how many of the latest
+    tokens a token sees, its own included, or None for all; it is empty where all layers see all. Layers in
+    `unrotated` have no positions. With
+    `qk_norm` queries and keys are normalised head by head before they are rotated. `attention_scale` is the
+    factor of scores, by default `head_dim ** -0.5`. Embeddings and what each block adds are multiplied by
+    `embedding_multiplier` and `residual_multiplier`, and logits divided by `logits_divisor`. With `is_gemma`
+    there are norms before and after each block, whose weights are what the factors have beyond 1, and GELU
+    instead of SiLU. Scores and logits are soft-capped. Layers in `local` take positions from `local_rope`.
+    With `is_stretched` the positions that config.json counts are those after scaling.
+    """
+
+    architecture: str = "LlamaForCausalLM"
+    rms_norm_eps: float
+    rope: RopeConfig
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    unrotated: frozenset[int] = frozenset()
+    attention_scale: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    is_gemma: bool = False
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    local: frozenset[int] = frozenset()
+    local_rope: RopeConfig | None = None
+    is_stretched: bool = False
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether attention is bounded in any layer, by a window or a soft cap."""
+        return bool(self.windows) or self.attention_soft_cap is not None
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions stretched by linear, dynamic or yarn scaling count in full."""
+        factor = 1 if self.is_stretched else self.rope.length_factor
+        return int(self.max_position_embeddings * factor)
+
+    def with_max_model_len(self, max_model_len: int) -> Self:
+        """As in the base class; also fixes the frequencies that depend on this length.
+
+        Windows that no sequence of this length outgrows are dropped.
+        """
+        super().with_max_model_len(max_model_len)
+        windows = tuple(None if size is None or size >= max_model_len else size for size in self.windows)
+        rope = dataclasses.replace(self.rope, max_model_len=max_model_len)
+        return dataclasses.replace(self, rope=rope, windows=windows if any(windows) else ())
 
 
 def _norms(config: LlamaConfig, dtype: jnp.dtype) -> Callable[[int], RMSNorm]:
@@ -137,10 +197,9 @@ class GemmaLayer(nnx.Module):
 class LlamaForCausalLM(nnx.Module):
     """A decoder like Llama with its output head."""
 
-    def __init__(self, config: LlamaConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, layer: Any = LlamaLayer) -> None:
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        layer: Any = GemmaLayer if config.is_gemma else LlamaLayer
         self.layers = nnx.List([layer(config, i, dtype) for i in range(config.num_layers)])
         self.norm = _norms(config, dtype)(config.hidden_size)
         self.lm_head = (

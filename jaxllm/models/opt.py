@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxllm.models.config import OPTConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.architecture import ModelConfig, register
+from jaxllm.models.fields import Fields
 from jaxllm.models.layers import Attend, Embedding, LayerNorm, Linear
+from jaxllm.models.names import WeightNames
 
 _POSITION_OFFSET = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OPTConfig(ModelConfig):
+    """OPT: learned positions, LayerNorm before (or, in the 350m model, after) each block, ReLU."""
+
+    architecture: str = "OPTForCausalLM"
+    word_embed_proj_dim: int
+    do_layer_norm_before: bool = True
+    remove_final_layer_norm: bool = False
+    activation_function: str = "relu"
+    enable_bias: bool = True
+    layer_norm_elementwise_affine: bool = True
+
+    @property
+    def has_final_layer_norm(self) -> bool:
+        """Whether the decoder ends in a LayerNorm."""
+        return self.do_layer_norm_before and not self.remove_final_layer_norm
 
 
 class OPTAttention(nnx.Module):
@@ -108,3 +130,38 @@ class OPTForCausalLM(nnx.Module):
         """`hidden` [N, word_embed_proj_dim], of which `num_rows` are in use -> [N, vocab_size] float32."""
         head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
         return head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32))
+
+
+@register(
+    name="OPTForCausalLM",
+    model=OPTForCausalLM,
+    names=WeightNames(
+        prefixes=("model.decoder.", "decoder."), fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    ),
+    has_rotary_positions=False,
+    has_gated_mlp=False,
+)
+def _opt(fields: Fields) -> OPTConfig:
+    hidden_size = fields.size("hidden_size")
+    num_heads = fields.size("num_attention_heads")
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}"
+        )
+    return OPTConfig(
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=fields.size("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=fields.size("ffn_dim"),
+        max_position_embeddings=fields.size("max_position_embeddings", 2048),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        word_embed_proj_dim=fields.size("word_embed_proj_dim", hidden_size),
+        do_layer_norm_before=fields.flag("do_layer_norm_before", True),
+        remove_final_layer_norm=fields.flag("_remove_final_layer_norm", False),
+        activation_function=fields.expect("activation_function", "relu", ("relu", "gelu")),
+        enable_bias=fields.flag("enable_bias", True),
+        layer_norm_elementwise_affine=fields.flag("layer_norm_elementwise_affine", True),
+    )

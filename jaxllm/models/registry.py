@@ -9,31 +9,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.errors import WeightsError
-from jaxllm.models.config import LlamaConfig, OPTConfig
+from jaxllm.models.architecture import ARCHITECTURES, CausalLM, ModelConfig
 from jaxllm.models.layers import Linear
-from jaxllm.models.llama import LlamaForCausalLM
-from jaxllm.models.opt import OPTForCausalLM
 from jaxllm.pallas_kernels import native
 
 Params = dict[str, jax.Array]
-AnyConfig = LlamaConfig | OPTConfig
-AnyModel = LlamaForCausalLM | OPTForCausalLM
 
 
-def _model(config: AnyConfig, dtype: str) -> AnyModel:
-    if isinstance(config, LlamaConfig):
-        return LlamaForCausalLM(config, jnp.dtype(dtype))
-    return OPTForCausalLM(config, jnp.dtype(dtype))
+def _model(config: ModelConfig, dtype: str) -> CausalLM:
+    return ARCHITECTURES[config.architecture].model(config, jnp.dtype(dtype))
 
 
 @functools.lru_cache(maxsize=16)
-def _structure(config: AnyConfig, dtype: str) -> tuple[nnx.GraphDef, dict[tuple, jax.ShapeDtypeStruct]]:
+def _structure(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[tuple, jax.ShapeDtypeStruct]]:
     model = nnx.eval_shape(lambda: _model(config, dtype))
     graphdef, state = nnx.split(model)
     flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
@@ -45,7 +40,7 @@ def _name(path: tuple) -> str:
 
 
 def abstract_params(
-    config: AnyConfig, dtype: str, *, is_packed: bool = False
+    config: ModelConfig, dtype: str, *, is_packed: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of every weight, by name; packed or not."""
     params = {_name(path): value for path, value in _structure(config, dtype)[1].items()}
@@ -56,12 +51,12 @@ def abstract_params(
     return params
 
 
-def weight_bytes(config: AnyConfig, dtype: str) -> int:
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of all weights."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in abstract_params(config, dtype).values())
 
 
-def bind(config: AnyConfig, params: Mapping[str, jax.Array]) -> AnyModel:
+def bind(config: ModelConfig, params: Mapping[str, jax.Array]) -> CausalLM:
     """The model with `params` as its weights. Cheap enough for tracing, not for every step.
 
     Raises:
@@ -81,7 +76,7 @@ def bind(config: AnyConfig, params: Mapping[str, jax.Array]) -> AnyModel:
     return nnx.merge(graphdef, state)
 
 
-def pack_linear_weights(config: AnyConfig, params: Params) -> None:
+def pack_linear_weights(config: ModelConfig, params: Params) -> None:
     """Pack, one after the other and in place of it, every weight that native products take."""
     for name in _linear_weights(config):
         if native.packs(params[name]):
@@ -90,9 +85,9 @@ def pack_linear_weights(config: AnyConfig, params: Params) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _linear_weights(config: AnyConfig) -> list[str]:
+def _linear_weights(config: ModelConfig) -> list[str]:
     """Names of the weights that activations are multiplied by."""
-    model = nnx.eval_shape(lambda: _model(config, "float32"))
+    model: Any = nnx.eval_shape(lambda: _model(config, "float32"))
     found = [path for path, module in nnx.iter_modules(model) if isinstance(module, Linear)]
     names = [f"{_name(path)}.weight" for path in found]
     return [*names, "embed_tokens.weight"] if config.tie_word_embeddings else names

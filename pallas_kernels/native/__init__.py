@@ -222,14 +222,14 @@ def _target(shape: Shape) -> str:
     return shape.name
 
 
-def prepare(group: int, head_dim: int, dtype: str, *, has_layer_norm: bool, computes_products: bool) -> None:
+def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, computes_products: bool) -> None:
     """Start to compile a model's kernels that are not on disk, beside whatever comes before they are needed.
 
     Args:
         group: query heads of a KV head.
         head_dim: size of a head.
         dtype: of the pool.
-        has_layer_norm: whether rows are normalised with a bias.
+        is_gated: whether the MLP has a gate, and norms have no bias.
         computes_products: whether packed products, gates and norms are native, too.
     """
     from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
@@ -237,8 +237,8 @@ def prepare(group: int, head_dim: int, dtype: str, *, has_layer_norm: bool, comp
     attention = AttentionShape(group, head_dim, dtype)
     rest: list[Shape] = []
     if computes_products:
-        rest = [RowsShape("layer_norm" if has_layer_norm else "rms_norm"), RowsShape("argmax")]
-        rest += [] if has_layer_norm else [RowsShape("gate")]
+        rest = [RowsShape("rms_norm" if is_gated else "layer_norm"), RowsShape("argmax")]
+        rest += [RowsShape("gate")] if is_gated else []
         rest += [LinearShape.for_registers(machine_code.has_wide_registers())]
     with _loading:
         machine_code.prepare(rest)

@@ -27,7 +27,8 @@ from jaxllm.engine.costs import shape_of
 from jaxllm.engine.profiling import Profiler
 from jaxllm.errors import CapacityError, EngineError
 from jaxllm.executor.kv.swapper import BlockSwapper
-from jaxllm.models.config import LlamaConfig, OPTConfig, config_from_dict
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.config import config_from_dict
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import replay
@@ -51,7 +52,7 @@ MEMORY_PRESETS = (
 )
 
 
-def model_config(name: str) -> LlamaConfig | OPTConfig:
+def model_config(name: str) -> ModelConfig:
     """The configuration of a model of `CONFIGS`."""
     return config_from_dict(CONFIGS[name])
 

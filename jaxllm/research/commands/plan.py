@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "model", type=Path, metavar="MODEL", help="folder of a checkpoint, or its config.json"
     )
     parser.add_argument("--device", required=True, metavar="NAME", help="a100-80gb, h100, h200 or l40")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", metavar="NAME", help="default: %(default)s")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the model's")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="default: as `LLM` on it")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="likewise")
@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm.loading.checkpoints import checkpoint_folder
     from jaxllm.models.config import config_from_dict, read_hf_config
     from jaxllm.models.registry import weight_bytes
-    from jaxllm.predictors.base import ITEMSIZES
     from jaxllm.research.plan.plan import make_plan
     from jaxllm.research.plan.target import get_target
+    from jaxllm.system.dtypes import ITEMSIZES, dtype_of
 
     for name in ("gpu_memory_utilization", "mem_fraction"):
         if not 0 < getattr(args, name) <= 1:
@@ -77,14 +77,15 @@ def run(args: argparse.Namespace) -> int:
         check_writable({"--json": args.json}, overwrite=args.overwrite)
     config = config_from_dict(read_hf_config(folder))
     max_model_len = args.max_model_len or config.default_max_model_len
-    config = config.with_max_model_len(max_model_len)  # type: ignore[assignment]
+    config = config.with_max_model_len(max_model_len)
     target = get_target(args.device)
     taken = int(target.memory_size * args.mem_fraction)
-    defaults = default_limits(config, ITEMSIZES[args.dtype], weight_bytes(config, args.dtype), taken)
+    dtype = dtype_of("dtype", args.dtype)
+    defaults = default_limits(config, ITEMSIZES[dtype], weight_bytes(config, dtype), taken)
     plan = make_plan(
         config,
         target,
-        dtype=args.dtype,
+        dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=args.max_num_seqs or defaults[0],
         max_num_batched_tokens=args.max_num_batched_tokens or defaults[1],

@@ -17,9 +17,10 @@ from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, row_sizes, rows_program
-from jaxllm.models.registry import AnyConfig, abstract_params
-from jaxllm.predictors.base import ITEMSIZES
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.registry import abstract_params
 from jaxllm.research.plan.target import Compiler, GPUTarget
+from jaxllm.system.dtypes import ITEMSIZES
 from jaxllm.types import MAX_DECODE_STEPS
 
 
@@ -86,7 +87,7 @@ class Plan:
 
 
 def make_plan(
-    config: AnyConfig,
+    config: ModelConfig,
     target: GPUTarget,
     *,
     dtype: str,

@@ -1,12 +1,14 @@
-"""How a model family names its weights in a Hugging Face checkpoint."""
+"""How a model names its weights in a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from jaxllm.models.registry import AnyConfig
+if TYPE_CHECKING:
+    from jaxllm.models.architecture import ModelConfig
 
 _BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(original_)?(inv_freq|cos_cached|sin_cached)|masked_bias)")
 LM_HEAD = "lm_head.weight"
@@ -21,7 +23,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class FamilyNames:
+class WeightNames:
     """The mapping of one architecture.
 
     `prefixes` stand before every name but that of the output head; the first is the one transformers writes
@@ -43,7 +45,7 @@ class FamilyNames:
         """The name transformers gives a weight of the full model."""
         return canonical if canonical == LM_HEAD else self.prefixes[0] + canonical
 
-    def parts(self, config: AnyConfig, target: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, config: ModelConfig, target: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """The checkpoint tensors that make up the weight `target` of `shape`, in row order."""
         module, _, kind = target.rpartition(".")
         parent, _, layer = module.rpartition(".")
