@@ -12,8 +12,8 @@ from engine_helpers import make_llm
 from safetensors.numpy import load_file
 from variants import VARIANTS, golden_checkpoint
 
-from jaxllm.engine.assembly import settle_dtype
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.sizing import settle_dtype
 from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.loading import load_params, resolve_dtype, safetensors_format
 from jaxllm.models.config import config_from_dict, read_hf_config

@@ -1,0 +1,334 @@
+"""What an engine is made of, before anything is loaded: the model's facts, choices, and sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm import pallas_kernels
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.costs import shape_of
+from jaxllm.engine.scheduling import Scheduling, make_scheduling
+from jaxllm.errors import ConfigError
+from jaxllm.executor import memory
+from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.fastest import FASTEST
+from jaxllm.loading import resolve_dtype
+from jaxllm.loading.checkpoints import checkpoint_folder
+from jaxllm.loading.generation_config import default_sampling_params
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.registry import weight_bytes
+from jaxllm.predictors.base import ModelShape
+from jaxllm.sampling.logits_processors import load_processors
+from jaxllm.sampling.params import SamplingParams
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.system.cache_folder import cache_folder
+from jaxllm.system.dtypes import ITEMSIZES
+from jaxllm.types import MAX_DECODE_STEPS, MAX_STAGED_BLOCKS
+
+_logger = logging.getLogger(__name__)
+_WRITING_SHARE = 4  # one in so many host blocks is for blocks on their way to files that nobody else holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A checkpoint, and the device that it is to run on.
+
+    Attributes:
+        folder: the checkpoint's.
+        tokenizer_folder: the tokenizer's.
+        device: the first of JAX's.
+        config: sizes and layers, for the longest sequences that its positions allow.
+        dtype: of weights and KV.
+        num_weight_bytes: of all weights in that.
+        default_params: its own sampling parameters.
+    """
+
+    folder: Path
+    tokenizer_folder: Path
+    device: jax.Device
+    config: ModelConfig
+    dtype: str
+    num_weight_bytes: int
+    default_params: SamplingParams
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of weights or KV."""
+        return ITEMSIZES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What the settings and the device decide: policy, kernels, and limits of a step.
+
+    Attributes:
+        shape: the model's sizes, which predicted costs depend on.
+        scheduling: policy and costs.
+        kernels: name of the attention's implementation.
+        has_native_products: whether linear layers are native, too.
+        max_num_seqs: most sequences of a step.
+        max_num_batched_tokens: most prompt tokens of it.
+        max_model_len: longest sequence, unless the pool is smaller.
+        buckets: sizes of programs.
+    """
+
+    shape: ModelShape
+    scheduling: Scheduling
+    kernels: str
+    has_native_products: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    buckets: Buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Pool, host memory and programs, as scheduler and executor take them.
+
+    Attributes:
+        model_config: for sequences that fit the pool.
+        scheduler: the scheduler's limits.
+        executor: the executor's.
+        num_writing_blocks: host blocks that are set aside for what is on its way to files.
+    """
+
+    model_config: ModelConfig
+    scheduler: SchedulerConfig
+    executor: ExecutorConfig
+    num_writing_blocks: int
+
+
+def read_model(config: EngineConfig) -> Model:
+    """Read what the checkpoint says of itself, and set JAX up.
+
+    Raises:
+        ConfigError: the checkpoint's configuration is invalid or unsupported.
+        CapacityError: the device cannot hold the weights.
+    """
+    folder, tokenizer_folder = _folders(config)
+    default_params = default_sampling_params(folder)
+    # Without effect where JAX has taken its memory already.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory.MEM_FRACTION))
+    device = jax.devices()[0]
+    _set_compilation_cache(config.compilation_cache_dir)
+    hf_config = read_hf_config(folder)
+    model_config = config_from_dict(hf_config, config.hf_overrides)
+    dtype = settle_dtype(config, folder, hf_config, device.platform)
+    num_weight_bytes = weight_bytes(model_config, dtype)
+    memory.check_fits(device, num_weight_bytes, 0)
+    return Model(folder, tokenizer_folder, device, model_config, dtype, num_weight_bytes, default_params)
+
+
+def choose(config: EngineConfig, model: Model) -> Choices:
+    """Choose policy, kernels and limits.
+
+    Raises:
+        ConfigError: a setting is unsupported with this model.
+        ProfileError: see `make_scheduling`.
+    """
+    defaults = memory.device_limits(model.device, model.config, model.itemsize, model.num_weight_bytes)
+    max_num_seqs = config.max_num_seqs or defaults[0]
+    max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
+    max_model_len = config.max_model_len or model.config.default_max_model_len
+    bounded = model.config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
+    shape = shape_of(model.config, Path(config.model).resolve().name, model.dtype)
+    kind = model.device.device_kind
+    scheduling = make_scheduling(config.scheduler_policy, shape, kind, config.block_size)
+    heads = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
+    default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
+    kernels = config.attention_implementation or default
+    has_native_products = kernels == "native" and model.dtype == "float32"
+    if config.attention_implementation not in (None, FASTEST):
+        _check_attention(config, bounded, model.dtype)
+    buckets = Buckets.make(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        decode_sizes=config.decode_buckets,
+        prefill_sizes=config.prefill_buckets,
+        is_padding_cheap=has_native_products,
+    )
+    limits = max_num_seqs, max_num_batched_tokens, max_model_len
+    return Choices(shape, scheduling, kernels, has_native_products, *limits, buckets)
+
+
+def size(config: EngineConfig, model: Model, chosen: Choices) -> Sizes:
+    """Size pool, host memory and programs.
+
+    Raises:
+        ConfigError: they contradict each other, or there cannot be files.
+        CapacityError: device or host cannot hold them.
+    """
+    bytes_per_block = memory.block_bytes(model.config, config.block_size, model.itemsize)
+    needed_blocks = chosen.max_num_seqs * -(-chosen.max_model_len // config.block_size)
+    num_blocks = memory.num_blocks_that_fit(
+        device=model.device,
+        weight_bytes=model.num_weight_bytes,
+        bytes_per_block=bytes_per_block,
+        temporaries=_temporary_bytes(config, model, chosen, bytes_per_block),
+        needed_blocks=needed_blocks,
+        num_gpu_blocks_override=config.num_gpu_blocks_override,
+        kv_cache_memory=config.kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )
+    memory.check_fits(model.device, model.num_weight_bytes, num_blocks * bytes_per_block)
+    pool_tokens = num_blocks * config.block_size
+    max_model_len = _fit_length(chosen.max_model_len, pool_tokens, config.max_model_len)
+    has_files = config.prefix_cache_dir is not None
+    num_host_blocks = chosen.scheduling.num_host_blocks(
+        config.num_host_blocks, num_blocks, needed_blocks, bytes_per_block, is_needed=has_files
+    )
+    memory.check_host_fits(num_host_blocks * bytes_per_block)
+    num_writing_blocks = -(-num_host_blocks // _WRITING_SHARE) if has_files else 0
+    caches = config.enable_prefix_caching
+    scheduler = SchedulerConfig(
+        num_gpu_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=chosen.max_num_seqs,
+        max_num_batched_tokens=chosen.max_num_batched_tokens,
+        max_prefill_seqs=chosen.buckets.max_prefill_seqs,
+        num_host_blocks=num_host_blocks - num_writing_blocks,
+        enable_prefix_caching=chosen.scheduling.policy.shares_prefixes if caches is None else caches,
+        program_sizes=() if chosen.has_native_products else chosen.buckets.sizes,
+    )
+    if has_files:
+        _check_files(config, scheduler)
+    model_config = model.config.with_max_model_len(max_model_len)
+    executor = _executor_config(config, model, chosen, scheduler, num_host_blocks)
+    return Sizes(model_config, scheduler, executor, num_writing_blocks)
+
+
+def _temporary_bytes(config: EngineConfig, model: Model, chosen: Choices, bytes_per_block: int) -> int:
+    """Device memory beside weights and pool."""
+    found = memory.temporary_bytes(
+        model.config, chosen.max_num_batched_tokens, chosen.max_num_seqs, model.itemsize
+    )
+    found += memory.slot_bytes(chosen.max_model_len, config.block_size, chosen.max_num_seqs)
+    if chosen.scheduling.policy.may_swap and config.num_host_blocks != 0:
+        found += 2 * MAX_STAGED_BLOCKS * bytes_per_block
+    return found
+
+
+def _executor_config(
+    config: EngineConfig, model: Model, chosen: Choices, limits: SchedulerConfig, num_host_blocks: int
+) -> ExecutorConfig:
+    vocab_size, longest = model.config.vocab_size, limits.max_model_len
+    return ExecutorConfig(
+        num_gpu_blocks=limits.num_gpu_blocks,
+        block_size=config.block_size,
+        max_model_len=longest,
+        max_num_seqs=chosen.max_num_seqs,
+        buckets=chosen.buckets,
+        dtype=model.dtype,
+        seed=config.seed,
+        implementation=config.attention_implementation,
+        packs_weights=chosen.has_native_products,
+        num_host_blocks=num_host_blocks,
+        max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
+        warms_sampling=config.warm_up != "background",
+        warms_everything=config.warm_up == "everything",
+        logits_processors=load_processors(config.logits_processors, vocab_size, longest),
+    )
+
+
+def _folders(config: EngineConfig) -> tuple[Path, Path]:
+    """The model's, and the tokenizer's."""
+    find = functools.partial(checkpoint_folder, download=config.download, cache_dir=config.download_dir)
+    folder = find(config.model, revision=config.revision)
+    return folder, folder if config.tokenizer is None else find(config.tokenizer)
+
+
+def _check_attention(config: EngineConfig, model_config: ModelConfig, dtype: str) -> None:
+    """Find out, by tracing it, whether an implementation that was asked for can be had of this model.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    heads, head_dim = model_config.num_kv_heads, model_config.head_dim
+    q = jax.ShapeDtypeStruct((1, model_config.num_heads, head_dim), dtype)
+    pool = jax.ShapeDtypeStruct((1, 1, 2, heads, config.block_size, head_dim), dtype)
+    tables, lengths = jax.ShapeDtypeStruct((1, 1), "int32"), jax.ShapeDtypeStruct((1,), "int32")
+    attend = functools.partial(
+        pallas_kernels.decode_attention,
+        layer=0,
+        scale=1.0,
+        window=1 if model_config.has_bounds else None,
+        implementation=config.attention_implementation,
+    )
+    jax.eval_shape(attend, q, pool, tables, lengths)
+
+
+def _check_files(config: EngineConfig, limits: SchedulerConfig) -> None:
+    """Verify that there can be files of the prefix cache.
+
+    Raises:
+        ConfigError: there is no prefix cache, no host memory to read into, or weights that are in no file.
+    """
+    folder = str(config.prefix_cache_dir)
+    if not (limits.enable_prefix_caching and limits.num_host_blocks):
+        raise ConfigError(
+            f"prefix_cache_dir={folder!r} needs the prefix cache and host memory of two blocks or more, and "
+            f"there are enable_prefix_caching={limits.enable_prefix_caching} and num_host_blocks="
+            f"{config.num_host_blocks or 0}: set these, or leave the folder out"
+        )
+    if config.load_format == "dummy":
+        raise ConfigError(
+            f'prefix_cache_dir={folder!r} cannot keep blocks of load_format="dummy": weights that are in no '
+            "file are not known again; leave one of them out"
+        )
+
+
+def settle_dtype(config: EngineConfig, folder: Path, hf_config: Mapping[str, Any], platform: str) -> str:
+    """The dtype of weights and KV on a platform.
+
+    Raises:
+        ConfigError: config.json names one that is not supported, and the settings none.
+    """
+    hf_config = {**hf_config, **(config.hf_overrides or {})}
+    dtype = resolve_dtype(folder, config.dtype, load_format=config.load_format, hf_config=hf_config)
+    return "float32" if config.dtype == "auto" and platform == "cpu" else dtype
+
+
+def _fit_length(max_model_len: int, pool_tokens: int, asked: int | None) -> int:
+    """The longest sequence must fit the pool: shorten the default, refuse an explicit length."""
+    if max_model_len <= pool_tokens:
+        return max_model_len
+    if asked is not None:
+        raise ConfigError(
+            f"max_model_len={asked} does not fit the KV pool of {pool_tokens} tokens; lower max_model_len "
+            "or enlarge the pool (num_gpu_blocks_override, kv_cache_memory or gpu_memory_utilization)"
+        )
+    _logger.warning(
+        "max_model_len is %d, the KV pool's size, and not the checkpoint's %d; enlarge the pool for more",
+        pool_tokens,
+        max_model_len,
+    )
+    return pool_tokens
+
+
+def _set_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
+    """Turn on JAX's persistent compilation cache, unless the user has set one up already."""
+    if folder is None or (folder == "auto" and jax.config.values["jax_compilation_cache_dir"]):
+        return
+    if folder == "auto":
+        folder = str(cache_folder(f"xla-{jax.__version__}"))
+    else:
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"compilation_cache_dir={folder!r} cannot be made: {error.strerror}; name a folder, or None"
+            ) from error
+    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
