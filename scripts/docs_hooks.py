@@ -4,17 +4,22 @@ On GitHub a page's link to `../benchmarks/link-cpu.json` leads to the file. In t
 alone, it leads to a copy; reports in Markdown become pages, with their images.
 
 The API's page is made of a copy of the package's sources, in which `jaxllm/sched`, a folder without
-`__init__.py` that the collector would pass over, has one.
+`__init__.py` that the collector would pass over, has one. Classes of options say there what they say of
+themselves in Python.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import pkgutil
 import posixpath
 import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import griffe
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -33,6 +38,20 @@ def on_startup(**_: object) -> None:
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(ROOT / "jaxllm", package, ignore=shutil.ignore_patterns("__pycache__", "demo_model"))
     (package / "sched" / "__init__.py").touch()
+
+
+class Options(griffe.Extension):
+    """Of classes that declare options, the documentation that they are given, and the defaults alone."""
+
+    def on_class_members(self, *, cls: griffe.Class, **_: object) -> None:
+        """Replace what the source says."""
+        if cls.docstring and any(str(one.value) == "described" for one in cls.decorators):
+            from jaxllm.system.options import options_of
+
+            settings = pkgutil.resolve_name(cls.path)
+            cls.docstring.value = inspect.getdoc(settings)
+            for name, default, _declared in options_of(settings):
+                cls.members[name].value = repr(default)
 
 
 def site_uri(page: Path, target: str, config: MkDocsConfig) -> str | None:
