@@ -41,17 +41,31 @@ def on_startup(**_: object) -> None:
 
 
 class Options(griffe.Extension):
-    """Of classes that declare options, the documentation that they are given, and the defaults alone."""
+    """Of classes of options, the documentation that they are given, and what they are made of."""
 
     def on_class_members(self, *, cls: griffe.Class, **_: object) -> None:
         """Replace what the source says."""
-        if cls.docstring and any(str(one.value) == "described" for one in cls.decorators):
-            from jaxllm.system.options import options_of
+        if not any(str(one.value) == "with_options" for one in cls.decorators) or cls.docstring is None:
+            return
+        from jaxllm.system.options import options_of
 
-            settings = pkgutil.resolve_name(cls.path)
-            cls.docstring.value = inspect.getdoc(settings)
-            for name, default, _declared in options_of(settings):
-                cls.members[name].value = repr(default)
+        settings = pkgutil.resolve_name(cls.path)
+        cls.docstring.value = inspect.getdoc(settings)
+        kind = griffe.ParameterKind.keyword_only
+        parameters = [
+            griffe.Parameter(name, annotation=_given(cls[name].annotation), kind=kind, default=repr(default))
+            for name, default, _declared in options_of(settings)
+        ]
+        made = griffe.Function("__init__", parameters=griffe.Parameters(*parameters))
+        cls.set_member("__init__", made)
+        for parameter in parameters:
+            cls.del_member(parameter.name)
+
+
+def _given(annotation: griffe.Expr) -> griffe.Expr:
+    """What may be given for a field, be it kept as that or as something else (`Kept`)."""
+    is_kept = isinstance(annotation, griffe.ExprSubscript) and str(annotation.left) == "Kept"
+    return annotation.slice.elements[1] if is_kept else annotation
 
 
 def site_uri(page: Path, target: str, config: MkDocsConfig) -> str | None:

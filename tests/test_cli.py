@@ -155,7 +155,10 @@ def test_loggers_are_as_they_were_once_a_command_has_ended(capsys, monkeypatch):
     assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
 
 
-@pytest.mark.parametrize(("command", "settings"), [("serve", ServerConfig), ("generate", EngineConfig)])
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [("serve", ServerConfig), ("generate", EngineConfig), ("generate", SamplingParams)],
+)
 def test_every_setting_is_declared_once(command, settings, capsys):
     """A field is an option with a flag, whose help names its default and checks as the keyword does."""
     assert main([command, "--help"]) == 0
@@ -182,6 +185,8 @@ def test_values_are_checked_as_they_are_parsed(capsys):
         ("generate", "--max-num-seqs", "0"),
         ("bench throughput", "--prefix-cache-dir", ""),
         ("serve", "--port", "70000"),
+        ("generate x", "--min-p", "2"),
+        ("generate x", "--n", "0"),
     ):
         assert main([*command.split(), option, value]) == 2
         assert option[2:].replace("-", "_") + "=" in one_error(capsys)

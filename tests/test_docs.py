@@ -253,7 +253,7 @@ def test_the_site_is_built_without_warnings_and_is_whole(tmp_path):
     api = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert [name for name in jaxllm.__all__ if f'id="jaxllm.{name}"' not in api] == []
     text = " ".join(html.unescape(re.sub("<[^>]+>", "", api)).split())
-    for settings in (jaxllm.EngineConfig, ServerConfig):
+    for settings in (jaxllm.EngineConfig, jaxllm.SamplingParams, ServerConfig):
         for name, _, declared in options_of(settings):
             said = re.escape(declared.help.replace("`", ""))
             assert re.search(rf" {name} .{{1,160}} \W {said}", text), name

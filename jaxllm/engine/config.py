@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,17 +13,18 @@ from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.presets import DEFAULT_PRESET, PRESETS
 from jaxllm.system.dtypes import DTYPES, dtype_or_auto
 from jaxllm.system.options import (
+    Kept,
     byte_count,
     check_choice,
     check_options,
     check_range,
     checked_path,
-    described,
     json_object,
     list_of,
     option,
     sizes,
     texts,
+    with_options,
 )
 
 ATTENTION_IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", "fastest")
@@ -57,8 +57,7 @@ def _cache_folder(text: str) -> str | None:
     return None if text == "none" else text
 
 
-@described
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@with_options
 class EngineConfig:
     """How to load and run a model: what `LLM` takes, and, with dashes, the commands that load a model.
 
@@ -66,15 +65,14 @@ class EngineConfig:
         ConfigError: a value is out of range.
     """
 
-    model: str = option(
+    model: Kept[str, str | os.PathLike[str] | None] = option(
         None,
         'Folder of a Hugging Face or converted checkpoint, or the id of one ("organisation/name") in the '
         "local Hugging Face cache; by default the embedded demo model.",
         check=_model,
-        metavar="DIR",
     )
     tokenizer: str | None = option(
-        None, "Folder or id of the tokenizer; by default the model's.", check=checked_path, metavar="DIR"
+        None, "Folder or id of the tokenizer; by default the model's.", check=checked_path
     )
     scheduler_policy: SchedulingPolicy | str | None = option(
         None,
@@ -82,19 +80,13 @@ class EngineConfig:
         f"{', '.join(PRESETS)}, or module:attribute of your own; by default {DEFAULT_PRESET}. "
         "`jaxllm.sched.presets` tells what each does; predicted costs are those of `jaxllm profile`, or a "
         "roofline. In Python a `SchedulerPolicy` is taken, too.",
-        metavar="NAME",
     )
-    revision: str | None = option(
-        None, "Branch, tag or commit of an id; by default main.", check=_revision, metavar="NAME"
-    )
+    revision: str | None = option(None, "Branch, tag or commit of an id; by default main.", check=_revision)
     download: bool = option(
-        False,
-        "Fetch what the cache lacks of an id: weights in safetensors, configuration and tokenizer.",
+        False, "Fetch what the cache lacks of an id: weights in safetensors, configuration and tokenizer."
     )
     download_dir: str | os.PathLike[str] | None = option(
-        None,
-        "Cache of models by id; by default the environment's (HF_HUB_CACHE, HF_HOME).",
-        metavar="DIR",
+        None, "Cache of models by id; by default the environment's (HF_HUB_CACHE, HF_HOME)."
     )
     skip_tokenizer_init: bool = option(False, "Run without a tokenizer, on token ids only.", flag=None)
     dtype: str = option(
@@ -108,59 +100,45 @@ class EngineConfig:
         "auto", "Of weights; dummy makes random ones on the device.", choices=LOAD_FORMATS
     )
     hf_overrides: Mapping[str, Any] | None = option(
-        None,
-        "Fields of config.json to replace; null drops one.",
-        check=_overrides,
-        parse=json_object,
-        metavar="JSON",
+        None, "Fields of config.json to replace; null drops one.", check=_overrides, parse=json_object
     )
     seed: int = option(
-        0,
-        "Of dummy weights, and of requests that name no seed.",
-        minimum=0,
-        maximum=2**63 - 1,
-        flag=None,
+        0, "Of dummy weights, and of requests that name no seed.", within=(0, 2**63 - 1), flag=None
     )
     max_model_len: int | None = option(
         None,
         "Longest sequence, prompt and output, in tokens; by default the checkpoint's, or the pool's size if "
         "that is less (with a warning).",
-        minimum=2,
-        maximum=2**24,
+        within=(2, 2**24),
     )
     max_num_seqs: int | None = option(
         None,
         "Most requests running at once; by default 64 on CPUs, and 1024, 512 or 256 on GPUs, as many as have "
         "512 tokens each in the pool.",
-        minimum=1,
-        maximum=2**14,
+        within=(1, 2**14),
     )
     max_num_batched_tokens: int | None = option(
         None,
         "Most tokens in one step, of decodes and prompts together; by default 512 on CPUs, and 8192 on GPUs, "
         "2048 on those with room for 256 requests.",
-        minimum=1,
-        maximum=2**20,
+        within=(1, 2**20),
     )
-    block_size: int = option(16, "Tokens per KV block.", minimum=1, maximum=1024)
+    block_size: int = option(16, "Tokens per KV block.", within=(1, 1024))
     num_gpu_blocks_override: int | None = option(
-        None, "Size of the KV pool in blocks, on any device.", minimum=1, maximum=2**31 - 1
+        None, "Size of the KV pool in blocks, on any device.", within=(1, 2**31 - 1)
     )
     kv_cache_memory: int | None = option(
         None,
         "Size of the KV pool in bytes; the command line takes KiB, MiB and GiB.",
-        minimum=1,
-        maximum=2**50,
+        within=(1, 2**50),
         parse=byte_count,
-        metavar="BYTES",
     )
     num_host_blocks: int | None = option(
         None,
         "Blocks of pinned host memory for requests that are swapped out, and for what of the prefix cache "
         "the device has no room for; 0 turns both off. By default what 4 GiB hold, at most as many as the "
         "pool has, and none if the policy copies nothing or the pool cannot run out.",
-        minimum=0,
-        maximum=2**31 - 1,
+        within=(0, 2**31 - 1),
     )
     enable_prefix_caching: bool | None = option(
         None,
@@ -173,29 +151,23 @@ class EngineConfig:
         "and weights may read and write at the same time. Every full block is copied to the host, and from "
         "there to a file; a quarter of `num_host_blocks` is for those on that way. `LLM.reset_prefix_cache` "
         "leaves the files alone.",
-        metavar="DIR",
     )
     prefix_cache_dir_bytes: int | None = option(
         None,
         "Most bytes of these files, by default 16GiB; the least recently used ones go first.",
-        minimum=1,
-        maximum=2**60,
+        within=(1, 2**60),
         parse=byte_count,
-        metavar="BYTES",
     )
     profile_seconds: float | None = option(
         None,
         "Measure costs for so long at start if no profile of this model and device is stored; by default 10 "
         "s on devices nothing is known of. For the others there is the roofline of their data sheet.",
-        minimum=0.0,
-        maximum=3600.0,
-        metavar="S",
+        within=(0.0, 3600.0),
     )
     gpu_memory_utilization: float | None = option(
         None,
         "Fraction for weights, temporaries and pool of what JAX takes of a GPU's memory; by default 0.95. "
         "JAX takes 0.95 unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.",
-        metavar="F",
     )
     attention_implementation: str | None = option(
         None,
@@ -204,7 +176,6 @@ class EngineConfig:
         "(`pallas_kernels.default_implementation`). CPUs take native, Hopper mosaic in 16 bits. The compile "
         "report names the tiling that was the fastest.",
         check=_implementation,
-        metavar="NAME",
     )
     async_scheduling: bool = option(True, "Let the host run one step ahead of the device.")
     num_scheduler_steps: int | None = option(
@@ -212,8 +183,7 @@ class EngineConfig:
         "Most decode iterations in one device program, at most `block_size`; by default as many as take 50 "
         "ms, up to 8. It runs while at most 16 requests do and none of them needs a decision: the host then "
         "has less to do, and streams advance by several tokens. 1 turns it off, with fewer programs.",
-        minimum=1,
-        maximum=1024,
+        within=(1, 1024),
     )
     logits_processors: Sequence[str | Callable[..., Any]] | None = option(
         None,
@@ -222,20 +192,17 @@ class EngineConfig:
         "(`jaxllm.sampling.logits_processors`).",
         check=list_of("functions, or of paths 'module:function'"),
         parse=texts,
-        metavar="PATH,PATH,...",
     )
     ledger: str | None = option(
         None,
         "New file to write the scheduler's decisions to, as JSON lines; see `jaxllm explain`.",
         check=checked_path,
-        metavar="FILE",
     )
     decode_buckets: Sequence[int] | None = option(
         None,
         "Batch sizes to compile decode programs for; by default a ladder up to `max_num_seqs`.",
         check=list_of("sizes"),
         parse=sizes,
-        metavar="N,N,...",
     )
     prefill_buckets: Sequence[int] | None = option(
         None,
@@ -243,7 +210,6 @@ class EngineConfig:
         "`max_num_batched_tokens`.",
         check=list_of("sizes"),
         parse=sizes,
-        metavar="N,N,...",
     )
     warm_up: str = option(
         "background",
@@ -260,7 +226,6 @@ class EngineConfig:
         "Folder of JAX's persistent compilation cache; auto is a user cache folder, and none (in Python "
         "None) leaves JAX's settings alone.",
         parse=_cache_folder,
-        metavar="DIR",
     )
 
     def __post_init__(self) -> None:

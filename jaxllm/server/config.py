@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import ipaddress
 import os
@@ -12,7 +11,7 @@ from typing import Any
 
 from jaxllm.commands.options import API_KEYS_VARIABLE
 from jaxllm.errors import ConfigError, shown
-from jaxllm.system.options import byte_count, check_options, check_range, described, option
+from jaxllm.system.options import byte_count, check_options, check_range, option, with_options
 
 _MAX_COUNT = 2**20
 _DAY = 86400.0
@@ -22,11 +21,11 @@ _HASHED = "sha256:"
 
 
 def _bytes(default: int, help: str, maximum: int) -> Any:
-    return option(default, help, minimum=1024, maximum=maximum, parse=byte_count, metavar="BYTES")
+    return option(default, help, within=(1024, maximum), parse=byte_count)
 
 
 def _seconds(default: float, help: str) -> Any:
-    return option(default, help, minimum=0.0, maximum=_DAY, metavar="S")
+    return option(default, help, within=(0.0, _DAY))
 
 
 def _host(name: str, value: object) -> object:
@@ -59,8 +58,7 @@ def _silence(name: str, value: Any) -> Any:
     return value
 
 
-@described
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@with_options
 class ServerConfig:
     """How to serve a model.
 
@@ -72,18 +70,14 @@ class ServerConfig:
     """
 
     host: str = option(
-        "127.0.0.1",
-        "Address to listen on; only this machine's clients reach 127.0.0.1.",
-        check=_host,
-        metavar="ADDRESS",
+        "127.0.0.1", "Address to listen on; only this machine's clients reach 127.0.0.1.", check=_host
     )
-    port: int = option(8000, "To listen on; 0 picks a free one.", minimum=0, maximum=65535)
+    port: int = option(8000, "To listen on; 0 picks a free one.", within=(0, 65535))
     served_model_names: Sequence[str] = option(
         (),
         "What clients call the model, by default the name of its folder or id; may be repeated. The first "
         "is in responses.",
         check=_names,
-        metavar="NAME",
         flag="served_model_name",
         is_repeated=True,
     )
@@ -101,23 +95,21 @@ class ServerConfig:
     max_queued_requests: int | None = option(
         None,
         "Most requests admitted beyond the `max_num_seqs` that run; by default four times as many.",
-        minimum=0,
-        maximum=_MAX_COUNT,
+        within=(0, _MAX_COUNT),
     )
     max_queued_tokens: int | None = option(
         None,
         "Most prompt tokens of all admitted requests; by default as many as `max_queued_requests` and those "
         "that run have at 2048 tokens each, or one of the model's length.",
-        minimum=1,
-        maximum=2**40,
+        within=(1, 2**40),
     )
-    max_prompts: int = option(2048, "Most prompts of one request.", minimum=1, maximum=_MAX_COUNT)
+    max_prompts: int = option(2048, "Most prompts of one request.", within=(1, _MAX_COUNT))
     max_body_bytes: int = _bytes(8 * 2**20, "Largest request body, in bytes.", 2**32)
     max_total_body_bytes: int = _bytes(
         128 * 2**20, "Largest sum of all bodies that are being read or worked on.", 2**36
     )
     max_header_bytes: int = _bytes(64 * 2**10, "Largest head of a request, in bytes.", 2**24)
-    max_connections: int = option(4096, "Most open connections.", minimum=1, maximum=_MAX_COUNT)
+    max_connections: int = option(4096, "Most open connections.", within=(1, _MAX_COUNT))
     request_timeout: float = _seconds(
         30.0, "Seconds in which a request's head, and then its body, must have arrived."
     )
@@ -135,7 +127,6 @@ class ServerConfig:
         "the connections of requests that wait so.",
         check=_silence,
         parse=float,
-        metavar="S",
     )
     shutdown_timeout: float = _seconds(
         30.0,
