@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import math
 import os
 import types
@@ -81,6 +82,11 @@ def with_options(settings: _Class) -> _Class:
     dataclasses.dataclass(frozen=True, kw_only=True)(settings)
     lines = [f"        {name}: {declared.help}" for name, _, declared in options_of(settings)]
     settings.__doc__ = "\n".join([f"{settings.__doc__}", "    Args:", *lines])
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default, _ in options_of(settings)
+    ]
+    settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return settings
 
 
