@@ -167,7 +167,8 @@ def test_every_setting_is_declared_once(command, settings, capsys):
         name for name, _, _ in options_of(settings)
     }
     for name, default, declared in options_of(settings):
-        assert f"    {name}: {declared.help}" in settings.__doc__
+        assert declared.help.endswith(".")
+        assert f" {name}: {declared.help}" in " ".join(settings.__doc__.split())
         if declared.flag is not None:
             said = text.partition(f" {flag(declared.flag or name)}")[2]
             assert declared.help.partition(". ")[0].rstrip(".").replace(" ", "") in said.replace(" ", "")

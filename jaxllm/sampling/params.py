@@ -323,140 +323,95 @@ class SamplingParams:
     Order of application to the logits: allowed tokens, bad words and structured outputs, logit bias,
     penalties, min_tokens, temperature, min-p, top-k, top-p.
 
+    Args:
+        temperature: 0 is greedy; else 0.01..100, and what lies between becomes 0.01, as in vLLM.
+        top_k: Sample among the k most likely tokens, 1..2**31-1; 0 or -1 is off (stored as 0). What ties with
+            the k-th of them is kept, too.
+        top_p: Keep the smallest set of most likely tokens of at least this probability, in (0, 1]. What ties
+            with the least likely of them is kept, too.
+        min_p: Drop tokens less likely than this share of the most likely one, 0..1.
+        presence_penalty: Subtracted once from each token the output holds, -2..2.
+        frequency_penalty: Subtracted per occurrence in the output, -2..2.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in the prompt or the
+            output, in (0, 100]; 1 is off.
+        logit_bias: Token id -> addend in -100..100, at most 300 entries. Keys may be numeric strings. Stored
+            as a tuple of `(token_id, bias)` pairs in order of token id.
+        seed: Makes the request's samples reproducible, `-2**63..2**64-1`; None or -1 is unseeded.
+        max_tokens: Most output tokens, 1..2**31-1. None is up to the model's length.
+        min_tokens: No end-of-sequence or stop token before this many output tokens, 0..max_tokens.
+        stop: At most 64 strings of 1..1000 characters that end the output; special tokens that they name
+            count whether the text shows them or not.
+        stop_token_ids: At most 128 token ids that end the output, each 0..2**31-1.
+        include_stop_str_in_output: Keep the stop string in the text.
+        ignore_eos: Go on past the end-of-sequence token.
+        logprobs: Return this many top log-probabilities per output token, 0..20, and the chosen token's; -1
+            returns those of all tokens. None is none.
+        prompt_logprobs: The same for the prompt's tokens, without -1.
+        detokenize: Return text. Stop strings need it.
+        skip_special_tokens: Leave special tokens out of the text.
+        n: Samples of the prompt, 1..16384, which share its KV blocks; sample i has the seed `seed + i`. More
+            than one need a temperature above 0.
+        best_of: Samples that are drawn, n..16384, of which the n of the largest `cumulative_logprob` are
+            returned, the largest first; None is n.
+        allowed_token_ids: No others are sampled; at most 2**20, of which there is one at least. None allows
+            all.
+        bad_words: At most 1000 strings, of 50,000 characters together, that the output does not contain,
+            found token by token as vLLM does: as they are spelled at the beginning of a text and after a
+            space. A word of the only token that is allowed does not count.
+        structured_outputs: What the output is if it ends by "stop": an object of regex, json (a schema),
+            choice, grammar or json_object. A mapping of names and values, or `StructuredOutputsParams`.
+        truncate_prompt_tokens: Use only so many of the prompt's last tokens, 1..2**31-1; -1 as many as the
+            model's length leaves room for.
+        output_kind: What outputs hold while a request streams; `generate` returns the final ones only.
+
     Raises:
         SamplingParamsError: an unknown name, a wrong type or a value out of range.
     """
 
-    temperature: float = option(
-        1.0,
-        "0 is greedy; else 0.01..100, and what lies between becomes 0.01, as in vLLM.",
-        check=_temperature,
-    )
-    top_k: int = option(
-        0,
-        "Sample among the k most likely tokens, 1..2**31-1; 0 or -1 is off (stored as 0). What ties with the "
-        "k-th of them is kept, too.",
-        check=_integer(0, _MAX_INT32, "0 or -1 is off", minus_one=0),
-    )
-    top_p: float = option(
-        1.0,
-        "Keep the smallest set of most likely tokens of at least this probability, in (0, 1]. What ties with "
-        "the least likely of them is kept, too.",
-        check=_number(0, 1, "1 is off", above_low=True),
-    )
-    min_p: float = option(
-        0.0,
-        "Drop tokens less likely than this share of the most likely one, 0..1.",
-        check=_number(0, 1, "0 is off"),
-    )
-    presence_penalty: float = option(
-        0.0, "Subtracted once from each token the output holds, -2..2.", check=_number(-2, 2, "0 is off")
-    )
-    frequency_penalty: float = option(
-        0.0, "Subtracted per occurrence in the output, -2..2.", check=_number(-2, 2, "0 is off")
-    )
-    repetition_penalty: float = option(
-        1.0,
-        "Divides positive and multiplies negative logits of tokens in the prompt or the output, in (0, 100]; "
-        "1 is off.",
-        check=_number(0, 100, "1 is off", above_low=True),
-    )
+    temperature: float = option(1.0, check=_temperature)
+    top_k: int = option(0, check=_integer(0, _MAX_INT32, "0 or -1 is off", minus_one=0))
+    top_p: float = option(1.0, check=_number(0, 1, "1 is off", above_low=True))
+    min_p: float = option(0.0, check=_number(0, 1, "0 is off"))
+    presence_penalty: float = option(0.0, check=_number(-2, 2, "0 is off"))
+    frequency_penalty: float = option(0.0, check=_number(-2, 2, "0 is off"))
+    repetition_penalty: float = option(1.0, check=_number(0, 100, "1 is off", above_low=True))
     logit_bias: Kept[
         tuple[tuple[int, float], ...],
         Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] | None,
-    ] = option(
-        (),
-        "Token id -> addend in -100..100, at most 300 entries. Keys may be numeric strings. Stored as a "
-        "tuple of `(token_id, bias)` pairs in order of token id.",
-        check=_logit_bias,
-        parse=json_object,
-    )
+    ] = option((), check=_logit_bias, parse=json_object)
     seed: int | None = option(
-        None,
-        "Makes the request's samples reproducible, `-2**63..2**64-1`; None or -1 is unseeded.",
-        check=_integer(-(2**63), 2**64 - 1, "None is unseeded", minus_one=None),
-        flag=None,
+        None, check=_integer(-(2**63), 2**64 - 1, "None is unseeded", minus_one=None), flag=None
     )
-    max_tokens: int | None = option(
-        16,
-        "Most output tokens, 1..2**31-1. None is up to the model's length.",
-        check=_integer(1, _MAX_INT32, "None is up to the model's length"),
-    )
-    min_tokens: int = option(
-        0,
-        "No end-of-sequence or stop token before this many output tokens, 0..max_tokens.",
-        check=_integer(0, _MAX_INT32),
-    )
+    max_tokens: int | None = option(16, check=_integer(1, _MAX_INT32, "None is up to the model's length"))
+    min_tokens: int = option(0, check=_integer(0, _MAX_INT32))
     stop: Kept[tuple[str, ...], str | Sequence[str] | None] = option(
-        (),
-        "At most 64 strings of 1..1000 characters that end the output; special tokens that they name count "
-        "whether the text shows them or not.",
-        check=_strings(MAX_STOP_STRINGS),
-        is_repeated=True,
+        (), check=_strings(MAX_STOP_STRINGS), is_repeated=True
     )
     stop_token_ids: Kept[tuple[int, ...], Sequence[int] | None] = option(
-        (), "At most 128 token ids that end the output, each 0..2**31-1.", check=_stop_token_ids, parse=sizes
+        (), check=_stop_token_ids, parse=sizes
     )
-    include_stop_str_in_output: bool = option(False, "Keep the stop string in the text.", check=check_boolean)
-    ignore_eos: bool = option(False, "Go on past the end-of-sequence token.", check=check_boolean)
-    logprobs: int | None = option(
-        None,
-        "Return this many top log-probabilities per output token, 0..20, and the chosen token's; -1 returns "
-        "those of all tokens. None is none.",
-        check=_integer(-1, MAX_LOGPROBS, "None is off, -1 is all"),
-    )
-    prompt_logprobs: int | None = option(
-        None, "The same for the prompt's tokens, without -1.", check=_integer(0, MAX_LOGPROBS, "None is off")
-    )
-    detokenize: bool = option(True, "Return text. Stop strings need it.", check=check_boolean, flag=None)
-    skip_special_tokens: bool = option(True, "Leave special tokens out of the text.", check=check_boolean)
-    n: int = option(
-        1,
-        "Samples of the prompt, 1..16384, which share its KV blocks; sample i has the seed `seed + i`. More "
-        "than one need a temperature above 0.",
-        check=_integer(1, MAX_SAMPLES),
-    )
-    best_of: int | None = option(
-        None,
-        "Samples that are drawn, n..16384, of which the n of the largest `cumulative_logprob` are returned, "
-        "the largest first; None is n.",
-        check=_integer(1, MAX_SAMPLES, "None is n"),
-    )
+    include_stop_str_in_output: bool = option(False, check=check_boolean)
+    ignore_eos: bool = option(False, check=check_boolean)
+    logprobs: int | None = option(None, check=_integer(-1, MAX_LOGPROBS, "None is off, -1 is all"))
+    prompt_logprobs: int | None = option(None, check=_integer(0, MAX_LOGPROBS, "None is off"))
+    detokenize: bool = option(True, check=check_boolean, flag=None)
+    skip_special_tokens: bool = option(True, check=check_boolean)
+    n: int = option(1, check=_integer(1, MAX_SAMPLES))
+    best_of: int | None = option(None, check=_integer(1, MAX_SAMPLES, "None is n"))
     allowed_token_ids: Kept[tuple[int, ...], Sequence[int] | None] = option(
-        (),
-        "No others are sampled; at most 2**20, of which there is one at least. None allows all.",
-        check=_allowed_token_ids,
-        parse=sizes,
+        (), check=_allowed_token_ids, parse=sizes
     )
     bad_words: Kept[tuple[str, ...], Sequence[str] | None] = option(
-        (),
-        "At most 1000 strings, of 50,000 characters together, that the output does not contain, found token "
-        "by token as vLLM does: as they are spelled at the beginning of a text and after a space. A word of "
-        "the only token that is allowed does not count.",
-        check=_strings(MAX_BAD_WORDS),
-        flag="bad_word",
-        is_repeated=True,
+        (), check=_strings(MAX_BAD_WORDS), flag="bad_word", is_repeated=True
     )
     structured_outputs: Kept[
         StructuredOutputsParams | None, StructuredOutputsParams | Mapping[str, Any] | None
-    ] = option(
-        None,
-        'What the output is if it ends by "stop": an object of regex, json (a schema), choice, grammar or '
-        "json_object. A mapping of names and values, or `StructuredOutputsParams`.",
-        check=_structured_outputs,
-        parse=json_object,
-    )
+    ] = option(None, check=_structured_outputs, parse=json_object)
     truncate_prompt_tokens: int | None = option(
-        None,
-        "Use only so many of the prompt's last tokens, 1..2**31-1; -1 as many as the model's length leaves "
-        "room for.",
-        check=_integer(1, _MAX_INT32, "-1 is what the model takes", minus_one=-1),
+        None, check=_integer(1, _MAX_INT32, "-1 is what the model takes", minus_one=-1)
     )
     output_kind: Kept[RequestOutputKind, RequestOutputKind | str] = option(
-        RequestOutputKind.CUMULATIVE,
-        "What outputs hold while a request streams; `generate` returns the final ones only.",
-        check=_output_kind,
-        flag=None,
+        RequestOutputKind.CUMULATIVE, check=_output_kind, flag=None
     )
 
     if not TYPE_CHECKING:  # type checkers take what callers may pass from the fields

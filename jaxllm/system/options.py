@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,9 +31,10 @@ _Given = TypeVar("_Given", contravariant=True)
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What `option` declares of a field."""
+    """What `option` declares of a field, and the documentation of its class says of it."""
 
-    help: str
+    help: str = ""
+    names: Sequence[str] = ()
     within: tuple[float, float] = (-math.inf, math.inf)
     choices: Sequence[str] = ()
     check: Callable[[str, Any], Any] | None = None
@@ -52,7 +54,7 @@ class Kept(Generic[_Is, _Given]):
         raise NotImplementedError
 
 
-def option(default: Any, help: str, **declared: Any) -> Any:
+def option(default: Any, **declared: Any) -> Any:
     """A field of a class `with_options`, which calls `check_options` when it is made.
 
     Its type says what values are: True or False, an integer, a number, a path (`os.PathLike` is among its
@@ -60,13 +62,13 @@ def option(default: Any, help: str, **declared: Any) -> Any:
 
     Args:
         default: its value unless another is given.
-        help: what it is, in sentences; the command line shows the first.
         **declared: numbers are `within` two; text is one of `choices`; `check`, a function of a name and a
             value that returns what to store, or raises, instead of the check by type; `parse`, a function
             that makes a value of the command line's text; `metavar` of that text; `flag`, its name there if
-            that is not the field's, or None if it has none; `is_repeated`: each flag adds one entry.
+            that is not the field's, or None if it has none; `is_repeated`: each flag adds one entry; `names`
+            stand for the option's name in braces in the documentation.
     """
-    return dataclasses.field(default=default, metadata={_KEY: Option(help, **declared)})
+    return dataclasses.field(default=default, metadata={_KEY: Option(**declared)})
 
 
 def options_of(settings: type) -> Iterator[tuple[str, Any, Option]]:
@@ -78,16 +80,32 @@ def options_of(settings: type) -> Iterator[tuple[str, Any, Option]]:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def with_options(settings: _Class) -> _Class:
-    """A decorator that makes a class of options a frozen dataclass, and adds them to its documentation."""
+    """A decorator that makes a class of options a frozen dataclass.
+
+    Under "Args" its documentation says what each is, in sentences; the command line shows the first.
+    """
     dataclasses.dataclass(frozen=True, kw_only=True)(settings)
-    lines = [f"        {name}: {declared.help}" for name, _, declared in options_of(settings)]
-    settings.__doc__ = "\n".join([f"{settings.__doc__}", "    Args:", *lines])
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default, _ in options_of(settings)
-    ]
+    for name, _, declared in options_of(settings):
+        settings.__doc__ = (settings.__doc__ or "").replace(f"{{{name}}}", ", ".join(declared.names))
+    said = _said(settings.__doc__ or "")
+    parameters = []
+    for field in dataclasses.fields(settings):
+        declared = dataclasses.replace(field.metadata[_KEY], help=said.get(field.name, ""))
+        field.metadata = types.MappingProxyType({_KEY: declared})
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(field.name, keyword, default=field.default))
     settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return settings
+
+
+def _said(documentation: str) -> dict[str, str]:
+    """What a class says of its arguments."""
+    said: dict[str, str] = {}
+    entries = inspect.cleandoc(documentation).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    for entry in re.split(r"\n    (?! )", "\n" + entries)[1:]:
+        name, _, text = entry.partition(": ")
+        said[name] = " ".join(text.split())
+    return said
 
 
 # Checks
