@@ -18,6 +18,7 @@ from variants import golden_checkpoint
 import jaxllm
 from jaxllm.cli import generate
 from jaxllm.cli.main import main
+from jaxllm.cluster.config import ClusterConfig
 from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.jobs.prompts_io import prompts_from_arguments
@@ -157,7 +158,12 @@ def test_loggers_are_as_they_were_once_a_command_has_ended(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("command", "settings"),
-    [("serve", ServerConfig), ("generate", EngineConfig), ("generate", SamplingParams)],
+    [
+        ("serve", ServerConfig),
+        ("serve", ClusterConfig),
+        ("generate", EngineConfig),
+        ("generate", SamplingParams),
+    ],
 )
 def test_every_setting_is_declared_once(command, settings, capsys):
     """A field is an option with a flag, whose help names its default and checks as the keyword does."""
