@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxllm.errors import ConfigError, RequestError, RequestTooLargeError
+from jaxllm.predictors.base import check_integer
 from jaxllm.types import Request
 
 _UPPER_BOUNDS = {
@@ -49,10 +50,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name, upper in _UPPER_BOUNDS.items():
-            _check_integer(name, getattr(self, name), 2 if name == "max_model_len" else 1, upper)
+            check_integer(name, getattr(self, name), 2 if name == "max_model_len" else 1, upper)
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be a bool")
-        _check_integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
+        check_integer("num_host_blocks", self.num_host_blocks, 0, 2**31 - 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs="
@@ -60,7 +61,7 @@ class SchedulerConfig:
                 "one or lower the other"
             )
         if self.max_prefill_seqs is not None:
-            _check_integer("max_prefill_seqs", self.max_prefill_seqs, 1, self.max_num_seqs)
+            check_integer("max_prefill_seqs", self.max_prefill_seqs, 1, self.max_num_seqs)
 
     def check_fits(self, request: Request) -> None:
         """Verify that `request` can run to its end when it has the pool to itself.
@@ -95,10 +96,3 @@ class SchedulerConfig:
                 f"{num_blocks} blocks of {self.block_size} tokens; the pool has {self.num_gpu_blocks}: "
                 "lower max_tokens, shorten the prompt or enlarge the pool"
             )
-
-
-def _check_integer(name: str, value: object, lower: int, upper: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
-    if not lower <= value <= upper:
-        raise ConfigError(f"{name} must lie in [{lower}, {upper}], got {value}")

@@ -4,17 +4,22 @@ On GitHub a page's link to `../benchmarks/link-cpu.json` leads to the file. In t
 alone, it leads to a copy; reports in Markdown become pages, with their images.
 
 The API's page is made of a copy of the package's sources, in which `jaxllm/sched`, a folder without
-`__init__.py` that the collector would pass over, has one.
+`__init__.py` that the collector would pass over, has one. Classes of options say there what they say of
+themselves in Python.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import pkgutil
 import posixpath
 import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import griffe
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -33,6 +38,34 @@ def on_startup(**_: object) -> None:
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(ROOT / "jaxllm", package, ignore=shutil.ignore_patterns("__pycache__", "demo_model"))
     (package / "sched" / "__init__.py").touch()
+
+
+class Options(griffe.Extension):
+    """Of classes of options, the documentation that they are given, and what they are made of."""
+
+    def on_class_members(self, *, cls: griffe.Class, **_: object) -> None:
+        """Replace what the source says."""
+        if not any(str(one.value) == "with_options" for one in cls.decorators) or cls.docstring is None:
+            return
+        from jaxllm.system.options import options_of
+
+        settings = pkgutil.resolve_name(cls.path)
+        cls.docstring.value = inspect.getdoc(settings)
+        kind = griffe.ParameterKind.keyword_only
+        parameters = [
+            griffe.Parameter(name, annotation=_given(cls[name].annotation), kind=kind, default=repr(default))
+            for name, default, _declared in options_of(settings)
+        ]
+        made = griffe.Function("__init__", parameters=griffe.Parameters(*parameters))
+        cls.set_member("__init__", made)
+        for parameter in parameters:
+            cls.del_member(parameter.name)
+
+
+def _given(annotation: griffe.Expr) -> griffe.Expr:
+    """What may be given for a field, be it kept as that or as something else (`Kept`)."""
+    is_kept = isinstance(annotation, griffe.ExprSubscript) and str(annotation.left) == "Kept"
+    return annotation.slice.elements[1] if is_kept else annotation
 
 
 def site_uri(page: Path, target: str, config: MkDocsConfig) -> str | None:

@@ -18,6 +18,7 @@ from variants import golden_checkpoint
 import jaxllm
 from jaxllm.cli import generate
 from jaxllm.cli.main import main
+from jaxllm.cluster.config import ClusterConfig
 from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.jobs.prompts_io import prompts_from_arguments
@@ -155,7 +156,15 @@ def test_loggers_are_as_they_were_once_a_command_has_ended(capsys, monkeypatch):
     assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
 
 
-@pytest.mark.parametrize(("command", "settings"), [("serve", ServerConfig), ("generate", EngineConfig)])
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        ("serve", ServerConfig),
+        ("serve", ClusterConfig),
+        ("generate", EngineConfig),
+        ("generate", SamplingParams),
+    ],
+)
 def test_every_setting_is_declared_once(command, settings, capsys):
     """A field is an option with a flag, whose help names its default and checks as the keyword does."""
     assert main([command, "--help"]) == 0
@@ -164,7 +173,8 @@ def test_every_setting_is_declared_once(command, settings, capsys):
         name for name, _, _ in options_of(settings)
     }
     for name, default, declared in options_of(settings):
-        assert f"    {name}: {declared.help}" in settings.__doc__
+        assert declared.help.endswith(".")
+        assert f" {name}: {declared.help}" in " ".join(settings.__doc__.split())
         if declared.flag is not None:
             said = text.partition(f" {flag(declared.flag or name)}")[2]
             assert declared.help.partition(". ")[0].rstrip(".").replace(" ", "") in said.replace(" ", "")
@@ -182,6 +192,8 @@ def test_values_are_checked_as_they_are_parsed(capsys):
         ("generate", "--max-num-seqs", "0"),
         ("bench throughput", "--prefix-cache-dir", ""),
         ("serve", "--port", "70000"),
+        ("generate x", "--min-p", "2"),
+        ("generate x", "--n", "0"),
     ):
         assert main([*command.split(), option, value]) == 2
         assert option[2:].replace("-", "_") + "=" in one_error(capsys)

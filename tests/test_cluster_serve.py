@@ -520,9 +520,9 @@ def test_there_are_replicas_for_what_is_queued(queued, wanted):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_replicas": 0}, "at least 1"),
+        ({"num_replicas": 0}, "must be an integer from 1"),
         ({"num_replicas": 3, "max_replicas": 2}, "below num_replicas"),
-        ({"policy": "best"}, "must be one of prefix"),
+        ({"policy": "best"}, "use one of prefix"),
         ({"target_queued_tokens": 1.5}, "an integer"),
     ],
 )

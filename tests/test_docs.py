@@ -1,8 +1,10 @@
 """Pages of the documentation: their code runs, their commands are accepted, their links lead somewhere."""
 
+import html
 import html.parser
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,8 @@ from jaxllm.jobs.prompts_io import read_jsonl_file
 from jaxllm.llm import LLM
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sampling.params import SamplingParams
+from jaxllm.server.config import ServerConfig
+from jaxllm.system.options import options_of
 
 CHECKPOINT = "path/to/checkpoint"
 NAMES = {path: path.relative_to(ROOT).as_posix() for path in PAGES}
@@ -248,6 +252,10 @@ def test_the_site_is_built_without_warnings_and_is_whole(tmp_path):
     assert missing == []
     api = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert [name for name in jaxllm.__all__ if f'id="jaxllm.{name}"' not in api] == []
-    assert "max_num_batched_tokens" in api
+    text = " ".join(html.unescape(re.sub("<[^>]+>", "", api)).split())
+    for settings in (jaxllm.EngineConfig, jaxllm.SamplingParams, ServerConfig):
+        for name, _, declared in options_of(settings):
+            said = re.escape(declared.help.replace("`", ""))
+            assert re.search(rf" {name} .{{1,160}} \W {said}", text), name
     with Path(tmp_path / "benchmarks" / "sharing.json").open(encoding="utf-8") as file:
         assert json.load(file)["rows"]

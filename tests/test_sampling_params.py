@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from jaxllm.sampling.params import (
     RequestOutputKind,
     SamplingParams,
 )
+from jaxllm.server.parameters import completion_params
+from jaxllm.server.protocol import CompletionRequest, GenerationRequest
 
 
 def test_defaults_are_vllms():
@@ -277,6 +280,36 @@ def test_token_ids_against_the_vocabulary():
         params.validate_for_vocab(9)
     with pytest.raises(SamplingParamsError, match="stop_token_ids: token id 4"):
         SamplingParams(stop_token_ids=[4]).validate_for_vocab(4)
+
+
+def test_what_is_given_may_be_of_another_type_than_what_is_kept(tmp_path):
+    mypy = pytest.importorskip("mypy.api")
+    (tmp_path / "mine.py").write_text(
+        "from jaxllm import SamplingParams\n"
+        'params = SamplingParams(stop="a", logit_bias={1: 2}, min_p=0.5)\n'
+        "kept: tuple[str, ...] = params.stop\n"
+        "SamplingParams(stop=5)\nSamplingParams(top_kk=5)\nparams.min_p = 1\n"
+    )
+    out, _, _ = mypy.run([str(tmp_path / "mine.py"), "--ignore-missing-imports", "--follow-imports=silent"])
+    assert re.findall(r"mine.py:(\d+): error: .*\[([\w-]+)\]", out) == [
+        ("4", "arg-type"),
+        ("5", "call-arg"),
+        ("6", "misc"),
+    ]
+
+
+def test_requests_take_every_parameter():
+    apart = {"max_tokens", "logprobs", "best_of", "detokenize", "output_kind"}
+    assert set(GenerationRequest.model_fields) >= set(PARAMETER_NAMES) - apart
+    values = {"prompt": "a", "min_p": 0.25, "top_k": 3, "ignore_eos": True, "seed": 5}
+    params = completion_params(CompletionRequest(**values), SamplingParams(top_p=0.5))
+    assert (params.min_p, params.top_k, params.ignore_eos, params.seed, params.top_p) == (
+        0.25,
+        3,
+        True,
+        5,
+        0.5,
+    )
 
 
 def test_properties():

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -35,7 +35,7 @@ from jaxllm.jobs.row_requests import (
     with_seed,
 )
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.system.options import json_object
+from jaxllm.system.options import add_flags, given
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -45,27 +45,6 @@ _FEW_PROMPTS = 64  # up to here, compiling fewer programs beats filling each of 
 _FEW_PROMPTS_TOKENS = 512
 _TEMPLATE_TOKENS = 64  # what a chat template may add, roughly
 _SIZE_SETTINGS = {"max_num_seqs", "max_num_batched_tokens", "decode_buckets", "prefill_buckets"}
-
-_SAMPLING_OPTIONS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
-    "temperature": (float, "T", "0 is greedy (default: 1)"),
-    "top_k": (int, "K", "sample among the K most likely tokens (default: all)"),
-    "top_p": (float, "P", "sample among the fewest tokens of total probability P (default: 1)"),
-    "min_p": (float, "P", "drop tokens less likely than P times the most likely one (default: 0)"),
-    "presence_penalty": (float, "X", "-2..2, once per token in the output (default: 0)"),
-    "frequency_penalty": (float, "X", "-2..2, per occurrence in the output (default: 0)"),
-    "repetition_penalty": (float, "X", "factor for tokens of prompt and output (default: 1)"),
-    "n": (int, "N", "samples of each prompt; sample i has the seed of the prompt plus i (default: 1)"),
-    "best_of": (int, "N", "draw N samples, and return the n most likely"),
-    "min_tokens": (int, "N", "no end of sequence before N tokens (default: 0)"),
-    "logprobs": (int, "N", "return the N top log-probabilities of each output token"),
-    "prompt_logprobs": (int, "N", "the same for the prompt's tokens"),
-    "truncate_prompt_tokens": (int, "N", "use only the prompt's last N tokens; -1: what the model takes"),
-    "structured_outputs": (
-        json_object,
-        "JSON",
-        "an object of regex, json (a schema), choice, grammar or json_object: what the output must be",
-    ),
-}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -100,12 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user message")
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
     sampling = parser.add_argument_group("sampling options")
-    sampling.add_argument(
-        "--max-tokens", type=int, metavar="N", default=_DEFAULT_MAX_TOKENS, help="default: %(default)s"
-    )
-    for name, (convert, metavar, text) in _SAMPLING_OPTIONS.items():
-        flag = "--" + name.replace("_", "-")
-        sampling.add_argument(flag, type=convert, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    add_flags(sampling, SamplingParams, max_tokens=_DEFAULT_MAX_TOKENS)
     sampling.add_argument(
         "--seed",
         type=int,
@@ -113,10 +87,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="each prompt is sampled with a seed made of N and its index (default: %(default)s)",
     )
-    sampling.add_argument(
-        "--stop", action="append", metavar="STR", default=[], help="end at this text; may be repeated"
-    )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end of sequence")
     generate_ray.add_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -227,8 +197,7 @@ def _read_rows(args: argparse.Namespace) -> list[PromptRow]:
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    values = {name: getattr(args, name) for name in _SAMPLING_OPTIONS if hasattr(args, name)}
-    return SamplingParams(**values, max_tokens=args.max_tokens, stop=args.stop, ignore_eos=args.ignore_eos)
+    return SamplingParams(**given(args, SamplingParams))
 
 
 def few_prompts_settings(settings: Mapping[str, Any], rows: Sequence[PromptRow]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     config = ServerConfig(**given(args, ServerConfig))
     if config.is_open:
         note(f"{config.host} is reached from other machines, and no API key is asked for: set JAXLLM_API_KEY")
-    if args.replicas is not None:
+    if hasattr(args, "num_replicas"):
         return serve_ray.run(args, settings, config)
     engine = EngineConfig(**settings)
     listener = listen(config.host, config.port)  # now rather than after loading

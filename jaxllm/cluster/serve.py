@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cluster.autoscaling import QueuedTokens
+from jaxllm.cluster.config import ClusterConfig
 from jaxllm.cluster.forwarding import ForwardedRequest, Message
 from jaxllm.cluster.paths import with_absolute_paths
 from jaxllm.cluster.pool import Pool
@@ -36,51 +37,6 @@ _MOST_ONGOING = 2**16  # the replicas' own servers say when they have no room
 _REPORT_SECONDS = 0.5
 _SECONDS_TO_LOOK_UP, _SECONDS_TO_ANSWER, _SECONDS_TO_PASS_ON = 0.1, 5.0, 8.0
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}  # replicas have lines for requests themselves
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """How many replicas there are, and how requests find them.
-
-    Args:
-        num_replicas: engines, or the fewest if `max_replicas` is given.
-        max_replicas: most engines; with it their number follows what is queued.
-        target_queued_tokens: of a replica, for their number; see `QueuedTokens`.
-        policy: how requests are routed: "prefix" (`PrefixAndLoad`), "two_choices", "prefix_only" or
-            "round_robin".
-        num_ingresses: processes that read requests and route them, each with a router of its own.
-        gpus_per_replica: by default 1 if the cluster has GPUs.
-        cpus_per_replica: processors of a replica that has no GPU, to which it is bound; by default its share.
-        health_check_seconds: how often replicas are asked whether they are well.
-        upscale_seconds: how long more replicas must be wanted.
-        downscale_seconds: how long fewer must be.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    num_replicas: int = 1
-    max_replicas: int | None = None
-    target_queued_tokens: int = 16384
-    policy: str = "prefix"
-    num_ingresses: int = 1
-    gpus_per_replica: float | None = None
-    cpus_per_replica: int | None = None
-    health_check_seconds: float = 2.0
-    upscale_seconds: float = 10.0
-    downscale_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        from jaxllm.cluster.router import POLICIES
-
-        for name in ("num_replicas", "target_queued_tokens", "num_ingresses"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
-        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
-            raise ConfigError(f"max_replicas={self.max_replicas} is below num_replicas={self.num_replicas}")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy={self.policy!r} must be one of {', '.join(POLICIES)}")
 
 
 class ReplicaDeployment(Replica):

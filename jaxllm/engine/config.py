@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,20 +10,21 @@ from jaxllm.errors import ConfigError, shown
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.load import LOAD_FORMATS
 from jaxllm.sched.policies import SchedulingPolicy
-from jaxllm.sched.presets import DEFAULT_PRESET, PRESETS
+from jaxllm.sched.presets import PRESETS
 from jaxllm.system.dtypes import DTYPES, dtype_or_auto
 from jaxllm.system.options import (
+    Kept,
     byte_count,
     check_choice,
     check_options,
     check_range,
     checked_path,
-    described,
     json_object,
     list_of,
     option,
     sizes,
     texts,
+    with_options,
 )
 
 ATTENTION_IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", "fastest")
@@ -57,211 +57,117 @@ def _cache_folder(text: str) -> str | None:
     return None if text == "none" else text
 
 
-@described
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@with_options
 class EngineConfig:
     """How to load and run a model: what `LLM` takes, and, with dashes, the commands that load a model.
+
+    Args:
+        model: Folder of a Hugging Face or converted checkpoint, or the id of one ("organisation/name") in the
+            local Hugging Face cache; by default the embedded demo model.
+        tokenizer: Folder or id of the tokenizer; by default the model's.
+        scheduler_policy: Which request is next, whom to preempt and how, when to admit: {scheduler_policy},
+            or module:attribute of your own; by default adaptive. `jaxllm.sched.presets` tells what each does;
+            predicted costs are those of `jaxllm profile`, or a roofline. In Python a `SchedulerPolicy` is
+            taken, too.
+        revision: Branch, tag or commit of an id; by default main.
+        download: Fetch what the cache lacks of an id: weights in safetensors, configuration and tokenizer.
+        download_dir: Cache of models by id; by default the environment's (HF_HUB_CACHE, HF_HOME).
+        skip_tokenizer_init: Run without a tokenizer, on token ids only.
+        dtype: Of weights and KV; auto is float32 on CPUs, which emulate the others, and the checkpoint's
+            elsewhere.
+        load_format: Of weights; dummy makes random ones on the device.
+        hf_overrides: Fields of config.json to replace; null drops one.
+        seed: Of dummy weights, and of requests that name no seed.
+        max_model_len: Longest sequence, prompt and output, in tokens; by default the checkpoint's, or the
+            pool's size if that is less (with a warning).
+        max_num_seqs: Most requests running at once; by default 64 on CPUs, and 1024, 512 or 256 on GPUs, as
+            many as have 512 tokens each in the pool.
+        max_num_batched_tokens: Most tokens in one step, of decodes and prompts together; by default 512 on
+            CPUs, and 8192 on GPUs, 2048 on those with room for 256 requests.
+        block_size: Tokens per KV block.
+        num_gpu_blocks_override: Size of the KV pool in blocks, on any device.
+        kv_cache_memory: Size of the KV pool in bytes; the command line takes KiB, MiB and GiB.
+        num_host_blocks: Blocks of pinned host memory for requests that are swapped out, and for what of the
+            prefix cache the device has no room for; 0 turns both off. By default what 4 GiB hold, at most as
+            many as the pool has, and none if the policy copies nothing or the pool cannot run out.
+        enable_prefix_caching: Let requests find the KV of earlier ones whose tokens begin alike, instead of
+            computing it; by default they do, unless the scheduling policy is a system that did not.
+        prefix_cache_dir: Folder in which the prefix cache outlives the engine, in files that other engines of
+            the same model and weights may read and write at the same time. Every full block is copied to the
+            host, and from there to a file; a quarter of `num_host_blocks` is for those on that way.
+            `LLM.reset_prefix_cache` leaves the files alone.
+        prefix_cache_dir_bytes: Most bytes of these files, by default 16GiB; the least recently used ones go
+            first.
+        profile_seconds: Measure costs for so long at start if no profile of this model and device is stored;
+            by default 10 s on devices nothing is known of. For the others there is the roofline of their data
+            sheet.
+        gpu_memory_utilization: Fraction for weights, temporaries and pool of what JAX takes of a GPU's
+            memory; by default 0.95. JAX takes 0.95 unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+        attention_implementation: One of {attention_implementation} (measured at start, program by program),
+            or a tiling of triton's such as triton:k32,q64,w4,s2; by default what the device takes
+            (`pallas_kernels.default_implementation`). CPUs take native, Hopper mosaic in 16 bits. The compile
+            report names the tiling that was the fastest.
+        async_scheduling: Let the host run one step ahead of the device.
+        num_scheduler_steps: Most decode iterations in one device program, at most `block_size`; by default as
+            many as take 50 ms, up to 8. It runs while at most 16 requests do and none of them needs a
+            decision: the host then has less to do, and streams advance by several tokens. 1 turns it off,
+            with fewer programs.
+        logits_processors: Pure JAX functions that change the logits of every request before all else, by
+            import path module:function or themselves. They are compiled into the programs
+            (`jaxllm.sampling.logits_processors`).
+        ledger: New file to write the scheduler's decisions to, as JSON lines; see `jaxllm explain`.
+        decode_buckets: Batch sizes to compile decode programs for; by default a ladder up to `max_num_seqs`.
+        prefill_buckets: Token counts to compile programs of steps with prompts for; by default a ladder up to
+            `max_num_batched_tokens`.
+        warm_up: Compile programs beside an engine that already serves, all of them first, or everything,
+            those of rare sampling as well. In the background a step waits for its own program only, and a
+            request whose options need another waits until that is there, while others go on. All are those of
+            steps, filters, penalties, masks and log-probabilities, and those of steps run once before the
+            first request, for measurements. Everything adds what `prompt_logprobs` and `logprobs=-1` take, so
+            that nothing compiles later.
+        compilation_cache_dir: Folder of JAX's persistent compilation cache; auto is a user cache folder, and
+            none (in Python None) leaves JAX's settings alone.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    model: str = option(
-        None,
-        'Folder of a Hugging Face or converted checkpoint, or the id of one ("organisation/name") in the '
-        "local Hugging Face cache; by default the embedded demo model.",
-        check=_model,
-        metavar="DIR",
-    )
-    tokenizer: str | None = option(
-        None, "Folder or id of the tokenizer; by default the model's.", check=checked_path, metavar="DIR"
-    )
-    scheduler_policy: SchedulingPolicy | str | None = option(
-        None,
-        "Which request is next, whom to preempt and how, when to admit: "
-        f"{', '.join(PRESETS)}, or module:attribute of your own; by default {DEFAULT_PRESET}. "
-        "`jaxllm.sched.presets` tells what each does; predicted costs are those of `jaxllm profile`, or a "
-        "roofline. In Python a `SchedulerPolicy` is taken, too.",
-        metavar="NAME",
-    )
-    revision: str | None = option(
-        None, "Branch, tag or commit of an id; by default main.", check=_revision, metavar="NAME"
-    )
-    download: bool = option(
-        False,
-        "Fetch what the cache lacks of an id: weights in safetensors, configuration and tokenizer.",
-    )
-    download_dir: str | os.PathLike[str] | None = option(
-        None,
-        "Cache of models by id; by default the environment's (HF_HUB_CACHE, HF_HOME).",
-        metavar="DIR",
-    )
-    skip_tokenizer_init: bool = option(False, "Run without a tokenizer, on token ids only.", flag=None)
-    dtype: str = option(
-        "auto",
-        "Of weights and KV; auto is float32 on CPUs, which emulate the others, and the checkpoint's "
-        "elsewhere.",
-        choices=("auto", *DTYPES),
-        check=dtype_or_auto,
-    )
-    load_format: str = option(
-        "auto", "Of weights; dummy makes random ones on the device.", choices=LOAD_FORMATS
-    )
-    hf_overrides: Mapping[str, Any] | None = option(
-        None,
-        "Fields of config.json to replace; null drops one.",
-        check=_overrides,
-        parse=json_object,
-        metavar="JSON",
-    )
-    seed: int = option(
-        0,
-        "Of dummy weights, and of requests that name no seed.",
-        minimum=0,
-        maximum=2**63 - 1,
-        flag=None,
-    )
-    max_model_len: int | None = option(
-        None,
-        "Longest sequence, prompt and output, in tokens; by default the checkpoint's, or the pool's size if "
-        "that is less (with a warning).",
-        minimum=2,
-        maximum=2**24,
-    )
-    max_num_seqs: int | None = option(
-        None,
-        "Most requests running at once; by default 64 on CPUs, and 1024, 512 or 256 on GPUs, as many as have "
-        "512 tokens each in the pool.",
-        minimum=1,
-        maximum=2**14,
-    )
-    max_num_batched_tokens: int | None = option(
-        None,
-        "Most tokens in one step, of decodes and prompts together; by default 512 on CPUs, and 8192 on GPUs, "
-        "2048 on those with room for 256 requests.",
-        minimum=1,
-        maximum=2**20,
-    )
-    block_size: int = option(16, "Tokens per KV block.", minimum=1, maximum=1024)
-    num_gpu_blocks_override: int | None = option(
-        None, "Size of the KV pool in blocks, on any device.", minimum=1, maximum=2**31 - 1
-    )
-    kv_cache_memory: int | None = option(
-        None,
-        "Size of the KV pool in bytes; the command line takes KiB, MiB and GiB.",
-        minimum=1,
-        maximum=2**50,
-        parse=byte_count,
-        metavar="BYTES",
-    )
-    num_host_blocks: int | None = option(
-        None,
-        "Blocks of pinned host memory for requests that are swapped out, and for what of the prefix cache "
-        "the device has no room for; 0 turns both off. By default what 4 GiB hold, at most as many as the "
-        "pool has, and none if the policy copies nothing or the pool cannot run out.",
-        minimum=0,
-        maximum=2**31 - 1,
-    )
-    enable_prefix_caching: bool | None = option(
-        None,
-        "Let requests find the KV of earlier ones whose tokens begin alike, instead of computing it; by "
-        "default they do, unless the scheduling policy is a system that did not.",
-    )
-    prefix_cache_dir: str | os.PathLike[str] | None = option(
-        None,
-        "Folder in which the prefix cache outlives the engine, in files that other engines of the same model "
-        "and weights may read and write at the same time. Every full block is copied to the host, and from "
-        "there to a file; a quarter of `num_host_blocks` is for those on that way. `LLM.reset_prefix_cache` "
-        "leaves the files alone.",
-        metavar="DIR",
-    )
-    prefix_cache_dir_bytes: int | None = option(
-        None,
-        "Most bytes of these files, by default 16GiB; the least recently used ones go first.",
-        minimum=1,
-        maximum=2**60,
-        parse=byte_count,
-        metavar="BYTES",
-    )
-    profile_seconds: float | None = option(
-        None,
-        "Measure costs for so long at start if no profile of this model and device is stored; by default 10 "
-        "s on devices nothing is known of. For the others there is the roofline of their data sheet.",
-        minimum=0.0,
-        maximum=3600.0,
-        metavar="S",
-    )
-    gpu_memory_utilization: float | None = option(
-        None,
-        "Fraction for weights, temporaries and pool of what JAX takes of a GPU's memory; by default 0.95. "
-        "JAX takes 0.95 unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.",
-        metavar="F",
-    )
+    model: Kept[str, str | os.PathLike[str] | None] = option(None, check=_model)
+    tokenizer: str | None = option(None, check=checked_path)
+    scheduler_policy: SchedulingPolicy | str | None = option(None, names=tuple(PRESETS))
+    revision: str | None = option(None, check=_revision)
+    download: bool = option(False)
+    download_dir: str | os.PathLike[str] | None = option(None)
+    skip_tokenizer_init: bool = option(False, flag=None)
+    dtype: str = option("auto", choices=("auto", *DTYPES), check=dtype_or_auto)
+    load_format: str = option("auto", choices=LOAD_FORMATS)
+    hf_overrides: Mapping[str, Any] | None = option(None, check=_overrides, parse=json_object)
+    seed: int = option(0, within=(0, 2**63 - 1), flag=None)
+    max_model_len: int | None = option(None, within=(2, 2**24))
+    max_num_seqs: int | None = option(None, within=(1, 2**14))
+    max_num_batched_tokens: int | None = option(None, within=(1, 2**20))
+    block_size: int = option(16, within=(1, 1024))
+    num_gpu_blocks_override: int | None = option(None, within=(1, 2**31 - 1))
+    kv_cache_memory: int | None = option(None, within=(1, 2**50), parse=byte_count)
+    num_host_blocks: int | None = option(None, within=(0, 2**31 - 1))
+    enable_prefix_caching: bool | None = option(None)
+    prefix_cache_dir: str | os.PathLike[str] | None = option(None)
+    prefix_cache_dir_bytes: int | None = option(None, within=(1, 2**60), parse=byte_count)
+    profile_seconds: float | None = option(None, within=(0.0, 3600.0))
+    gpu_memory_utilization: float | None = option(None)
     attention_implementation: str | None = option(
-        None,
-        f"One of {', '.join(ATTENTION_IMPLEMENTATIONS)} (measured at start, program by program), or a tiling "
-        "of triton's such as triton:k32,q64,w4,s2; by default what the device takes "
-        "(`pallas_kernels.default_implementation`). CPUs take native, Hopper mosaic in 16 bits. The compile "
-        "report names the tiling that was the fastest.",
-        check=_implementation,
-        metavar="NAME",
+        None, names=ATTENTION_IMPLEMENTATIONS, check=_implementation
     )
-    async_scheduling: bool = option(True, "Let the host run one step ahead of the device.")
-    num_scheduler_steps: int | None = option(
-        None,
-        "Most decode iterations in one device program, at most `block_size`; by default as many as take 50 "
-        "ms, up to 8. It runs while at most 16 requests do and none of them needs a decision: the host then "
-        "has less to do, and streams advance by several tokens. 1 turns it off, with fewer programs.",
-        minimum=1,
-        maximum=1024,
-    )
+    async_scheduling: bool = option(True)
+    num_scheduler_steps: int | None = option(None, within=(1, 1024))
     logits_processors: Sequence[str | Callable[..., Any]] | None = option(
-        None,
-        "Pure JAX functions that change the logits of every request before all else, by import path "
-        "module:function or themselves. They are compiled into the programs "
-        "(`jaxllm.sampling.logits_processors`).",
-        check=list_of("functions, or of paths 'module:function'"),
-        parse=texts,
-        metavar="PATH,PATH,...",
+        None, check=list_of("functions, or of paths 'module:function'"), parse=texts
     )
-    ledger: str | None = option(
-        None,
-        "New file to write the scheduler's decisions to, as JSON lines; see `jaxllm explain`.",
-        check=checked_path,
-        metavar="FILE",
-    )
-    decode_buckets: Sequence[int] | None = option(
-        None,
-        "Batch sizes to compile decode programs for; by default a ladder up to `max_num_seqs`.",
-        check=list_of("sizes"),
-        parse=sizes,
-        metavar="N,N,...",
-    )
-    prefill_buckets: Sequence[int] | None = option(
-        None,
-        "Token counts to compile programs of steps with prompts for; by default a ladder up to "
-        "`max_num_batched_tokens`.",
-        check=list_of("sizes"),
-        parse=sizes,
-        metavar="N,N,...",
-    )
-    warm_up: str = option(
-        "background",
-        "Compile programs beside an engine that already serves, all of them first, or everything, those of "
-        "rare sampling as well. In the background a step waits for its own program only, and a request "
-        "whose options need another waits until that is there, while others go on. All are those of steps, "
-        "filters, penalties, masks and log-probabilities, and those of steps run once before the first "
-        "request, for measurements. Everything adds what `prompt_logprobs` and `logprobs=-1` take, so that "
-        "nothing compiles later.",
-        choices=WARM_UPS,
-    )
-    compilation_cache_dir: str | os.PathLike[str] | None = option(
-        "auto",
-        "Folder of JAX's persistent compilation cache; auto is a user cache folder, and none (in Python "
-        "None) leaves JAX's settings alone.",
-        parse=_cache_folder,
-        metavar="DIR",
-    )
+    ledger: str | None = option(None, check=checked_path)
+    decode_buckets: Sequence[int] | None = option(None, check=list_of("sizes"), parse=sizes)
+    prefill_buckets: Sequence[int] | None = option(None, check=list_of("sizes"), parse=sizes)
+    warm_up: str = option("background", choices=WARM_UPS)
+    compilation_cache_dir: str | os.PathLike[str] | None = option("auto", parse=_cache_folder)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -24,7 +24,13 @@ from jax import lax
 
 from jaxllm.pallas_kernels import native
 from jaxllm.sampling.logits_processors import LogitsProcessor, LogitsRows
-from jaxllm.sampling.params import MAX_BANNED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from jaxllm.sampling.params import (
+    MAX_BANNED_TOKEN_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    PARAMETER_NAMES,
+    SamplingParams,
+)
 
 _NEGATIVE = -1e30
 _MAX_END_IDS = 8
@@ -139,14 +145,7 @@ class SlotParams(NamedTuple):
         first_position: int = 0,
     ) -> bool:
         """Write one request's parameters into a slot of the host arrays; whether the rare ones changed."""
-        scalars = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "repetition_penalty": params.repetition_penalty,
-            "top_k": params.top_k,
+        scalars = {name: getattr(params, name) for name in _SCALARS} | {
             "prompt_length": prompt_length,
             "min_length": prompt_length + params.min_tokens,
             "first_position": first_position,
@@ -195,6 +194,7 @@ _FIELDS: tuple[dict[str, tuple[type, int, Any]], ...] = (
         "banned_ids": (np.int32, MAX_BANNED_TOKEN_IDS, -1),
     },
 )
+_SCALARS = [name for name in _FIELDS[0] if name in PARAMETER_NAMES]
 
 
 class PackedSlotParams(NamedTuple):

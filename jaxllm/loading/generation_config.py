@@ -9,15 +9,8 @@ from jaxllm.errors import ConfigError, SamplingParamsError
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.system.json_text import read_object
 
-_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Fields that are read, as vLLM does, and the parameters they are."""
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+"""Parameters that are read, as vLLM does."""
 
 
 def default_sampling_params(model_dir: str | os.PathLike[str]) -> SamplingParams:
@@ -30,7 +23,8 @@ def default_sampling_params(model_dir: str | os.PathLike[str]) -> SamplingParams
     if not path.exists():
         return SamplingParams()
     content = read_object(path)
-    values = {name: content.get(field) for field, name in _NAMES.items()}
+    content["max_tokens"] = content.get("max_new_tokens")
+    values = {name: content.get(name) for name in MODEL_DEFAULTS}
     try:
         return SamplingParams.from_optional(**values)
     except SamplingParamsError as error:

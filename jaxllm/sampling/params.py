@@ -6,11 +6,12 @@ import dataclasses
 import enum
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import SamplingParamsError, nearest, shown
 from jaxllm.sampling.structured_outputs import StructuredOutputsParams
+from jaxllm.system.options import Kept, json_object, option, options_of, sizes, value_checks, with_options
 
 MAX_LOGIT_BIAS = 300
 """Most entries of `logit_bias`."""
@@ -124,7 +125,195 @@ class RequestOutputKind(enum.Enum):
     """There is one, at the end."""
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+def _show(value: object) -> str:
+    """A value and its type, short enough for a message."""
+    return f"{shown(value, 80)} ({type(value).__name__})"
+
+
+def _as_python(value: Any) -> Any:
+    """A numpy (or jax) scalar as a Python one; anything else as it is."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def _limits(low: float, high: float, note: str, *, above_low: bool = False) -> str:
+    interval = f"in {'(' if above_low else '['}{low}, {high}]"
+    return f"{interval} ({note})" if note else interval
+
+
+def check_number(
+    name: str, value: object, low: float, high: float, note: str = "", *, above_low: bool = False
+) -> float:
+    """A number within limits, as a float.
+
+    Raises:
+        SamplingParamsError: it is none, or outside.
+    """
+    number = _as_python(value)
+    limits = _limits(low, high, note, above_low=above_low)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise SamplingParamsError(f"{name}={_show(value)} must be a number {limits}.")
+    # Written so that NaN fails; comparing before converting keeps huge integers from overflowing.
+    if not (low <= number <= high) or (above_low and number == low):
+        raise SamplingParamsError(f"{name}={_show(value)} is out of range: it must be {limits}.")
+    return float(number) + 0.0  # -0.0 becomes 0.0
+
+
+def _number(*limits: Any, above_low: bool = False) -> Callable[[str, object], float]:
+    return lambda name, value: check_number(name, value, *limits, above_low=above_low)
+
+
+def _temperature(name: str, value: object) -> float:
+    temperature = check_number(name, value, 0, 100, "0 is greedy")
+    # The margin lets float32's 0.01, which lies just below, pass.
+    if 0.0 < temperature < MIN_TEMPERATURE * (1 - 1e-6):
+        _logger.warning(
+            "temperature=%r becomes %s, the smallest that samples; 0 is greedy", temperature, MIN_TEMPERATURE
+        )
+        return MIN_TEMPERATURE
+    return temperature
+
+
+def check_integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
+    """An integer within limits.
+
+    Raises:
+        SamplingParamsError: it is none, or outside.
+    """
+    number = _as_python(value)
+    limits = _limits(low, high, note)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise SamplingParamsError(f"{name}={_show(value)} must be an integer {limits}.")
+    if not low <= number <= high:
+        raise SamplingParamsError(f"{name}={_show(value)} is out of range: it must be {limits}.")
+    return int(number)
+
+
+def _integer(*limits: Any, **minus_one: int | None) -> Callable[[str, object], int | None]:
+    """A check of integers; `minus_one` is what -1 becomes, if it may be that."""
+
+    def check(name: str, value: object) -> int | None:
+        number = _as_python(value)
+        if minus_one and isinstance(number, int) and number == -1:
+            return minus_one["minus_one"]
+        return check_integer(name, number, *limits)
+
+    return check
+
+
+def check_boolean(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        SamplingParamsError: it is neither.
+    """
+    flag = _as_python(value)
+    if not isinstance(flag, bool):
+        raise SamplingParamsError(f"{name}={_show(value)} must be True or False.")
+    return flag
+
+
+def _items(name: str, value: object, of_what: str, limit: int) -> list[Any]:
+    """The entries of a list-like value; strings, bytes and mappings are none."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise SamplingParamsError(f"{name}={_show(value)} must be a list of {of_what}.")
+    items = list(itertools.islice(value, limit + 1))
+    if len(items) > limit:
+        raise SamplingParamsError(f"{name} holds more than {limit} entries: at most {limit} are allowed.")
+    return items
+
+
+def _strings(limit: int) -> Callable[[str, object], tuple[str, ...]]:
+    return lambda name, value: _different_strings(name, value, limit)
+
+
+def _different_strings(name: str, value: object, limit: int) -> tuple[str, ...]:
+    """Different strings, none of them empty or long; one alone is a list of one for `stop`."""
+    if value is None:
+        return ()
+    is_one = name == "stop" and isinstance(value, str)
+    strings = [value] if is_one else _items(name, value, "strings", limit)
+    for string in strings:
+        if not isinstance(string, str):
+            instead = " Use stop_token_ids for token ids." if name == "stop" else ""
+            raise SamplingParamsError(
+                f"{name} holds {_show(string)}: it must be a string or a list of strings.{instead}"
+            )
+        if not 1 <= len(string) <= MAX_STOP_LENGTH:
+            raise SamplingParamsError(
+                f"{name} holds a string of {len(string)} characters ({string[:20]!r}): each must have "
+                f"1..{MAX_STOP_LENGTH}. Remove or shorten it."
+            )
+        if any("\ud800" <= character <= "\udfff" for character in string):
+            raise SamplingParamsError(
+                f"{name} holds {string[:20]!r}, in which a lone surrogate is no character: remove it."
+            )
+    if name == "bad_words" and sum(map(len, strings)) > MAX_BAD_WORDS_LENGTH:
+        raise SamplingParamsError(
+            f"bad_words hold {sum(map(len, strings))} characters together; at most {MAX_BAD_WORDS_LENGTH} "
+            "are allowed: name fewer."
+        )
+    return tuple(dict.fromkeys(strings))
+
+
+def _token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
+    items = _items(name, value, "token ids", limit)
+    return tuple(dict.fromkeys(check_integer(f"{name} entry", item, 0, _MAX_INT32) for item in items))
+
+
+def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
+    return () if value is None else _token_ids(name, value, MAX_STOP_TOKEN_IDS)
+
+
+def _allowed_token_ids(name: str, value: object) -> tuple[int, ...]:
+    # What is stored for None is what dataclasses.replace gives back.
+    if value is None or (isinstance(value, tuple) and not value):
+        return ()
+    ids = _token_ids(name, value, MAX_ALLOWED_TOKEN_IDS)
+    if not ids:
+        raise SamplingParamsError("allowed_token_ids=[] allows nothing: name tokens, or leave it out.")
+    return tuple(sorted(ids))
+
+
+def _output_kind(name: str, value: object) -> RequestOutputKind:
+    """A kind, or its name."""
+    names = [kind.name for kind in RequestOutputKind]
+    if isinstance(value, str) and value.upper() in names:
+        return RequestOutputKind[value.upper()]
+    if not isinstance(value, RequestOutputKind):
+        raise SamplingParamsError(f"{name}={_show(value)} must be a RequestOutputKind: {', '.join(names)}.")
+    return value
+
+
+def _logit_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:  # the stored form, so that dataclasses.replace works
+        pairs = _items("logit_bias", value, "(token id, bias) pairs, or a dict", MAX_LOGIT_BIAS)
+        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+            raise SamplingParamsError(f"logit_bias={_show(value)} must be a dict of token id to bias.")
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise SamplingParamsError(
+            f"logit_bias holds {len(pairs)} entries: at most {MAX_LOGIT_BIAS} are allowed."
+        )
+    biases: dict[int, float] = {}
+    for key, bias in pairs:
+        is_digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
+        token_id = check_integer("logit_bias key", int(key) if is_digits else key, 0, _MAX_INT32)
+        if token_id in biases:
+            raise SamplingParamsError(f"logit_bias names token id {token_id} twice: keep one entry.")
+        biases[token_id] = check_number(f"logit_bias[{token_id}]", bias, -100, 100)
+    return tuple(sorted(biases.items()))
+
+
+def _structured_outputs(name: str, value: object) -> StructuredOutputsParams | None:
+    return StructuredOutputsParams.of(value)
+
+
+@with_options
 class SamplingParams:
     """How to sample one request's tokens. Immutable, hashable and picklable.
 
@@ -136,160 +325,107 @@ class SamplingParams:
 
     Args:
         temperature: 0 is greedy; else 0.01..100, and what lies between becomes 0.01, as in vLLM.
-        top_k: sample among the k most likely tokens, 1..2**31-1; 0 or -1 is off (stored as 0). What ties
-            with the k-th of them is kept, too.
-        top_p: keep the smallest set of most likely tokens of at least this probability, in (0, 1]. What ties
+        top_k: Sample among the k most likely tokens, 1..2**31-1; 0 or -1 is off (stored as 0). What ties with
+            the k-th of them is kept, too.
+        top_p: Keep the smallest set of most likely tokens of at least this probability, in (0, 1]. What ties
             with the least likely of them is kept, too.
-        min_p: drop tokens less likely than this share of the most likely one, 0..1.
-        presence_penalty: subtracted once from each token the output holds, -2..2.
-        frequency_penalty: subtracted per occurrence in the output, -2..2.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or
-            the output, in (0, 100]; 1 is off.
-        logit_bias: token id -> addend in -100..100, at most 300 entries. Keys may be numeric strings.
-            Stored as a tuple of `(token_id, bias)` pairs in order of token id.
-        seed: makes the request's samples reproducible, -2**63..2**64-1; None or -1 is unseeded.
-        max_tokens: most output tokens, 1..2**31-1; None is up to the model's length.
-        min_tokens: no end-of-sequence or stop token before this many output tokens, 0..max_tokens.
-        allowed_token_ids: no others are sampled; at most 2**20, of which there is one at least. None allows
-            all.
-        bad_words: at most 1000 strings, of 50,000 characters together, that the output does not contain,
-            found token by token as vLLM does:
-            as they are spelled at the beginning of a text and after a space. A word of the only token that
-            is allowed does not count.
-        structured_outputs: `StructuredOutputsParams`, or a mapping of their names and values: the output is
-            what a JSON schema, a regular expression, choices or a grammar say, if it ends by "stop".
-        truncate_prompt_tokens: use only so many of the prompt's last tokens, 1..2**31-1; -1 as many as the
-            model's length leaves room for.
-        stop: at most 64 strings of 1..1000 characters that end the output; special tokens that they name
+        min_p: Drop tokens less likely than this share of the most likely one, 0..1.
+        presence_penalty: Subtracted once from each token the output holds, -2..2.
+        frequency_penalty: Subtracted per occurrence in the output, -2..2.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in the prompt or the
+            output, in (0, 100]; 1 is off.
+        logit_bias: Token id -> addend in -100..100, at most 300 entries. Keys may be numeric strings. Stored
+            as a tuple of `(token_id, bias)` pairs in order of token id.
+        seed: Makes the request's samples reproducible, `-2**63..2**64-1`; None or -1 is unseeded.
+        max_tokens: Most output tokens, 1..2**31-1. None is up to the model's length.
+        min_tokens: No end-of-sequence or stop token before this many output tokens, 0..max_tokens.
+        stop: At most 64 strings of 1..1000 characters that end the output; special tokens that they name
             count whether the text shows them or not.
-        stop_token_ids: at most 128 token ids that end the output, each 0..2**31-1.
-        include_stop_str_in_output: keep the stop string in the text.
-        ignore_eos: go on past the end-of-sequence token.
-        logprobs: return this many top log-probabilities per output token, 0..20, and the chosen
-            token's; -1 returns those of all tokens, None none.
-        prompt_logprobs: the same for the prompt's tokens, without -1.
-        detokenize: return text. Stop strings need it.
-        skip_special_tokens: leave special tokens out of the text.
-        n: samples of the prompt, 1..16384, which share its KV blocks; sample i has the seed `seed + i`. More
+        stop_token_ids: At most 128 token ids that end the output, each 0..2**31-1.
+        include_stop_str_in_output: Keep the stop string in the text.
+        ignore_eos: Go on past the end-of-sequence token.
+        logprobs: Return this many top log-probabilities per output token, 0..20, and the chosen token's; -1
+            returns those of all tokens. None is none.
+        prompt_logprobs: The same for the prompt's tokens, without -1.
+        detokenize: Return text. Stop strings need it.
+        skip_special_tokens: Leave special tokens out of the text.
+        n: Samples of the prompt, 1..16384, which share its KV blocks; sample i has the seed `seed + i`. More
             than one need a temperature above 0.
-        best_of: samples that are drawn, n..16384, of which the n of the largest `cumulative_logprob` are
+        best_of: Samples that are drawn, n..16384, of which the n of the largest `cumulative_logprob` are
             returned, the largest first; None is n.
-        output_kind: what outputs hold while a request streams; `generate` returns the final ones only.
+        allowed_token_ids: No others are sampled; at most 2**20, of which there is one at least. None allows
+            all.
+        bad_words: At most 1000 strings, of 50,000 characters together, that the output does not contain,
+            found token by token as vLLM does: as they are spelled at the beginning of a text and after a
+            space. A word of the only token that is allowed does not count.
+        structured_outputs: What the output is if it ends by "stop": an object of regex, json (a schema),
+            choice, grammar or json_object. A mapping of names and values, or `StructuredOutputsParams`.
+        truncate_prompt_tokens: Use only so many of the prompt's last tokens, 1..2**31-1; -1 as many as the
+            model's length leaves room for.
+        output_kind: What outputs hold while a request streams; `generate` returns the final ones only.
 
     Raises:
         SamplingParamsError: an unknown name, a wrong type or a value out of range.
     """
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    seed: int | None
-    max_tokens: int | None
-    min_tokens: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    include_stop_str_in_output: bool
-    ignore_eos: bool
-    logprobs: int | None
-    prompt_logprobs: int | None
-    detokenize: bool
-    skip_special_tokens: bool
-    n: int
-    best_of: int | None
-    allowed_token_ids: tuple[int, ...]
-    bad_words: tuple[str, ...]
-    structured_outputs: StructuredOutputsParams | None
-    truncate_prompt_tokens: int | None
-    output_kind: RequestOutputKind
+    temperature: float = option(1.0, check=_temperature)
+    top_k: int = option(0, check=_integer(0, _MAX_INT32, "0 or -1 is off", minus_one=0))
+    top_p: float = option(1.0, check=_number(0, 1, "1 is off", above_low=True))
+    min_p: float = option(0.0, check=_number(0, 1, "0 is off"))
+    presence_penalty: float = option(0.0, check=_number(-2, 2, "0 is off"))
+    frequency_penalty: float = option(0.0, check=_number(-2, 2, "0 is off"))
+    repetition_penalty: float = option(1.0, check=_number(0, 100, "1 is off", above_low=True))
+    logit_bias: Kept[
+        tuple[tuple[int, float], ...],
+        Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] | None,
+    ] = option((), check=_logit_bias, parse=json_object)
+    seed: int | None = option(
+        None, check=_integer(-(2**63), 2**64 - 1, "None is unseeded", minus_one=None), flag=None
+    )
+    max_tokens: int | None = option(16, check=_integer(1, _MAX_INT32, "None is up to the model's length"))
+    min_tokens: int = option(0, check=_integer(0, _MAX_INT32))
+    stop: Kept[tuple[str, ...], str | Sequence[str] | None] = option(
+        (), check=_strings(MAX_STOP_STRINGS), is_repeated=True
+    )
+    stop_token_ids: Kept[tuple[int, ...], Sequence[int] | None] = option(
+        (), check=_stop_token_ids, parse=sizes
+    )
+    include_stop_str_in_output: bool = option(False, check=check_boolean)
+    ignore_eos: bool = option(False, check=check_boolean)
+    logprobs: int | None = option(None, check=_integer(-1, MAX_LOGPROBS, "None is off, -1 is all"))
+    prompt_logprobs: int | None = option(None, check=_integer(0, MAX_LOGPROBS, "None is off"))
+    detokenize: bool = option(True, check=check_boolean, flag=None)
+    skip_special_tokens: bool = option(True, check=check_boolean)
+    n: int = option(1, check=_integer(1, MAX_SAMPLES))
+    best_of: int | None = option(None, check=_integer(1, MAX_SAMPLES, "None is n"))
+    allowed_token_ids: Kept[tuple[int, ...], Sequence[int] | None] = option(
+        (), check=_allowed_token_ids, parse=sizes
+    )
+    bad_words: Kept[tuple[str, ...], Sequence[str] | None] = option(
+        (), check=_strings(MAX_BAD_WORDS), flag="bad_word", is_repeated=True
+    )
+    structured_outputs: Kept[
+        StructuredOutputsParams | None, StructuredOutputsParams | Mapping[str, Any] | None
+    ] = option(None, check=_structured_outputs, parse=json_object)
+    truncate_prompt_tokens: int | None = option(
+        None, check=_integer(1, _MAX_INT32, "-1 is what the model takes", minus_one=-1)
+    )
+    output_kind: Kept[RequestOutputKind, RequestOutputKind | str] = option(
+        RequestOutputKind.CUMULATIVE, check=_output_kind, flag=None
+    )
 
-    # Written out, so that a type checker sees what callers may pass beside what is stored.
-    def __init__(
-        self,
-        /,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0,
-        logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = 16,
-        min_tokens: int = 0,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        include_stop_str_in_output: bool = False,
-        ignore_eos: bool = False,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        detokenize: bool = True,
-        skip_special_tokens: bool = True,
-        n: int = 1,
-        best_of: int | None = None,
-        allowed_token_ids: Sequence[int] | None = None,
-        bad_words: Sequence[str] | None = None,
-        structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
-        truncate_prompt_tokens: int | None = None,
-        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
-        **unknown: object,
-    ) -> None:
-        for name in unknown:
-            if not _changes_nothing(name, unknown[name]):
-                raise SamplingParamsError(_describe_unknown(name))
-        values: dict[str, Any] = {
-            "temperature": _temperature(temperature),
-            "top_k": 0
-            if _is_minus_one(top_k)
-            else check_integer("top_k", top_k, 0, _MAX_INT32, "0 or -1 is off"),
-            "top_p": check_number("top_p", top_p, 0, 1, "1 is off", above_low=True),
-            "min_p": check_number("min_p", min_p, 0, 1, "0 is off"),
-            "presence_penalty": check_number("presence_penalty", presence_penalty, -2, 2, "0 is off"),
-            "frequency_penalty": check_number("frequency_penalty", frequency_penalty, -2, 2, "0 is off"),
-            "repetition_penalty": check_number(
-                "repetition_penalty", repetition_penalty, 0, 100, "1 is off", above_low=True
-            ),
-            "logit_bias": _logit_bias(logit_bias),
-            "seed": None
-            if _is_minus_one(seed)
-            else _optional_integer("seed", seed, -(2**63), 2**64 - 1, "None is unseeded"),
-            "max_tokens": _optional_integer(
-                "max_tokens", max_tokens, 1, _MAX_INT32, "None is up to the model's length"
-            ),
-            "min_tokens": check_integer("min_tokens", min_tokens, 0, _MAX_INT32),
-            "stop": _strings("stop", stop, MAX_STOP_STRINGS),
-            "stop_token_ids": ()
-            if stop_token_ids is None
-            else _token_ids("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS),
-            "include_stop_str_in_output": check_boolean(
-                "include_stop_str_in_output", include_stop_str_in_output
-            ),
-            "ignore_eos": check_boolean("ignore_eos", ignore_eos),
-            "logprobs": _optional_integer("logprobs", logprobs, -1, MAX_LOGPROBS, "None is off, -1 is all"),
-            "prompt_logprobs": _optional_integer(
-                "prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS, "None is off"
-            ),
-            "detokenize": check_boolean("detokenize", detokenize),
-            "skip_special_tokens": check_boolean("skip_special_tokens", skip_special_tokens),
-            "n": check_integer("n", n, 1, MAX_SAMPLES),
-            "best_of": _optional_integer("best_of", best_of, 1, MAX_SAMPLES, "None is n"),
-            "allowed_token_ids": _allowed_token_ids(allowed_token_ids),
-            "bad_words": _strings("bad_words", bad_words, MAX_BAD_WORDS),
-            "structured_outputs": StructuredOutputsParams.of(structured_outputs),
-            "truncate_prompt_tokens": None
-            if truncate_prompt_tokens is None
-            else _truncation(truncate_prompt_tokens),
-            "output_kind": _output_kind(output_kind),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        self._check_together()
+    if not TYPE_CHECKING:  # type checkers take what callers may pass from the fields
+
+        def __init__(self, /, **values: object) -> None:
+            chosen = _DEFAULTS.copy()
+            for name, value in values.items():
+                if name in chosen:
+                    if value is not chosen[name]:
+                        chosen[name] = _CHECKS[name](name, value)
+                elif not _changes_nothing(name, value):
+                    raise SamplingParamsError(_describe_unknown(name))
+            self.__dict__.update(chosen)
+            self._check_together()
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -400,7 +536,9 @@ class SamplingParams:
         return self.logprobs is not None
 
 
-PARAMETER_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_DEFAULTS = {name: default for name, default, _ in options_of(SamplingParams)}
+_CHECKS = value_checks(SamplingParams)
+PARAMETER_NAMES = tuple(_DEFAULTS)
 """Every sampling parameter, in the order of the class."""
 
 
@@ -419,180 +557,3 @@ def _describe_unknown(name: str) -> str:
     near = nearest(name, PARAMETER_NAMES)
     hint = f"did you mean {near}?" if near else f"choose from {', '.join(PARAMETER_NAMES)}."
     return f"{name} is not a sampling parameter of jaxllm: {hint}"
-
-
-def _show(value: object) -> str:
-    """A value and its type, short enough for a message."""
-    return f"{shown(value, 80)} ({type(value).__name__})"
-
-
-def _as_python(value: Any) -> Any:
-    """A numpy (or jax) scalar as a Python one; anything else as it is."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
-    return value
-
-
-def _limits(low: float, high: float, note: str, *, above_low: bool = False) -> str:
-    interval = f"in {'(' if above_low else '['}{low}, {high}]"
-    return f"{interval} ({note})" if note else interval
-
-
-def check_number(
-    name: str, value: object, low: float, high: float, note: str = "", *, above_low: bool = False
-) -> float:
-    """A number within limits, as a float.
-
-    Raises:
-        SamplingParamsError: it is none, or outside.
-    """
-    number = _as_python(value)
-    limits = _limits(low, high, note, above_low=above_low)
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise SamplingParamsError(f"{name}={_show(value)} must be a number {limits}.")
-    # Written so that NaN fails; comparing before converting keeps huge integers from overflowing.
-    if not (low <= number <= high) or (above_low and number == low):
-        raise SamplingParamsError(f"{name}={_show(value)} is out of range: it must be {limits}.")
-    return float(number) + 0.0  # -0.0 becomes 0.0
-
-
-def _temperature(value: object) -> float:
-    temperature = check_number("temperature", value, 0, 100, "0 is greedy")
-    # The margin lets float32's 0.01, which lies just below, pass.
-    if 0.0 < temperature < MIN_TEMPERATURE * (1 - 1e-6):
-        _logger.warning(
-            "temperature=%r becomes %s, the smallest that samples; 0 is greedy", temperature, MIN_TEMPERATURE
-        )
-        return MIN_TEMPERATURE
-    return temperature
-
-
-def check_integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
-    """An integer within limits.
-
-    Raises:
-        SamplingParamsError: it is none, or outside.
-    """
-    number = _as_python(value)
-    limits = _limits(low, high, note)
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise SamplingParamsError(f"{name}={_show(value)} must be an integer {limits}.")
-    if not low <= number <= high:
-        raise SamplingParamsError(f"{name}={_show(value)} is out of range: it must be {limits}.")
-    return int(number)
-
-
-def _optional_integer(name: str, value: object, low: int, high: int, note: str) -> int | None:
-    return None if value is None else check_integer(name, value, low, high, note)
-
-
-def _is_minus_one(value: object) -> bool:
-    number = _as_python(value)
-    return isinstance(number, int) and number == -1
-
-
-def check_boolean(name: str, value: object) -> bool:
-    """True or False.
-
-    Raises:
-        SamplingParamsError: it is neither.
-    """
-    flag = _as_python(value)
-    if not isinstance(flag, bool):
-        raise SamplingParamsError(f"{name}={_show(value)} must be True or False.")
-    return flag
-
-
-def _items(name: str, value: object, of_what: str, limit: int) -> list[Any]:
-    """The entries of a list-like value; strings, bytes and mappings are none."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise SamplingParamsError(f"{name}={_show(value)} must be a list of {of_what}.")
-    items = list(itertools.islice(value, limit + 1))
-    if len(items) > limit:
-        raise SamplingParamsError(f"{name} holds more than {limit} entries: at most {limit} are allowed.")
-    return items
-
-
-def _strings(name: str, value: object, limit: int) -> tuple[str, ...]:
-    """Different strings, none of them empty or long; one alone is a list of one for `stop`."""
-    if value is None:
-        return ()
-    is_one = name == "stop" and isinstance(value, str)
-    strings = [value] if is_one else _items(name, value, "strings", limit)
-    for string in strings:
-        if not isinstance(string, str):
-            instead = " Use stop_token_ids for token ids." if name == "stop" else ""
-            raise SamplingParamsError(
-                f"{name} holds {_show(string)}: it must be a string or a list of strings.{instead}"
-            )
-        if not 1 <= len(string) <= MAX_STOP_LENGTH:
-            raise SamplingParamsError(
-                f"{name} holds a string of {len(string)} characters ({string[:20]!r}): each must have "
-                f"1..{MAX_STOP_LENGTH}. Remove or shorten it."
-            )
-        if any("\ud800" <= character <= "\udfff" for character in string):
-            raise SamplingParamsError(
-                f"{name} holds {string[:20]!r}, in which a lone surrogate is no character: remove it."
-            )
-    if name == "bad_words" and sum(map(len, strings)) > MAX_BAD_WORDS_LENGTH:
-        raise SamplingParamsError(
-            f"bad_words hold {sum(map(len, strings))} characters together; at most {MAX_BAD_WORDS_LENGTH} "
-            "are allowed: name fewer."
-        )
-    return tuple(dict.fromkeys(strings))
-
-
-def _token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
-    items = _items(name, value, "token ids", limit)
-    return tuple(dict.fromkeys(check_integer(f"{name} entry", item, 0, _MAX_INT32) for item in items))
-
-
-def _allowed_token_ids(value: object) -> tuple[int, ...]:
-    # What is stored for None is what dataclasses.replace gives back.
-    if value is None or (isinstance(value, tuple) and not value):
-        return ()
-    ids = _token_ids("allowed_token_ids", value, MAX_ALLOWED_TOKEN_IDS)
-    if not ids:
-        raise SamplingParamsError("allowed_token_ids=[] allows nothing: name tokens, or leave it out.")
-    return tuple(sorted(ids))
-
-
-def _truncation(value: object) -> int:
-    if _is_minus_one(value):
-        return -1
-    return check_integer("truncate_prompt_tokens", value, 1, _MAX_INT32, "-1 is what the model takes")
-
-
-def _output_kind(value: object) -> RequestOutputKind:
-    """A kind, or its name."""
-    names = [kind.name for kind in RequestOutputKind]
-    if isinstance(value, str) and value.upper() in names:
-        return RequestOutputKind[value.upper()]
-    if not isinstance(value, RequestOutputKind):
-        raise SamplingParamsError(
-            f"output_kind={_show(value)} must be a RequestOutputKind: {', '.join(names)}."
-        )
-    return value
-
-
-def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    if value is None:
-        return ()
-    if isinstance(value, Mapping):
-        pairs = list(value.items())
-    else:  # the stored form, so that dataclasses.replace works
-        pairs = _items("logit_bias", value, "(token id, bias) pairs, or a dict", MAX_LOGIT_BIAS)
-        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-            raise SamplingParamsError(f"logit_bias={_show(value)} must be a dict of token id to bias.")
-    if len(pairs) > MAX_LOGIT_BIAS:
-        raise SamplingParamsError(
-            f"logit_bias holds {len(pairs)} entries: at most {MAX_LOGIT_BIAS} are allowed."
-        )
-    biases: dict[int, float] = {}
-    for key, bias in pairs:
-        is_digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
-        token_id = check_integer("logit_bias key", int(key) if is_digits else key, 0, _MAX_INT32)
-        if token_id in biases:
-            raise SamplingParamsError(f"logit_bias names token id {token_id} twice: keep one entry.")
-        biases[token_id] = check_number(f"logit_bias[{token_id}]", bias, -100, 100)
-    return tuple(sorted(biases.items()))

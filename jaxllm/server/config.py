@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import ipaddress
 import os
@@ -12,7 +11,7 @@ from typing import Any
 
 from jaxllm.commands.options import API_KEYS_VARIABLE
 from jaxllm.errors import ConfigError, shown
-from jaxllm.system.options import byte_count, check_options, check_range, described, option
+from jaxllm.system.options import byte_count, check_options, check_range, option, with_options
 
 _MAX_COUNT = 2**20
 _DAY = 86400.0
@@ -21,12 +20,12 @@ MAX_KEY_LENGTH = 4096
 _HASHED = "sha256:"
 
 
-def _bytes(default: int, help: str, maximum: int) -> Any:
-    return option(default, help, minimum=1024, maximum=maximum, parse=byte_count, metavar="BYTES")
+def _bytes(default: int, maximum: int) -> Any:
+    return option(default, within=(1024, maximum), parse=byte_count)
 
 
-def _seconds(default: float, help: str) -> Any:
-    return option(default, help, minimum=0.0, maximum=_DAY, metavar="S")
+def _seconds(default: float) -> Any:
+    return option(default, within=(0.0, _DAY))
 
 
 def _host(name: str, value: object) -> object:
@@ -59,95 +58,65 @@ def _silence(name: str, value: Any) -> Any:
     return value
 
 
-@described
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@with_options
 class ServerConfig:
     """How to serve a model.
 
     What waits is bounded twice, in requests and in tokens; beyond that requests are answered 503 before they
     are read. Each sample of each prompt counts as a request.
 
+    Args:
+        host: Address to listen on; only this machine's clients reach 127.0.0.1.
+        port: To listen on; 0 picks a free one.
+        served_model_names: What clients call the model, by default the name of its folder or id; may be
+            repeated. The first is in responses.
+        api_keys: Let in only who has one; may be repeated; who can list processes can read it: rather set
+            JAXLLM_API_KEY. One must come with each request but those for /health and /ping; by default those
+            in that variable of the environment, separated by commas, and none lets everybody in. A key may be
+            given as its hash, "sha256:" and 64 hexadecimal digits; nothing else of it is kept.
+        max_queued_requests: Most requests admitted beyond the `max_num_seqs` that run; by default four times
+            as many.
+        max_queued_tokens: Most prompt tokens of all admitted requests; by default as many as
+            `max_queued_requests` and those that run have at 2048 tokens each, or one of the model's length.
+        max_prompts: Most prompts of one request.
+        max_body_bytes: Largest request body, in bytes.
+        max_total_body_bytes: Largest sum of all bodies that are being read or worked on.
+        max_header_bytes: Largest head of a request, in bytes.
+        max_connections: Most open connections.
+        request_timeout: Seconds in which a request's head, and then its body, must have arrived.
+        send_timeout: Seconds after which a client that reads nothing is taken to be gone.
+        keep_alive_timeout: Seconds that an idle connection is kept open. They are longer than proxies' usual
+            60, so that none of them sends a request into a connection that is being closed.
+        stream_keep_alive: Seconds of silence after which a stream has a comment (": keep-alive"); 0 for none.
+            Proxies keep the connections of requests that wait so.
+        shutdown_timeout: Seconds that requests under way have to end when the server is told to stop; those
+            left are aborted.
+        log_requests: Write a line for each request to the log.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP) to send traces to; needs the
+            extra otel.
+
     Raises:
         ConfigError: a value is out of range.
     """
 
-    host: str = option(
-        "127.0.0.1",
-        "Address to listen on; only this machine's clients reach 127.0.0.1.",
-        check=_host,
-        metavar="ADDRESS",
-    )
-    port: int = option(8000, "To listen on; 0 picks a free one.", minimum=0, maximum=65535)
-    served_model_names: Sequence[str] = option(
-        (),
-        "What clients call the model, by default the name of its folder or id; may be repeated. The first "
-        "is in responses.",
-        check=_names,
-        metavar="NAME",
-        flag="served_model_name",
-        is_repeated=True,
-    )
-    api_keys: Sequence[str] = option(
-        None,
-        "Let in only who has one; may be repeated; who can list processes can read it: rather set "
-        f"{API_KEYS_VARIABLE}. One must come with each request but those for /health and /ping; by default "
-        "those in that variable of the environment, separated by commas, and none lets everybody in. A key "
-        'may be given as its hash, "sha256:" and 64 hexadecimal digits; nothing else of it is kept.',
-        check=_keys,
-        metavar="KEY",
-        flag="api_key",
-        is_repeated=True,
-    )
-    max_queued_requests: int | None = option(
-        None,
-        "Most requests admitted beyond the `max_num_seqs` that run; by default four times as many.",
-        minimum=0,
-        maximum=_MAX_COUNT,
-    )
-    max_queued_tokens: int | None = option(
-        None,
-        "Most prompt tokens of all admitted requests; by default as many as `max_queued_requests` and those "
-        "that run have at 2048 tokens each, or one of the model's length.",
-        minimum=1,
-        maximum=2**40,
-    )
-    max_prompts: int = option(2048, "Most prompts of one request.", minimum=1, maximum=_MAX_COUNT)
-    max_body_bytes: int = _bytes(8 * 2**20, "Largest request body, in bytes.", 2**32)
-    max_total_body_bytes: int = _bytes(
-        128 * 2**20, "Largest sum of all bodies that are being read or worked on.", 2**36
-    )
-    max_header_bytes: int = _bytes(64 * 2**10, "Largest head of a request, in bytes.", 2**24)
-    max_connections: int = option(4096, "Most open connections.", minimum=1, maximum=_MAX_COUNT)
-    request_timeout: float = _seconds(
-        30.0, "Seconds in which a request's head, and then its body, must have arrived."
-    )
-    send_timeout: float = _seconds(
-        60.0, "Seconds after which a client that reads nothing is taken to be gone."
-    )
-    keep_alive_timeout: float = _seconds(
-        75.0,
-        "Seconds that an idle connection is kept open. They are longer than proxies' usual 60, so that none "
-        "of them sends a request into a connection that is being closed.",
-    )
-    stream_keep_alive: float = option(
-        15.0,
-        'Seconds of silence after which a stream has a comment (": keep-alive"); 0 for none. Proxies keep '
-        "the connections of requests that wait so.",
-        check=_silence,
-        parse=float,
-        metavar="S",
-    )
-    shutdown_timeout: float = _seconds(
-        30.0,
-        "Seconds that requests under way have to end when the server is told to stop; those left are "
-        "aborted.",
-    )
-    log_requests: bool = option(True, "Write a line for each request to the log.")
-    otlp_traces_endpoint: str | None = option(
-        None,
-        "URL of an OpenTelemetry collector (OTLP over HTTP) to send traces to; needs the extra otel.",
-        metavar="URL",
-    )
+    host: str = option("127.0.0.1", check=_host)
+    port: int = option(8000, within=(0, 65535))
+    served_model_names: Sequence[str] = option((), check=_names, flag="served_model_name", is_repeated=True)
+    api_keys: Sequence[str] = option(None, check=_keys, metavar="KEY", flag="api_key", is_repeated=True)
+    max_queued_requests: int | None = option(None, within=(0, _MAX_COUNT))
+    max_queued_tokens: int | None = option(None, within=(1, 2**40))
+    max_prompts: int = option(2048, within=(1, _MAX_COUNT))
+    max_body_bytes: int = _bytes(8 * 2**20, 2**32)
+    max_total_body_bytes: int = _bytes(128 * 2**20, 2**36)
+    max_header_bytes: int = _bytes(64 * 2**10, 2**24)
+    max_connections: int = option(4096, within=(1, _MAX_COUNT))
+    request_timeout: float = _seconds(30.0)
+    send_timeout: float = _seconds(60.0)
+    keep_alive_timeout: float = _seconds(75.0)
+    stream_keep_alive: float = option(15.0, check=_silence, parse=float)
+    shutdown_timeout: float = _seconds(30.0)
+    log_requests: bool = option(True)
+    otlp_traces_endpoint: str | None = option(None, metavar="URL")
 
     def __post_init__(self) -> None:
         check_options(self)

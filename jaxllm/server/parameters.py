@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import JaxllmError, RequestTooLargeError, shown
-from jaxllm.sampling.params import RequestOutputKind, SamplingParams
+from jaxllm.loading.generation_config import MODEL_DEFAULTS
+from jaxllm.sampling.params import PARAMETER_NAMES, RequestOutputKind, SamplingParams
 from jaxllm.server.errors import ApiError, refused, too_long
 from jaxllm.server.protocol import (
     MAX_MESSAGES,
@@ -24,28 +25,8 @@ if TYPE_CHECKING:
 
 Prompt = str | list[int]
 
-_SAMPLING = (
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "n",
-    "seed",
-    "stop",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "truncate_prompt_tokens",
-    "allowed_token_ids",
-    "bad_words",
-)
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = tuple(name for name in PARAMETER_NAMES if name in GenerationRequest.model_fields)
+_DEFAULTS = tuple(name for name in MODEL_DEFAULTS if name in _SAMPLING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +151,6 @@ def _params(
     chosen: dict[str, Any] = {name: getattr(defaults, name) for name in _DEFAULTS}
     chosen |= {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     chosen |= values
-    if request.prompt_logprobs is not None:
-        chosen["prompt_logprobs"] = request.prompt_logprobs
     structured = _structured_outputs(request)
     if structured is not None:
         chosen["structured_outputs"] = structured

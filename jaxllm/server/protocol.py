@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, create_model, model_validator
 
 from jaxllm.errors import did_you_mean, shown
 from jaxllm.sampling.params import (
@@ -15,8 +15,10 @@ from jaxllm.sampling.params import (
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    SamplingParams,
 )
 from jaxllm.server.errors import refused
+from jaxllm.system.options import declarations
 
 MAX_N = 128
 """Largest `n`, as OpenAI's."""
@@ -181,7 +183,23 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
 
 
-class GenerationRequest(_Body):
+_ELSEWHERE = ("max_tokens", "logprobs", "best_of", "detokenize")
+if TYPE_CHECKING:
+    _Parameters = _Body
+else:  # numbers and switches of `SamplingParams`, those that each route has of its own apart
+    _Parameters = create_model(
+        "Parameters",
+        __base__=_Body,
+        **{
+            name: (kind | None, None)
+            for name, (_, kinds) in declarations(SamplingParams).items()
+            for kind in kinds & {bool, int, float}
+            if name not in _ELSEWHERE
+        },
+    )
+
+
+class GenerationRequest(_Parameters):
     """What completions and chats have in common; None is a field's default.
 
     Sampling parameters have the names and limits of `SamplingParams`, which checks them. `user`, its
@@ -192,16 +210,11 @@ class GenerationRequest(_Body):
     neutral = NEUTRAL
 
     model: _Name | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_N)
-    seed: int | None = None
     stop: _Texts = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     user: _Name | None = None
     safety_identifier: _Name | None = None
     prompt_cache_key: _Name | None = None
@@ -209,12 +222,7 @@ class GenerationRequest(_Body):
     metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None
     response_format: ResponseFormat | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None

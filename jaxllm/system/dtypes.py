@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.errors import ConfigError, shown
+from jaxllm.errors import ConfigError, did_you_mean, shown
 
 ITEMSIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number by NumPy's name of its dtype."""
@@ -26,8 +26,10 @@ def dtype_of(origin: str, name: object, *, also: str = "") -> str:
         ConfigError: it is not supported.
     """
     if (found := find_dtype(name)) is None:
+        hint = did_you_mean(name, DTYPES) if also else ""  # a checkpoint's is not misspelt
         raise ConfigError(
             f"{origin}={shown(name)} is not supported; pass dtype as one of {', '.join(DTYPES)}{also}"
+            f"{hint and '; '}{hint}".rstrip("; ")
         )
     return found
 

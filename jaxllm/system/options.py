@@ -9,52 +9,66 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from jaxllm.errors import ConfigError, did_you_mean, shown
+from jaxllm.errors import ConfigError, JaxllmError, did_you_mean, shown
 from jaxllm.system.json_text import parse as parse_json
 
 _KEY = "option"
 _MAX_PATH, _MAX_NAME = 4095, 255  # bytes, as Linux has it
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _Class = TypeVar("_Class", bound=type)
+_Is = TypeVar("_Is", covariant=True)
+_Given = TypeVar("_Given", contravariant=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What `option` declares of a field."""
+    """What `option` declares of a field, and the documentation of its class says of it."""
 
-    help: str
-    minimum: float = -math.inf
-    maximum: float = math.inf
+    help: str = ""
+    names: Sequence[str] = ()
+    within: tuple[float, float] = (-math.inf, math.inf)
     choices: Sequence[str] = ()
     check: Callable[[str, Any], Any] | None = None
     parse: Callable[[str], Any] | None = None
-    metavar: str = "N"
+    metavar: str | None = None
     flag: str | None = ""
     is_repeated: bool = False
 
 
-def option(default: Any, help: str, **declared: Any) -> Any:
-    """A field of a dataclass of settings, which calls `check_options` when it is made.
+class Kept(Generic[_Is, _Given]):
+    """The type of a field that is kept as another than it may be given as; for type checkers only."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> _Is:
+        raise NotImplementedError
+
+    def __set__(self, owner: Any, value: _Given) -> None:
+        raise NotImplementedError
+
+
+def option(default: Any, **declared: Any) -> Any:
+    """A field of a class `with_options`, which calls `check_options` when it is made.
 
     Its type says what values are: True or False, an integer, a number, a path (`os.PathLike` is among its
     types), or text.
 
     Args:
         default: its value unless another is given.
-        help: what it is, in sentences; the command line shows the first.
-        **declared: `minimum` and `maximum` of numbers; `choices` of text; `check`, a function of a name and a
-            value that returns what to store, or raises ConfigError, instead of the check by type; `parse`, a
-            function that makes a value of the command line's text; `metavar` of that text; `flag`, its name
-            there if that is not the field's, or None if it has none; `is_repeated`: each flag adds one entry.
+        **declared: numbers are `within` two; text is one of `choices`; `check`, a function of a name and a
+            value that returns what to store, or raises, instead of the check by type; `parse`, a function
+            that makes a value of the command line's text; `metavar` of that text; `flag`, its name there if
+            that is not the field's, or None if it has none; `is_repeated`: each flag adds one entry; `names`
+            stand for the option's name in braces in the documentation.
     """
-    return dataclasses.field(default=default, metadata={_KEY: Option(help, **declared)})
+    return dataclasses.field(default=default, metadata={_KEY: Option(**declared)})
 
 
 def options_of(settings: type) -> Iterator[tuple[str, Any, Option]]:
@@ -64,11 +78,34 @@ def options_of(settings: type) -> Iterator[tuple[str, Any, Option]]:
             yield field.name, field.default, field.metadata[_KEY]
 
 
-def described(settings: _Class) -> _Class:
-    """A decorator that adds the options to a dataclass's documentation."""
-    lines = [f"        {name}: {declared.help}" for name, _, declared in options_of(settings)]
-    settings.__doc__ = "\n".join([f"{settings.__doc__}", "    Args:", *lines])
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def with_options(settings: _Class) -> _Class:
+    """A decorator that makes a class of options a frozen dataclass.
+
+    Under "Args" its documentation says what each is, in sentences; the command line shows the first.
+    """
+    dataclasses.dataclass(frozen=True, kw_only=True)(settings)
+    for name, _, declared in options_of(settings):
+        settings.__doc__ = (settings.__doc__ or "").replace(f"{{{name}}}", ", ".join(declared.names))
+    said = _said(settings.__doc__ or "")
+    parameters = []
+    for field in dataclasses.fields(settings):
+        declared = dataclasses.replace(field.metadata[_KEY], help=said.get(field.name, ""))
+        field.metadata = types.MappingProxyType({_KEY: declared})
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(field.name, keyword, default=field.default))
+    settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return settings
+
+
+def _said(documentation: str) -> dict[str, str]:
+    """What a class says of its arguments."""
+    said: dict[str, str] = {}
+    entries = inspect.cleandoc(documentation).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    for entry in re.split(r"\n    (?! )", "\n" + entries)[1:]:
+        name, _, text = entry.partition(": ")
+        said[name] = " ".join(text.split())
+    return said
 
 
 # Checks
@@ -90,7 +127,16 @@ def checked(settings: type, name: str, value: Any) -> Any:
     Raises:
         ConfigError: it is not supported, or out of range.
     """
-    declared, kinds = _declarations(settings)[name]
+    return value_checks(settings)[name](name, value)
+
+
+@functools.cache
+def value_checks(settings: type) -> Mapping[str, Callable[[str, Any], Any]]:
+    """Of each option the function of its name and a value that returns what to store, or raises."""
+    return {name: functools.partial(_checked, *found) for name, found in declarations(settings).items()}
+
+
+def _checked(declared: Option, kinds: frozenset[Any], name: str, value: Any) -> Any:
     if value is None and types.NoneType in kinds:
         return None
     if declared.check is not None:
@@ -100,7 +146,7 @@ def checked(settings: type, name: str, value: Any) -> Any:
     elif bool in kinds and not isinstance(value, bool):
         raise ConfigError(f"{name}={shown(value)} must be True or False")
     elif int in kinds or float in kinds:
-        check_range(name, value, declared.minimum, declared.maximum, is_integer=float not in kinds)
+        check_range(name, value, *declared.within, is_integer=float not in kinds)
     elif os.PathLike in kinds:
         return checked_path(name, value)
     return value
@@ -165,7 +211,7 @@ def list_of(what: str) -> Callable[[str, Any], Any]:
 
 
 @functools.cache
-def _declarations(settings: type) -> Mapping[str, tuple[Option, frozenset[Any]]]:
+def declarations(settings: type) -> Mapping[str, tuple[Option, frozenset[Any]]]:
     """Of each option the declaration, and the types that its values may have."""
     hints = typing.get_type_hints(settings)
     found = {}
@@ -186,29 +232,36 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser: argparse._ActionsContainer, settings: type, names: Iterable[str] = ()) -> None:
-    """Add the flags of a class's options, or of those named; what is not given is left to the class."""
+def add_flags(
+    parser: argparse._ActionsContainer, settings: type, names: Iterable[str] = (), **defaults: Any
+) -> None:
+    """Add the flags of a class's options, or of those named; what is not given is left to the class.
+
+    But for `defaults`, which stand for the class's.
+    """
     wanted = {*names}
     for name, default, declared in options_of(settings):
         if declared.flag is None or (wanted and name not in wanted):
             continue
-        _, kinds = _declarations(settings)[name]
-        text = declared.help.partition(". ")[0].rstrip(".") + _default(default, declared)
+        _, kinds = declarations(settings)[name]
+        text = declared.help.partition(". ")[0].rstrip(".") + _default(defaults.get(name, default), declared)
         keywords: dict[str, Any] = {
             "dest": name,
-            "default": argparse.SUPPRESS,
+            "default": defaults.get(name, argparse.SUPPRESS),
             "help": text.replace("%", "%%"),
         }
         if bool in kinds:
             keywords["action"] = argparse.BooleanOptionalAction
-        elif declared.is_repeated:
-            keywords |= {"action": "append", "metavar": declared.metavar}
         else:
-            of_kind = float if float in kinds else int if int in kinds else str
-            keywords["type"] = _converter(settings, name, declared.parse or of_kind)
-            keywords["metavar"] = (
-                f"{{{','.join(declared.choices)}}}" if declared.choices else declared.metavar
-            )
+            of_kind, metavar = next(one for kind, one in _OF_KINDS if kind in kinds or kind is str)
+            parse = declared.parse or of_kind
+            keywords["metavar"] = declared.metavar or _METAVARS.get(parse, metavar)
+            if declared.choices:
+                keywords["metavar"] = f"{{{','.join(declared.choices)}}}"
+            if declared.is_repeated:
+                keywords["action"] = "append"
+            else:
+                keywords["type"] = _converter(settings, name, parse)
         parser.add_argument(flag(declared.flag or name), **keywords)
 
 
@@ -227,7 +280,7 @@ def _converter(settings: type, name: str, parse: Callable[[str], Any]) -> Callab
         value = parse(text)
         try:
             return checked(settings, name, value)
-        except ConfigError as error:
+        except JaxllmError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
@@ -281,3 +334,5 @@ def json_object(text: str) -> dict[str, Any]:
 
 # What argparse calls them in "invalid ... value".
 byte_count.__name__, sizes.__name__, json_object.__name__ = "byte count", "list of sizes", "JSON object"
+_METAVARS: Mapping[Any, str] = {byte_count: "BYTES", sizes: "N,N,...", json_object: "JSON", texts: "NAME,..."}
+_OF_KINDS = ((float, (float, "X")), (int, (int, "N")), (os.PathLike, (str, "PATH")), (str, (str, "NAME")))
