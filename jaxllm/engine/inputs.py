@@ -100,18 +100,7 @@ class InputProcessor:
                 f"sampling_params must be a SamplingParams, not {type(params).__name__}; "
                 "build one with SamplingParams.from_dict(...)"
             )
-        if priority is not None:
-            self.check_priority(priority)
-        if deadline is not None:
-            self._check_read("deadline", deadline)
-            if not _is_time(deadline) or deadline <= 0:
-                raise RequestError(f"deadline={shown(deadline)} must be seconds from now, above 0 and finite")
-            deadline = float(deadline)
-        if not _is_time(arrival_time):
-            raise RequestError(
-                f"arrival_time={shown(arrival_time)} must be a finite number, seconds of the engine's clock; "
-                "leave it out for now"
-            )
+        self._check_urgency(priority, deadline, arrival_time)
         text, token_ids, options = self._tokenize(prompt)
         num_dropped = options["num_dropped_tokens"] or 0
         token_ids = list(self.truncated(token_ids, params, num_dropped))
@@ -136,7 +125,7 @@ class InputProcessor:
                 max_total_tokens=limit,
                 eos_token_ids=self._eos_token_ids,
                 priority=priority or 0,
-                deadline=None if deadline is None else arrival_time + deadline,
+                deadline=None if deadline is None else arrival_time + float(deadline),
                 cache_salt=options["cache_salt"],
                 dropped_token_ids=token_ids[:num_dropped],
             )
@@ -150,6 +139,19 @@ class InputProcessor:
                     list(names) for names in (requests[0].block_names, requests[0].uncut_names)
                 )
         return requests, text
+
+    def _check_urgency(self, priority: int | None, deadline: float | None, arrival_time: float) -> None:
+        if priority is not None:
+            self.check_priority(priority)
+        if deadline is not None:
+            self._check_read("deadline", deadline)
+            if not _is_time(deadline) or deadline <= 0:
+                raise RequestError(f"deadline={shown(deadline)} must be seconds from now, above 0 and finite")
+        if not _is_time(arrival_time):
+            raise RequestError(
+                f"arrival_time={shown(arrival_time)} must be a finite number, seconds of the engine's clock; "
+                "leave it out for now"
+            )
 
     def check_params(self, params: SamplingParams) -> None:
         """Verify that the model and the tokenizer can do what is asked for.

@@ -64,6 +64,15 @@ class RopeConfig:
             )
         return self.factor if self.rope_type in ("linear", "dynamic") else 1.0
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all frequencies and factors are finite numbers."""
+        with np.errstate(all="ignore"):
+            try:
+                return bool(np.isfinite([*self.inverse_frequencies(), self.attention_factor]).all())
+            except (OverflowError, ZeroDivisionError):
+                return False
+
     @classmethod
     def from_hf(
         cls,
@@ -82,20 +91,10 @@ class RopeConfig:
         check_size("head_dim", head_dim, _MAX_HEAD_DIM)
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim={head_dim} must be even for rotary embeddings")
-        for value in (rope_scaling, rope_parameters):
-            if value is not None and not isinstance(value, Mapping):
-                raise ConfigError(f"config.json: rope settings {value!r} must be a JSON object")
-        values = {**(rope_scaling or {}), **(rope_parameters or {})}
-        rope_type = values.pop("rope_type", None) or values.get("type") or "default"
-        values.pop("type", None)
-        if rope_type in ("su", "yarn") and "short_factor" in values:
-            rope_type = "longrope"  # its names in the first versions of Phi 3
+        values = _settings(rope_scaling, rope_parameters)
+        rope_type = _type_of(values)
         theta = values.pop("rope_theta", None) or rope_theta or 10000.0
         theta = _positive({"rope_theta": theta}, "rope_theta", rope_type)
-        if rope_type not in SUPPORTED_ROPE_TYPES:
-            raise UnsupportedModelError(
-                f"rope type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
-            )
         known: dict[str, Any] = {}
         if rope_type in ("yarn", "longrope"):
             original = original_max_position_embeddings
@@ -106,12 +105,7 @@ class RopeConfig:
         elif rope_type != "default":
             known["factor"] = _positive(values, "factor", rope_type)
         if rope_type == "llama3":
-            known.update({name: _positive(values, name, rope_type) for name in _LLAMA3_FIELDS})
-            if known["low_freq_factor"] >= known["high_freq_factor"]:
-                raise ConfigError(
-                    f"config.json: rope low_freq_factor={known['low_freq_factor']} must be less than "
-                    f"high_freq_factor={known['high_freq_factor']}"
-                )
+            known |= _llama3(values)
         if values.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
             raise UnsupportedModelError("config.json: partial_rotary_factor other than 1.0 is not supported")
         values.pop("original_max_position_embeddings", None)
@@ -128,12 +122,7 @@ class RopeConfig:
             theta=float(theta),
             **known,
         )
-        with np.errstate(all="ignore"):
-            try:
-                is_finite = bool(np.isfinite([*rope.inverse_frequencies(), rope.attention_factor]).all())
-            except (OverflowError, ZeroDivisionError):
-                is_finite = False
-        if not is_finite:
+        if not rope.is_finite:
             raise ConfigError(
                 f"config.json: rope_theta={theta} and {shown(known)} of rope type {rope_type!r} give no "
                 "finite frequencies; correct them, or replace them with hf_overrides"
@@ -228,6 +217,40 @@ def _factors(values: Any, name: str, count: int) -> tuple[float, ...]:
             f"{shown(values)}"
         )
     return tuple(float(one) for one in values)
+
+
+def _settings(*given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """All rope fields of config.json; later ones count."""
+    found: dict[str, Any] = {}
+    for value in given:
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"config.json: rope settings {value!r} must be a JSON object")
+        found |= value or {}
+    return found
+
+
+def _type_of(values: dict[str, Any]) -> str:
+    """The rope type, which is taken out of the fields."""
+    rope_type = values.pop("rope_type", None) or values.get("type") or "default"
+    values.pop("type", None)
+    if rope_type in ("su", "yarn") and "short_factor" in values:
+        return "longrope"  # its names in the first versions of Phi 3
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"rope type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    return str(rope_type)
+
+
+def _llama3(values: dict[str, Any]) -> dict[str, float]:
+    """Llama 3's own fields."""
+    found = {name: _positive(values, name, "llama3") for name in _LLAMA3_FIELDS}
+    if found["low_freq_factor"] >= found["high_freq_factor"]:
+        raise ConfigError(
+            f"config.json: rope low_freq_factor={found['low_freq_factor']} must be less than "
+            f"high_freq_factor={found['high_freq_factor']}"
+        )
+    return found
 
 
 def _positive(values: dict[str, Any], name: str, rope_type: str) -> Any:

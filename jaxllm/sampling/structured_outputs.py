@@ -77,14 +77,17 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None:
                 _check_text(name, value)
+        self._check_whitespace(given[0])
+
+    def _check_whitespace(self, given: str) -> None:
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise SamplingParamsError(
                 "structured_outputs: whitespace_pattern contradicts disable_any_whitespace=True; drop one."
             )
         of_json = "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"
         for name in of_json:
-            if getattr(self, name) and given[0] not in ("json", "json_object"):
-                raise SamplingParamsError(f"structured_outputs: {name} is for json, not for {given[0]}.")
+            if getattr(self, name) and given not in ("json", "json_object"):
+                raise SamplingParamsError(f"structured_outputs: {name} is for json, not for {given}.")
 
     @classmethod
     def of(cls, value: object) -> StructuredOutputsParams | None:

@@ -70,24 +70,7 @@ def render(
         ConfigError: the tokenizer has no chat template, or it is broken or hostile.
     """
     check_messages(messages)
-    if content_format not in CONTENT_FORMATS:
-        raise RequestError(
-            f"chat_template_content_format={content_format!r} must be one of {', '.join(CONTENT_FORMATS)}"
-        )
-    for name, flag in (
-        ("add_generation_prompt", add_generation_prompt),
-        ("continue_final_message", continue_final_message),
-    ):
-        if not isinstance(flag, bool):
-            raise RequestError(f"{name}={flag!r} must be True or False")
-    if add_generation_prompt and continue_final_message:
-        raise RequestError(
-            "continue_final_message=True goes on with the last message and add_generation_prompt=True opens "
-            "a new one: set one of them to False"
-        )
-    given = [*tools] if isinstance(tools, Sequence) else [tools]
-    if tools is not None and (isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in given)):
-        raise RequestError(f"tools={tools!r} must be a list of functions' JSON schemas, each a dictionary")
+    _check_options(content_format, add_generation_prompt, continue_final_message, tools)
     optional = dict(optional_variables or {})
     optional_tools = optional.pop("tools", None)
     template = _template(tokenizer, chat_template, tools or optional_tools)
@@ -136,6 +119,30 @@ def render(
                 f"the chat template failed ({summary(error)}). Correct it, or render the prompt yourself and "
                 "send it as text."
             ) from error
+
+
+def _check_options(
+    content_format: object, add_generation_prompt: object, continue_final_message: object, tools: object
+) -> None:
+    """Verify options of `render`."""
+    if content_format not in CONTENT_FORMATS:
+        raise RequestError(
+            f"chat_template_content_format={content_format!r} must be one of {', '.join(CONTENT_FORMATS)}"
+        )
+    for name, flag in (
+        ("add_generation_prompt", add_generation_prompt),
+        ("continue_final_message", continue_final_message),
+    ):
+        if not isinstance(flag, bool):
+            raise RequestError(f"{name}={flag!r} must be True or False")
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "continue_final_message=True goes on with the last message and add_generation_prompt=True opens "
+            "a new one: set one of them to False"
+        )
+    given = [*tools] if isinstance(tools, Sequence) else [tools]
+    if tools is not None and (isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in given)):
+        raise RequestError(f"tools={tools!r} must be a list of functions' JSON schemas, each a dictionary")
 
 
 def check_messages(messages: object) -> Sequence[Mapping[str, Any]]:
