@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
@@ -18,7 +20,15 @@ _DEFAULTS: dict[str, tuple[Any, Callable[[Any], AbstractContextManager[object]]]
     "jax_numpy_rank_promotion": ("allow", jax.numpy_rank_promotion),
     "jax_numpy_dtype_promotion": ("standard", jax.numpy_dtype_promotion),
 }
-_GUARDS = ("host_to_device", "device_to_device", "device_to_host")
+_GUARDS = tuple(
+    f"jax_transfer_guard_{name}" for name in ("host_to_device", "device_to_device", "device_to_host")
+)
+_FREE = (None, "allow")  # what a guard says that forbids nothing
+_settings = operator.attrgetter(*_DEFAULTS, *_GUARDS)
+_NEUTRAL = frozenset(
+    itertools.product(*([default] for default, _ in _DEFAULTS.values()), *(_FREE for _ in _GUARDS))
+)
+"""Settings under which nothing is to be changed."""
 
 
 def under_jax_defaults(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -30,14 +40,13 @@ def under_jax_defaults(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if _settings(jax.config) in _NEUTRAL:
+            return function(*args, **kwargs)
         changed = [
             make(value) for name, (value, make) in _DEFAULTS.items() if getattr(jax.config, name) != value
         ]
-        guards = (getattr(jax.config, f"jax_transfer_guard_{name}") for name in _GUARDS)
-        if any(guard not in (None, "allow") for guard in guards):
+        if any(getattr(jax.config, name) not in _FREE for name in _GUARDS):
             changed.append(jax.transfer_guard("allow"))
-        if not changed:
-            return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             for setting in changed:
                 stack.enter_context(setting)
