@@ -459,7 +459,11 @@ def test_wrong_options_are_one_error(options, said, tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize(
     ("module", "extra", "options"),
-    [("aiohttp", "serve", []), ("prometheus_client", "serve", []), ("matplotlib", "plot", ["--plot=p.png"])],
+    [
+        ("aiohttp", "serve", []),
+        ("prometheus_client", "serve", []),
+        ("matplotlib", "research", ["--plot=p.png"]),
+    ],
 )
 def test_what_is_not_installed_is_named(module, extra, options, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

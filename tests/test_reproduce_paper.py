@@ -93,7 +93,7 @@ def test_the_report_sets_the_numbers_beside_the_papers(reproduced):
 def test_the_page_holds_its_figures(reproduced):
     page = (reproduced / "report.html").read_text()
     assert page.startswith("<!doctype html>")
-    assert page.count('src="data:image/png;base64,') == 4
+    assert page.count('src="data:image/png;base64,') == 3
     assert "<table>" in page
     assert 'src="fig' not in page
 

@@ -35,11 +35,12 @@ def test_every_other_answer_is_compared():
 
 
 def test_errors_threads_and_growth_are_problems():
-    problems, _ = judged({"error": "KeyError: 5"}, {"memory": [1.0] * 3 + [20.0] * 3, "threads": ["a"]})
+    problems, _ = judged({"error": "KeyError: 5"}, {"memory": [1.0] * 4 + [20.0] * 2, "threads": ["a"]})
     assert problems[0] == "KeyError: 5"
     assert problems[1] == "threads stayed: ['a']"
     assert problems[2].startswith("memory grew by 19 MiB")
-    assert judged({"memory": [1.0] * 3 + [9.0] * 3, "threads": []})[0] == []
+    assert judged({"memory": [1.0] * 4 + [9.0] * 2, "threads": []})[0] == []
+    assert judged({"memory": [1.0] * 2 + [20.0] * 4, "threads": []})[0] == []  # a pool that fills
 
 
 def test_a_short_soak_finds_nothing():
