@@ -37,8 +37,9 @@ REPOSITORY = Path(__file__).parent.parent.parent
 
 
 def run(*command, env=None):
-    """Run a script of the repository in a shell-like way: `python` is this interpreter."""
-    command = [sys.executable if part == "python" else part for part in command]
+    """Run a command in a shell-like way: `python` is this interpreter, `jaxllm` its command."""
+    own = {"python": [sys.executable], "jaxllm": [sys.executable, "-m", "jaxllm"]}
+    command = [*own.get(command[0], command[:1]), *command[1:]]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=env)
 
 
