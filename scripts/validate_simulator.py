@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import pathlib
 import random
@@ -254,6 +255,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=new_file, help="write the results to this JSON file")
     parser.add_argument("--plot", type=new_file, help="draw tokens/s and turnaround to this .png file")
+    parser.add_argument("--from-json", type=pathlib.Path, help="draw what --out wrote, and measure nothing")
     args = parser.parse_args(argv)
     known = {*PRESETS, *COMBINED, *CHANGED}
     if unknown := sorted(set(args.presets) - known):
@@ -263,6 +265,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "numbers of requests, tokens, sequences and blocks must be at least 1, --repetitions at least 2"
         )
+    if args.from_json is not None and (args.plot is None or not args.from_json.is_file()):
+        parser.error(f"--from-json {args.from_json}: name a file that is there, and --plot")
     if not 0 < args.profile_seconds < math.inf:
         parser.error("--profile-seconds must be above 0, and finite")
     return args
@@ -333,6 +337,9 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run it from the command line."""
     args = parse_args(argv)
+    if args.from_json is not None:
+        draw(json.loads(args.from_json.read_text(encoding="utf-8")), args.plot)
+        return
     presets: list[str] = args.presets
     llm = load(args)
     name = pathlib.Path(llm.config.model).resolve().name

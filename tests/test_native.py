@@ -18,7 +18,7 @@ from jaxllm import LLM, SamplingParams, pallas_kernels
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import native, reference
 from jaxllm.pallas_kernels.native import machine_code, targets
-from jaxllm.pallas_kernels.native.shape import AttentionShape
+from jaxllm.pallas_kernels.native.shape import AttentionShape, RowsShape
 
 SHAPES = [Shape(num_q_heads=2, num_kv_heads=1), Shape(num_q_heads=2, num_kv_heads=2, head_dim=16)]
 
@@ -391,3 +391,63 @@ def test_compiling_leaves_the_standard_streams_alone():
     pytest.importorskip("colorama")
     done = run_python(COMPILE)
     assert done.stdout == "4\n", done.stderr
+
+
+# Compiled beside
+
+
+PREPARED = [RowsShape("gate"), RowsShape("argmax")]
+
+
+@pytest.fixture
+def prepared(tmp_path, cache_folder, monkeypatch):
+    """A cache that holds nothing, and the processes that are started."""
+    cache_folder(str(tmp_path))
+    started, popen = [], subprocess.Popen
+
+    def start(*args, **options):
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(machine_code.subprocess, "Popen", start)
+    machine_code.load.cache_clear()
+    yield started
+    machine_code._coming.clear()
+    machine_code.load.cache_clear()
+
+
+def test_what_is_prepared_is_compiled_elsewhere_and_waited_for(prepared, monkeypatch):
+    monkeypatch.setattr(machine_code, "_write", lambda *args: pytest.fail("it was compiled here"))
+    machine_code.prepare(PREPARED)
+    machine_code.prepare(PREPARED)
+    assert len(prepared) == 1
+    assert all(machine_code.load(shape) for shape in reversed(PREPARED))
+    assert prepared[0].returncode == 0
+    machine_code.prepare(PREPARED)
+    assert len(prepared) == 1, "all is on disk"
+
+
+def test_what_nobody_compiles_elsewhere_is_compiled_here(prepared):
+    machine_code.prepare(PREPARED[:1])
+    prepared[0].kill()
+    assert machine_code.load(PREPARED[0])
+    assert machine_code._is_kept(PREPARED[0])
+    assert not machine_code._coming
+
+
+def test_nothing_is_started_in_vain(prepared, cache_folder, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(machine_code.os, "cpu_count", lambda: 1)
+        machine_code.prepare(PREPARED)
+    with monkeypatch.context() as patched:
+        patched.setattr(machine_code.os, "access", lambda path, mode: False)
+        machine_code.prepare(PREPARED)
+    cache_folder(None)
+    machine_code.prepare(PREPARED)
+    assert not prepared
+
+
+def test_whoever_prepares_waits_for_no_thread_that_loads(prepared):
+    with native._loading:
+        native.prepare(1, 64, "float32", is_gated=True, computes_products=True)
+    assert not prepared

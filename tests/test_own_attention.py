@@ -11,11 +11,27 @@ from jaxllm.errors import ConfigError
 SIZES = {"warm_up": "background"}
 
 
+OTHERS = """
+class Nothing:
+    pass
+
+class Nameless:
+    @staticmethod
+    def decode_attention(q, pool, tables):
+        return q
+
+class Flat:
+    @staticmethod
+    def decode_attention(q, pool, block_tables, lengths, **options):
+        return q.reshape(len(q), -1)
+"""
+
+
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """The kernel of the documentation, in a module of its own."""
     text = Page(DOCS / "howto" / "own-kernel.md").python()[0].text
-    (tmp_path / "own_attention.py").write_text(text + "\nclass Nothing:\n    pass\n", encoding="utf-8")
+    (tmp_path / "own_attention.py").write_text(text + OTHERS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     import own_attention
 
@@ -45,6 +61,8 @@ def test_an_engine_computes_with_it(own, monkeypatch):
     ("path", "message"),
     [
         ("own_attention:Nothing", "has none of decode_attention, prefill_attention, write_kv"),
+        ("own_attention:Nameless", "cannot be called: .*unexpected keyword"),
+        ("own_attention:Flat", "must return that shape and dtype"),
         ("own_attention:Absent", "cannot import the attention implementation .* AttributeError"),
         ("no_such_module:Gathered", "cannot import the attention implementation .*PYTHONPATH"),
     ],
@@ -52,3 +70,26 @@ def test_an_engine_computes_with_it(own, monkeypatch):
 def test_what_is_none_is_refused(own, path, message):
     with pytest.raises(ConfigError, match=message):
         make_llm(golden_checkpoint("llama_gqa"), attention_implementation=path, **SIZES)
+
+
+def test_kept_blocks_are_of_the_code_that_computed_them(own, tmp_path):
+    """Blocks in files are found again, and not when the kernel's file says something else."""
+    prompts = [{"prompt_token_ids": list(range(10, 40))}]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    found = []
+    for _ in range(3):
+        settings = {
+            "enable_prefix_caching": True,
+            "num_host_blocks": 16,
+            "prefix_cache_dir": str(tmp_path / "kept"),
+            **SIZES,
+        }
+        path = "own_attention:Gathered"
+        llm = make_llm(golden_checkpoint("llama_gqa"), attention_implementation=path, **settings)
+        (output,) = llm.generate(prompts, params, use_tqdm=False)
+        found.append(output.num_cached_tokens)
+        llm.close()
+        if len(found) == 2:
+            with open(own.__file__, "a", encoding="utf-8") as file:
+                file.write("# changed\n")
+    assert found[0] == found[2] == 0 < found[1]

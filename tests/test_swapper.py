@@ -1,5 +1,7 @@
 """Swapping: blocks come back bit for bit, and tokens do not notice."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,10 @@ from engine_helpers import make_engine, make_llm, run
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import SamplingParams
-from jaxllm.errors import EngineError
+from jaxllm.errors import ConfigError, EngineError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
-from jaxllm.research.slow_link import SlowLink
+from jaxllm.research.slow_link import SlowLink, slow_down
 from jaxllm.sched.policies import (
     FairPriority,
     LeastUrgentVictim,
@@ -371,3 +373,13 @@ def test_a_scheduler_that_swaps_needs_an_executor_with_host_blocks():
             golden_data(NAME)["prompts"],
             SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
         )
+
+
+def test_what_is_no_slow_link_is_refused():
+    llm = make_llm(golden_checkpoint("llama_gqa"), num_host_blocks=8, warm_up="background")
+    for rate in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match=f"bytes_per_second={rate} must be a positive number or None"):
+            slow_down(llm.executor, rate)
+    llm.close()
+    with pytest.raises(ConfigError, match="num_host_blocks=0 turns swaps off"):
+        slow_down(make_llm(golden_checkpoint("llama_gqa"), warm_up="background").executor, 1.0)

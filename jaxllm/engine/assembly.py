@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import jax
 
 import jaxllm
+from jaxllm import pallas_kernels
 from jaxllm.engine import sizing
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.engine import Engine
@@ -229,7 +231,7 @@ def _keep_files(
     frequencies = (
         b"" if rope is None else rope.inverse_frequencies().tobytes()
     )  # some depend on max_model_len
-    about = {
+    about: dict[str, object] = {
         "weights": weights_fingerprint(folder),
         "load_format": config.load_format,
         "overrides": sorted((config.hf_overrides or {}).items()),
@@ -240,12 +242,26 @@ def _keep_files(
         "matmul_precision": getattr(jax.config, "jax_default_matmul_precision"),  # noqa: B009, mypy
         "versions": {"jaxllm": jaxllm.__version__, "jax": jax.__version__, "numerics": _NUMERICS_VERSION},
     }
+    if own_code := _own_code(kernels, ARCHITECTURES[model_config.architecture].model):
+        about["own_code"] = own_code
     return executor.keep_files(
         Path(config.prefix_cache_dir).expanduser(),
         json.dumps(about, default=str),
         config.prefix_cache_dir_bytes or _FILE_BYTES,
         most_writing,
     )
+
+
+def _own_code(kernels: str, model: object) -> list[str]:
+    """Digests of the modules from outside this package that attention and the model are in."""
+    names = [kernels.partition(":")[0], getattr(model, "__module__", "")]
+    known = (*pallas_kernels.IMPLEMENTATIONS, FASTEST)
+    paths = [
+        getattr(sys.modules.get(name), "__file__", None)
+        for name in names
+        if name not in known and name.partition(".")[0] != "jaxllm"
+    ]
+    return [hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() for path in paths if path]
 
 
 def _settle_costs(

@@ -266,7 +266,17 @@ def _check_attention(config: EngineConfig, model_config: ModelConfig, dtype: str
         window=1 if model_config.has_bounds else None,
         implementation=config.attention_implementation,
     )
-    jax.eval_shape(attend, q, pool, tables, lengths)
+    try:
+        found = jax.eval_shape(attend, q, pool, tables, lengths)
+    except TypeError as error:
+        raise ConfigError(
+            f"attention_implementation={config.attention_implementation!r} cannot be called: {error}"
+        ) from error
+    if (getattr(found, "shape", None), getattr(found, "dtype", None)) != (q.shape, q.dtype):
+        raise ConfigError(
+            f"attention_implementation={config.attention_implementation!r} returns {found} of queries "
+            f"{q.shape} {q.dtype}: it must return that shape and dtype"
+        )
 
 
 def _check_files(config: EngineConfig, limits: SchedulerConfig) -> None:

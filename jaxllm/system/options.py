@@ -16,7 +16,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jaxllm.errors import ConfigError, JaxllmError, did_you_mean, shown
 from jaxllm.system.json_text import parse as parse_json
@@ -44,14 +44,12 @@ class Option:
     is_repeated: bool = False
 
 
-class Kept(Generic[_Is, _Given]):
+class Kept(Protocol[_Is, _Given]):
     """The type of a field that is kept as another than it may be given as; for type checkers only."""
 
-    def __get__(self, owner: Any, kind: Any = None) -> _Is:
-        raise NotImplementedError
+    def __get__(self, owner: Any, kind: Any = None) -> _Is: ...
 
-    def __set__(self, owner: Any, value: _Given) -> None:
-        raise NotImplementedError
+    def __set__(self, owner: Any, value: _Given) -> None: ...
 
 
 def option(default: Any, **declared: Any) -> Any:

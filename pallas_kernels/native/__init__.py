@@ -240,9 +240,12 @@ def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, computes_p
         rest = [RowsShape("rms_norm" if is_gated else "layer_norm"), RowsShape("argmax")]
         rest += [RowsShape("gate")] if is_gated else []
         rest += [LinearShape.for_registers(machine_code.has_wide_registers())]
-    with _loading:
-        machine_code.prepare(rest)
-        machine_code.prepare([attention])  # which takes longer than all others
+    if _loading.acquire(blocking=False):  # else a thread loads kernels already, and nobody is to wait for it
+        try:
+            machine_code.prepare(rest)
+            machine_code.prepare([attention])  # which takes longer than all others
+        finally:
+            _loading.release()
 
 
 _loading = threading.Lock()  # compiling a shape twice would take seconds

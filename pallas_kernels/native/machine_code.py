@@ -50,11 +50,11 @@ def prepare(shapes: Iterable[Shape]) -> None:
     """Start to compile what is not on disk yet, one after another, in a process of its own.
 
     `load` waits for it. numba holds Python's lock most of the time, and this process has other things to do.
-    Without a folder, or a second processor, nothing is started.
+    Without a folder that can be written, or a second processor, nothing is started.
     """
     folder = _folder()
     missing = [shape for shape in shapes if shape not in _coming and not _is_kept(shape)]
-    if folder is None or not missing or len(os.sched_getaffinity(0)) < 2:
+    if folder is None or not missing or (os.cpu_count() or 1) < 2 or not _can_be_written(folder):
         return
     described = json.dumps([(type(shape).__name__, shape) for shape in missing])
     environment = os.environ | {
@@ -63,7 +63,7 @@ def prepare(shapes: Iterable[Shape]) -> None:
     }
     with contextlib.suppress(OSError):  # then they are compiled here
         process = subprocess.Popen(
-            [sys.executable, "-m", "jaxllm.pallas_kernels.native.build", described],
+            [sys.executable, "-P", "-m", "jaxllm.pallas_kernels.native.build", described],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -141,6 +141,11 @@ def _folder() -> str | None:
     """JAX's compilation cache, if that is in a folder."""
     folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return folder if folder and "://" not in folder else None
+
+
+def _can_be_written(folder: str) -> bool:
+    path = pathlib.Path(folder, _FOLDER).absolute()
+    return os.access(next(one for one in (path, *path.parents) if one.exists()), os.W_OK)
 
 
 def _is_kept(shape: Shape) -> bool:
