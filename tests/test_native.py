@@ -410,13 +410,17 @@ def prepared(tmp_path, cache_folder, monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(machine_code.subprocess, "Popen", start)
-    machine_code.load.cache_clear()
+    monkeypatch.setattr(machine_code, "_coming", {})
+    monkeypatch.setattr(machine_code, "_loaded", {})
     yield started
-    machine_code._coming.clear()
-    machine_code.load.cache_clear()
+    for process in started:
+        process.stdout.close()
+        process.wait()
 
 
-def test_what_is_prepared_is_compiled_elsewhere_and_waited_for(prepared, monkeypatch):
+def test_what_is_prepared_is_compiled_elsewhere_and_waited_for(
+    prepared, cache_folder, tmp_path, monkeypatch
+):
     monkeypatch.setattr(machine_code, "_write", lambda *args: pytest.fail("it was compiled here"))
     machine_code.prepare(PREPARED)
     machine_code.prepare(PREPARED)
@@ -425,6 +429,9 @@ def test_what_is_prepared_is_compiled_elsewhere_and_waited_for(prepared, monkeyp
     assert prepared[0].returncode == 0
     machine_code.prepare(PREPARED)
     assert len(prepared) == 1, "all is on disk"
+    cache_folder(str(tmp_path / "another"))
+    machine_code.prepare(PREPARED)
+    assert len(prepared) == 1, "this process has loaded them"
 
 
 def test_what_nobody_compiles_elsewhere_is_compiled_here(prepared):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -50,10 +49,12 @@ def prepare(shapes: Iterable[Shape]) -> None:
     """Start to compile what is not on disk yet, one after another, in a process of its own.
 
     `load` waits for it. numba holds Python's lock most of the time, and this process has other things to do.
-    Without a folder that can be written, or a second processor, nothing is started.
+    Nothing is started for what this process has loaded, nor without a folder that can be written, nor
+    without a second processor.
     """
     folder = _folder()
-    missing = [shape for shape in shapes if shape not in _coming and not _is_kept(shape)]
+    known = _coming.keys() | _loaded.keys()
+    missing = [shape for shape in shapes if shape not in known and not _is_kept(shape)]
     if folder is None or not missing or (os.cpu_count() or 1) < 2 or not _can_be_written(folder):
         return
     described = json.dumps([(type(shape).__name__, shape) for shape in missing])
@@ -89,12 +90,21 @@ def _await(shape: Shape) -> None:
         process.communicate()
 
 
-@functools.cache
+_loaded: dict[Shape, int] = {}
+"""Addresses of handlers."""
+
+
 def load(shape: Shape) -> int:
     """Address of the handler of a shape, from disk where it is kept there.
 
     The folder is `jaxllm-native` in JAX's compilation cache, if there is one. One thread at a time may call.
     """
+    if shape not in _loaded:
+        _loaded[shape] = _load(shape)
+    return _loaded[shape]
+
+
+def _load(shape: Shape) -> int:
     _await(shape)
     path = _path(shape)
     code = None if path is None else _read(path)
