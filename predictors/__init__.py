@@ -5,6 +5,9 @@
 | `base`       | `ModelShape`, the `CostModel` protocol, published model shapes             |
 | `devices`    | `DeviceSpec` and a table of devices from their data sheets                 |
 | `roofline`   | `RooflineCostModel`: costs from data sheet figures, no measurement         |
+| `silicon`    | `SiliconCostModel`: costs from kernels measured on GPUs by others          |
+| `silicon_kernels` | single kernels: between and beyond the sizes that were measured            |
+| `silicon_tables`, `silicon_package` | tables of kernels, and the package they are from       |
 | `regression` | eight regressors x degrees 1-10 fitted to measurements (scikit-learn)      |
 | `derived`    | features of what the engine makes of the work: pieces of copies, products  |
 | `fit_report` | `FitReport`: held-out errors of all candidates, as JSON and Markdown       |

@@ -139,11 +139,13 @@ class ModelShape:
         intermediate_size: inner width of the MLP.
         gated_mlp: whether the MLP has three matrices (Llama: gate, up, down) and not two (OPT).
         tie_word_embeddings: whether the lm head is the embedding matrix.
+        num_experts: MLPs of each layer, of which a token takes `experts_per_token`; 0 where there is one.
+        window: tokens that `num_window_layers` of the layers attend to; the others attend to all.
         dtype: of weights and KV alike, one of `jaxllm.system.dtypes`.
 
     Raises:
-        ConfigError: a size is not an integer in [1, 2**31), the heads do not divide by `num_kv_heads`, or
-            `dtype` is unknown.
+        ConfigError: a size is not an integer in [1, 2**31), the heads do not divide by `num_kv_heads`,
+            experts or windows are given in part, or `dtype` is unknown.
     """
 
     name: str
@@ -156,13 +158,18 @@ class ModelShape:
     vocab_size: int
     gated_mlp: bool
     tie_word_embeddings: bool
+    num_experts: int = 0
+    experts_per_token: int = 0
+    window: int = 0
+    num_window_layers: int = 0
     dtype: str = "float16"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "int":
-                check_integer(f"ModelShape.{field.name}", value, 1, _MAX_SIZE)
+                lowest = 1 if field.default is dataclasses.MISSING else 0
+                check_integer(f"ModelShape.{field.name}", value, lowest, _MAX_SIZE)
             elif field.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"ModelShape.{field.name} must be true or false, got {value!r}")
             elif field.type == "str" and (not isinstance(value, str) or not value):
@@ -173,6 +180,19 @@ class ModelShape:
             raise ConfigError(
                 f"ModelShape.num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
+        if (
+            not (self.num_experts > 0) == (self.experts_per_token > 0)
+            or self.experts_per_token > self.num_experts
+        ):
+            raise ConfigError(
+                f"ModelShape.experts_per_token={self.experts_per_token} of num_experts={self.num_experts}: "
+                "give both, or neither"
+            )
+        if not (self.window > 0) == (self.num_window_layers > 0) or self.num_window_layers > self.num_layers:
+            raise ConfigError(
+                f"ModelShape.num_window_layers={self.num_window_layers} of {self.num_layers} layers with "
+                f"window={self.window}: give both, or neither"
+            )
         object.__setattr__(self, "dtype", dtype_of("ModelShape.dtype", self.dtype))
 
     @property
@@ -182,13 +202,22 @@ class ModelShape:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Elements of the matrices of all layers: attention's four and the MLP's two or three.
+        """Elements of the matrices of all layers: attention's four and the MLP's two or three, or all
+        experts'.
 
-        Each multiplies every token of a step, at two flops per element and token.
+        But for experts, each multiplies every token of a step, at two flops per element and token.
         """
+        return self._layer_parameters(max(1, self.num_experts))
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Elements of the layers' matrices that multiply one token."""
+        return self._layer_parameters(max(1, self.experts_per_token))
+
+    def _layer_parameters(self, num_mlps: int) -> int:
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp)
+        return self.num_layers * (attention + num_mlps * mlp)
 
     @property
     def num_head_parameters(self) -> int:

@@ -9,6 +9,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import check_number
 
 _LARGEST = 1e21
+_COPY_EFFICIENCY = 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class DeviceSpec:
         memory_bytes: capacity of device memory, in bytes.
         host_bandwidth: bytes per second between device and pinned host memory, in each direction.
         source: where the figures are from.
+        copy_bandwidth: bytes per second that large copies between device and pinned host memory reach, in
+            each direction; None takes 0.7 of `host_bandwidth`, an assumption.
         is_measured: the figures were reached by measured programs, so that efficiencies are 1 by default.
 
     Raises:
@@ -35,6 +38,7 @@ class DeviceSpec:
     memory_bytes: float
     host_bandwidth: float
     source: str
+    copy_bandwidth: float | None = None
     is_measured: bool = False
 
     def __post_init__(self) -> None:
@@ -42,6 +46,11 @@ class DeviceSpec:
             check_number(f"DeviceSpec.peak_flops[{dtype!r}]", flops, 1.0, _LARGEST)
         for field in ("memory_bandwidth", "memory_bytes", "host_bandwidth"):
             check_number(f"DeviceSpec.{field}", getattr(self, field), 1.0, _LARGEST)
+
+    @property
+    def copied_per_second(self) -> float:
+        """Bytes per second of large copies: measured, or 0.7 of the link's peak."""
+        return self.copy_bandwidth or _COPY_EFFICIENCY * self.host_bandwidth
 
     def flops_for(self, dtype: str) -> float:
         """Peak operations per second for operands of `dtype`.
@@ -58,9 +67,16 @@ class DeviceSpec:
 
 
 def _gpu(
-    name: str, *, half: float, single: float, memory: tuple[float, float], host: float, source: str
+    name: str,
+    *,
+    half: float,
+    single: float,
+    memory: tuple[float, float],
+    host: float,
+    source: str,
+    copies: float | None = None,
 ) -> DeviceSpec:
-    """A GPU in data sheet units: TFLOP/s, (GB/s, GB), GB/s."""
+    """A GPU in data sheet units: TFLOP/s, (GB/s, GB), GB/s, and GB/s of measured copies."""
     return DeviceSpec(
         name=name,
         peak_flops={"bfloat16": half * 1e12, "float16": half * 1e12, "float32": single * 1e12},
@@ -68,11 +84,14 @@ def _gpu(
         memory_bytes=memory[1] * 1e9,
         host_bandwidth=host * 1e9,
         source=source,
+        copy_bandwidth=None if copies is None else copies * 1e9,
     )
 
 
 # PCIe: the sheets state both directions together, 64 GB/s for Gen4 x16 and 128 GB/s for Gen5 x16.
 # Hopper and Ada sheets print half precision rates with sparsity; the dense rate is half of that.
+# Copies: nvbandwidth measured 52.8 GB/s from an H100 SXM to its host
+# (github.com/NVIDIA/nvbandwidth/issues/24).
 _SPECS = (
     _gpu(
         "A800-80GB-PCIe",
@@ -96,6 +115,7 @@ _SPECS = (
         single=67,
         memory=(3350, 80),
         host=64,
+        copies=50,
         source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM",
     ),
     _gpu(
@@ -104,6 +124,7 @@ _SPECS = (
         single=67,
         memory=(4800, 141),
         host=64,
+        copies=50,
         source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM",
     ),
     _gpu(
@@ -113,6 +134,23 @@ _SPECS = (
         memory=(864, 48),
         host=32,
         source="NVIDIA L40S data sheet",
+    ),
+    _gpu(
+        "L4",
+        half=121,
+        single=30.3,
+        memory=(300, 24),
+        host=32,
+        source="NVIDIA L4 Tensor Core GPU data sheet",
+    ),
+    _gpu(
+        "B200",
+        half=2250,
+        single=75,
+        memory=(7700, 180),
+        host=64,
+        copies=50,
+        source="NVIDIA Blackwell data sheet, HGX B200; copies as a Gen5 link's of an H100",
     ),
     DeviceSpec(
         name="cpu-2core",
@@ -129,13 +167,13 @@ DEVICES: Mapping[str, DeviceSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """Look up a device of the table; upper and lower case are the same.
+    """Look up a device of the table; upper and lower case are the same, and "h100" is H100-SXM.
 
     Raises:
         ConfigError: it is not in the table; the message lists the names that are.
     """
     for known, spec in DEVICES.items():
-        if known.lower() == name.lower():
+        if name.lower() in (known.lower(), known.lower().split("-")[0]):
             return spec
     raise ConfigError(
         f"device {name!r} is not in the table; known: {', '.join(DEVICES)}. Or make a DeviceSpec"

@@ -26,7 +26,7 @@ class RooflineCostModel:
 
     | part          | flops                                         | bytes                    |
     |---------------|-----------------------------------------------|--------------------------|
-    | linear layers | 2 x layer parameters x tokens                 | layer weights            |
+    | linear layers | 2 x layer parameters of a token x tokens      | layer weights            |
     | attention     | 4 x layers x heads x head_dim x (query, key)s | KV read and written      |
     | lm head       | 2 x hidden x vocabulary x sequences           | lm head weights          |
 
@@ -86,7 +86,7 @@ class RooflineCostModel:
         # Seconds per unit of work: a prediction is a few products, for simulators ask for millions.
         flop = 1.0 / (device.flops_for(model.dtype) * self.compute_efficiency)
         byte = 1.0 / (device.memory_bandwidth * self.memory_efficiency)
-        self._linear_per_token = 2 * model.num_layer_parameters * flop
+        self._linear_per_token = 2 * model.num_active_parameters * flop
         self._head_per_seq = 2 * model.num_head_parameters * flop
         self._weights = (model.num_layer_parameters + model.num_head_parameters) * model.itemsize * byte
         self._attention_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim * flop

@@ -418,9 +418,7 @@ def prepared(tmp_path, cache_folder, monkeypatch):
         process.wait()
 
 
-def test_what_is_prepared_is_compiled_elsewhere_and_waited_for(
-    prepared, cache_folder, tmp_path, monkeypatch
-):
+def test_what_is_prepared_is_compiled_elsewhere_and_waited_for(prepared, cache_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(machine_code, "_write", lambda *args: pytest.fail("it was compiled here"))
     machine_code.prepare(PREPARED)
     machine_code.prepare(PREPARED)

@@ -51,7 +51,7 @@ def test_importing_every_module_imports_neither_jax_nor_sklearn():
         f"import importlib, sys; [importlib.import_module(name) for name in {modules!r}]\n"
         "assert not {'jax', 'sklearn', 'scipy', 'pandas'} & sys.modules.keys(), sorted(sys.modules)"
     )
-    assert len(modules) == 13
+    assert len(modules) == 17
     subprocess.run([sys.executable, "-c", code], check=True, cwd=folder.parent)
 
 
@@ -117,10 +117,12 @@ def test_unknown_names_are_answered_with_the_known_ones():
 
 
 def test_the_device_table():
-    assert list(DEVICES) == ["A800-80GB-PCIe", "A100-80GB", "H100-SXM", "H200", "L40S", "cpu-2core"]
-    assert device_spec("h100-sxm") is DEVICES["H100-SXM"]
+    gpus = ["A800-80GB-PCIe", "A100-80GB", "H100-SXM", "H200", "L40S", "L4", "B200"]
+    assert list(DEVICES) == [*gpus, "cpu-2core"]
+    assert device_spec("h100-sxm") is device_spec("h100") is DEVICES["H100-SXM"]
     for spec in DEVICES.values():
         assert spec.source
+        assert 0.5 <= spec.copied_per_second / spec.host_bandwidth <= 1.0
         assert spec.host_bandwidth < spec.memory_bandwidth < max(spec.peak_flops.values())
         # Weights of the largest published shape in 16 bits fit where the paper ran them.
         assert spec.memory_bytes > model_shape("llama-3-8b").weight_bytes
