@@ -52,6 +52,10 @@ class DeviceSpec:
         """Bytes per second of large copies: measured, or 0.7 of the link's peak."""
         return self.copy_bandwidth or _COPY_EFFICIENCY * self.host_bandwidth
 
+    def is_called(self, name: str) -> bool:
+        """Whether a user's name is this device's: upper and lower case are the same, "h100" is H100-SXM."""
+        return name.lower() in (self.name.lower(), self.name.lower().split("-")[0])
+
     def flops_for(self, dtype: str) -> float:
         """Peak operations per second for operands of `dtype`.
 
@@ -167,13 +171,13 @@ DEVICES: Mapping[str, DeviceSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """Look up a device of the table; upper and lower case are the same, and "h100" is H100-SXM.
+    """Look up a device of the table, by a name that `DeviceSpec.is_called`.
 
     Raises:
         ConfigError: it is not in the table; the message lists the names that are.
     """
-    for known, spec in DEVICES.items():
-        if name.lower() in (known.lower(), known.lower().split("-")[0]):
+    for spec in DEVICES.values():
+        if spec.is_called(name):
             return spec
     raise ConfigError(
         f"device {name!r} is not in the table; known: {', '.join(DEVICES)}. Or make a DeviceSpec"

@@ -259,6 +259,11 @@ def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog, monke
     assert source == "roofline of cpu-2core"
     assert costs.step_seconds(0, 0, 100, 1) > 0
     assert find_costs(dataclasses.replace(shape, dtype="bfloat16"), "cpu", 4, tmp_path) is None
+    half = dataclasses.replace(shape, dtype="bfloat16", head_dim=64)
+    costs, source = find_costs(half, "NVIDIA H100 80GB HBM3", 4, tmp_path)
+    assert source == "measured kernels of H100-SXM"
+    assert costs.swap_out_seconds(100) == pytest.approx(20e-6 + 100 * half.block_bytes(4) / 50e9)
+    assert find_costs(shape, "NVIDIA H200", 4, tmp_path)[1] == "roofline of H200", "in float32"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for settings, warns in (
         ({"num_gpu_blocks_override": 30}, False),

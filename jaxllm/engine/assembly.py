@@ -295,10 +295,12 @@ def _settle_costs(
         profile = profiler.profile(samples, profiler.fit(samples, is_brief=True))
         scheduling.costs.model = profiler.costs_of(profile)
         return f"profile of {seconds:g} s at start"
-    if scheduling.weighs_costs and (source or "").startswith("roofline"):
+    if scheduling.weighs_costs and not (source or "profile").startswith("profile"):
         is_chosen = scheduling.is_chosen or config.num_host_blocks is not None
         level = logging.WARNING if is_chosen else logging.INFO
-        _logger.log(level, "predicted costs are a %s, not measured; `jaxllm profile` measures them", source)
+        _logger.log(
+            level, "predicted costs (%s) were not measured here; `jaxllm profile` measures them", source
+        )
     return source
 
 

@@ -67,8 +67,8 @@ class EngineConfig:
         tokenizer: Folder or id of the tokenizer; by default the model's.
         scheduler_policy: Which request is next, whom to preempt and how, when to admit: {scheduler_policy},
             or module:attribute of your own; by default adaptive. `jaxllm.sched.presets` tells what each does;
-            predicted costs are those of `jaxllm profile`, or a roofline. In Python a `SchedulerPolicy` is
-            taken, too.
+            predicted costs are those of `jaxllm profile`, of kernels measured on such a GPU, or a roofline.
+            In Python a `SchedulerPolicy` is taken, too.
         revision: Branch, tag or commit of an id; by default main.
         download: Fetch what the cache lacks of an id: weights in safetensors, configuration and tokenizer.
         download_dir: Cache of models by id; by default the environment's (HF_HUB_CACHE, HF_HOME).
@@ -99,8 +99,8 @@ class EngineConfig:
         prefix_cache_dir_bytes: Most bytes of these files, by default 16GiB; the least recently used ones go
             first.
         profile_seconds: Measure costs for so long at start if no profile of this model and device is stored;
-            by default 10 s on devices nothing is known of. For the others there is the roofline of their data
-            sheet.
+            by default 10 s on devices nothing is known of. For the others there are kernels measured by
+            others, or the roofline of their data sheet.
         gpu_memory_utilization: Fraction for weights, temporaries and pool of what JAX takes of a GPU's
             memory; by default 0.95. JAX takes 0.95 unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
         attention_implementation: One of {attention_implementation} (measured at start, program by program),

@@ -1,4 +1,4 @@
-"""Where an engine's predicted costs come from: its profile on disk, or a roofline of its device."""
+"""Where an engine's predicted costs come from: its profile, kernels measured on its GPU, or a roofline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.predictors.silicon import ALIKE, SiliconCostModel
+from jaxllm.predictors.silicon_tables import MEASURED
 from jaxllm.predictors.store import Profile, profile_path
 from jaxllm.system.cache_folder import cache_folder
 
@@ -19,6 +21,8 @@ DATA_SHEETS: Mapping[str, str] = {
     "NVIDIA H100 80GB HBM3": "H100-SXM",
     "NVIDIA H200": "H200",
     "NVIDIA L40S": "L40S",
+    "NVIDIA L4": "L4",
+    "NVIDIA B200": "B200",
 }
 """Names of `jaxllm.predictors.devices` by what JAX calls a device."""
 
@@ -53,9 +57,10 @@ def find_costs(
     *,
     use_profile: bool = True,
 ) -> tuple[CostModel, str] | None:
-    """Predicted costs of a model on a device, and where they come from: a profile, or a roofline.
+    """Predicted costs of a model on a device, and where they come from.
 
-    None if there is neither a profile nor a data sheet of the device that covers the model's dtype.
+    They are those of a profile; or of kernels that others measured on the device, in 16 bits; or of a
+    roofline. None if there is neither a profile nor a data sheet of the device that covers the model's dtype.
 
     Args:
         model: the model's sizes.
@@ -75,4 +80,6 @@ def find_costs(
     device = device_spec(DATA_SHEETS[device_kind]) if device_kind in DATA_SHEETS else None
     if device is None or model.dtype not in device.peak_flops:
         return None
+    if device.name in MEASURED.keys() | ALIKE.keys() and model.itemsize == 2:
+        return SiliconCostModel(model, device, block_size=block_size), f"measured kernels of {device.name}"
     return RooflineCostModel(model, device, block_size=block_size), f"roofline of {device.name}"

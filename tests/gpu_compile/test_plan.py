@@ -78,8 +78,11 @@ def test_the_command_reports_and_refuses(tmp_path, capsys):
     assert "| decode of 8, random |" in shown
     written = json.loads(out.read_text())
     assert written["num_blocks"] == 8 * 32  # what eight sequences can use
+    assert "Simulated from NVIDIA H200" in shown
+    assert len(written["speeds"]) == 9
     assert main(["plan", str(tmp_path), "--device", "h9"]) == 2
-    assert "known: a100-80gb, h100, h200, l40" in capsys.readouterr().err
+    assert "known: a100-80gb, h100, h200, l40, l40s. Speeds" in capsys.readouterr().err
+    assert get_target("A100") is get_target("a100-80gb")
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3", "gemma2"])

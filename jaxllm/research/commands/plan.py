@@ -1,4 +1,4 @@
-"""`jaxllm plan`: what a model will need on a GPU, found out by compiling for it, without one."""
+"""`jaxllm plan`: what a model will need and do on a GPU, without one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.options import check_distinct, note
 from jaxllm.errors import ConfigError
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
+    from jaxllm.models.architecture import ModelConfig
+    from jaxllm.predictors.base import ModelShape
     from jaxllm.research.plan.plan import Plan
+    from jaxllm.research.plan.speeds import Speed
 
 _GIB, _MIB = 2**30, 2**20
+_LENGTHS = "512:128,2048:512,8192:1024"
+_CONCURRENCY = "1,16,64"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +30,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "Compile a model's prefill, decode and swap programs for a GPU that need not be present, and "
         "report weights, KV pool, temporaries and headroom, the largest pool and batch that fit, and "
         "compile times. Needs the packages of JAX's CUDA plugin, no driver and no weights: a config.json "
-        "is enough."
+        "is enough. Then simulate speeds, by kernels that others measured on such GPUs."
     )
     parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="folder of a checkpoint, or its config.json"
+        "model",
+        type=Path,
+        nargs="?",
+        metavar="MODEL",
+        help="folder of a checkpoint, or its config.json; without compiling also a published shape such as "
+        "llama-3-8b",
     )
-    parser.add_argument("--device", required=True, metavar="NAME", help="a100-80gb, h100, h200 or l40")
+    parser.add_argument("--device", metavar="NAME", help="a100, h100, h200, l40s, l4 or b200")
     parser.add_argument("--dtype", default="bfloat16", metavar="NAME", help="default: %(default)s")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the model's")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="default: as `LLM` on it")
@@ -48,22 +58,47 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every-bucket", action="store_true", help="compile every size, not only the largest of each kind"
     )
+    parser.add_argument("--no-compile", action="store_true", help="speeds only")
+    parser.add_argument(
+        "--lengths", default=_LENGTHS, metavar="IN:OUT,...", help="tokens of requests (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", default=_CONCURRENCY, metavar="N,...", help="clients (default: %(default)s)"
+    )
+    simulated = "of the speeds that are simulated; this engine runs on one GPU, in 16 or 32 bits"
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help=simulated)
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="likewise")
+    parser.add_argument("--weights", metavar="NAME", help="bfloat16, fp8 or fp8_block; likewise")
+    parser.add_argument("--kv", metavar="NAME", help="bfloat16 or fp8; likewise")
+    parser.add_argument(
+        "--crossover",
+        action="store_true",
+        help="only tell from which context on swapping beats recomputing: on all devices, or --device; of "
+        "all published shapes, or MODEL",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan there")
     add_overwrite(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile, print, and return the exit code."""
+    """Compile, simulate, print, and return the exit code."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present shall not be touched
-    from jaxllm.executor.memory import default_limits
-    from jaxllm.loading.checkpoints import checkpoint_folder
-    from jaxllm.models.config import config_from_dict, read_hf_config
-    from jaxllm.models.registry import weight_bytes
-    from jaxllm.research.plan.plan import make_plan
-    from jaxllm.research.plan.target import get_target
-    from jaxllm.system.dtypes import ITEMSIZES, dtype_of
+    _check(args)
+    if args.crossover:
+        found: dict[str, Any] = {"crossover": _crossover(args)}
+    else:
+        if args.model is None or args.device is None:
+            raise ConfigError("name a MODEL and a --device; only --crossover takes all that are known")
+        config, shape = _model(args)
+        found = {} if args.no_compile else _compiled(args, config)
+        found["speeds"] = _speeds(args, shape, is_needed=args.no_compile)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
 
+
+def _check(args: argparse.Namespace) -> None:
     for name in ("gpu_memory_utilization", "mem_fraction"):
         if not 0 < getattr(args, name) <= 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be in (0, 1]")
@@ -71,11 +106,50 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    folder = args.model.parent if args.model.name == "config.json" else checkpoint_folder(args.model)
+    args.sizes = [_numbers("--lengths", one, ":", 2) for one in args.lengths.split(",")]
+    args.clients = [_numbers("--concurrency", one, ":", 1)[0] for one in args.concurrency.split(",")]
     if args.json is not None:
-        check_distinct({"MODEL": str(folder / "config.json"), "--json": str(args.json)})
+        model = args.model or Path()
+        read = model if model.name == "config.json" else model / "config.json"
+        check_distinct({"MODEL": str(read), "--json": str(args.json)})
         check_writable({"--json": args.json}, overwrite=args.overwrite)
+
+
+def _numbers(option: str, text: str, separator: str, count: int) -> tuple[int, ...]:
+    parts = text.split(separator)
+    if len(parts) != count or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        wanted = "IN:OUT, tokens of at least 1" if count == 2 else "a number of at least 1"
+        raise ConfigError(f"{option}: {text!r} is not {wanted}")
+    return tuple(int(part) for part in parts)
+
+
+def _model(args: argparse.Namespace) -> tuple[ModelConfig | None, ModelShape]:
+    """The configuration and sizes of MODEL; a published shape has no configuration."""
+    from jaxllm.engine.costs import shape_of
+    from jaxllm.loading.checkpoints import checkpoint_folder
+    from jaxllm.models.config import config_from_dict, read_hf_config
+    from jaxllm.predictors.base import MODEL_SHAPES, model_shape
+    from jaxllm.system.dtypes import dtype_of
+
+    dtype = dtype_of("dtype", args.dtype)
+    if str(args.model) in MODEL_SHAPES and not args.model.exists():
+        if not (args.no_compile or args.crossover):
+            raise ConfigError(f"{args.model} is a published shape; add --no-compile, or give its config.json")
+        return None, model_shape(str(args.model), dtype)
+    folder = args.model.parent if args.model.name == "config.json" else checkpoint_folder(args.model)
     config = config_from_dict(read_hf_config(folder))
+    return config, shape_of(config, folder.resolve().name, dtype)
+
+
+def _compiled(args: argparse.Namespace, config: ModelConfig | None) -> dict[str, Any]:
+    """Compile for the device, and print what that shows."""
+    from jaxllm.executor.memory import default_limits
+    from jaxllm.models.registry import weight_bytes
+    from jaxllm.research.plan.plan import make_plan
+    from jaxllm.research.plan.target import get_target
+    from jaxllm.system.dtypes import ITEMSIZES, dtype_of
+
+    assert config is not None  # published shapes are not compiled
     max_model_len = args.max_model_len or config.default_max_model_len
     config = config.with_max_model_len(max_model_len)
     target = get_target(args.device)
@@ -97,9 +171,73 @@ def run(args: argparse.Namespace) -> int:
         tell=note,
     )
     print(describe(plan))
-    if args.json is not None:
-        args.json.write_text(json.dumps(dataclasses.asdict(plan), indent=1) + "\n", encoding="utf-8")
-    return 0
+    return dataclasses.asdict(plan)
+
+
+def _speeds(args: argparse.Namespace, shape: ModelShape, *, is_needed: bool) -> list[dict[str, Any]]:
+    """Simulate, and print what that shows; say why not where it cannot be done and `is_needed` is not
+    said."""
+    from jaxllm.predictors.silicon import SiliconCostModel
+    from jaxllm.research.plan.speeds import speeds
+
+    try:
+        costs = SiliconCostModel(
+            shape,
+            args.device,
+            block_size=args.block_size,
+            weights=args.weights,
+            kv=args.kv,
+            tensor_parallel=args.tensor_parallel,
+            pipeline_parallel=args.pipeline_parallel,
+        )
+    except ConfigError as error:
+        if is_needed:
+            raise
+        print(f"\nNo speeds: {error}")
+        return []
+    most = args.max_num_batched_tokens or 8192
+    lengths = [(size[0], size[1]) for size in args.sizes]
+    found = list(speeds(costs, lengths, args.clients, max_num_batched_tokens=most))
+    print(describe_speeds(costs.tables.source, found))
+    return [dataclasses.asdict(speed) | {"source": costs.tables.source} for speed in found]
+
+
+def _crossover(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print from how many tokens on swapping beats recomputing."""
+    from jaxllm.predictors.base import MODEL_SHAPES, model_shape
+    from jaxllm.predictors.devices import device_spec
+    from jaxllm.predictors.silicon import ALIKE
+    from jaxllm.predictors.silicon_tables import MEASURED
+    from jaxllm.research.plan.crossover import crossovers, describe_crossovers
+    from jaxllm.system.dtypes import dtype_of
+
+    dtype = dtype_of("dtype", args.dtype)
+    shapes = [model_shape(name, dtype) for name in MODEL_SHAPES]
+    if args.model is not None:
+        shapes = [_model(args)[1]]
+    devices = [*MEASURED, *ALIKE] if args.device is None else [device_spec(args.device).name]
+    found = list(crossovers(shapes, devices))
+    print(describe_crossovers(found))
+    return [dataclasses.asdict(one) for one in found]
+
+
+def describe_speeds(source: str, found: list[Speed]) -> str:
+    """Speeds as Markdown."""
+    lines = [
+        "",
+        f"Simulated from {source}:",
+        "",
+        "| prompt, output | clients | tokens/s | ms a token | first token, s | preemptions | seconds from |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for one in found:
+        sources = ", ".join(f"{name} {share:.0%}" for name, share in one.sources.items())
+        lines.append(
+            f"| {one.input_tokens}, {one.output_tokens} | {one.concurrency} | {one.tokens_per_second:,.0f} | "
+            f"{1e3 * one.seconds_per_token:.1f} | {one.first_token_seconds:.3f} | {one.num_preemptions} | "
+            f"{sources} |"
+        )
+    return "\n".join(lines)
 
 
 def describe(plan: Plan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,52 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="fit these measurements too, which --samples wrote for other models on this device",
     )
+    parser.add_argument(
+        "--fit",
+        type=Path,
+        metavar="FILE.csv",
+        help="measure nothing: fit the regressors to timings of any server's iterations in this file, and "
+        "print their errors, on a random split and with whole regions left out",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="of --fit: also write what was found there")
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, print, store; returns the exit code."""
+    if args.fit is not None:
+        return _fit(args)
+    if args.json is not None:
+        raise ConfigError("--json is of --fit; measurements are written by --samples")
+    return _measure(args)
+
+
+def _fit(args: argparse.Namespace) -> int:
+    """Fit the timings of a file."""
+    from jaxllm.research.bench.results import command_line
+    from jaxllm.research.iterations import describe, fit_iterations, load_iterations
+
+    given = {"samples": args.samples, "with_samples": args.with_samples, "output_dir": args.output_dir}
+    for name in [*engine_settings(args), *(name for name, value in given.items() if value)]:
+        raise ConfigError(f"--{name.replace('_', '-')} means nothing with --fit, which measures nothing")
+    check_distinct({"--fit": str(args.fit), "--json": args.json and str(args.json)})
+    check_writable({"--json": args.json}, overwrite=args.overwrite)
+    samples = load_iterations(args.fit)
+    note(f"fitting {len(samples)} iterations")
+    kinds = []
+    for found in fit_iterations(samples, seed=args.seed):
+        print(describe(found))
+        regions = [dataclasses.asdict(region) for region in found.regions]
+        kinds.append({"fit": found.report.to_dict(), "regions": regions})
+    if args.json is not None:
+        content = {"command": command_line(["jaxllm", *args.command_line]), "seed": args.seed, "kinds": kinds}
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> int:
+    """Measure the device."""
     from jaxllm.engine.costs import profile_folder, shape_of
     from jaxllm.engine.profiling import Profiler
     from jaxllm.predictors.samples import load_samples, save_samples

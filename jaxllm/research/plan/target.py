@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.settings import under_jax_defaults
+from jaxllm.predictors.devices import DEVICES
 
 _PLUGINS = {"jax_plugins.xla_cuda13": "cuda13", "jax_plugins.xla_cuda12": "cuda12"}
 
@@ -69,6 +70,17 @@ device_description_str: "{self.description}"
 """
 
 
+_ADA: dict[str, Any] = {
+    "compute_capability": (8, 9),
+    "core_count": 142,
+    "fpus_per_core": 128,
+    "shared_memory_per_block_optin": 101376,
+    "shared_memory_per_core": 102400,
+    "l2_cache_size": 100663296,
+    "memory_size": 47_697_362_944,
+    "memory_bandwidth": 864_000_000_000,
+    "threads_per_core": 1536,
+}
 _HOPPER: dict[str, Any] = {
     "compute_capability": (9, 0),
     "core_count": 132,
@@ -103,21 +115,11 @@ TARGETS: Mapping[str, GPUTarget] = {
         memory_bandwidth=4_917_000_000_000,
         **_HOPPER,
     ),
-    "l40": GPUTarget(
-        description="NVIDIA L40",
-        compute_capability=(8, 9),
-        core_count=142,
-        fpus_per_core=128,
-        shared_memory_per_block_optin=101376,
-        shared_memory_per_core=102400,
-        l2_cache_size=100663296,
-        memory_size=47_697_362_944,
-        memory_bandwidth=864_000_000_000,
-        clock_rate_ghz=2.49,
-        threads_per_core=1536,
-    ),
+    "l40": GPUTarget(description="NVIDIA L40", clock_rate_ghz=2.49, **_ADA),
+    "l40s": GPUTarget(description="NVIDIA L40S", clock_rate_ghz=2.52, **_ADA),
 }
-"""Devices by the name users give them."""
+"""Devices by the name users give them, beside those of `jaxllm.predictors.devices`."""
+_SPECS = {"a100-80gb": "A100-80GB", "h100": "H100-SXM", "h200": "H200", "l40s": "L40S"}
 
 
 def get_target(name: str) -> GPUTarget:
@@ -126,9 +128,15 @@ def get_target(name: str) -> GPUTarget:
     Raises:
         ConfigError: it is unknown; the message lists those known.
     """
-    if name not in TARGETS:
-        raise ConfigError(f"there is no description of device {name!r}; known: {', '.join(TARGETS)}")
-    return TARGETS[name]
+    name = name.lower()
+    for known, target in TARGETS.items():
+        spec = DEVICES.get(_SPECS.get(known, ""))
+        if name == known or (spec is not None and spec.is_called(name)):
+            return target
+    raise ConfigError(
+        f"there is no description of device {name!r} to compile for; known: {', '.join(TARGETS)}. Speeds "
+        "alone are told of more of them: add --no-compile"
+    )
 
 
 class Compiler:

@@ -1,0 +1,163 @@
+"""`jaxllm plan` without compiling: speeds of measured kernels, and where swapping beats recomputing."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxllm.cli.main import main
+from jaxllm.errors import CapacityError
+from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.silicon import SiliconCostModel
+from jaxllm.research.plan.crossover import ALONE, BUSY, Busy, crossover, crossovers
+from jaxllm.research.plan.speeds import pool_blocks, speeds
+
+LLAMA_8B = model_shape("llama-3-8b", "bfloat16")
+H100 = SiliconCostModel(LLAMA_8B, "h100")
+
+
+def test_the_pool_is_what_weights_leave():
+    room = 80e9 * 0.9 - 3e9 - 2 * LLAMA_8B.num_parameters
+    assert pool_blocks(H100) == int(room / LLAMA_8B.block_bytes(16))
+    low = SiliconCostModel(LLAMA_8B, "h100", weights="fp8", kv="fp8")
+    assert pool_blocks(low) > 2 * pool_blocks(H100)
+    two = SiliconCostModel(LLAMA_8B, "h100", tensor_parallel=2)
+    assert 2 * pool_blocks(H100) < pool_blocks(two) < 3 * pool_blocks(H100)
+    with pytest.raises(
+        CapacityError, match=r"138.0 GB of weights leave no room for KV in 0.9 of the 80 GB of 1 x"
+    ):
+        pool_blocks(SiliconCostModel(model_shape("llama-2-70b"), "h100"))
+
+
+def test_speeds_are_those_of_the_steps():
+    alone, many = speeds(H100, [(512, 65)], [1, 16])
+    step = H100.step_seconds(1, 512 + 32)
+    assert alone.seconds_per_token == pytest.approx(step, rel=0.02)
+    assert alone.first_token_seconds == pytest.approx(H100.step_seconds(0, 0, 512, 1), rel=0.02)
+    # A client thinks for 25 ms on average, in which nothing runs.
+    whole = alone.first_token_seconds + 64 * alone.seconds_per_token
+    assert 65 / (whole + 0.05) < alone.tokens_per_second < 65 / whole
+    assert 8 * alone.tokens_per_second < many.tokens_per_second < 16 * alone.tokens_per_second
+    assert many.seconds_per_token > alone.seconds_per_token
+    for speed in (alone, many):
+        assert sum(speed.sources.values()) == pytest.approx(1.0)
+        assert speed.sources["measured"] > 0.2
+
+
+def test_a_request_without_room_is_refused():
+    with pytest.raises(CapacityError, match=r"tokens need \d+ blocks, more than the \d+ of the pool"):
+        next(speeds(H100, [(2_000_000, 1)], [1]))
+
+
+def test_the_crossover_is_where_the_costs_cross():
+    # Swapping takes 20 us each way and 10 us a block, a step 400 us and 10 us a token.
+    class Costs:
+        block_size = 16
+
+        def step_seconds(self, batch, context, prompt_tokens=0, num_prompts=0, prompt_context=0):
+            return 4e-4 + 1e-5 * (batch + prompt_tokens) if batch or prompt_tokens else 0.0
+
+        def swap_out_seconds(self, num_blocks):
+            return self.latency + 1e-5 * num_blocks
+
+        swap_in_seconds = swap_out_seconds
+        latency = 2e-5
+
+    costs = Costs()
+    assert crossover(costs, ALONE) == 16  # the first block already
+    costs.latency = 2e-3  # 4.0 + 0.02 n / 16 ms = 0.4 + 0.01 n from 412 tokens on
+    found = crossover(costs, ALONE)
+    assert 412 <= found <= 412 * 1.1
+    assert 457 <= crossover(costs, BUSY) <= 457 * 1.1  # without the step that decodes anyway
+    costs.latency = 60.0
+    assert crossover(costs, ALONE) is None
+
+
+def test_chunks_of_a_busy_step_add_up():
+    busy = Busy(64, 1000)
+    whole = busy.recompute_seconds(H100, 4000, 8192)
+    decodes = H100.step_seconds(64, 64_000)
+    assert whole == pytest.approx(H100.step_seconds(64, 64_000, 4000, 1, 0) - decodes)
+    assert busy.recompute_seconds(H100, 4000, 1064) == pytest.approx(whole, rel=0.2)
+
+
+def test_slower_links_cross_later():
+    found = list(crossovers([LLAMA_8B, model_shape("llama-2-70b")], ["H100-SXM", "A100-80GB", "L4"]))
+    h100 = [one for one in found if (one.model, one.device) == ("llama-3-8b", "H100-SXM")]
+    assert [one.link for one in h100] == [22e9, 50e9]
+    assert h100[0].busy >= h100[1].busy
+    assert h100[0].swap_ms_of_4096 == pytest.approx(h100[1].swap_ms_of_4096 * 50 / 22, rel=0.02)
+    gpus = {one.device: one.gpus for one in found if one.model == "llama-2-70b"}
+    assert gpus == {"H100-SXM": 4, "A100-80GB": 4, "L4": 8}
+
+
+def test_the_command_tells_speeds_of_a_config_and_of_a_published_shape(tmp_path, capsys):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "plan.json"
+    options = ["--device", "h100", "--no-compile", "--lengths", "100:20", "--concurrency", "1,4"]
+    assert main(["plan", str(tmp_path), *options, "--json", str(out)]) == 0
+    of_config = json.loads(out.read_text())["speeds"]
+    shown = capsys.readouterr().out
+    assert "Simulated from NVIDIA H100 80GB HBM3, vLLM kernels" in shown
+    assert "| 100, 20 | 4 |" in shown
+    assert main(["plan", "llama-3-8b", *options, "--json", str(out), "--overwrite"]) == 0
+    assert json.loads(out.read_text())["speeds"] == of_config
+    fast = [*options, "--weights", "fp8", "--kv", "fp8", "--tensor-parallel", "2", "--pipeline-parallel", "2"]
+    assert main(["plan", "llama-3-8b", *fast, "--json", str(out), "--overwrite"]) == 0
+    for quick, slow in zip(json.loads(out.read_text())["speeds"], of_config, strict=True):
+        assert quick["seconds_per_token"] < slow["seconds_per_token"]
+
+
+def test_the_command_tells_crossovers(tmp_path, capsys):
+    out = tmp_path / "crossover.json"
+    assert main(["plan", "llama-3-8b", "--crossover", "--device", "h200", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "| llama-3-8b | 1 x H200 | 50 |" in shown
+    rows = json.loads(out.read_text())["crossover"]
+    expected = [dataclasses.asdict(one) for one in crossovers([LLAMA_8B], ["H200"])]
+    assert rows == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "h100"], "name a MODEL and a --device"),
+        (["llama-3-8b"], "name a MODEL and a --device"),
+        (["llama-3-8b", "--device", "h100"], "llama-3-8b is a published shape; add --no-compile"),
+        (["llama-3-8b", "--device", "TPU", "--no-compile"], "device 'TPU' is not in the table"),
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--lengths", "5"],
+            "--lengths: '5' is not IN:OUT",
+        ),
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--lengths", "5:0"],
+            "--lengths: '5:0' is not IN:OUT",
+        ),
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--concurrency", "x"],
+            "--concurrency: 'x' is not",
+        ),
+        (["llama-3-8b", "--device", "a100", "--no-compile", "--weights", "fp8"], "no products of 'fp8'"),
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--dtype", "float32"],
+            "weights='float32' was not",
+        ),
+    ],
+)
+def test_bad_options_are_refused(options, message, capsys):
+    assert main(["plan", *options]) == 2
+    assert message in capsys.readouterr().err
