@@ -42,11 +42,13 @@ def simulate(
     deadlines: Sequence[float] | None = None,
     scheduler: Scheduler | None = None,
     files: SimulatedFiles | None = None,
+    ingress_seconds: float = 0.0,
+    client_seconds: float = 0.0,
+    async_scheduling: bool = False,
 ) -> RunResult:
     """Run every request of `trace` to its full output length.
 
-    The scheduler is the engine's. Each iteration's tokens are known when it ends, as with
-    `async_scheduling=False`, and scheduling itself takes no time.
+    The scheduler is the engine's. Scheduling itself takes no time.
 
     Args:
         trace: arrivals or clients, prompt and output lengths; lengths are capped by nothing.
@@ -62,6 +64,12 @@ def simulate(
         deadlines: of the requests, in seconds from when each is sent; none if None.
         scheduler: one of `config`, `policy` and `files` that does more than decide; by default a new one.
         files: what of the prefix cache is copied to the host is written to them, too; None is no disk.
+        ingress_seconds: from when a client sends a request until the scheduler can see it: the client's and
+            the server's part of a first token.
+        client_seconds: from an answer until its client sends the next request, beside think times: clients
+            of closed loops and conversations.
+        async_scheduling: whether each step is planned while the one before it runs, so that who comes during
+            a step waits for it and for the next one. Else a step is planned when the one before has ended.
 
     Raises:
         RequestTooLargeError: a request of the trace can never fit.
@@ -82,7 +90,8 @@ def simulate(
         files=files,
     )
     executor.now = began_at = float(trace.arrival_times[0])
-    feed = Feed(trace, began_at)
+    feed = Feed(trace, began_at, client_seconds=client_seconds, ingress_seconds=ingress_seconds)
+    planned_at, ended_at = 0.0, -math.inf  # of the last step, if anything follows right after it
     count = len(trace)
     arrivals = np.zeros(count)
     first_scheduled, first_tokens, finished = np.zeros(count), np.zeros(count), np.zeros(count)
@@ -96,7 +105,8 @@ def simulate(
     num_steps = num_prefill_steps = num_prefill_tokens = 0
     num_decode_steps = num_decoded = num_preemptions = num_swaps = 0
     while scheduler.has_unfinished or not feed.is_over:
-        while (sent := feed.send(executor.now)) is not None:
+        seen_until = planned_at if async_scheduling and ended_at == executor.now else executor.now
+        while (sent := feed.send(seen_until)) is not None:
             index, arrivals[index] = sent
             if config.enable_prefix_caching:
                 prompt: Sequence[int] = trace.token_ids(index, _VOCAB_SIZE, said.pop(index, ()))
@@ -118,7 +128,7 @@ def simulate(
             executor.drop(scheduler.take_dropped())  # whose room they take
             executor.read(reads)
         if scheduled.is_empty:
-            due = feed.next_due
+            due, ended_at = feed.next_due, -math.inf
             if scheduler.is_reading:
                 executor.wait_for_files(math.inf if due is None else max(0.0, due - executor.now))
                 continue
@@ -127,6 +137,7 @@ def simulate(
             continue
         began = executor.now
         executor.execute(scheduled)
+        planned_at, ended_at = began, executor.now
         if observer is not None:
             observer.observe(scheduled, executor.now - began)
         num_steps += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 
+from jaxllm.research.workloads.checks import MAX_SECONDS, check_number
 from jaxllm.research.workloads.trace import Trace
 
 
@@ -19,14 +20,28 @@ class Feed:
     Args:
         trace: whose requests.
         start: when the trace begins, in seconds of the caller's clock.
+        client_seconds: what a client takes, beside its think time, from an answer to the next request.
+        ingress_seconds: how long a request is under way before `send` gives it.
+
+    Raises:
+        ConfigError: seconds are none.
 
     Attributes:
         num_sent: how many requests have been sent.
     """
 
-    def __init__(self, trace: Trace, start: float = 0.0) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        start: float = 0.0,
+        *,
+        client_seconds: float = 0.0,
+        ingress_seconds: float = 0.0,
+    ) -> None:
         self.num_sent = 0
         self._trace, self._count = trace, len(trace)
+        self._client_seconds = check_number("client_seconds", client_seconds, 0.0, MAX_SECONDS)
+        self._ingress_seconds = check_number("ingress_seconds", ingress_seconds, 0.0, MAX_SECONDS)
         self._due: list[tuple[float, int]] = []  # with the place in the trace, or in the order of sending
         self._followers: dict[int, list[int]] = {}
         self._num_unthought = 0
@@ -36,13 +51,13 @@ class Feed:
                 if trace.followed(index) >= 0:
                     self._followers.setdefault(trace.followed(index), []).append(index)
                 else:
-                    self._due.append((time, index))
+                    self._due.append((time + ingress_seconds, index))
             return
         think = itertools.repeat(0.0) if trace.think_times is None else iter(trace.think_times.tolist())
         self._think = think
         self._num_unthought = self._count
         for _ in range(min(trace.num_clients, self._count)):
-            self.answered(start)
+            self._think_again(start)
 
     @property
     def is_over(self) -> bool:
@@ -51,24 +66,30 @@ class Feed:
 
     @property
     def next_due(self) -> float | None:
-        """When the next one is to be sent; None if somebody must be answered first, or all have been sent."""
+        """When the next one is to be given; None if somebody must be answered first, or all have been."""
         return self._due[0][0] if self._due else None
 
     def send(self, now: float) -> tuple[int, float] | None:
-        """Index and time of sending of the next request that is due by `now`; None if there is none."""
+        """Index and time of sending of the next request that is there by `now`; None if there is none."""
         if not self._due or self._due[0][0] > now:
             return None
         time, index = heapq.heappop(self._due)
         if self._trace.num_clients:
             index = self.num_sent
         self.num_sent += 1
-        return index, time
+        return index, time - self._ingress_seconds
 
     def answered(self, now: float, index: int = -1) -> None:
         """Note that one of the clients has its answer; in conversations, that a request has."""
+        now += self._client_seconds
         if self._num_unthought:
-            self._num_unthought -= 1
-            heapq.heappush(self._due, (now + next(self._think), self._count - self._num_unthought))
+            self._think_again(now)
         for follower in self._followers.pop(index, ()):
             think = self._trace.think_times
-            heapq.heappush(self._due, (now + (0.0 if think is None else float(think[follower])), follower))
+            due = now + (0.0 if think is None else float(think[follower]))
+            heapq.heappush(self._due, (due + self._ingress_seconds, follower))
+
+    def _think_again(self, now: float) -> None:
+        self._num_unthought -= 1
+        due = now + next(self._think) + self._ingress_seconds
+        heapq.heappush(self._due, (due, self._count - self._num_unthought))
