@@ -55,10 +55,10 @@ class _Linear:
     name: str
     rows: Rows
     count: int = 1
-    bytes_per_row: float = 1.0  # of all-reduces, which are measured by bytes
+    elements_per_row: float = 1.0  # of all-reduces, which are measured by elements
 
     def seconds(self, rows: float) -> float:
-        return self.count * self.rows.seconds(rows * self.bytes_per_row)
+        return self.count * self.rows.seconds(rows * self.elements_per_row)
 
 
 class SiliconCostModel:
@@ -73,7 +73,8 @@ class SiliconCostModel:
     - Decode attention: in batch and in mean context. Of more than 8 KV heads it is that of 8 in a batch as
       many times as large.
     - Prefill attention of n tokens after c cached ones is that of sqrt(n (n + 2 c)) tokens, which computes as
-      many pairs, or that of decoding at their end, which reads as many keys, if that takes longer.
+      many pairs, or that of decoding at their end, which reads as many keys, if that takes longer. Beside
+      decodes it is in their launch, and adds the longer of keys to read and pairs to compute.
     - All interpolation is linear in logarithms. Outside of a table a time grows with its work from the
       nearest measured point. `parts` says which is which.
     - A pipeline's step is that of as many micro-batches as stages, one behind another, and the hops between.
@@ -162,7 +163,7 @@ class SiliconCostModel:
             yield _Linear("up", product(tables, dtype, (1 + model.gated_mlp) * inner, hidden), count)
             yield _Linear("down", product(tables, dtype, hidden, inner), count)
         if shared > 1:
-            yield _Linear("all-reduce", reduction(tables, shared), 2 * count, 2.0 * hidden)
+            yield _Linear("all-reduce", reduction(tables, shared), 2 * count, float(hidden))
         # Two norms with residuals; rotation and KV writes; the activation.
         mlps = max(1, model.experts_per_token)
         elements = 8 * hidden + 2 * (q + 2 * kv) + 3 * inner * mlps
@@ -207,7 +208,10 @@ class SiliconCostModel:
                 seconds += num_layers * attention.decode(decodes, mean)
             if num_prompts:
                 length, context = prompt_tokens / num_prompts, prompt_context / num_prompts
-                seconds += num_layers * attention.prefill(num_prompts, length, context)
+                if batch:
+                    seconds += num_layers * attention.beside(decodes, mean, num_prompts, length, context)
+                else:
+                    seconds += num_layers * attention.prefill(num_prompts, length, context)
         return seconds
 
     def parts(
@@ -233,17 +237,18 @@ class SiliconCostModel:
         decodes = batch / num_parts
         for kernels, rows in ((self._layers, decodes + prompts[0]), (self._heads, decodes + prompts[1])):
             for kernel in kernels:
-                source = kernel.rows.source_at(rows * kernel.bytes_per_row)
+                source = kernel.rows.source_at(rows * kernel.elements_per_row)
                 parts.append(Part(kernel.name, kernel.seconds(rows), self._said(source)))
+        work = decodes, context_tokens / (batch or 1) + 1
         for attention, count in self._attention:
             if batch:
-                work = decodes, context_tokens / batch + 1
                 source = self._said(attention.source_of_decode(*work))
                 parts.append(Part("decode attention", count * attention.decode(*work), source))
             if prompts[1]:
                 chunk = prompts[1], prompts[0] / prompts[1], prompts[2] / prompts[1]
                 source = self._said(attention.source_of_prefill(*chunk))
-                parts.append(Part("prefill attention", count * attention.prefill(*chunk), source))
+                seconds = attention.beside(*work, *chunk) if batch else attention.prefill(*chunk)
+                parts.append(Part("prefill attention", count * seconds, source))
         return parts
 
     def _said(self, source: Source) -> Source:

@@ -194,7 +194,7 @@ def _weight(corner: int, low: int, high: int, size: int) -> float:
 
 
 def reduction(tables: SiliconTables, gpus: int) -> Rows:
-    """An all-reduce among some GPUs, by the bytes that each holds.
+    """An all-reduce among some GPUs, by the 16-bit elements that each holds.
 
     Raises:
         ConfigError: so many were not measured.
@@ -259,6 +259,7 @@ class Attention:
             grids[kind] = Grid(table.axes, table.rows[key] * _MICRO, work, rest), batches, is_windowed
         self._decode, self._decode_batches, self._decodes_windowed = grids["decode"]
         self._prefill, self._prefill_batches, self._prefills_windowed = grids["prefill"]
+        self._launch = self._prefill.seconds(0.0, 0.0)
 
     def decode(self, batch: float, length: float) -> float:
         """Seconds of one token each for `batch` sequences that see `length` tokens each, itself included."""
@@ -271,6 +272,18 @@ class Attention:
         equivalent = self._equivalent(length, context)
         seconds = self._prefill.seconds(batch * self._prefill_batches, equivalent)
         return max(seconds, self.decode(batch, length + context)) if context else seconds
+
+    def beside(self, batch: float, seen: float, num_chunks: float, length: float, context: float) -> float:
+        """Seconds that chunks add to `batch` decodes that see `seen` tokens each: all are in one launch.
+
+        Its decodes and chunks read their keys together, and chunks compute their pairs meanwhile.
+        """
+        num_all = batch + num_chunks
+        mean = (batch * seen + num_chunks * (length + context)) / num_all
+        reading = self.decode(num_all, mean) - self.decode(batch, seen)
+        equivalent = self._equivalent(length, context)
+        computing = self._prefill.seconds(num_chunks * self._prefill_batches, equivalent) - self._launch
+        return max(reading, computing, 0.0)
 
     def source_of_decode(self, batch: float, length: float) -> Source:
         """Where `decode` is from."""

@@ -57,8 +57,8 @@ class KernelTable:
     Args:
         kind: one of `FIELDS`.
         axes: what varies within a row, ascending: rows of a product; batch and context of decode attention
-            (the new token counted); batch and tokens of prefill attention; bytes of an all-reduce; tokens of
-            experts.
+            (the new token counted); batch and tokens of prefill attention; 16-bit elements of an all-reduce;
+            tokens of experts.
         rows: microseconds, shaped as the axes, by key; nan where nothing was measured.
     """
 

@@ -32,6 +32,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "jaxllm.research.commands.make_model",
         "write a checkpoint of random weights",
     ),
+    "validate-costs": (
+        "jaxllm.research.commands.validate_costs",
+        "costs from measured kernels against measured servers",
+    ),
     "replay-oracle": ("jaxllm.research.commands.replay_oracle", "replay recorded decisions of vLLM"),
 }
 """Of each command the module, whose `add_options` describes it, and what it is for."""

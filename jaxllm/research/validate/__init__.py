@@ -1,0 +1,1 @@
+"""Cost models against servers that others measured on GPUs."""

@@ -1,0 +1,281 @@
+"""Plays a record's load through the engine's scheduler, on the costs of a model."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxllm.predictors.silicon import HOST_SECONDS, LAYER_SECONDS, SiliconCostModel
+from jaxllm.predictors.silicon_kernels import Source
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.validate.records import BLOCK_SIZE, Load, Metric, Record, Server
+from jaxllm.research.workloads import AllAtOnce, Trace
+from jaxllm.research.workloads.result import RunResult
+from jaxllm.research.workloads.seeding import random_token_ids
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.presets import make_preset
+from jaxllm.sched.scheduler import Scheduler
+
+SETTLING_SECONDS = 60.0
+"""Of an open loop: if the queue has not grown by then, it stays like that for the rest of it."""
+_LATENCIES = 6  # that this time has to hold
+_GROWTH = 1.05  # of latencies from the second third of that to the last
+_ROUNDS = 8
+"""Requests of each client where nobody says how many there were; in short loops `_LEAST_REQUESTS` at
+least."""
+_LEAST_REQUESTS = 24
+_SPARE = 1.2
+"""Requests of a closed loop that are there to send, of those that were completed in time."""
+_PREFIXES = 2**33  # streams of token ids that are of no request
+_EVERY = 16  # steps: whose parts are looked at
+
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """What is assumed beside measured kernels, in seconds.
+
+    Args:
+        host_seconds, layer_seconds: of `SiliconCostModel`.
+        ingress_seconds, client_seconds: of `simulate`.
+    """
+
+    host_seconds: float = HOST_SECONDS
+    layer_seconds: float = LAYER_SECONDS
+    ingress_seconds: float = 0.0
+    client_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a record would have measured.
+
+    Args:
+        means, medians: over the requests, by metric.
+        sources: shares of the time of steps, by where these are from.
+        num_requests: that were simulated and counted.
+        has_settled: whether a part stands for the whole of an open loop.
+    """
+
+    means: Mapping[Metric, float]
+    medians: Mapping[Metric, float]
+    sources: Mapping[Source, float]
+    num_requests: int
+    has_settled: bool = False
+
+
+def costs_of(server: Server, world: World) -> SiliconCostModel:
+    """The costs of a server.
+
+    Raises:
+        ConfigError: its kernels were not measured.
+    """
+    return SiliconCostModel(
+        server.shape,
+        server.device,
+        block_size=BLOCK_SIZE,
+        weights=server.weights,
+        kv=server.kv,
+        tensor_parallel=server.tensor_parallel,
+        pipeline_parallel=server.pipeline_parallel,
+        host_seconds=world.host_seconds,
+        layer_seconds=world.layer_seconds,
+    )
+
+
+def play(record: Record, world: World, *, seed: int = 0) -> Prediction:
+    """Simulate what a record measured.
+
+    An open loop is simulated for `SETTLING_SECONDS`, and as a whole only if its queue grows.
+
+    Raises:
+        ConfigError: the server's kernels were not measured, or its weights do not fit.
+        RequestTooLargeError: a request does not fit the pool.
+    """
+    server, load = record.server, record.load
+    assert server is not None  # else it is left out
+    assert load is not None
+    costs = WatchedCosts(costs_of(server, world))
+    config = _config(server, load, costs.model.kv_bytes_per_token)
+
+    def run(trace: Trace, scheduler: Scheduler | None = None) -> RunResult:
+        return simulate(
+            trace,
+            config,
+            make_preset("vllm_v1"),
+            costs,
+            overlap_swaps=True,
+            scheduler=scheduler,
+            ingress_seconds=world.ingress_seconds,
+            client_seconds=world.client_seconds,
+            async_scheduling=server.async_scheduling,
+        )
+
+    if load.rate is None:
+        return _play_closed(load, config, run, costs, seed)
+    return _play_open(load, load.rate, run, costs, seed)
+
+
+def _config(server: Server, load: Load, kv_bytes_per_token: float) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_gpu_blocks=server.num_blocks(kv_bytes_per_token),
+        block_size=BLOCK_SIZE,
+        max_model_len=max(server.max_model_len, load.prompt_len + load.output_len),
+        max_num_seqs=server.max_num_seqs,
+        max_num_batched_tokens=max(server.max_num_batched_tokens, server.max_num_seqs),
+        enable_prefix_caching=server.prefix_caching,
+    )
+
+
+_Run = Callable[..., RunResult]
+
+
+def _play_open(load: Load, rate: float, run: _Run, costs: WatchedCosts, seed: int) -> Prediction:
+    duration = load.seconds or SETTLING_SECONDS
+    num_requests = max(1, round(rate * duration))
+    num_first = round(rate * SETTLING_SECONDS)
+    if num_first < num_requests:
+        result = run(_open_trace(load, rate, num_first, seed))
+        latencies = np.array_split(result.finish_times - result.arrival_times, 3)
+        is_long = latencies[2].mean() * _LATENCIES < SETTLING_SECONDS
+        if is_long and latencies[2].mean() < _GROWTH * latencies[1].mean():
+            # The tail, in which the last requests end, is as long in a part as in the whole.
+            tail = result.finish_times.max() - result.arrival_times[-1]
+            throughput = num_requests / (duration + tail)
+            return _summary(load, result, slice(len(latencies[0]), None), throughput, costs, True)
+    result = run(_open_trace(load, rate, num_requests, seed))
+    return _summary(load, result, slice(None), num_requests / result.seconds, costs)
+
+
+def _play_closed(
+    load: Load, config: SchedulerConfig, run: _Run, costs: WatchedCosts, seed: int
+) -> Prediction:
+    rounds = load.concurrency * _ROUNDS
+    num_requests = max(rounds, _LEAST_REQUESTS)
+    if load.num_requests is not None:
+        num_requests = load.concurrency + math.ceil(_SPARE * load.num_requests)
+    scheduler = None
+    if load.num_known:
+        scheduler = Scheduler(config, make_preset("vllm_v1"))
+        run(_distinct(load, min(load.num_known, num_requests), seed, output_len=1), scheduler)
+        costs.forget()
+    trace = dataclasses.replace(_distinct(load, num_requests, seed), num_clients=load.concurrency)
+    result = run(trace, scheduler)
+    began, ends = result.arrival_times[0], result.finish_times
+    # Clients stop when time is up; when the last request has been sent there is one client less.
+    until = min(began + (load.seconds or math.inf), result.arrival_times[-1])
+    chosen = ends <= until
+    if not chosen.any():
+        chosen, until = ends <= math.inf, ends.max()
+    throughput = chosen.sum() / (until - began)
+    return _summary(load, result, chosen, float(throughput), costs)
+
+
+def _summary(
+    load: Load,
+    result: RunResult,
+    chosen: slice | npt.NDArray[np.bool_],
+    throughput: float,
+    costs: WatchedCosts,
+    has_settled: bool = False,
+) -> Prediction:
+    sent, first, ends = (
+        times[chosen] for times in (result.arrival_times, result.first_token_times, result.finish_times)
+    )
+    values: dict[Metric, _Floats] = {"latency": ends - sent, "ttft": first - sent}
+    if load.output_len > 1:
+        values["tpot"] = (ends - first) / (load.output_len - 1)
+    return Prediction(
+        means={metric: float(array.mean()) for metric, array in values.items()} | {"throughput": throughput},
+        medians={metric: float(np.median(array)) for metric, array in values.items()},
+        sources=costs.shares(),
+        num_requests=len(sent),
+        has_settled=has_settled,
+    )
+
+
+def _open_trace(load: Load, rate: float, num_requests: int, seed: int) -> Trace:
+    """Requests at a constant pace, of users who ask in turn."""
+    trace = dataclasses.replace(
+        _distinct(load, num_requests, seed), arrival_times=np.arange(num_requests) / rate
+    )
+    if not load.num_users:
+        return trace
+    prompts = []
+    prefix_len = min(load.prefix_len, load.prompt_len - 1)
+    for user in range(min(load.num_users, num_requests)):
+        common = random_token_ids(seed, _PREFIXES + user // load.users_per_prefix, prefix_len, 2**31 - 1)
+        own = random_token_ids(seed, user, load.prompt_len - prefix_len, 2**31 - 1)
+        prompts.append((*common, *own))
+    asked = tuple(prompts[number % len(prompts)] for number in range(num_requests))
+    return dataclasses.replace(trace, prompt_token_ids=asked)
+
+
+def _distinct(load: Load, num_requests: int, seed: int, output_len: int | None = None) -> Trace:
+    """Requests of equal lengths, all there at once, whose prompts differ."""
+    return Trace(
+        name="measured load",
+        seed=seed,
+        arrival_times=AllAtOnce().times(num_requests, np.random.default_rng(seed)),
+        prompt_lens=np.full(num_requests, load.prompt_len),
+        output_lens=np.full(num_requests, output_len or load.output_len),
+    )
+
+
+class WatchedCosts:
+    """Costs of which it is noted where they are from, in every so many steps.
+
+    Args:
+        model: is asked.
+    """
+
+    def __init__(self, model: SiliconCostModel) -> None:
+        self.model = model
+        self._num_steps = 0
+        self._work: tuple[int, ...] | None = None  # the decodes alone, of a step that may have prompts, too
+        self._seconds: collections.Counter[Source] = collections.Counter()
+
+    def step_seconds(
+        self,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int = 0,
+        num_prompts: int = 0,
+        prompt_context: int = 0,
+    ) -> float:
+        """The model's."""
+        work = batch, context_tokens, prompt_tokens, num_prompts, prompt_context
+        if self._work is not None:
+            self._look(work if prompt_tokens else self._work)
+        if not (batch and prompt_tokens):  # of a step with both, the decodes are asked for first
+            self._num_steps += 1
+            self._work = work if self._num_steps % _EVERY == 0 else None
+        return self.model.step_seconds(*work)
+
+    def swap_out_seconds(self, num_blocks: int) -> float:
+        """The model's."""
+        return self.model.swap_out_seconds(num_blocks)
+
+    def swap_in_seconds(self, num_blocks: int) -> float:
+        """The model's."""
+        return self.model.swap_in_seconds(num_blocks)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._seconds.clear()
+
+    def shares(self) -> dict[Source, float]:
+        """Shares of the seconds by source, the largest first."""
+        total = sum(self._seconds.values()) or 1.0
+        return {source: seconds / total for source, seconds in self._seconds.most_common()}
+
+    def _look(self, work: tuple[int, ...]) -> None:
+        self._work = None
+        for part in self.model.parts(*work):
+            self._seconds[part.source] += part.seconds  # type: ignore[assignment]
