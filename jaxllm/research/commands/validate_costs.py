@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxllm.commands.options import note
 from jaxllm.predictors.base import check_number
 from jaxllm.research.bench.results import command_line, write_json
-from jaxllm.research.validate.fitting import UNFITTED, fit
+from jaxllm.research.validate.fitting import START, fit
 from jaxllm.research.validate.playing import World
 from jaxllm.research.validate.reading import read_records
 from jaxllm.research.validate.records import Record
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--records", metavar="TEXT", default="", help="only records with this text in their names"
     )
     for name, text in _SECONDS.items():
-        default = getattr(UNFITTED, name)
+        default = getattr(START, name)
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=float, metavar="S", help=f"{text} (default: {default:g})")
     parser.add_argument(
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in _SECONDS if getattr(args, name) is not None}
     for name, seconds in given.items():
         check_number(f"--{name.replace('_', '-')}", seconds, 0.0, 1.0)
-    world = dataclasses.replace(UNFITTED, **given)
+    world = dataclasses.replace(START, **given)
     records = [record for path in args.files for record in read_records(path) if args.records in record.name]
     if args.fit:
         world = fit(records, world, seed=args.seed, tell=note)
