@@ -14,8 +14,9 @@ from jaxllm.research.validate.records import Record
 from jaxllm.research.validate.report import validate
 
 START = World(host_seconds=0.35e-3, layer_seconds=4e-6, ingress_seconds=0.0085, client_seconds=0.035)
-"""Ingress is fitted to the first tokens of benchmarks/silicon/vllm-h100-serving.json. The others are guesses,
-made before any server was looked at: what a scheduler's loop takes, and four launches a layer."""
+"""Ingress is chosen by hand, to suit the first tokens of benchmarks/silicon/vllm-h100-serving.json. The
+others are guesses, made before any server was looked at: what a scheduler's loop takes, and four launches a
+layer."""
 _FREE = ("host_seconds", "layer_seconds", "ingress_seconds")
 _STEPS = (0.1e-3, 1e-6, 2e-3)  # of derivatives
 _METRICS = ("tpot", "ttft")
