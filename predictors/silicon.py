@@ -49,8 +49,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Linear:
-    """What of a step depends on a number of rows alone: one kernel, how many times, and bytes of a row beside
-    it."""
+    """What of a step depends on a number of rows alone: one kernel, and how many times it runs."""
 
     name: str
     rows: Rows
@@ -144,6 +143,11 @@ class SiliconCostModel:
         if model.num_heads % shared:
             raise ConfigError(
                 f"tensor_parallel={shared} does not divide the {model.num_heads} heads of {model.name!r}"
+            )
+        if model.num_kv_heads % shared and shared % model.num_kv_heads:
+            raise ConfigError(
+                f"tensor_parallel={shared} neither divides the {model.num_kv_heads} KV heads of "
+                f"{model.name!r} nor is a multiple of them"
             )
 
     def _layer_kernels(self) -> Iterator[_Linear]:
@@ -253,6 +257,12 @@ class SiliconCostModel:
 
     def _said(self, source: Source) -> Source:
         return "scaled" if self.is_scaled and source in ("measured", "interpolated") else source
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices on all GPUs together; embedding and head stay in 16 bits."""
+        vocab = self.model.num_parameters - self.model.num_layer_parameters
+        return self.model.num_layer_parameters * (2 if self.weights == "bfloat16" else 1) + 2 * vocab
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """Seconds to copy blocks to the host: their bytes over the links of all GPUs, and a latency."""

@@ -7,6 +7,7 @@ is a power of the work. Beyond the last point a time grows with the work.
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -58,10 +59,6 @@ class Rows:
     def source_at(self, size: float) -> Source:
         """Where the time at `size` is from."""
         return "outside" if size > self._points[-1] else self.source
-
-    def at(self, sizes: _Floats) -> _Floats:
-        """Seconds at each of some sizes."""
-        return np.array([self.seconds(size) for size in sizes])
 
 
 class Grid:
@@ -247,18 +244,17 @@ class Attention:
         grids = {}
         for kind in ("decode", "prefill"):
             table = tables[kind]
-            key, self.source = _nearest(
-                table, num_heads, num_kv_heads, head_dim, dtype, window, tables.device
-            )
+            key, source = _nearest(table, num_heads, num_kv_heads, head_dim, dtype, window, tables.device)
             is_windowed = 0 < key[2] == window
             per_head = num_kv_heads if kind == "decode" else num_heads  # keys are read, or pairs computed
             measured = key[4] if kind == "decode" else key[3]
             batches = num_kv_heads / key[4]
             rest = per_head / measured / batches * head_dim / key[1]
             work = _work(kind, window if is_windowed else 0)
-            grids[kind] = Grid(table.axes, table.rows[key] * _MICRO, work, rest), batches, is_windowed
-        self._decode, self._decode_batches, self._decodes_windowed = grids["decode"]
-        self._prefill, self._prefill_batches, self._prefills_windowed = grids["prefill"]
+            grid = Grid(table.axes, table.rows[key] * _MICRO, work, rest)
+            grids[kind] = grid, batches, is_windowed, source
+        self._decode, self._decode_batches, self._decodes_windowed, self._decode_source = grids["decode"]
+        self._prefill, self._prefill_batches, self._prefills_windowed, self._prefill_source = grids["prefill"]
         self._launch = self._prefill.seconds(0.0, 0.0)
 
     def decode(self, batch: float, length: float) -> float:
@@ -288,13 +284,13 @@ class Attention:
     def source_of_decode(self, batch: float, length: float) -> Source:
         """Where `decode` is from."""
         found = self._decode.source_at(batch * self._decode_batches, length)
-        return self.source if found == "measured" else found
+        return self._decode_source if found == "measured" else found
 
     def source_of_prefill(self, batch: float, length: float, context: float) -> Source:
         """Where `prefill` is from."""
         equivalent = self._equivalent(length, context)
         found = self._prefill.source_at(batch * self._prefill_batches, equivalent)
-        return self.source if found == "measured" else found
+        return self._prefill_source if found == "measured" else found
 
     def _equivalent(self, length: float, context: float) -> float:
         """Tokens of a prompt with nothing before it that computes as many pairs of a query and a key."""
@@ -309,10 +305,16 @@ class Attention:
 
 
 def _work(kind: str, window: int) -> Callable[[float, float], float]:
-    """What a time grows with: keys read, or pairs computed."""
-    if kind == "decode":
-        return lambda batch, length: batch * (min(length, window) if window else length)
-    return lambda batch, length: batch * length * (min(length, 2 * window) if window else length)
+    """What a time grows with; no closure, so that costs can be sent to other processes."""
+    return functools.partial(_keys_read if kind == "decode" else _pairs_computed, window)
+
+
+def _keys_read(window: int, batch: float, length: float) -> float:
+    return batch * (min(length, window) if window else length)
+
+
+def _pairs_computed(window: int, batch: float, length: float) -> float:
+    return batch * length * (min(length, 2 * window) if window else length)
 
 
 def _nearest(

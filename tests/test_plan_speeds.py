@@ -7,10 +7,12 @@ import pytest
 
 from jaxllm.cli.main import main
 from jaxllm.errors import CapacityError
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.research.plan.crossover import ALONE, BUSY, Busy, crossover, crossovers
-from jaxllm.research.plan.speeds import pool_blocks, speeds
+from jaxllm.research.plan.speeds import speeds
+from jaxllm.research.simulator.gpu import pool_blocks
 
 LLAMA_8B = model_shape("llama-3-8b", "bfloat16")
 H100 = SiliconCostModel(LLAMA_8B, "h100")
@@ -137,6 +139,12 @@ def test_the_command_tells_crossovers(tmp_path, capsys):
     [
         (["--device", "h100"], "name a MODEL and a --device"),
         (["llama-3-8b"], "name a MODEL and a --device"),
+        (["--crossover", "--weights", "fp8"], "--weights means nothing with --crossover; leave it out"),
+        (["--crossover", "--concurrency", "2"], "--concurrency means nothing with --crossover"),
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--every-bucket"],
+            "--every-bucket means nothing",
+        ),
         (["llama-3-8b", "--device", "h100"], "llama-3-8b is a published shape; add --no-compile"),
         (["llama-3-8b", "--device", "TPU", "--no-compile"], "device 'TPU' is not in the table"),
         (
@@ -161,3 +169,45 @@ def test_the_command_tells_crossovers(tmp_path, capsys):
 def test_bad_options_are_refused(options, message, capsys):
     assert main(["plan", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_lengths_are_those_that_the_model_takes(tmp_path, capsys):
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024}
+    config |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "hidden_act": "silu",
+    }
+    config |= {"intermediate_size": 2048, "vocab_size": 1024, "max_position_embeddings": 700}
+    config |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["plan", str(tmp_path), "--device", "h100", "--no-compile", "--concurrency", "2"]
+    out = tmp_path / "plan.json"
+
+    def sizes(*more):
+        assert main([*options, "--json", str(out), "--overwrite", *more]) == 0
+        return [(one["input_tokens"], one["output_tokens"]) for one in json.loads(out.read_text())["speeds"]]
+
+    assert sizes() == [(512, 128)]
+    assert sizes("--max-model-len", "100") == [(50, 25)]
+    assert main([*options, "--lengths", "600:200"]) == 2
+    assert "prompt and output are at most 700 tokens together" in capsys.readouterr().err
+
+
+def test_limits_of_the_engine_are_those_of_the_speeds():
+    free, bound = (next(speeds(H100, [(512, 65)], [16], max_num_seqs=most)) for most in (None, 4))
+    assert bound.tokens_per_second < 0.5 * free.tokens_per_second
+    tight = next(speeds(H100, [(512, 65)], [16], num_blocks=100))
+    assert tight.tokens_per_second < 0.5 * free.tokens_per_second
+
+
+def test_speeds_that_cannot_be_told_lose_nothing_of_what_was_compiled(tmp_path, capsys, monkeypatch):
+    config = json.loads((demo_model_path() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("jaxllm.research.commands.plan._compiled", lambda args, config: {"num_blocks": 3})
+    out = tmp_path / "plan.json"
+    command = ["plan", str(tmp_path), "--device", "l40", "--json", str(out)]
+    assert main(command) == 0
+    assert json.loads(out.read_text()) == {"num_blocks": 3, "speeds": []}
+    assert "No speeds: device 'l40' is not in the table" in capsys.readouterr().out

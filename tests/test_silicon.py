@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -222,6 +223,10 @@ def test_no_work_costs_nothing():
         ),
         ({"device": "a100", "kv": "fp8"}, "no attention over fp8 KV was measured on A100-80GB; use bfloat16"),
         ({"tensor_parallel": 3}, "tensor_parallel=3 does not divide the 32 heads"),
+        (
+            {"model": dataclasses.replace(LLAMA_8B, num_heads=48, num_kv_heads=6), "tensor_parallel": 4},
+            "tensor_parallel=4 neither divides the 6 KV heads of 'llama-3-8b' nor is a multiple of them",
+        ),
         ({"tensor_parallel": 9}, r"tensor_parallel must lie in \[1, 8\], got 9"),
         ({"pipeline_parallel": 33}, r"pipeline_parallel must lie in \[1, 32\], got 33"),
         ({"host_seconds": -1.0}, "host_seconds must lie in"),
@@ -384,3 +389,25 @@ def test_the_package_is_read_as_it_was_distilled(tmp_path):
 
 def test_all_devices_of_the_table_but_the_cpu_have_kernels():
     assert DEVICES.keys() - MEASURED.keys() - ALIKE.keys() == {"cpu-2core"}
+
+
+def test_costs_can_be_sent_to_another_process():
+    costs = SiliconCostModel(LLAMA_8B, "H100-SXM", tensor_parallel=2)
+    again = pickle.loads(pickle.dumps(costs))
+    assert again.step_seconds(8, 800, 512, 1) == costs.step_seconds(8, 800, 512, 1)
+
+
+def test_decodes_and_prompts_say_each_where_it_is_from():
+    keys = {key: row for key, row in H100["prefill"].rows.items() if key[1] != 128}
+    prefill = dataclasses.replace(H100["prefill"], rows=keys)
+    tables = dataclasses.replace(H100, tables={**H100.tables, "prefill": prefill})
+    attention = Attention(tables, (32, 8, 128, 0), 0)
+    assert attention.source_of_decode(8, 500) == "measured"
+    assert attention.source_of_prefill(1, 500, 0) == "scaled"
+
+
+def test_the_head_stays_in_16_bits():
+    low = SiliconCostModel(LLAMA_8B, "H100-SXM", weights="fp8")
+    vocab = LLAMA_8B.num_parameters - LLAMA_8B.num_layer_parameters
+    assert low.weight_bytes == LLAMA_8B.num_layer_parameters + 2 * vocab
+    assert SiliconCostModel(LLAMA_8B, "H100-SXM").weight_bytes == LLAMA_8B.weight_bytes

@@ -78,6 +78,57 @@ def test_malformed_files_are_refused(tmp_path, text, message, capsys):
     assert message in capsys.readouterr().err
 
 
+CSV = (
+    "id,silicon_data_source,backend,backend_version,model_path,system,precision,mode,isl,osl,tp_size,pp_size,"
+)
+POINT = (
+    "{id},silicon_concurrency=2,{backend},0.14.0,{model},{system},bfloat16,agg,{isl},{osl},1,1,{ttft},{tpot}"
+)
+
+
+def points(*changes):
+    default = {"backend": "vllm", "model": "Qwen/Qwen3-8B", "system": "h100_sxm", "isl": 512, "osl": 9}
+    default |= {"ttft": 40.0, "tpot": 8.0}
+    rows = [POINT.format(**(default | {"id": number} | change)) for number, change in enumerate(changes)]
+    return "\n".join([CSV + "silicon_ttft_ms,silicon_tpot_ms", *rows]) + "\n"
+
+
+def test_what_of_a_csv_cannot_be_simulated_is_counted(tmp_path):
+    path = tmp_path / "points.csv"
+    others = {"backend": "trtllm"}, {"system": "b300_sxm"}, {"model": "some/Other-3B"}
+    path.write_text(points({}, *others, {"osl": 1}, {"tpot": ""}))
+    found = found_by(tmp_path, str(path))
+    assert len(found["records"]) == 6
+    assert found["compared"] == {"latency": 2, "tpot": 1, "ttft": 3, "throughput": 0}
+    assert sum(found["left_out"]["tpot"].values()) == 5
+    assert found["left_out"]["tpot"]["another server than vLLM"] == 1
+    assert found["left_out"]["tpot"]["outputs of one token have no time between tokens"] == 1
+    path.write_text(points({"isl": "x"}))
+    assert main(["validate-costs", str(path)]) == 2
+
+
+def test_constants_are_fitted_to_servers_that_keep_up(tmp_path, capsys):
+    run = next(
+        run for run in json.loads(pathlib.Path(OPEN).read_text()) if run["name"].endswith("tp1-codegen")
+    )
+    for stage in run["load"]["stages"]:
+        stage["duration"] = 6
+    path = tmp_path / "short.json"
+    path.write_text(json.dumps([run]))
+    found = found_by(tmp_path, str(path))
+    fitted = found_by(tmp_path, str(path), "--fit")
+    assert fitted["ttft_mape"] < found["ttft_mape"]
+    assert fitted["tpot_mape"] < found["tpot_mape"]
+    assert fitted["world"] != found["world"]
+    assert main(["validate-costs", OPEN, "--fit", "--records", "reasoning"]) == 2
+    assert "cannot be fitted to 0 figures" in capsys.readouterr().err
+
+
+def test_records_that_nobody_has_are_refused(capsys):
+    assert main(["validate-costs", OPEN, "--records", "none of them"]) == 2
+    assert "--records 'none of them': no record has that in its name" in capsys.readouterr().err
+
+
 def test_missing_files_and_bad_seconds_are_refused(tmp_path, capsys):
     assert main(["validate-costs", str(tmp_path / "none.json")]) == 2
     assert "cannot read" in capsys.readouterr().err

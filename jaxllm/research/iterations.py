@@ -25,8 +25,6 @@ from jaxllm.predictors.regression import FEATURE_NAMES, REGRESSORS, FittedRegres
 
 COUNTS = ("num_decodes", "decode_kv_tokens", "prefill_tokens", "num_prefills", "prefill_kv_tokens")
 """Columns of work, in the order of `CostModel.step_seconds`."""
-PAPER_MAPE = {"random forest": (0.0130, 0.0176)}
-"""AdaptiveLLM, Section 4.5: its recompute predictor's errors for two models on an A800."""
 _TOP_QUARTER = 75.0
 _HIDDEN = 8192  # of one GPU; of which several have a share each
 _MOST_SAMPLES = 4000

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.options import check_distinct, note
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 _GIB, _MIB = 2**30, 2**20
 _LENGTHS = "512:128,2048:512,8192:1024"
 _CONCURRENCY = "1,16,64"
+_MAX_NUM_BATCHED_TOKENS = 8192
+_OF_PROGRAMS = ("every_bucket",)
+_ON_GPUS = ("tensor_parallel", "pipeline_parallel", "weights", "kv")
+_OF_SPEEDS = ("no_compile", "lengths", "concurrency", *_ON_GPUS)
+_OF_BOTH = (
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks"),
+    *("gpu_memory_utilization", "mem_fraction"),
+)
+"""Options, by what they are of."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +69,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-compile", action="store_true", help="speeds only")
     parser.add_argument(
-        "--lengths", default=_LENGTHS, metavar="IN:OUT,...", help="tokens of requests (default: %(default)s)"
+        "--lengths",
+        metavar="IN:OUT,...",
+        help=f"tokens of requests (default: those of {_LENGTHS} that the model takes)",
     )
     parser.add_argument(
         "--concurrency", default=_CONCURRENCY, metavar="N,...", help="clients (default: %(default)s)"
@@ -78,7 +89,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan there")
     add_overwrite(parser)
-    parser.set_defaults(run=run)
+    unused = {name: parser.get_default(name) for name in (*_OF_PROGRAMS, *_OF_SPEEDS, *_OF_BOTH)}
+    parser.set_defaults(run=run, unless_given=unused)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +104,14 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("name a MODEL and a --device; only --crossover takes all that are known")
         config, shape = _model(args)
         found = {} if args.no_compile else _compiled(args, config)
-        found["speeds"] = _speeds(args, shape, is_needed=args.no_compile)
+        sizes = _sizes(args, config)
+        try:
+            found["speeds"] = _speeds(args, shape, sizes, found)
+        except (CapacityError, ConfigError) as error:
+            if args.no_compile:
+                raise
+            found["speeds"] = []  # what was compiled is not lost
+            print(f"\nNo speeds: {error}")
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -106,8 +125,15 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    args.sizes = [_numbers("--lengths", one, ":", 2) for one in args.lengths.split(",")]
-    args.clients = [_numbers("--concurrency", one, ":", 1)[0] for one in args.concurrency.split(",")]
+    unused: tuple[str, ...] = _OF_PROGRAMS if args.no_compile else ()
+    if args.crossover:
+        unused = (*_OF_PROGRAMS, *_OF_SPEEDS, *_OF_BOTH)
+    for name in unused:
+        if getattr(args, name) != args.unless_given[name]:
+            other = "--crossover" if args.crossover else "--no-compile"
+            raise ConfigError(f"--{name.replace('_', '-')} means nothing with {other}; leave it out")
+    _numbers_of("--lengths", args.lengths or _LENGTHS, 2)
+    args.clients = [one[0] for one in _numbers_of("--concurrency", args.concurrency, 1)]
     if args.json is not None:
         model = args.model or Path()
         read = model if model.name == "config.json" else model / "config.json"
@@ -115,12 +141,26 @@ def _check(args: argparse.Namespace) -> None:
         check_writable({"--json": args.json}, overwrite=args.overwrite)
 
 
-def _numbers(option: str, text: str, separator: str, count: int) -> tuple[int, ...]:
-    parts = text.split(separator)
-    if len(parts) != count or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        wanted = "IN:OUT, tokens of at least 1" if count == 2 else "a number of at least 1"
-        raise ConfigError(f"{option}: {text!r} is not {wanted}")
-    return tuple(int(part) for part in parts)
+def _numbers_of(option: str, text: str, count: int) -> list[tuple[int, ...]]:
+    """The values of an option, each so many numbers with colons between."""
+    found = []
+    for one in text.split(","):
+        parts = one.split(":")
+        if len(parts) != count or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            wanted = "IN:OUT, tokens of at least 1" if count == 2 else "a number of at least 1"
+            raise ConfigError(f"{option}: {one!r} is not {wanted}")
+        found.append(tuple(int(part) for part in parts))
+    return found
+
+
+def _sizes(args: argparse.Namespace, config: ModelConfig | None) -> list[tuple[int, int]]:
+    """Tokens of prompts and outputs to tell speeds of: those asked for, or such as the model takes."""
+    limit = args.max_model_len or (None if config is None else config.default_max_model_len)
+    sizes = [(one[0], one[1]) for one in _numbers_of("--lengths", args.lengths or _LENGTHS, 2)]
+    fitting = [size for size in sizes if limit is None or sum(size) <= limit]
+    if args.lengths is not None and fitting != sizes:
+        raise ConfigError(f"--lengths {args.lengths}: prompt and output are at most {limit} tokens together")
+    return fitting or [(max(1, (limit or 2) // 2), max(1, (limit or 2) // 4))]
 
 
 def _model(args: argparse.Namespace) -> tuple[ModelConfig | None, ModelShape]:
@@ -174,30 +214,37 @@ def _compiled(args: argparse.Namespace, config: ModelConfig | None) -> dict[str,
     return dataclasses.asdict(plan)
 
 
-def _speeds(args: argparse.Namespace, shape: ModelShape, *, is_needed: bool) -> list[dict[str, Any]]:
-    """Simulate, and print what that shows; say why not where it cannot be done and `is_needed` is not
-    said."""
+def _speeds(
+    args: argparse.Namespace, shape: ModelShape, sizes: list[tuple[int, int]], compiled: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Simulate, and print what that shows; in the pool that was compiled for, if it is of the same kind."""
     from jaxllm.predictors.silicon import SiliconCostModel
     from jaxllm.research.plan.speeds import speeds
+    from jaxllm.research.simulator.gpu import pool_blocks
 
-    try:
-        costs = SiliconCostModel(
-            shape,
-            args.device,
-            block_size=args.block_size,
-            weights=args.weights,
-            kv=args.kv,
-            tensor_parallel=args.tensor_parallel,
-            pipeline_parallel=args.pipeline_parallel,
+    costs = SiliconCostModel(
+        shape,
+        args.device,
+        block_size=args.block_size,
+        weights=args.weights,
+        kv=args.kv,
+        tensor_parallel=args.tensor_parallel,
+        pipeline_parallel=args.pipeline_parallel,
+    )
+    is_same = all(getattr(args, name) == args.unless_given[name] for name in _ON_GPUS)
+    num_blocks = args.num_gpu_blocks or (compiled.get("num_blocks") if is_same else None)
+    found = list(
+        speeds(
+            costs,
+            sizes,
+            args.clients,
+            num_blocks=num_blocks or pool_blocks(costs, args.gpu_memory_utilization * args.mem_fraction),
+            max_num_seqs=args.max_num_seqs or compiled.get("max_num_seqs"),
+            max_num_batched_tokens=args.max_num_batched_tokens
+            or compiled.get("max_num_batched_tokens")
+            or _MAX_NUM_BATCHED_TOKENS,
         )
-    except ConfigError as error:
-        if is_needed:
-            raise
-        print(f"\nNo speeds: {error}")
-        return []
-    most = args.max_num_batched_tokens or 8192
-    lengths = [(size[0], size[1]) for size in args.sizes]
-    found = list(speeds(costs, lengths, args.clients, max_num_batched_tokens=most))
+    )
     print(describe_speeds(costs.tables.source, found))
     return [dataclasses.asdict(speed) | {"source": costs.tables.source} for speed in found]
 

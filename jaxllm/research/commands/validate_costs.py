@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from jaxllm.commands.options import note
+from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import check_number
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.validate.fitting import START, fit
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         check_number(f"--{name.replace('_', '-')}", seconds, 0.0, 1.0)
     world = dataclasses.replace(START, **given)
     records = [record for path in args.files for record in read_records(path) if args.records in record.name]
+    if not records:
+        raise ConfigError(f"--records {args.records!r}: no record has that in its name")
     if args.fit:
         world = fit(records, world, seed=args.seed, tell=note)
     rows = [_validated(record, world, args.seed) for record in records]

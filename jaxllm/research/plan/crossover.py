@@ -10,7 +10,7 @@ from jaxllm.errors import CapacityError
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import DEVICES
 from jaxllm.predictors.silicon import SiliconCostModel
-from jaxllm.research.plan.speeds import pool_blocks
+from jaxllm.research.simulator.gpu import pool_blocks
 
 _LONGEST = 131072
 _MOST_GPUS = 8

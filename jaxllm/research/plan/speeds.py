@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -10,14 +9,13 @@ import numpy as np
 
 from jaxllm.errors import CapacityError
 from jaxllm.predictors.silicon import SiliconCostModel
+from jaxllm.predictors.silicon_kernels import Source
+from jaxllm.research.simulator.gpu import WatchedCosts, pool_blocks
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import Trace
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import make_preset
 
-UTILIZATION = 0.9
-RESERVED_BYTES = 3e9
-"""Of a GPU's memory, beside weights and KV: activations, communication, the driver."""
 CLIENT_SECONDS = 0.025
 """Mean time, assumed, from an answer to its client's next request."""
 _ROUNDS = 3  # of all clients, of which the first is not counted
@@ -37,27 +35,7 @@ class Speed:
     seconds_per_token: float
     first_token_seconds: float
     num_preemptions: int
-    sources: dict[str, float]
-
-
-def pool_blocks(costs: SiliconCostModel) -> int:
-    """KV blocks that fit the memory of all GPUs beside weights, at `UTILIZATION`.
-
-    Raises:
-        CapacityError: the weights leave no room.
-    """
-    model, gpus = costs.model, costs.tensor_parallel * costs.pipeline_parallel
-    itemsize = 1 if costs.weights.startswith("fp8") else 2
-    weights = model.num_parameters * itemsize
-    room = gpus * (costs.device.memory_bytes * UTILIZATION - RESERVED_BYTES) - weights
-    num_blocks = int(room / (costs.kv_bytes_per_token * costs.block_size))
-    if num_blocks < 1:
-        raise CapacityError(
-            f"{weights / 1e9:.1f} GB of weights leave no room for KV in {UTILIZATION:g} of the "
-            f"{costs.device.memory_bytes / 1e9:g} GB of {gpus} x {costs.device.name}, less "
-            f"{RESERVED_BYTES / 1e9:g} GB each; take more of them, or FP8"
-        )
-    return num_blocks
+    sources: dict[Source, float]
 
 
 def speeds(
@@ -65,6 +43,8 @@ def speeds(
     lengths: Sequence[tuple[int, int]],
     concurrencies: Sequence[int],
     *,
+    num_blocks: int | None = None,
+    max_num_seqs: int | None = None,
     max_num_batched_tokens: int = 8192,
 ) -> Iterator[Speed]:
     """Simulated speeds of the engine's scheduler (`adaptive`), for each of `lengths` and `concurrencies`.
@@ -73,12 +53,14 @@ def speeds(
         costs: of the model on its GPUs.
         lengths: tokens of prompts and outputs.
         concurrencies: clients.
+        num_blocks: of the KV pool, and of the host's; None takes what fits (`pool_blocks`).
+        max_num_seqs: sequences of a step; None is no bound.
         max_num_batched_tokens: tokens of a step.
 
     Raises:
         CapacityError: a request has no room, even alone.
     """
-    num_blocks = pool_blocks(costs)
+    num_blocks = pool_blocks(costs) if num_blocks is None else num_blocks
     for num_input, num_output in lengths:
         needed = -(-(num_input + num_output) // costs.block_size)
         if needed > num_blocks:
@@ -87,11 +69,20 @@ def speeds(
                 "the pool"
             )
         for concurrency in concurrencies:
-            yield _speed(costs, num_blocks, num_input, num_output, concurrency, max_num_batched_tokens)
+            running = min(concurrency, max_num_seqs or concurrency)
+            config = SchedulerConfig(
+                num_gpu_blocks=num_blocks,
+                block_size=costs.block_size,
+                max_model_len=max(2, num_input + num_output),
+                max_num_seqs=running,
+                max_num_batched_tokens=max(max_num_batched_tokens, running),
+                num_host_blocks=num_blocks,
+            )
+            yield _speed(costs, config, num_input, num_output, concurrency)
 
 
 def _speed(
-    costs: SiliconCostModel, num_blocks: int, num_input: int, num_output: int, concurrency: int, most: int
+    costs: SiliconCostModel, config: SchedulerConfig, num_input: int, num_output: int, concurrency: int
 ) -> Speed:
     count = _ROUNDS * concurrency
     trace = Trace(
@@ -104,15 +95,7 @@ def _speed(
         # Clients that all answered at once would march in step for ever.
         think_times=np.random.default_rng(0).uniform(0.0, 2 * CLIENT_SECONDS, count),
     )
-    config = SchedulerConfig(
-        num_gpu_blocks=num_blocks,
-        block_size=costs.block_size,
-        max_model_len=max(2, num_input + num_output),
-        max_num_seqs=concurrency,
-        max_num_batched_tokens=max(most, concurrency),
-        num_host_blocks=num_blocks,
-    )
-    watched = _Watched(costs)
+    watched = WatchedCosts(costs)
     result = simulate(trace, config, make_preset("adaptive", costs), watched, overlap_swaps=True)
     counted = slice(concurrency, None)  # the first round marches in step
     first = result.first_token_times[counted] - result.arrival_times[counted]
@@ -127,39 +110,5 @@ def _speed(
         seconds_per_token=float(np.mean(rest) / max(1, num_output - 1)),
         first_token_seconds=float(np.mean(first)),
         num_preemptions=result.num_preemptions,
-        sources=watched.sources(),
+        sources=watched.shares(),
     )
-
-
-class _Watched:
-    """Costs that remember where the steps' seconds are from; of many steps alike, one is looked at."""
-
-    def __init__(self, costs: SiliconCostModel) -> None:
-        self._costs = costs
-        self._seconds: collections.Counter[str] = collections.Counter()
-        self._num_asked = 0
-
-    def step_seconds(
-        self,
-        batch: int,
-        context_tokens: int,
-        prompt_tokens: int = 0,
-        num_prompts: int = 0,
-        prompt_context: int = 0,
-    ) -> float:
-        work = batch, context_tokens, prompt_tokens, num_prompts, prompt_context
-        if self._num_asked % 64 == 0:
-            for part in self._costs.parts(*work):
-                self._seconds[part.source] += part.seconds  # type: ignore[assignment]
-        self._num_asked += 1
-        return self._costs.step_seconds(*work)
-
-    def swap_out_seconds(self, num_blocks: int) -> float:
-        return self._costs.swap_out_seconds(num_blocks)
-
-    def swap_in_seconds(self, num_blocks: int) -> float:
-        return self._costs.swap_in_seconds(num_blocks)
-
-    def sources(self) -> dict[str, float]:
-        total = sum(self._seconds.values())
-        return {name: seconds / total for name, seconds in self._seconds.most_common()}

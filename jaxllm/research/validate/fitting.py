@@ -21,6 +21,7 @@ _FREE = ("host_seconds", "layer_seconds", "ingress_seconds")
 _STEPS = (0.1e-3, 1e-6, 2e-3)  # of derivatives
 _METRICS = ("tpot", "ttft")
 _ROUNDS = 3
+_KEPT_UP = 0.95  # of the rate of arrivals is answered by a server that keeps up
 
 
 def fit(
@@ -29,12 +30,12 @@ def fit(
     """The world in which host, layer and ingress fit best: least squares of the relative errors of time per
     token and first token, by Gauss and Newton, none below 0.
 
-    Records that are overloaded should not be among them: their first tokens say what a queue does.
+    Open loops that were overloaded are not among them: their first tokens say what a queue does.
 
     Raises:
         ConfigError: there is nothing to fit to.
     """
-    kept = [record for record in records if "all" not in record.left_out]
+    kept = [record for record in records if "all" not in record.left_out and not _is_overloaded(record)]
     values = np.array([getattr(start, name) for name in _FREE])
     for number in range(_ROUNDS):
         errors = _errors(kept, _at(start, values), seed)
@@ -51,6 +52,13 @@ def fit(
         stated = ", ".join(f"{name}={value:.3g}" for name, value in zip(_FREE, values, strict=True))
         tell(f"round {number + 1}: {stated}")
     return _at(start, values)
+
+
+def _is_overloaded(record: Record) -> bool:
+    """Whether requests came faster than they were answered."""
+    rate = None if record.load is None else record.load.rate
+    answered = record.measured.get("throughput")
+    return rate is not None and answered is not None and answered.value < _KEPT_UP * rate
 
 
 def _at(start: World, values: npt.NDArray[np.float64]) -> World:

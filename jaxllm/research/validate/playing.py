@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from jaxllm.predictors.silicon import HOST_SECONDS, LAYER_SECONDS, SiliconCostModel
 from jaxllm.predictors.silicon_kernels import Source
+from jaxllm.research.simulator.gpu import WatchedCosts, pool_blocks
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.validate.records import BLOCK_SIZE, Load, Metric, Record, Server
 from jaxllm.research.workloads import AllAtOnce, Trace
@@ -32,7 +32,6 @@ _LEAST_REQUESTS = 24
 _SPARE = 1.2
 """Requests of a closed loop that are there to send, of those that were completed in time."""
 _PREFIXES = 2**33  # streams of token ids that are of no request
-_EVERY = 16  # steps: whose parts are looked at
 
 _Floats = npt.NDArray[np.float64]
 
@@ -95,14 +94,15 @@ def play(record: Record, world: World, *, seed: int = 0) -> Prediction:
     An open loop is simulated for `SETTLING_SECONDS`, and as a whole only if its queue grows.
 
     Raises:
-        ConfigError: the server's kernels were not measured, or its weights do not fit.
+        ConfigError: the server's kernels were not measured.
+        CapacityError: its weights do not fit.
         RequestTooLargeError: a request does not fit the pool.
     """
     server, load = record.server, record.load
     assert server is not None  # else it is left out
     assert load is not None
     costs = WatchedCosts(costs_of(server, world))
-    config = _config(server, load, costs.model.kv_bytes_per_token)
+    config = _config(server, load, pool_blocks(costs.model, server.gpu_memory_utilization))
 
     def run(trace: Trace, scheduler: Scheduler | None = None) -> RunResult:
         return simulate(
@@ -122,9 +122,9 @@ def play(record: Record, world: World, *, seed: int = 0) -> Prediction:
     return _play_open(load, load.rate, run, costs, seed)
 
 
-def _config(server: Server, load: Load, kv_bytes_per_token: float) -> SchedulerConfig:
+def _config(server: Server, load: Load, num_blocks: int) -> SchedulerConfig:
     return SchedulerConfig(
-        num_gpu_blocks=server.num_blocks(kv_bytes_per_token),
+        num_gpu_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=max(server.max_model_len, load.prompt_len + load.output_len),
         max_num_seqs=server.max_num_seqs,
@@ -226,56 +226,3 @@ def _distinct(load: Load, num_requests: int, seed: int, output_len: int | None =
         prompt_lens=np.full(num_requests, load.prompt_len),
         output_lens=np.full(num_requests, output_len or load.output_len),
     )
-
-
-class WatchedCosts:
-    """Costs of which it is noted where they are from, in every so many steps.
-
-    Args:
-        model: is asked.
-    """
-
-    def __init__(self, model: SiliconCostModel) -> None:
-        self.model = model
-        self._num_steps = 0
-        self._work: tuple[int, ...] | None = None  # the decodes alone, of a step that may have prompts, too
-        self._seconds: collections.Counter[Source] = collections.Counter()
-
-    def step_seconds(
-        self,
-        batch: int,
-        context_tokens: int,
-        prompt_tokens: int = 0,
-        num_prompts: int = 0,
-        prompt_context: int = 0,
-    ) -> float:
-        """The model's."""
-        work = batch, context_tokens, prompt_tokens, num_prompts, prompt_context
-        if self._work is not None:
-            self._look(work if prompt_tokens else self._work)
-        if not (batch and prompt_tokens):  # of a step with both, the decodes are asked for first
-            self._num_steps += 1
-            self._work = work if self._num_steps % _EVERY == 0 else None
-        return self.model.step_seconds(*work)
-
-    def swap_out_seconds(self, num_blocks: int) -> float:
-        """The model's."""
-        return self.model.swap_out_seconds(num_blocks)
-
-    def swap_in_seconds(self, num_blocks: int) -> float:
-        """The model's."""
-        return self.model.swap_in_seconds(num_blocks)
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self._seconds.clear()
-
-    def shares(self) -> dict[Source, float]:
-        """Shares of the seconds by source, the largest first."""
-        total = sum(self._seconds.values()) or 1.0
-        return {source: seconds / total for source, seconds in self._seconds.most_common()}
-
-    def _look(self, work: tuple[int, ...]) -> None:
-        self._work = None
-        for part in self.model.parts(*work):
-            self._seconds[part.source] += part.seconds  # type: ignore[assignment]

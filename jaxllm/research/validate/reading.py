@@ -68,8 +68,7 @@ def read_records(path: Path) -> list[Record]:
     rows = list(csv.DictReader(io.StringIO(text)))
     if not rows or not set(_COLUMNS) <= set(rows[0]):
         raise ConfigError(forms + ", ".join(_COLUMNS))
-    records = [_of_point(row) for row in rows if row["backend"] == "vllm"]
-    return [record for record in records if record is not None]
+    return [_of_row(path, number, row) for number, row in enumerate(rows)]
 
 
 def _read(path: Path, number: int, run: dict[str, Any]) -> list[Record]:
@@ -180,37 +179,52 @@ def _server_of_closed_loop(run: dict[str, Any], flags: tuple[str, ...]) -> Serve
     )
 
 
-def _of_point(row: dict[str, str]) -> Record | None:
-    """A record of a CSV's row; None if it is of another device, or of a model whose shape is not known."""
+def _of_row(path: Path, number: int, row: dict[str, str]) -> Record:
+    """A record of a CSV's row; of what cannot be simulated it says why."""
+    try:
+        server, problem = _try(lambda: _server_of_row(row))
+        said = re.search(r"silicon_concurrency=(\d+)", row.get("silicon_data_source", ""))
+        concurrency = int(said[1]) if said else int(row.get("batch_size") or 0)
+        if not concurrency:
+            problem = problem or "its concurrency is not known"
+        output_len = int(row["osl"])
+        load = Load(prompt_len=int(row["isl"]), output_len=output_len, concurrency=concurrency)
+        measured: dict[Metric, Figure] = {}
+        for metric, column in (("tpot", "silicon_tpot_ms"), ("ttft", "silicon_ttft_ms")):
+            if row[column]:
+                measured[metric] = Figure(float(row[column]) / 1e3)  # type: ignore[index]
+        if {"ttft", "tpot"} <= measured.keys():
+            rest = (output_len - 1) * measured["tpot"].value
+            measured["latency"] = Figure(measured["ttft"].value + rest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: row {number} is incomplete or malformed ({error!r})") from error
+    left_out = {"all": problem} if problem else {}
+    name = row.get("id") or f"row {number}"
+    return Record(name=name, server=server, load=load, measured=measured, left_out=left_out)
+
+
+def _server_of_row(row: dict[str, str]) -> Server:
     devices = {theirs: ours for ours, theirs in MEASURED.items()}
     precision = row.get("precision") or "bfloat16"
-    if (
-        row["system"] not in devices
-        or row.get("mode", "agg") != "agg"
-        or precision not in ("bfloat16", "fp8")
-    ):
-        return None
+    if row["backend"] != "vllm":
+        raise ConfigError("another server than vLLM")
+    if row["system"] not in devices:
+        raise ConfigError("a device without stored kernels")
+    if row.get("mode", "agg") != "agg" or precision not in ("bfloat16", "fp8"):
+        raise ConfigError(
+            "prefill and decode on servers of their own, or another precision than 16 bits and FP8"
+        )
     shape, _ = _try(lambda: shape_named(row["model_path"]))
-    said = re.search(r"silicon_concurrency=(\d+)", row.get("silicon_data_source", ""))
-    concurrency = int(said[1]) if said else int(row.get("batch_size") or 0)
-    if shape is None or shape.num_experts or not concurrency:
-        return None
-    server = Server(
+    if shape is None or shape.num_experts:
+        raise ConfigError("a model whose shape is not stored, or of experts")
+    return Server(
         shape=shape,
         device=devices[row["system"]],
         weights=precision,
         tensor_parallel=int(row["tp_size"]),
         pipeline_parallel=int(row.get("pp_size") or 1),
-        async_scheduling=_plans_ahead(row.get("backend_version") or "0.12", 1),
+        async_scheduling=_plans_ahead(row.get("backend_version") or "0.12", int(row.get("pp_size") or 1)),
     )
-    prompt_len, output_len = int(row["isl"]), int(row["osl"])
-    measured: dict[Metric, Figure] = {
-        "tpot": Figure(float(row["silicon_tpot_ms"]) / 1e3),
-        "ttft": Figure(float(row["silicon_ttft_ms"]) / 1e3),
-    }
-    measured["latency"] = Figure(measured["ttft"].value + (output_len - 1) * measured["tpot"].value)
-    load = Load(prompt_len=prompt_len, output_len=output_len, concurrency=concurrency)
-    return Record(name=row.get("id") or "point", server=server, load=load, measured=measured)
 
 
 def _try(make: Callable[[], Any]) -> tuple[Any, str]:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import MODEL_SHAPES, ModelShape, model_shape
-from jaxllm.predictors.devices import device_spec
+from jaxllm.research.simulator.gpu import UTILIZATION
 
 Metric = Literal["latency", "tpot", "ttft", "throughput"]
 METRICS: tuple[Metric, ...] = ("latency", "tpot", "ttft", "throughput")
@@ -17,10 +17,7 @@ Statistic = Literal["mean", "median"]
 
 MAX_NUM_SEQS = 1024
 MAX_NUM_BATCHED_TOKENS = 8192
-GPU_MEMORY_UTILIZATION = 0.9
 """What vLLM's server takes on GPUs of 70 GiB and more, where a record does not say."""
-RESERVED_BYTES = 3e9
-"""Of a GPU for activations, graphs and contexts; an assumption."""
 BLOCK_SIZE = 16
 
 
@@ -55,28 +52,9 @@ class Server:
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     max_model_len: int = 2**20
-    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
+    gpu_memory_utilization: float = UTILIZATION
     prefix_caching: bool = True
     async_scheduling: bool = True
-
-    def num_blocks(self, kv_bytes_per_token: float) -> int:
-        """Blocks of the KV pool: the memory that is the server's, less weights and `RESERVED_BYTES`.
-
-        Raises:
-            ConfigError: the weights leave no room.
-        """
-        shape, gpus = self.shape, self.tensor_parallel * self.pipeline_parallel
-        itemsize = 1 if self.weights.startswith("fp8") else 2
-        vocab_matrices = 1 if shape.tie_word_embeddings else 2
-        weights = shape.num_layer_parameters * itemsize + 2 * vocab_matrices * shape.num_head_parameters
-        memory = device_spec(self.device).memory_bytes * self.gpu_memory_utilization - RESERVED_BYTES
-        room = (gpus * memory - weights) / (kv_bytes_per_token * BLOCK_SIZE)
-        if room < 1:
-            raise ConfigError(
-                f"{shape.name} takes {weights / 1e9:.0f} GB, and {gpus} GPUs {self.device} have "
-                f"{gpus * memory / 1e9:.0f} GB"
-            )
-        return int(room)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import CapacityError, ConfigError, RequestError
 from jaxllm.research.validate.playing import Prediction, World, play
 from jaxllm.research.validate.records import METRICS, Figure, Metric, Record
 
@@ -18,6 +18,7 @@ _TITLES = {
 }
 _UNITS = {"latency": 1.0, "tpot": 1e3, "ttft": 1e3, "throughput": 1.0}
 LACKING = "not measured"
+ONE_TOKEN = "outputs of one token have no time between tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ def validate(record: Record, world: World, *, seed: int = 0) -> Row:
         return Row(record, None, {}, dict.fromkeys(METRICS, record.left_out["all"]))
     try:
         prediction = play(record, world, seed=seed)
-    except (ConfigError, RequestError) as error:
+    except (CapacityError, ConfigError, RequestError) as error:
         return Row(record, None, {}, dict.fromkeys(METRICS, str(error)))
     compared, left_out = {}, dict[str, str]()
     for metric in METRICS:
@@ -58,10 +59,17 @@ def validate(record: Record, world: World, *, seed: int = 0) -> Row:
             left_out[metric] = LACKING
         elif metric in record.left_out:
             left_out[metric] = record.left_out[metric]
+        elif metric not in prediction.means:
+            left_out[metric] = ONE_TOKEN
         else:
-            values = prediction.medians if figure.statistic == "median" else prediction.means
-            compared[metric] = Compared(figure, values[metric])
+            compared[metric] = Compared(figure, _predicted(prediction, metric, figure))
     return Row(record, prediction, compared, left_out)
+
+
+def _predicted(prediction: Prediction, metric: Metric, figure: Figure) -> float:
+    """Of the statistic that was measured; throughput has but one value."""
+    values = prediction.medians if figure.statistic == "median" else prediction.means
+    return values[metric]
 
 
 def mape(rows: Sequence[Row], metric: Metric) -> float | None:
@@ -104,10 +112,8 @@ def _row(row: Row) -> dict[str, Any]:
         if metric in row.compared:
             compared = row.compared[metric]
             values[metric] |= {"predicted": compared.predicted, "error": compared.error}
-        elif row.prediction is not None:
-            medians = row.prediction.medians
-            chosen = medians if figure.statistic == "median" else row.prediction.means
-            values[metric] |= {"predicted": chosen[metric]}
+        elif row.prediction is not None and metric in row.prediction.means:
+            values[metric] |= {"predicted": _predicted(row.prediction, metric, figure)}
         if metric in row.left_out:
             values[metric]["left_out"] = row.left_out[metric]
     if row.prediction is not None:
@@ -124,9 +130,11 @@ def as_markdown(rows: Sequence[Row]) -> str:
         "|---|" + "---:|" * (len(METRICS) + 1),
     ]
     for row in rows:
+        if row.prediction is None:  # `describe_left_out` counts it
+            continue
         cells = [_cell(row, metric) for metric in METRICS]
-        known = "" if row.prediction is None else f"{_share_of_kernels(row.prediction):.0%}"
-        lines.append(f"| {row.record.name} | {' | '.join(cells)} | {known} |")
+        known = _share_of_kernels(row.prediction)
+        lines.append(f"| {row.record.name} | {' | '.join(cells)} | {known:.0%} |")
     means = [mape(rows, metric) for metric in METRICS]
     shown = ["" if mean is None else f"**{mean:.1%}**" for mean in means]
     lines.append(f"| mean error | {' | '.join(shown)} | |")
