@@ -20,14 +20,15 @@ from jaxllm.predictors.silicon_tables import (
     load_tables,
 )
 
-HOST_SECONDS = 0.35e-3
-"""Of a vLLM server between two steps: scheduling, inputs, sampling, and the gap until kernels start."""
+HOST_SECONDS = 0.165e-3
+"""Of a vLLM server between two steps: scheduling, inputs, sampling, and the gap until kernels start. Fitted,
+as `SYNC_SECONDS`, to servers measured on H100s (`jaxllm validate-costs --fit`)."""
 LAYER_SECONDS = 4e-6
 """Of a layer's small kernels (norms, rotation, KV writes, activation), beside their bytes."""
 HOP_SECONDS = 0.09e-3
 """From one pipeline stage to the next."""
-MICRO_BATCH_SECONDS = 0.3e-3
-"""Of each micro-batch after the first that fills a pipeline."""
+SYNC_SECONDS = 5.3e-6
+"""Of each all-reduce beside its measured time, in which GPUs that are in step wait for nobody."""
 COPY_LATENCY_SECONDS = 20e-6
 """Of a copy between device and host, however small."""
 
@@ -76,7 +77,9 @@ class SiliconCostModel:
       decodes it is in their launch, and adds the longer of keys to read and pairs to compute.
     - All interpolation is linear in logarithms. Outside of a table a time grows with its work from the
       nearest measured point. `parts` says which is which.
-    - A pipeline's step is that of as many micro-batches as stages, one behind another, and the hops between.
+    - A pipeline's step goes through all its stages, with all sequences together, and hops between: vLLM
+      plans whoever is not under way, and those who once came together stay so.
+    - FP8 products read what one more kernel has quantised before, at the speed of memory.
 
     Args:
         model: the shape; `dtype` is that of weights and KV unless others are given.
@@ -85,7 +88,8 @@ class SiliconCostModel:
         weights: "bfloat16" ("float16" is the same), "fp8" or "fp8_block"; None takes the model's.
         kv: "bfloat16" or "fp8"; None takes the model's.
         tensor_parallel, pipeline_parallel: GPUs that share each layer, and stages.
-        host_seconds, layer_seconds: assumed, see `HOST_SECONDS` and `LAYER_SECONDS`.
+        host_seconds, layer_seconds, sync_seconds: assumed, see `HOST_SECONDS`, `LAYER_SECONDS` and
+            `SYNC_SECONDS`.
         link: bytes per second between one GPU and pinned host memory; None takes the device's.
         tables: measured kernels, such as `silicon_package.read_package`'s; None takes those of this package.
 
@@ -105,6 +109,7 @@ class SiliconCostModel:
         pipeline_parallel: int = 1,
         host_seconds: float = HOST_SECONDS,
         layer_seconds: float = LAYER_SECONDS,
+        sync_seconds: float = SYNC_SECONDS,
         link: float | None = None,
         tables: SiliconTables | None = None,
     ) -> None:
@@ -113,7 +118,7 @@ class SiliconCostModel:
         self.weights = _dtype("weights", weights or model.dtype, DTYPES)
         self.kv = _dtype("kv", kv or model.dtype, DTYPES[:2])
         self.tensor_parallel, self.pipeline_parallel = tensor_parallel, pipeline_parallel
-        self.host_seconds, self.layer_seconds = host_seconds, layer_seconds
+        self.host_seconds, self.layer_seconds, self.sync_seconds = host_seconds, layer_seconds, sync_seconds
         self.link = self.device.copied_per_second if link is None else link
         self._check()
         self.tables = tables or _tables_of(self.device)
@@ -139,6 +144,7 @@ class SiliconCostModel:
         check_integer("pipeline_parallel", self.pipeline_parallel, 1, model.num_layers)
         check_number("host_seconds", self.host_seconds, 0.0, 1.0)
         check_number("layer_seconds", self.layer_seconds, 0.0, 1.0)
+        check_number("sync_seconds", self.sync_seconds, 0.0, 1.0)
         check_number("link", self.link, 1.0, 1e15)
         if model.num_heads % shared:
             raise ConfigError(
@@ -171,7 +177,9 @@ class SiliconCostModel:
         # Two norms with residuals; rotation and KV writes; the activation.
         mlps = max(1, model.experts_per_token)
         elements = 8 * hidden + 2 * (q + 2 * kv) + 3 * inner * mlps
-        yield _Linear("small kernels", self._bytes(2.0 * elements, self.layer_seconds), count)
+        constant = self.layer_seconds + (2 * self.sync_seconds if shared > 1 else 0.0)
+        quantised = hidden * (1 + mlps) + q + inner * mlps if dtype.startswith("fp8") else 0
+        yield _Linear("small kernels", self._bytes(2.0 * elements + 3.0 * quantised, constant), count)
 
     def _head_kernels(self) -> Iterator[_Linear]:
         """Kernels that take so long by the rows that sample."""
@@ -201,10 +209,7 @@ class SiliconCostModel:
                 return 0.0
         decodes, mean = float(batch), context_tokens / (batch or 1) + 1
         seconds = self.host_seconds
-        if self.pipeline_parallel > 1:
-            num_parts = min(self.pipeline_parallel, batch + num_prompts)
-            decodes /= num_parts
-            seconds += (self.pipeline_parallel - 1) * HOP_SECONDS + (num_parts - 1) * MICRO_BATCH_SECONDS
+        seconds += (self.pipeline_parallel - 1) * HOP_SECONDS
         seconds += self._of_layers.seconds(decodes + prompt_tokens)
         seconds += self._of_heads.seconds(decodes + num_prompts)
         for attention, num_layers in self._attention:
@@ -232,18 +237,14 @@ class SiliconCostModel:
         batch, prompts = max(batch, 0), (prompt_tokens, num_prompts, prompt_context)
         if min(prompt_tokens, num_prompts) <= 0:
             prompts = 0, 0, 0
-        stages = self.pipeline_parallel
-        num_parts = min(stages, batch + prompts[1])
         parts = [Part("host", self.host_seconds, "assumed")]
-        if stages > 1:
-            hops = (stages - 1) * HOP_SECONDS + (num_parts - 1) * MICRO_BATCH_SECONDS
-            parts.append(Part("pipeline", hops, "assumed"))
-        decodes = batch / num_parts
-        for kernels, rows in ((self._layers, decodes + prompts[0]), (self._heads, decodes + prompts[1])):
+        if self.pipeline_parallel > 1:
+            parts.append(Part("pipeline", (self.pipeline_parallel - 1) * HOP_SECONDS, "assumed"))
+        for kernels, rows in ((self._layers, batch + prompts[0]), (self._heads, batch + prompts[1])):
             for kernel in kernels:
                 source = kernel.rows.source_at(rows * kernel.elements_per_row)
                 parts.append(Part(kernel.name, kernel.seconds(rows), self._said(source)))
-        work = decodes, context_tokens / (batch or 1) + 1
+        work = batch, context_tokens / (batch or 1) + 1
         for attention, count in self._attention:
             if batch:
                 source = self._said(attention.source_of_decode(*work))

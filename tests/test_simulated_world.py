@@ -60,10 +60,13 @@ def test_nothing_is_planned_ahead_where_nobody_goes_on():
 def test_clients_take_their_time_after_answers_but_not_before_the_first_request():
     trace = make_trace(UniformLengths(shortest=5, longest=9), 4, 3, arrivals=ClosedLoop(2))
     result = run(trace, client_seconds=0.5)
-    assert result.arrival_times.tolist() == [0.0, 0.0, 3.5, 3.5]
+    # Half to one and a half of it, no two alike: the fractions of multiples of 0.618.
+    assert result.arrival_times.tolist() == pytest.approx([0.0, 0.0, 3.0 + 0.368034, 3.0 + 0.559017])
     both = run(trace, client_seconds=0.5, ingress_seconds=0.25)
-    assert both.arrival_times.tolist() == [0.0, 0.0, 3.75, 3.75]
-    assert both.first_token_times.tolist() == [1.25, 1.25, 5.0, 5.0]
+    sent = [3.25 + 0.5 * (0.5 + part) for part in (0.236068, 0.618034)]
+    assert both.arrival_times.tolist() == pytest.approx([0.0, 0.0, *sent])
+    # The second comes while the first is computed.
+    assert both.first_token_times.tolist() == pytest.approx([1.25, 1.25, sent[0] + 1.25, sent[0] + 2.25])
 
 
 def test_clients_of_conversations_take_their_time_too():
@@ -76,7 +79,9 @@ def test_clients_of_conversations_take_their_time_too():
         follows=[-1, 0],
         think_times=np.array([0.0, 1.0]),
     )
-    assert run(trace, client_seconds=0.5).arrival_times.tolist() == [0.0, 3.5]
+    assert run(trace, client_seconds=0.5).arrival_times.tolist() == pytest.approx(
+        [0.0, 3.25 + 0.5 * 0.618034]
+    )
 
 
 @pytest.mark.parametrize("arrivals", [Poisson(0.4), ClosedLoop(5, 0.3)])

@@ -11,7 +11,7 @@ from jaxllm.commands.options import note
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import check_number
 from jaxllm.research.bench.results import command_line, write_json
-from jaxllm.research.validate.fitting import START, fit
+from jaxllm.research.validate.fitting import FITTED, START, fit
 from jaxllm.research.validate.playing import World
 from jaxllm.research.validate.reading import read_records
 from jaxllm.research.validate.records import Record
@@ -21,7 +21,9 @@ from jaxllm.system.output_files import add_overwrite, check_writable
 _SECONDS = {
     "host_seconds": "of the host in each step",
     "layer_seconds": "of small kernels in each layer of a step",
+    "sync_seconds": "that GPUs wait for each other in each all-reduce",
     "ingress_seconds": "from a client's sending until the scheduler sees a request",
+    "token_seconds": "more of that for each token of a prompt",
     "client_seconds": "from an answer until a client of a closed loop sends the next request",
 }
 
@@ -40,11 +42,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--records", metavar="TEXT", default="", help="only records with this text in their names"
     )
     for name, text in _SECONDS.items():
-        default = getattr(START, name)
+        default = getattr(FITTED, name)
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=float, metavar="S", help=f"{text} (default: {default:g})")
-    parser.add_argument(
-        "--fit", action="store_true", help="fit the first three of these seconds to the files first"
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--unfitted", action="store_true", help="start from guesses made before any server was looked at"
+    )
+    group.add_argument(
+        "--fit",
+        action="store_true",
+        help="fit host, sync and ingress seconds to the files first, from guesses",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts (default: 0)")
     add_overwrite(parser)
@@ -57,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in _SECONDS if getattr(args, name) is not None}
     for name, seconds in given.items():
         check_number(f"--{name.replace('_', '-')}", seconds, 0.0, 1.0)
-    world = dataclasses.replace(START, **given)
+    world = dataclasses.replace(START if args.unfitted or args.fit else FITTED, **given)
     records = [record for path in args.files for record in read_records(path) if args.records in record.name]
     if not records:
         raise ConfigError(f"--records {args.records!r}: no record has that in its name")

@@ -92,11 +92,16 @@ def _speed(
         prompt_lens=np.full(count, num_input),
         output_lens=np.full(count, num_output),
         num_clients=concurrency,
-        # Clients that all answered at once would march in step for ever.
-        think_times=np.random.default_rng(0).uniform(0.0, 2 * CLIENT_SECONDS, count),
     )
     watched = WatchedCosts(costs)
-    result = simulate(trace, config, make_preset("adaptive", costs), watched, overlap_swaps=True)
+    result = simulate(
+        trace,
+        config,
+        make_preset("adaptive", costs),
+        watched,
+        overlap_swaps=True,
+        client_seconds=CLIENT_SECONDS,
+    )
     counted = slice(concurrency, None)  # the first round marches in step
     first = result.first_token_times[counted] - result.arrival_times[counted]
     rest = result.finish_times[counted] - result.first_token_times[counted]

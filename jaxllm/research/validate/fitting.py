@@ -9,15 +9,27 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxllm.errors import ConfigError
+from jaxllm.predictors.silicon import HOST_SECONDS, SYNC_SECONDS
 from jaxllm.research.validate.playing import World
 from jaxllm.research.validate.records import Record
 from jaxllm.research.validate.report import validate
 
-START = World(host_seconds=0.35e-3, layer_seconds=4e-6, ingress_seconds=0.0085, client_seconds=0.035)
-"""Ingress is chosen by hand, to suit the first tokens of benchmarks/silicon/vllm-h100-serving.json. The
-others are guesses, made before any server was looked at: what a scheduler's loop takes, and four launches a
-layer."""
-_FREE = ("host_seconds", "layer_seconds", "ingress_seconds")
+START = World(
+    host_seconds=0.35e-3,
+    layer_seconds=4e-6,
+    sync_seconds=2e-6,
+    ingress_seconds=0.010,
+    token_seconds=3e-6,
+    client_seconds=0.035,
+)
+"""Guesses, made without a fit: what a scheduler's loop takes, four launches a layer, one for each all-reduce,
+some milliseconds of HTTP, a tokenizer that reads 300,000 tokens a second, and what clients are said to
+take."""
+FITTED = dataclasses.replace(
+    START, host_seconds=HOST_SECONDS, sync_seconds=SYNC_SECONDS, ingress_seconds=0.0051
+)
+"""Three of them fitted to benchmarks/silicon/vllm-h100-serving.json alone (`validate-costs --fit`)."""
+_FREE = ("host_seconds", "sync_seconds", "ingress_seconds")
 _STEPS = (0.1e-3, 1e-6, 2e-3)  # of derivatives
 _METRICS = ("tpot", "ttft")
 _ROUNDS = 3
@@ -27,8 +39,9 @@ _KEPT_UP = 0.95  # of the rate of arrivals is answered by a server that keeps up
 def fit(
     records: Sequence[Record], start: World, *, seed: int = 0, tell: Callable[[str], None] = lambda text: None
 ) -> World:
-    """The world in which host, layer and ingress fit best: least squares of the relative errors of time per
-    token and first token, by Gauss and Newton, none below 0.
+    """The world in which host, synchronisation and ingress fit best, none below 0.
+
+    Least squares of the relative errors of time per token and first token, by Gauss and Newton.
 
     Open loops that were overloaded are not among them: their first tokens say what a queue does.
 

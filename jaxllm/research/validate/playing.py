@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from jaxllm.predictors.silicon import HOST_SECONDS, LAYER_SECONDS, SiliconCostModel
+from jaxllm.predictors.silicon import HOST_SECONDS, LAYER_SECONDS, SYNC_SECONDS, SiliconCostModel
 from jaxllm.predictors.silicon_kernels import Source
 from jaxllm.research.simulator.gpu import WatchedCosts, pool_blocks
 from jaxllm.research.simulator.run import simulate
@@ -41,13 +41,16 @@ class World:
     """What is assumed beside measured kernels, in seconds.
 
     Args:
-        host_seconds, layer_seconds: of `SiliconCostModel`.
+        host_seconds, layer_seconds, sync_seconds: of `SiliconCostModel`.
         ingress_seconds, client_seconds: of `simulate`.
+        token_seconds: more ingress for each token of a prompt.
     """
 
     host_seconds: float = HOST_SECONDS
     layer_seconds: float = LAYER_SECONDS
+    sync_seconds: float = SYNC_SECONDS
     ingress_seconds: float = 0.0
+    token_seconds: float = 0.0
     client_seconds: float = 0.0
 
 
@@ -85,6 +88,7 @@ def costs_of(server: Server, world: World) -> SiliconCostModel:
         pipeline_parallel=server.pipeline_parallel,
         host_seconds=world.host_seconds,
         layer_seconds=world.layer_seconds,
+        sync_seconds=world.sync_seconds,
     )
 
 
@@ -112,7 +116,7 @@ def play(record: Record, world: World, *, seed: int = 0) -> Prediction:
             costs,
             overlap_swaps=True,
             scheduler=scheduler,
-            ingress_seconds=world.ingress_seconds,
+            ingress_seconds=world.ingress_seconds + world.token_seconds * load.prompt_len,
             client_seconds=world.client_seconds,
             async_scheduling=server.async_scheduling,
         )
@@ -160,12 +164,12 @@ def _play_closed(
     num_requests = max(rounds, _LEAST_REQUESTS)
     if load.num_requests is not None:
         num_requests = load.concurrency + math.ceil(_SPARE * load.num_requests)
-    scheduler = None
-    if load.num_known:
-        scheduler = Scheduler(config, make_preset("vllm_v1"))
-        run(_distinct(load, min(load.num_known, num_requests), seed, output_len=1), scheduler)
-        costs.forget()
     trace = dataclasses.replace(_distinct(load, num_requests, seed), num_clients=load.concurrency)
+    scheduler = None
+    if load.known_share:
+        scheduler = Scheduler(config, make_preset("vllm_v1"))
+        run(_known(trace, load.known_share), scheduler)
+        costs.forget()
     result = run(trace, scheduler)
     began, ends = result.arrival_times[0], result.finish_times
     # Clients stop when time is up; when the last request has been sent there is one client less.
@@ -217,12 +221,26 @@ def _open_trace(load: Load, rate: float, num_requests: int, seed: int) -> Trace:
     return dataclasses.replace(trace, prompt_token_ids=asked)
 
 
-def _distinct(load: Load, num_requests: int, seed: int, output_len: int | None = None) -> Trace:
+def _known(trace: Trace, share: float) -> Trace:
+    """So many of the prompts of a trace, one here and one there, each with an answer of one token."""
+    chosen = [number for number in range(len(trace)) if int((number + 1) * share) > int(number * share)]
+    prompts = tuple(tuple(trace.token_ids(number, 2**31 - 1)) for number in chosen)
+    return Trace(
+        name="an earlier load",
+        seed=trace.seed,
+        arrival_times=np.zeros(len(chosen)),
+        prompt_lens=trace.prompt_lens[chosen],
+        output_lens=np.ones(len(chosen), np.int64),
+        prompt_token_ids=prompts,
+    )
+
+
+def _distinct(load: Load, num_requests: int, seed: int) -> Trace:
     """Requests of equal lengths, all there at once, whose prompts differ."""
     return Trace(
         name="measured load",
         seed=seed,
         arrival_times=AllAtOnce().times(num_requests, np.random.default_rng(seed)),
         prompt_lens=np.full(num_requests, load.prompt_len),
-        output_lens=np.full(num_requests, output_len or load.output_len),
+        output_lens=np.full(num_requests, load.output_len),
     )

@@ -139,7 +139,7 @@ def _of_closed_loop(run: dict[str, Any]) -> Record:
         concurrency=run["concurrency"],
         seconds=run.get("max_duration_s"),
         num_requests=completed,
-        num_known=round(repeated[0] * completed) if repeated and completed else 0,
+        known_share=repeated[0] if repeated else 0.0,
     )
     measured: dict[Metric, Figure] = {}
     for metric, key in (("latency", "request_latency_ms"), ("ttft", "ttft_ms"), ("tpot", "itl_ms")):

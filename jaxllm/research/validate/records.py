@@ -69,7 +69,7 @@ class Load:
         num_requests: that were completed; None if nobody says.
         num_users: who ask in turn, each the same prompt every time; 0 if all prompts differ.
         users_per_prefix, prefix_len: users whose prompts begin with the same tokens, and with how many.
-        num_known: the first requests whose prompts an earlier run has left in the prefix cache.
+        known_share: of the prompts, that an earlier run has left in the prefix cache.
     """
 
     prompt_len: int
@@ -81,7 +81,7 @@ class Load:
     num_users: int = 0
     users_per_prefix: int = 1
     prefix_len: int = 0
-    num_known: int = 0
+    known_share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

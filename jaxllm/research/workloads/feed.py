@@ -8,6 +8,9 @@ import itertools
 from jaxllm.research.workloads.checks import MAX_SECONDS, check_number
 from jaxllm.research.workloads.trace import Trace
 
+_GOLDEN = (5**0.5 - 1) / 2
+"""The fractions of its multiples are spread evenly, however many there are."""
+
 
 class Feed:
     """The requests of `trace`, one after another, as they become due.
@@ -20,7 +23,9 @@ class Feed:
     Args:
         trace: whose requests.
         start: when the trace begins, in seconds of the caller's clock.
-        client_seconds: what a client takes, beside its think time, from an answer to the next request.
+        client_seconds: what a client takes, beside its think time, from an answer to the next request: so
+            much on average, and from half to one and a half of it, since clients that always
+            take the same march in step.
         ingress_seconds: how long a request is under way before `send` gives it.
 
     Raises:
@@ -44,7 +49,7 @@ class Feed:
         self._ingress_seconds = check_number("ingress_seconds", ingress_seconds, 0.0, MAX_SECONDS)
         self._due: list[tuple[float, int]] = []  # with the place in the trace, or in the order of sending
         self._followers: dict[int, list[int]] = {}
-        self._num_unthought = 0
+        self._num_unthought = self._num_answered = 0
         if not trace.num_clients:
             times = (trace.arrival_times + (start - trace.arrival_times[0])).tolist()
             for index, time in enumerate(times):
@@ -81,7 +86,8 @@ class Feed:
 
     def answered(self, now: float, index: int = -1) -> None:
         """Note that one of the clients has its answer; in conversations, that a request has."""
-        now += self._client_seconds
+        self._num_answered += 1
+        now += self._client_seconds * (0.5 + self._num_answered * _GOLDEN % 1.0)
         if self._num_unthought:
             self._think_again(now)
         for follower in self._followers.pop(index, ()):
