@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
-from jaxllm.research.iterations import fit_iterations, load_iterations
+from jaxllm.research.iterations import fit_iterations, load_iterations, num_too_few
 
 COLUMNS = "prefill_tokens,num_prefills,prefill_kv_tokens,num_decodes,decode_kv_tokens,latency_ms"
 HEADER = f"tensor_parallel,phase,{COLUMNS}"
@@ -95,7 +95,7 @@ def test_malformed_files_are_refused(tmp_path, text, message):
 def test_what_cannot_be_fitted_is_refused(timings, tmp_path, capsys):
     with pytest.raises(ConfigError, match="cannot read the iterations"):
         load_iterations(tmp_path / "none.csv")
-    with pytest.raises(ConfigError, match="5 iterations are too few: a fit needs 60 of a kind"):
+    with pytest.raises(ConfigError, match="5 iterations are too few: a fit needs 60 distinct"):
         list(fit_iterations(load_iterations(timings)[:5]))
     for options, message in (
         (["--fit", str(timings), "--model", "m"], "--model means nothing with --fit"),
@@ -105,3 +105,13 @@ def test_what_cannot_be_fitted_is_refused(timings, tmp_path, capsys):
     ):
         assert main(["profile", *options]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_work_measured_again_and_again_is_no_more_work(tmp_path):
+    path = tmp_path / "steps.csv"
+    same = [f"1,x,{tokens},1,0,0,0,{tokens / 100}" for tokens in (100, 200)] * 50
+    path.write_text("\n".join([HEADER, *rows_of(900), *same]) + "\n")
+    samples = load_iterations(path)
+    assert num_too_few(samples) == {"prefill": 2}
+    found = fit_iterations(samples, names=["linear"], degrees=[1])
+    assert {one.report.kind for one in found} == {"decode", "mixed"}

@@ -104,21 +104,23 @@ def fit_iterations(
         most_samples: of a kind, for a fit: forests take minutes for more.
 
     Yields:
-        For each kind of which there are at least 60: the fit on a random split, and the errors where a region
-        was left out of another fit: the largest quarter of batches, of prompts or of contexts, and each
-        parallelism that lies between others.
+        For each kind of which there are at least 60 distinct amounts of work (`num_too_few`): the fit on a
+        random split, and the errors where a region was left out of another fit: the largest quarter of
+        batches, of prompts or of contexts, and each parallelism that lies between others.
 
     Raises:
         ConfigError: there are too few iterations of every kind.
     """
+    too_few = num_too_few(samples)
     kinds: dict[CostKind, list[Sample]] = {}
     for sample in samples:
-        kinds.setdefault(sample.kind, []).append(sample)
-    if not any(len(of_kind) >= _FEWEST for of_kind in kinds.values()):
-        raise ConfigError(f"{len(samples)} iterations are too few: a fit needs {_FEWEST} of a kind")
+        if sample.kind not in too_few:
+            kinds.setdefault(sample.kind, []).append(sample)
+    if not kinds:
+        raise ConfigError(
+            f"{len(samples)} iterations are too few: a fit needs {_FEWEST} distinct amounts of work of a kind"
+        )
     for of_kind in kinds.values():
-        if len(of_kind) < _FEWEST:
-            continue
         found = fit(_some(of_kind, most_samples, seed), seed=seed, names=names, degrees=degrees)
         chosen = found.report.chosen
         regions = []
@@ -135,6 +137,14 @@ def fit_iterations(
             )
             regions.append(Region(name, len(inside), errors_of(other.regressor, inside)))
         yield IterationFit(found.report, tuple(regions))
+
+
+def num_too_few(samples: Sequence[Sample]) -> dict[CostKind, int]:
+    """Distinct amounts of work of each kind of which there are too few for a fit."""
+    distinct: dict[CostKind, set[tuple[float, ...]]] = {}
+    for sample in samples:
+        distinct.setdefault(sample.kind, set()).add(sample.features)
+    return {kind: len(works) for kind, works in distinct.items() if len(works) < _FEWEST}
 
 
 def errors_of(regressor: FittedRegressor, samples: Sequence[Sample]) -> ErrorStats:

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def _fit(args: argparse.Namespace) -> int:
     """Fit the timings of a file."""
     from jaxllm.research.bench.results import command_line
-    from jaxllm.research.iterations import describe, fit_iterations, load_iterations
+    from jaxllm.research.iterations import describe, fit_iterations, load_iterations, num_too_few
 
     given = {"samples": args.samples, "with_samples": args.with_samples, "output_dir": args.output_dir}
     for name in [*engine_settings(args), *(name for name, value in given.items() if value)]:
@@ -104,13 +104,17 @@ def _fit(args: argparse.Namespace) -> int:
     check_writable({"--json": args.json}, overwrite=args.overwrite)
     samples = load_iterations(args.fit)
     note(f"fitting {len(samples)} iterations")
+    too_few = num_too_few(samples)
+    for kind, count in too_few.items():
+        note(f"{kind} is not fitted: {count} distinct amounts of work are too few")
     kinds = []
     for found in fit_iterations(samples, seed=args.seed):
         print(describe(found))
         regions = [dataclasses.asdict(region) for region in found.regions]
         kinds.append({"fit": found.report.to_dict(), "regions": regions})
     if args.json is not None:
-        content = {"command": command_line(["jaxllm", *args.command_line]), "seed": args.seed, "kinds": kinds}
+        content = {"command": command_line(["jaxllm", *args.command_line]), "seed": args.seed}
+        content |= {"too_few": too_few, "kinds": kinds}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -13,6 +13,7 @@ from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.research.simulator.gpu import pool_blocks
 
 _LONGEST = 131072
+_LINKS = 22e9, 50e9
 _MOST_GPUS = 8
 _LEAST_POOL = 16384  # tokens that a device must have room for beside the weights
 
@@ -95,7 +96,8 @@ def crossovers(shapes: Iterable[ModelShape], devices: Iterable[str]) -> Iterator
             costs = _fewest_gpus(shape, device)
             if costs is None:
                 continue
-            for link in sorted({DEVICES[device].copied_per_second, 22e9, 50e9}):
+            own = DEVICES[device].copied_per_second
+            for link in sorted({own, *(other for other in _LINKS if not 0.9 < other / own < 1.1)}):
                 yield _of(shape, device, costs.tensor_parallel, link)
 
 
