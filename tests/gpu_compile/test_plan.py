@@ -79,7 +79,7 @@ def test_the_command_reports_and_refuses(tmp_path, capsys):
     written = json.loads(out.read_text())
     assert written["num_blocks"] == 8 * 32  # what eight sequences can use
     assert "Simulated from NVIDIA H200" in shown
-    assert len(written["speeds"]) == 9
+    assert [one["concurrency"] for one in written["speeds"]] == [1, 16, 64]
     assert main(["plan", str(tmp_path), "--device", "h9"]) == 2
     assert "known: a100-80gb, h100, h200, l40, l40s. Speeds" in capsys.readouterr().err
     assert get_target("A100") is get_target("a100-80gb")
