@@ -56,8 +56,15 @@ rotate_and_write, write_kv = triton.rotate_and_write, triton.write_kv
 """Triton's kernels: copies need nothing of Hopper."""
 
 
+@functools.partial(jax.jit, static_argnames="scale")
 def decode_attention(
-    q: jax.Array, pool: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, layer: int, scale: float
+    q: jax.Array,
+    pool: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    layer: int | jax.Array,
+    scale: float,
 ) -> jax.Array:
     """Flash-decoding: the KV of rows is split into chunks whose partial results are then combined.
 
@@ -81,7 +88,7 @@ def decode_attention(
         functools.partial(
             _decode_kernel,
             chunk_tiles=chunk // TILE,
-            pool_row=_pool_row(pool, layer),
+            num_layers=pool.shape[1],
             factor=scale * _LOG2E,
         ),
         out_type=(partial, stats, stats),
@@ -97,10 +104,11 @@ def decode_attention(
         grid=(min(_DECODE_PROGRAMS, num_rows * num_chunks * num_kv_heads),),
         grid_names=("program",),
         num_threads=2,
-    )(queries, _pool_rows(pool), block_tables, lengths, chunks, num_in_use)
+    )(triton.layer_operand(layer), queries, _pool_rows(pool), block_tables, lengths, chunks, num_in_use)
     return triton.combine_chunks(acc, peak, total, lengths, q, chunk, jnp.exp2)
 
 
+@functools.partial(jax.jit, static_argnames="scale")
 def prefill_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -109,7 +117,7 @@ def prefill_attention(
     lengths: jax.Array,
     num_seqs: jax.Array,
     *,
-    layer: int,
+    layer: int | jax.Array,
     scale: float,
 ) -> jax.Array:
     """Flash attention over tiles of 128 query rows of one sequence, which two warpgroups share."""
@@ -122,7 +130,7 @@ def prefill_attention(
         functools.partial(
             _prefill_kernel,
             group=num_q_heads // pool.shape[3],
-            pool_row=_pool_row(pool, layer),
+            num_layers=pool.shape[1],
             factor=scale * _LOG2E,
         ),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -135,13 +143,14 @@ def prefill_attention(
         grid=(num_q_heads, tiles.shape[0]),
         grid_names=("head", "tile"),
         num_threads=_QUERY_WARPGROUPS + 1,
-    )(q, _pool_rows(pool), block_tables, tiles)[:num_tokens]
+    )(triton.layer_operand(layer), q, _pool_rows(pool), block_tables, tiles)[:num_tokens]
     rows = jnp.arange(num_tokens)
     is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
     return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
 
 
 def _decode_kernel(
+    layer_ref: Any,
     q_ref: Any,
     pool_ref: Any,
     tables_ref: Any,
@@ -165,7 +174,7 @@ def _decode_kernel(
     q_arrived: Any,
     *,
     chunk_tiles: int,
-    pool_row: Callable[[Any, Any, int], Any],
+    num_layers: int,
     factor: float,
 ) -> None:
     num_kv_heads = q_ref.shape[1]
@@ -236,7 +245,7 @@ def _decode_kernel(
             first=first,
             num_steps=num_steps,
             length=length,
-            pool_row=lambda block, index: pool_row(block, kv_head, index),
+            pool_row=_pool_row(layer_ref[0], num_layers, kv_head, num_kv_heads),
             num_before=num_before,
         )
 
@@ -251,6 +260,7 @@ def _decode_kernel(
 
 
 def _prefill_kernel(
+    layer_ref: Any,
     q_ref: Any,
     pool_ref: Any,
     tables_ref: Any,
@@ -267,7 +277,7 @@ def _prefill_kernel(
     v_zeroed: Any,
     *,
     group: int,
-    pool_row: Callable[[Any, Any, int], Any],
+    num_layers: int,
     factor: float,
 ) -> None:
     head, tile = lax.axis_index("head"), lax.axis_index("tile")
@@ -342,7 +352,7 @@ def _prefill_kernel(
             first=jnp.int32(0),
             num_steps=num_steps,
             length=length,
-            pool_row=lambda block, index: pool_row(block, kv_head, index),
+            pool_row=_pool_row(layer_ref[0], num_layers, kv_head, q_ref.shape[1] // group),
             num_before=jnp.int32(0),
         )
         _drain((k_consumed, v_consumed), num_steps)
@@ -444,10 +454,9 @@ def _pool_rows(pool: jax.Array) -> jax.Array:
     return pool.reshape(-1, *pool.shape[4:])
 
 
-def _pool_row(pool: jax.Array, layer: int) -> Callable[[Any, Any, int], Any]:
-    """Where K (0) or V (1) of a block's KV head lies in `_pool_rows`."""
-    _, num_layers, _, num_kv_heads, _, _ = pool.shape
-    return lambda block, kv_head, index: ((block * num_layers + layer) * 2 + index) * num_kv_heads + kv_head
+def _pool_row(layer: Any, num_layers: int, kv_head: Any, num_kv_heads: int) -> Callable[[Any, int], Any]:
+    """Where K (0) or V (1) of a block lies in `_pool_rows`."""
+    return lambda block, index: ((block * num_layers + layer) * 2 + index) * num_kv_heads + kv_head
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxllm.pallas_kernels.tiles import is_interpreted
 
 
+@functools.partial(jax.jit, static_argnames="eps")
 def add_rms_norm(
     x: jax.Array, delta: jax.Array, weight: jax.Array, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:

@@ -42,6 +42,7 @@ _MASKED = -1e30
 _COMBINED_AT_ONCE = 16
 _SMALL_CORES = re.compile(r"\b(A10G?|A16|A2|A40|A[2456]000|L2|L4|L20|L40[SG]?|GB10|RTX|GeForce)\b")
 """Names of NVIDIA devices of compute capability 8.6, 8.9 and 12.0: 100 KiB of shared memory a core."""
+_STATIC = ("scale", "window", "soft_cap", "tiling")
 _TILING = re.compile(r"k(\d+),q(\d+),w(\d+),s(\d+)")
 
 
@@ -112,13 +113,14 @@ def alternative_tilings(op: str, dtype: Any) -> tuple[Tiling, ...]:
     return Tiling(), Tiling(32), Tiling(64, 32), Tiling(32, 64, 4, 5), Tiling(32, 128, 8, 5)
 
 
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def decode_attention(
     q: jax.Array,
     pool: jax.Array,
     block_tables: jax.Array,
     lengths: jax.Array,
     *,
-    layer: int,
+    layer: int | jax.Array,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -140,7 +142,6 @@ def decode_attention(
     out = _call(
         functools.partial(
             _decode_kernel,
-            layer=layer,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
@@ -151,13 +152,14 @@ def decode_attention(
         grid=(num_rows, num_kv_heads, num_chunks),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype),) if num_chunks == 1 else partial,
         name="paged_decode_attention",
-    )(q, pool, block_tables, lengths)
+    )(layer_operand(layer), q, pool, block_tables, lengths)
     if num_chunks == 1:
         return out[0]
     acc, peak, total = out
     return combine_chunks(acc, peak, total, lengths, q, chunk, window=window)
 
 
+@functools.partial(jax.jit, static_argnames=("chunk", "exp", "window"))
 def combine_chunks(
     acc: jax.Array,
     peak: jax.Array,
@@ -195,6 +197,7 @@ def combine_chunks(
     )(acc, peak, total, lengths)
 
 
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def prefill_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -203,7 +206,7 @@ def prefill_attention(
     lengths: jax.Array,
     num_seqs: jax.Array,
     *,
-    layer: int,
+    layer: int | jax.Array,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -217,7 +220,6 @@ def prefill_attention(
     out = _call(
         functools.partial(
             _prefill_kernel,
-            layer=layer,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
@@ -228,14 +230,20 @@ def prefill_attention(
         grid=(tiles.shape[0], num_q_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="paged_prefill_attention",
-    )(q, pool, block_tables, tiles)
+    )(layer_operand(layer), q, pool, block_tables, tiles)
     rows = jnp.arange(num_tokens)
     is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
     return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
 
 
+@jax.jit
 def rotate_and_write(
-    qkv: jax.Array, rope: RopeTable | None, pool: jax.Array, slot_mapping: jax.Array, *, layer: int
+    qkv: jax.Array,
+    rope: RopeTable | None,
+    pool: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    layer: int | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate a row's queries and keys, and store its keys and values in the aliased pool, all in one kernel.
 
@@ -247,9 +255,9 @@ def rotate_and_write(
     num_rows, columns = qkv.shape
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     q = jax.ShapeDtypeStruct((num_rows, columns // head_dim - 2 * num_kv_heads, head_dim), qkv.dtype)
-    arguments = (*(rope or ()), qkv, slot_mapping, pool)
+    arguments = (*(rope or ()), layer_operand(layer), qkv, slot_mapping, pool)
     return _call(
-        functools.partial(_rotate_kernel, layer=layer),
+        _rotate_kernel,
         Tiling(),
         grid=(num_rows,),
         out_shape=(jax.ShapeDtypeStruct(pool.shape, pool.dtype), q),
@@ -258,18 +266,19 @@ def rotate_and_write(
     )(*arguments)
 
 
+@jax.jit
 def write_kv(
-    pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int
+    pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int | jax.Array
 ) -> jax.Array:
     """One program per token, storing into the aliased pool."""
     return _call(
-        functools.partial(_write_kernel, layer=layer),
+        _write_kernel,
         Tiling(),
         grid=(k.shape[0],),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-        input_output_aliases={3: 0},
+        input_output_aliases={4: 0},
         name="paged_write_kv",
-    )(k, v, slot_mapping, pool)
+    )(layer_operand(layer), k, v, slot_mapping, pool)
 
 
 def _call(kernel: Any, tiling: Tiling, **options: Any) -> Any:
@@ -281,13 +290,18 @@ def _call(kernel: Any, tiling: Tiling, **options: Any) -> Any:
     )
 
 
+def layer_operand(layer: int | jax.Array) -> jax.Array:
+    """What tells kernels their layer: as data, so that all layers share one kernel."""
+    return jnp.asarray(layer, jnp.int32).reshape(1)
+
+
 def _decode_kernel(
+    layer_ref: Any,
     q_ref: Any,
     pool_ref: Any,
     tables_ref: Any,
     lengths_ref: Any,
     *out_refs: Any,
-    layer: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -295,6 +309,7 @@ def _decode_kernel(
     kv_tile: int,
 ) -> None:
     row, kv_head, index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    layer = layer_ref[0]
     head_dim = q_ref.shape[2]
     group = q_ref.shape[1] // pool_ref.shape[3]
     length = lengths_ref[row]
@@ -370,13 +385,13 @@ def _combine_kernel(
 
 
 def _prefill_kernel(
+    layer_ref: Any,
     q_ref: Any,
     pool_ref: Any,
     tables_ref: Any,
     tiles_ref: Any,
     out_ref: Any,
     *,
-    layer: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -384,7 +399,7 @@ def _prefill_kernel(
     kv_tile: int,
 ) -> None:
     tile, head = pl.program_id(0), pl.program_id(1)
-    head_dim = q_ref.shape[2]
+    layer, head_dim = layer_ref[0], q_ref.shape[2]
     kv_head = head // (q_ref.shape[1] // pool_ref.shape[3])
     seq, first_row, num_rows, position = (tiles_ref[tile, i] for i in range(4))
     rows = jnp.arange(tile_rows)
@@ -410,9 +425,9 @@ def _prefill_kernel(
     plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out, mask=mask)
 
 
-def _rotate_kernel(*refs: Any, layer: int) -> None:
-    *table_refs, qkv_ref, slots_ref, _, pool_ref, q_ref = refs
-    row = pl.program_id(0)
+def _rotate_kernel(*refs: Any) -> None:
+    *table_refs, layer_ref, qkv_ref, slots_ref, _, pool_ref, q_ref = refs
+    row, layer = pl.program_id(0), layer_ref[0]
     num_kv_heads, head_dim = pool_ref.shape[3], pool_ref.shape[5]
     num_q_heads = q_ref.shape[1]
     is_valid, block, offset = _place(slots_ref[row], pool_ref)
@@ -439,8 +454,8 @@ def _rotate_kernel(*refs: Any, layer: int) -> None:
         first_head += num_heads
 
 
-def _write_kernel(k_ref: Any, v_ref: Any, slots_ref: Any, _: Any, pool_ref: Any, *, layer: int) -> None:
-    token = pl.program_id(0)
+def _write_kernel(layer_ref: Any, k_ref: Any, v_ref: Any, slots_ref: Any, _: Any, pool_ref: Any) -> None:
+    token, layer = pl.program_id(0), layer_ref[0]
     num_kv_heads, head_dim = pool_ref.shape[3], pool_ref.shape[5]
     is_valid, block, offset = _place(slots_ref[token], pool_ref)
     heads = jnp.arange(pl.next_power_of_2(num_kv_heads))[:, None]
@@ -472,7 +487,7 @@ def _load_tile(
     kv_head: jax.Array,
     tokens: jax.Array,
     limit: jax.Array,
-    layer: int,
+    layer: jax.Array,
     query_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """K and V `[tokens, padded head_dim]` of a row's tokens below `limit`; zeros elsewhere."""

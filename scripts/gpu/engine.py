@@ -41,6 +41,8 @@ from jaxllm.types import host_blocks_of
 
 _LEFT_BYTES = 2**20
 _MOVES = 100
+_STEPS_A_RUN = 5  # of `Profiler`
+_KERNELS_KEPT = 40
 MEMORY_PRESETS = (
     "adaptive",
     "adaptive_throughput",
@@ -256,6 +258,42 @@ def step_speeds(
     )
     least = flops / found["matmul_bf16_flops_per_second"]
     yield {"step": "prefill", "tokens": prefill_tokens, "seconds": seconds, "share": least / seconds}
+
+
+def kernel_times(llm: LLM, folder: Path, batches: tuple[int, ...], context: int) -> Iterator[Row]:
+    """What the device ran in decode steps, from a trace: each kernel's launches and seconds of one step.
+
+    `busy_seconds` is the sum over kernels, `span_seconds` from the first to the end of the last, of a step.
+    On a CPU there is no device to trace, and no row.
+    """
+    profiler = Profiler(llm.executor, shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype))
+    for batch in batches:
+        profiler.time_decode(batch, context, 1)
+        trace = folder / f"trace-{batch}"
+        with jax.profiler.trace(str(trace)):
+            profiler.time_decode(batch, context, 1)
+        [path] = trace.glob("plugins/profile/*/*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+        events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
+        if not events:
+            continue
+        steps = 2 * _STEPS_A_RUN
+        found: dict[str, list[float]] = {}
+        for event in events:
+            found.setdefault(event.name, []).append(event.duration_ns * 1e-9)
+        costly = sorted(found.items(), key=lambda item: -sum(item[1]))
+        yield {
+            "batch": batch,
+            "context": context,
+            "launches": len(events) / steps,
+            "busy_seconds": sum(map(sum, found.values())) / steps,
+            "span_seconds": (max(e.end_ns for e in events) - min(e.start_ns for e in events)) * 1e-9 / steps,
+            "kernels": [
+                {"name": name, "launches": len(times) / steps, "seconds": sum(times) / steps}
+                for name, times in costly[:_KERNELS_KEPT]
+            ],
+        }
 
 
 def dispatch_times(llm: LLM, batches: tuple[int, ...], output_len: int) -> Iterator[Row]:

@@ -64,7 +64,7 @@ class Sizes:
         chain: fewest kernels in the body of a loop on the device; `loop_kernels` at most in all turns.
         swap_blocks: sizes of swaps.
         llama: a model of `CONFIGS`; `opt` likewise.
-        context: KV tokens of each sequence of decode steps.
+        context: KV tokens of each sequence of decode steps; half of it for the `opt` model.
         max_model_len, max_num_batched_tokens: of the engines.
         prefill_buckets: rows of the engines' programs with prompts.
         requests: of the run with ShareGPT's lengths; `longest` is the longest prompt, and output, in tokens.
@@ -86,7 +86,7 @@ class Sizes:
     swap_blocks: tuple[int, ...] = (1, 4, 16, 64)
     llama: str = "llama-3-8b"
     opt: str = "opt-13b"
-    context: int = 512
+    context: int = 1024
     max_model_len: int = 2048
     max_num_batched_tokens: int = 2048
     prefill_buckets: tuple[int, ...] = (512, 2048)

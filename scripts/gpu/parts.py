@@ -49,13 +49,15 @@ def _steps(report: Report, sizes: Sizes, seed: int, implementation: str | None, 
     found = kernels.ceilings(sizes)
     report.rows("ceilings", [found])
     name, batches = sizes.llama, sizes.batches
-    num_blocks = engine.blocks_for(name, max(batches) * (sizes.context + sizes.longest) // 2 + 4096)
+    tokens = max((sizes.context + sizes.longest) // 2, sizes.context + 2 * kernels.BLOCK_SIZE)
+    num_blocks = engine.blocks_for(name, max(batches) * tokens + 4096)
     with engine.loaded(
         name, folder, sizes, implementation, num_gpu_blocks_override=num_blocks, num_host_blocks=0
     ) as llm:
         report.rows("start", [engine.start(llm, name, "cold")])
+        report.rows("steps", _step_speeds(llm, found, sizes, batches, sizes.context))
+        report.rows("kernels of steps", engine.kernel_times(llm, folder, batches[1:], sizes.context))
         report.rows("dispatch", engine.dispatch_times(llm, batches, sizes.output_len))
-        report.rows("steps", _step_speeds(llm, found, sizes, batches))
         report.rows("sharegpt", engine.sharegpt_speed(llm, sizes.requests, sizes.longest))
 
 
@@ -63,14 +65,14 @@ def _opt(report: Report, sizes: Sizes, seed: int, implementation: str | None, fo
     """Steps of a model without grouped queries, whose KV is several times as large."""
     found = kernels.ceilings(sizes)
     report.rows("ceilings", [found])
-    name, batches = sizes.opt, sizes.batches[:3]
-    num_blocks = engine.blocks_for(name, max(batches) * (sizes.context + 2 * kernels.BLOCK_SIZE))
+    name, batches, context = sizes.opt, sizes.batches[:3], sizes.context // 2
+    num_blocks = engine.blocks_for(name, max(batches) * (context + 2 * kernels.BLOCK_SIZE))
     with engine.loaded(
         name, folder, sizes, implementation, num_gpu_blocks_override=num_blocks, num_host_blocks=0,
         num_scheduler_steps=1,
     ) as llm:  # fmt: skip
         report.rows("start", [engine.start(llm, name, "cold")])
-        report.rows("steps", _step_speeds(llm, found, sizes, batches))
+        report.rows("steps", _step_speeds(llm, found, sizes, batches, context))
 
 
 def _memory(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
@@ -103,9 +105,11 @@ def _memory(report: Report, sizes: Sizes, seed: int, implementation: str | None,
         )  # fmt: skip
 
 
-def _step_speeds(llm: Any, found: dict[str, float], sizes: Sizes, batches: tuple[int, ...]) -> Any:
+def _step_speeds(
+    llm: Any, found: dict[str, float], sizes: Sizes, batches: tuple[int, ...], context: int
+) -> Any:
     most = min(sizes.max_num_batched_tokens, sizes.max_model_len - 1)
-    return engine.step_speeds(llm, found, batches, sizes.context, most)
+    return engine.step_speeds(llm, found, batches, context, most)
 
 
 PARTS: Mapping[str, Callable[..., None]] = {
