@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -260,40 +261,52 @@ def step_speeds(
     yield {"step": "prefill", "tokens": prefill_tokens, "seconds": seconds, "share": least / seconds}
 
 
-def kernel_times(llm: LLM, folder: Path, batches: tuple[int, ...], context: int) -> Iterator[Row]:
-    """What the device ran in decode steps, from a trace: each kernel's launches and seconds of one step.
+def kernel_times(
+    llm: LLM, folder: Path, batches: tuple[int, ...], context: int, prefill_tokens: int
+) -> Iterator[Row]:
+    """What the device ran in steps, from a trace: each kernel's launches and seconds of one step.
 
-    `busy_seconds` is the sum over kernels, `span_seconds` from the first to the end of the last, of a step.
-    On a CPU there is no device to trace, and no row.
+    Steps are decodes of `batches`, and a prefill. `busy_seconds` is the sum over kernels, `span_seconds` from
+    the first to the end of the last, of a step. On a CPU there is no device to trace, and no row.
     """
     profiler = Profiler(llm.executor, shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype))
-    for batch in batches:
-        profiler.time_decode(batch, context, 1)
-        trace = folder / f"trace-{batch}"
+    steps = [
+        ({"step": "decode", "batch": batch, "context": context}, profiler.time_decode, (batch, context))
+        for batch in batches
+    ]
+    steps.append(({"step": "prefill", "tokens": prefill_tokens}, profiler.time_prefill, (prefill_tokens, 1)))
+    for number, (row, measure, arguments) in enumerate(steps):
+        trace = folder / f"trace-{number}"
         with jax.profiler.trace(str(trace)):
-            profiler.time_decode(batch, context, 1)
+            measure(*arguments, repetitions=1)
         [path] = trace.glob("plugins/profile/*/*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
-        events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
-        if not events:
-            continue
-        steps = 2 * _STEPS_A_RUN
-        found: dict[str, list[float]] = {}
-        for event in events:
-            found.setdefault(event.name, []).append(event.duration_ns * 1e-9)
-        costly = sorted(found.items(), key=lambda item: -sum(item[1]))
-        yield {
-            "batch": batch,
-            "context": context,
-            "launches": len(events) / steps,
-            "busy_seconds": sum(map(sum, found.values())) / steps,
-            "span_seconds": (max(e.end_ns for e in events) - min(e.start_ns for e in events)) * 1e-9 / steps,
-            "kernels": [
-                {"name": name, "launches": len(times) / steps, "seconds": sum(times) / steps}
-                for name, times in costly[:_KERNELS_KEPT]
-            ],
-        }
+        found = _device_events(path)
+        if found:
+            yield row | _kernels_of(found, 2 * _STEPS_A_RUN)
+
+
+def _device_events(path: Path) -> list[Any]:
+    """What a trace has of a GPU's streams."""
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+    return [event for line in lines if line.name.startswith("Stream") for event in line.events]
+
+
+def _kernels_of(events: list[Any], num_steps: int) -> Row:
+    seconds = collections.defaultdict(list)
+    for event in events:
+        seconds[event.name].append(event.duration_ns * 1e-9)
+    costly = sorted(seconds.items(), key=lambda item: -sum(item[1]))
+    span = max(event.end_ns for event in events) - min(event.start_ns for event in events)
+    return {
+        "launches": len(events) / num_steps,
+        "busy_seconds": sum(map(sum, seconds.values())) / num_steps,
+        "span_seconds": span * 1e-9 / num_steps,
+        "kernels": [
+            {"name": name, "launches": len(times) / num_steps, "seconds": sum(times) / num_steps}
+            for name, times in costly[:_KERNELS_KEPT]
+        ],
+    }
 
 
 def dispatch_times(llm: LLM, batches: tuple[int, ...], output_len: int) -> Iterator[Row]:

@@ -56,7 +56,8 @@ def _steps(report: Report, sizes: Sizes, seed: int, implementation: str | None, 
     ) as llm:
         report.rows("start", [engine.start(llm, name, "cold")])
         report.rows("steps", _step_speeds(llm, found, sizes, batches, sizes.context))
-        report.rows("kernels of steps", engine.kernel_times(llm, folder, batches[1:], sizes.context))
+        most = _most_tokens(sizes)
+        report.rows("kernels of steps", engine.kernel_times(llm, folder, batches[1:], sizes.context, most))
         report.rows("dispatch", engine.dispatch_times(llm, batches, sizes.output_len))
         report.rows("sharegpt", engine.sharegpt_speed(llm, sizes.requests, sizes.longest))
 
@@ -108,8 +109,12 @@ def _memory(report: Report, sizes: Sizes, seed: int, implementation: str | None,
 def _step_speeds(
     llm: Any, found: dict[str, float], sizes: Sizes, batches: tuple[int, ...], context: int
 ) -> Any:
-    most = min(sizes.max_num_batched_tokens, sizes.max_model_len - 1)
-    return engine.step_speeds(llm, found, batches, context, most)
+    return engine.step_speeds(llm, found, batches, context, _most_tokens(sizes))
+
+
+def _most_tokens(sizes: Sizes) -> int:
+    """Of one prompt in a step."""
+    return min(sizes.max_num_batched_tokens, sizes.max_model_len - 1)
 
 
 PARTS: Mapping[str, Callable[..., None]] = {
