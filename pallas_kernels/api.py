@@ -229,8 +229,8 @@ def default_implementation() -> str:
     """The implementation that None stands for on the device of programs, where it covers the model's shape.
 
     Native kernels on CPUs; Triton's on NVIDIA GPUs of compute capability 8.0 and newer; else XLA's. Mosaic's,
-    for 9.0 and 16 bits only, is to be asked for by name: it has been compiled for such a GPU, and not been
-    measured on one yet.
+    for 9.0 and 16 bits only, is to be asked for by name: on an H100 its decode attention was slower, its
+    prefill attention 6 % faster.
     """
     device = current_device()
     # One that is only compiled for tells no compute capability: those known have 8.0 at least.

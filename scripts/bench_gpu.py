@@ -44,6 +44,7 @@ from jaxllm.system.output_files import OutputParser, new_file
 SCRIPTS = Path(__file__).resolve().parent
 _STDERR = 2  # the table alone goes to stdout
 _LEAST_SECONDS = 5.0  # a process takes them to begin
+_SHARE_BESIDE_ANOTHER = 0.45  # of the device's memory; JAX's allocator grows beyond what it needs
 _GRACE_SECONDS = 15.0  # for a comparison to end its own processes
 
 
@@ -89,14 +90,17 @@ def against_transformers(run: Run, name: str, out: Path, seconds: float) -> list
     workload = run.folder / "sharegpt-like.json"
     workload.write_text(json.dumps({"prompts": prompts, "max_tokens": max_tokens}), encoding="utf-8")
     settings = {
-        "decode_buckets": sizes.batches,
+        "decode_buckets": [size for size in sizes.batches if size < sizes.compare_seqs]
+        + [sizes.compare_seqs],
         "prefill_buckets": sizes.prefill_buckets,
         "max_num_batched_tokens": sizes.max_num_batched_tokens,
     }
     return [
+        "env",
+        f"XLA_PYTHON_CLIENT_MEM_FRACTION={_SHARE_BESIDE_ANOTHER}",
         *_compare(run, model, str(workload), out),
-        *("--backends", "jaxllm,transformers-cb", "--dummy-weights", "--repetitions", "2"),
-        *("--max-num-seqs", str(max(sizes.batches))),
+        *("--backends", "jaxllm,transformers-cb", "--dummy-weights", "--repetitions", "1"),
+        *("--max-num-seqs", str(sizes.compare_seqs)),
         *("--max-num-batched-tokens", str(sizes.max_num_batched_tokens)),
         *("--jaxllm-settings", json.dumps(settings)),
     ]
@@ -135,7 +139,7 @@ CALLS: Mapping[str, Mapping[str, tuple[float, Command]]] = {
     "first": {
         "kernels-triton": (55.0, own_process),
         "kernels-mosaic": (45.0, own_process),
-        "llama-3-8b": (220.0, own_process),
+        "llama-3-8b": (130.0, own_process),
     },
     "second": {
         "against-transformers": (150.0, against_transformers),
@@ -143,6 +147,7 @@ CALLS: Mapping[str, Mapping[str, tuple[float, Command]]] = {
         "opt-13b": (70.0, own_process),
         "same-tokens": (55.0, same_tokens),
         "kernels-xla": (30.0, own_process),
+        "tilings": (25.0, own_process),
     },
 }
 """Parts of each command in their order: seconds, and how it is measured."""

@@ -167,7 +167,8 @@ class Profiler:
         """Shares, 0 to 1, of a copy of `num_blocks` to the host, and of one back, that decode steps hide.
 
         A copy runs beside as many steps of `batch` sequences of `context` tokens as take as long as it does
-        alone; whatever both together take longer than the steps was not hidden. Medians.
+        alone, behind two others, as in an engine that runs ahead of the device; whatever all together take
+        longer than the steps was not hidden. Medians.
 
         Raises:
             ConfigError: they do not fit the pool, or the engine has no host blocks.
@@ -186,7 +187,9 @@ class Profiler:
 
         def seconds(num_steps: int, first: SchedulerOutput, last: SchedulerOutput) -> float:
             started = time.perf_counter()
-            steps = [executor.execute(one) for one in (first, *[decode] * (num_steps - 1), last)]
+            steps = [
+                executor.execute(one) for one in (decode, decode, first, *[decode] * (num_steps - 1), last)
+            ]
             for one in steps:
                 one.fetch()
             while executor.copies().num_leaving:

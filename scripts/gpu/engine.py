@@ -225,7 +225,8 @@ def move_seconds(pool: jax.Array, count: int) -> tuple[float, jax.Array]:
 
     def turn(number: Any, pool: jax.Array) -> jax.Array:
         parity = number % 2
-        return scatter(pool, ids + count * (1 - parity), gather(pool, ids + count * parity))
+        blocks = lax.optimization_barrier(gather(pool, ids + count * parity))  # else the pool is copied, too
+        return scatter(pool, ids + count * (1 - parity), blocks)
 
     loop = jax.jit(lambda pool: lax.fori_loop(0, _MOVES, turn, pool), donate_argnums=0)
     box = [pool]

@@ -71,6 +71,7 @@ class Sizes:
         profile_seconds: for the samples that predictors are fitted to.
         trace_requests, output_len, blocks, host_blocks: of the presets' comparison.
         compare_requests: of those against transformers; `compare_model` is one of `jaxllm make-model`.
+        compare_seqs: most of them at once: both engines' weights and pools fit 80 GB beside each other.
     """
 
     megabytes: int = 1024
@@ -98,7 +99,8 @@ class Sizes:
     blocks: int = 128
     host_blocks: int = 64
     compare_model: str = "107m"
-    compare_requests: int = 512
+    compare_requests: int = 192
+    compare_seqs: int = 64
 
 
 REHEARSAL = Sizes(
@@ -128,6 +130,7 @@ REHEARSAL = Sizes(
     host_blocks=16,
     compare_model="tiny",
     compare_requests=4,
+    compare_seqs=4,
 )
 """Sizes that a CPU manages."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from gpu.inputs import Sizes
 from gpu.report import Report
 from jaxllm.engine.costs import shape_of
 from jaxllm.pallas_kernels import default_implementation
+from jaxllm.pallas_kernels.triton import alternative_tilings
 from jaxllm.system import hardware
 
 
@@ -42,6 +44,21 @@ def _kernels(name: str) -> Callable[..., None]:
         report.rows("prefill attention", kernels.prefill_speeds(name, found, sizes))
 
     return run
+
+
+def _tilings(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
+    """Triton's default tiles beside others, at two batches of one context, and one prompt."""
+    found = kernels.ceilings(sizes)
+    report.rows("ceilings", [found])
+    few = dataclasses.replace(
+        sizes,
+        batches=sizes.batches[1:3],
+        contexts=sizes.contexts[:2][-1:],
+        prefill_tokens=sizes.prefill_tokens[-1:],
+    )
+    for op, speeds in (("decode", kernels.decode_speeds), ("prefill", kernels.prefill_speeds)):
+        for tiling in alternative_tilings(op, "bfloat16"):
+            report.rows(f"{op} attention", speeds(f"triton:{tiling}", found, few))
 
 
 def _steps(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
@@ -121,6 +138,7 @@ PARTS: Mapping[str, Callable[..., None]] = {
     "kernels-triton": _kernels("triton"),
     "kernels-mosaic": _kernels("mosaic"),
     "kernels-xla": _kernels("xla"),
+    "tilings": _tilings,
     "llama-3-8b": _steps,
     "llama-3-8b-memory": _memory,
     "opt-13b": _opt,
