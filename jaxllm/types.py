@@ -301,6 +301,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def has_started(self) -> bool:
+        """Whether an iteration has taken it in: it is under way from then until it ends."""
+        return self.metrics.first_scheduled_time is not None
+
+    @property
     def num_known_tokens(self) -> int:
         """Tokens whose value the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -38,6 +38,7 @@ class Iteration:
         """Do what the plan says, in the order that it assumes."""
         state = self._state
         self._num_steps = self._num_decode_steps(plan, max_decode_steps)
+        state.progress.num_iterations += self._num_steps
         self._note_passed(plan)
         self._hold_copies(plan)
         for victim, fate in plan.victims:
@@ -136,6 +137,9 @@ class Iteration:
                 state.copied_out_at[victim.request_id] = state.copy_out_until
             victim.metrics.num_swaps += 1
         state.release(victim)
+        state.progress.num_preempted += 1
+        if not victim.host_blocks:
+            state.progress.num_lost += victim.num_computed_tokens
         victim.metrics.num_preemptions += 1
         victim.num_passed += 1
         state.queue(victim)
@@ -169,6 +173,7 @@ class Iteration:
         filling = list(running.filling) if state.config.enable_prefix_caching else []
         self._decode, ending = running.advance(num_steps)
         state.ending += ending
+        state.progress.num_generated += len(self._decode) * num_steps
         for request in filling:
             state.name_blocks(request)
 
@@ -189,6 +194,7 @@ class Iteration:
             ledger.resumed(request, self._step_id, self._now)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = self._now
+        state.under_way[request.request_id] = request
         if not isinstance(started, Swap) or decision is None:
             state.begin(request)
             return True

@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.cache.preview import PoolPreview
@@ -19,7 +19,7 @@ from jaxllm.sched.policies import (
     SchedulerPolicy,
 )
 from jaxllm.sched.policies.actions import num_copied
-from jaxllm.sched.policies.victims import Outranks
+from jaxllm.sched.policies.victims import Outranks, PoolVictim
 from jaxllm.sched.queues import RequestQueue, Verdict
 from jaxllm.sched.state import SchedulerState
 from jaxllm.sched.taking import AT_ONCE, Offer, Room, Taking, preview_of
@@ -108,14 +108,16 @@ class PolicyPlanner(Planner):
 
     def _preempt(self, plan: Plan, num_tokens: int, now: float) -> bool:
         """Add victims until the others have the blocks they need (True), or one holder is left."""
-        state, policy, order = self._state, self._policy.victim, self._victim_order(now)
-        pools, preview = state.pools(state.pool.num_free), PoolPreview(state.pool)
+        state, preview = self._state, PoolPreview(self._state.pool)
+        pools = state.pools(state.pool.num_free)
+        score_of = self._score_of(pools, now)
+        order = self._victim_order(pools, now)
         growing = state.running.growing
         num_spared = 0  # blocks that victims among the running ones do not need
         num_needed = self._num_needed(plan)
         for victim in state.aside:
             if num_needed > pools.num_free:
-                pools = self._give_up(plan, victim, policy.score(victim, now), pools, preview, now)
+                pools = self._give_up(plan, victim, score_of(victim), pools, preview, now)
         while num_needed - num_spared * plan.decodes > pools.num_free and len(order) > 1:
             score, _, victim = heapq.heappop(order)
             num_spared += victim in growing
@@ -129,11 +131,18 @@ class PolicyPlanner(Planner):
         plan.scores.append(_next_score(order))
         return num_needed - num_spared * plan.decodes <= pools.num_free
 
-    def _victim_order(self, now: float) -> list[_Rank]:
+    def _score_of(self, pools: PoolState, now: float) -> Callable[[Request], float]:
+        """What the victim policy says of a holder."""
+        policy = self._policy.victim
+        if isinstance(policy, PoolVictim):
+            return lambda request: policy.score_in(request, pools, now)
+        return lambda request: policy.score(request, now)
+
+    def _victim_order(self, pools: PoolState, now: float) -> list[_Rank]:
         """A heap of all holders, the first to lose its blocks first; protected ones last, by arrival."""
         policy, state = self._policy.victim, self._state
         holders = [*state.running, *state.prompts]
-        scores = [policy.score(request, now) for request in holders]
+        scores = list(map(self._score_of(pools, now), holders))
         order = [
             (math.inf if request.is_protected else score, -request.arrival_index, request)
             for request, score in zip(holders, scores, strict=True)
@@ -298,7 +307,7 @@ class PolicyPlanner(Planner):
     def _make_room(self, offer: Offer, room: Room, now: float, outranks: Outranks) -> Plan | None:
         """A plan of the victims that give a queued request what it needs; None if they may not."""
         state, queued, num_needed = self._state, offer.request, offer.num_needed
-        order, found = self._victim_order(now), Plan()
+        order, found = self._victim_order(self._state.pools(self._state.pool.num_free), now), Plan()
         pools, preview = state.pools(room.num_blocks), PoolPreview(state.pool)
         while order and not (pools.num_free >= num_needed and (found.victims or room.num_slots > 0)):
             score, _, victim = heapq.heappop(order)

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from typing import NamedTuple
+
+from jaxllm.types import Request
+
+
+@dataclasses.dataclass(slots=True)
+class Progress:
+    """What has happened since the scheduler began; only the scheduler changes it.
+
+    Attributes:
+        num_iterations: iterations.
+        num_generated: tokens of their decodes.
+        num_preempted: how often a request lost its blocks.
+        num_ended: requests that have ended, for whatever reason.
+        num_lost: tokens whose KV requests lost when they were preempted, and have to compute again.
+    """
+
+    num_iterations: int = 0
+    num_generated: int = 0
+    num_preempted: int = 0
+    num_ended: int = 0
+    num_lost: int = 0
 
 
 class PoolState(NamedTuple):
@@ -22,6 +45,10 @@ class PoolState(NamedTuple):
         num_to_copy: blocks that a queued request's return would copy from the host, with those that come
             along; it finds others on the device.
         num_to_recompute: tokens of a waiting request that it would compute if it did not copy these blocks.
+        under_way: requests that have started and not ended, wherever their KV is: on the device, on the host,
+            or dropped. Those that the iteration was to start before count, too.
+        now: the engine's clock.
+        progress: what has happened so far.
     """
 
     num_free: int
@@ -37,3 +64,6 @@ class PoolState(NamedTuple):
     num_on_host: int = 0
     num_to_copy: int = 0
     num_to_recompute: int = 0
+    under_way: Collection[Request] = ()
+    now: float = 0.0
+    progress: Progress = Progress()

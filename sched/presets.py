@@ -15,10 +15,12 @@ from jaxllm.sched.policies import (
     AheadOfTime,
     CostOverIdleTime,
     EarliestDeadline,
+    ExpectedGrowth,
     ExpectedSaving,
     FairPriority,
     FCFSPriority,
     LatestArrivalVictim,
+    LeastLostVictim,
     LeastRecentlyUsed,
     LeastUrgentVictim,
     LeastWorkLeft,
@@ -96,9 +98,10 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     """Ours: the paper's fairness and choice of action, in mixed iterations.
 
     Against `paper` prompts ride beside decodes, at a pace that does not slow these down more than needed; it
-    copies back beside the steps; what the prefix cache has no room for goes to the host where that pays, and
-    what stays there is learned from use; and nobody is passed over for ever. docs/results.md says what each
-    is worth, and how it was chosen.
+    copies back beside the steps; as many are under way as are expected to fit device and host, by how long
+    outputs get, and who loses its blocks is chosen by what that costs; what the prefix cache has no room for
+    goes to the host where that pays, and what stays there is learned from use; and nobody is passed over for
+    ever. docs/results.md says what each is worth, and how it was chosen.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -106,8 +109,9 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     costs = _required("adaptive", costs)
     return SchedulerPolicy(
         priority=FairPriority(),
+        admission=ExpectedGrowth(),
         iterations=PacedIterations(costs),
-        victim=LeastUrgentVictim(FairPriority()),
+        victim=LeastLostVictim(costs),
         action=AdaptiveAction(costs),
         resume=OverlapAwareResume(costs),
         restore=MoreUrgentFirst(FairPriority()),
@@ -122,6 +126,7 @@ def _ordered(priority: PriorityPolicy, costs: CostModel, margin: float | None) -
     return dataclasses.replace(
         adaptive(costs),
         priority=priority,
+        admission=WatermarkAdmission(0.0),
         victim=LatestArrivalVictim() if margin is None else OutrankedVictim(priority, margin),
         restore=MoreUrgentFirst(priority),
         patience=1024,

@@ -14,7 +14,7 @@ from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.offloading import Offloader
 from jaxllm.sched.plan import Planner, PlanningPolicy
 from jaxllm.sched.planner import PolicyPlanner
-from jaxllm.sched.policies import SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.policies import LearningAdmission, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
@@ -302,9 +302,16 @@ class Scheduler:
                 state.leave(request)
             state.release(request, is_filled=is_filled)
         del state.live[request.request_id]
+        state.under_way.pop(request.request_id, None)
+        state.progress.num_ended += 1
         state.num_read.pop(request.request_id, None)
         if reason in ("stop", "length") and self.policy.length is not None:
             self.policy.length.observe(request, len(request.output_token_ids))
+        if isinstance(admission := getattr(self.policy, "admission", None), LearningAdmission):
+            is_cut = (
+                request.sampling_params.max_tokens is not None if reason == "length" else reason != "stop"
+            )
+            admission.ended(request, is_whole=not is_cut)
         if self.ledger is not None:
             self.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED

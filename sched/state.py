@@ -13,7 +13,7 @@ from jaxllm.sched.cache.names import BlockName, FileIndex, cut_name, learn_names
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies.priority import CachePriority, PriorityPolicy
 from jaxllm.sched.policies.retention import LeastRecentlyUsed, QueueAwareRetention, RetentionPolicy
-from jaxllm.sched.pool_state import PoolState
+from jaxllm.sched.pool_state import PoolState, Progress
 from jaxllm.sched.queues import RequestQueue
 from jaxllm.sched.running import RunningRequests
 from jaxllm.types import CopyProgress, HostBlock, Request, RequestStatus, Swap
@@ -31,6 +31,8 @@ class SchedulerState:
         discarded: handles of those that nobody waits for any more, and executors were not told of.
         free_slots: slots nobody holds.
         live: requests by id: added and not finished.
+        under_way: those of them that have started, in order of their start.
+        progress: what has happened so far.
         waiting: those to prefill, from their start or from what they find.
         swapped: those that hold blocks in host memory, and are not on their way back.
         running: those that decode.
@@ -70,6 +72,8 @@ class SchedulerState:
         self._num_loads = 0
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.live: dict[str, Request] = {}
+        self.under_way: dict[str, Request] = {}
+        self.progress = Progress()
         self._watched: dict[str, list[BlockName]] = {}
         looks_ahead = isinstance(retention, QueueAwareRetention) and retention.looks_ahead
         self._num_watched = sys.maxsize if looks_ahead else 1
@@ -150,7 +154,7 @@ class SchedulerState:
             num_host_free = self.host.num_available
         sizes = num_free, pool.num_blocks, pool.block_size, num_host_free, self.host.num_blocks
         load = len(running), running.num_tokens, len(self.waiting), self.copy_in_until
-        return PoolState(*sizes, *load)
+        return PoolState(*sizes, *load, 0, 0, 0, 0, self.under_way.values(), self.host.now, self.progress)
 
     # Names of blocks
 
@@ -413,6 +417,7 @@ class SchedulerState:
             request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
             request.num_computed_tokens = 0
             request.status = RequestStatus.WAITING
+            self.under_way.pop(request.request_id, None)
             if request.uncut_names:
                 request.block_names = [cut_name(name) for name in request.uncut_names]
             if self._counts_findable:

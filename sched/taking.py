@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from jaxllm.errors import ConfigError
 from jaxllm.sched.cache.preview import NO_HIT, Hit, PoolPreview
 from jaxllm.sched.plan import Plan, check_seconds
-from jaxllm.sched.policies import PoolState, ResumeAction, ResumeDecision, SchedulerPolicy
+from jaxllm.sched.policies import (
+    PoolState,
+    ResumeAction,
+    ResumeDecision,
+    ReturnAdmission,
+    SchedulerPolicy,
+)
 from jaxllm.sched.queues import RequestQueue, Verdict
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request, RequestStatus
@@ -134,8 +140,8 @@ class Taking:
                 offer.decision = offer.decision._replace(action=ResumeAction.AT_ONCE)
             elif offer.decision.action is ResumeAction.LATER:
                 return Verdict.STOP if offer.is_swapped else self._unsuited
-        if not (offer.is_swapped or self._may_start(offer)):
-            return self._too_large
+        if not (self._may_return(offer) if offer.is_swapped else self._may_start(offer)):
+            return Verdict.STOP if offer.is_swapped else self._too_large
         self._take(offer)
         return Verdict.TAKE
 
@@ -215,8 +221,17 @@ class Taking:
             return True
         return self.policy.admission.admits(offer.request, offer.num_needed, self._pools)
 
+    def _may_return(self, offer: Offer) -> bool:
+        """Whether a swapped request resumes, as far as the admission policy cares."""
+        admission = self.policy.admission
+        if self.is_forced or not isinstance(admission, ReturnAdmission):
+            return True
+        return admission.readmits(offer.request, offer.num_needed, self._pools)
+
     def _take(self, offer: Offer) -> None:
         room, pools = self.room, self._pools
+        if not offer.is_swapped:
+            pools = pools._replace(under_way=[*pools.under_way, offer.request])
         if not offer.is_later:
             offer.length = self.num_at_once(offer)
             self._is_busy = True

@@ -168,10 +168,10 @@ def test_shared_blocks_outlive_a_victim():
 
 
 def test_who_shares_starts_where_others_do_not_fit():
-    scheduler = shared(adaptive(LinearCosts()), num_gpu_blocks=8)
+    scheduler = shared(adaptive(LinearCosts()), num_gpu_blocks=10)
     scheduler.add(make_request(0, 22, 6))
     step(scheduler)
-    scheduler.add(make_request(1, 23, 4, prompt_token_ids=range(50, 73)))  # six blocks; two are free
+    scheduler.add(make_request(1, 23, 4, prompt_token_ids=range(50, 73)))  # six blocks; four are free
     step(scheduler)
     assert scheduler.num_waiting == 1
     scheduler.add(make_request(2, 23, 4))  # six blocks, of which five are there

@@ -3,14 +3,16 @@
 Who is most urgent?
     `PriorityPolicy` (`.priority`, `.orders`): `FCFSPriority`, `FairPriority`, `PriorityClasses`,
     `EarliestDeadline`, `ShortestJob`, `LeastWorkLeft`, `MultiLevelFeedback`,
-    `LongestCachedPrefix`.
+    `LongestCachedPrefix`, `UnderWayFirst`.
 May this waiting request start now?
-    `AdmissionPolicy` (`.admission`): `WatermarkAdmission`.
+    `AdmissionPolicy` (`.admission`, `.growth`): `WatermarkAdmission`, `FullLengthAdmission`, `PastFuture`,
+    `NewTokenRatio`, `FeedbackLimit`, `ExpectedGrowth`.
 How many prompt tokens ride in an iteration?
     `IterationPolicy` (`.iterations`): `MixedIterations`, `PacedIterations`, `SeparateIterations`.
 Whom to preempt when blocks run out?
     `VictimPolicy` (`.victims`): `LatestArrivalVictim`, `LeastUrgentVictim`, `OvertakerVictim`,
-    `OutrankedVictim`.
+    `OutrankedVictim`, `FewestComputedVictim`, `CostAwareVictim`,
+    `LeastLostVictim`.
 What becomes of the victim's KV?
     `ActionPolicy` (`.actions`): `AlwaysRecompute`, `SwapIfItFits`, `AdaptiveAction`.
 How does KV come back from host memory?
@@ -46,7 +48,19 @@ from jaxllm.sched.policies.actions import (
     PreemptionAction,
     SwapIfItFits,
 )
-from jaxllm.sched.policies.admission import AdmissionPolicy, WatermarkAdmission
+from jaxllm.sched.policies.admission import (
+    AdmissionPolicy,
+    LearningAdmission,
+    ReturnAdmission,
+    WatermarkAdmission,
+)
+from jaxllm.sched.policies.growth import (
+    ExpectedGrowth,
+    FeedbackLimit,
+    FullLengthAdmission,
+    NewTokenRatio,
+    PastFuture,
+)
 from jaxllm.sched.policies.iterations import (
     IterationPolicy,
     IterationState,
@@ -72,11 +86,13 @@ from jaxllm.sched.policies.orders import (
     ShortestJob,
 )
 from jaxllm.sched.policies.priority import (
+    ALL_READS,
     CachePriority,
     FairPriority,
     FCFSPriority,
     PriorityPolicy,
     SelectivePriority,
+    UnderWayFirst,
 )
 from jaxllm.sched.policies.resume import (
     OverlapAwareResume,
@@ -95,13 +111,17 @@ from jaxllm.sched.policies.retention import (
     RetentionPolicy,
 )
 from jaxllm.sched.policies.victims import (
+    CostAwareVictim,
+    FewestComputedVictim,
     LatestArrivalVictim,
+    LeastLostVictim,
     LeastUrgentVictim,
     OutrankedVictim,
     OvertakerVictim,
+    PoolVictim,
     VictimPolicy,
 )
-from jaxllm.sched.pool_state import PoolState
+from jaxllm.sched.pool_state import PoolState, Progress
 
 __all__ = [
     "QUESTIONS",
@@ -112,16 +132,23 @@ __all__ = [
     "AheadOfTime",
     "AlwaysRecompute",
     "CachePriority",
+    "CostAwareVictim",
     "CostOverIdleTime",
     "Decision",
     "EarliestDeadline",
+    "ExpectedGrowth",
     "ExpectedSaving",
     "FCFSPriority",
     "FairPriority",
+    "FeedbackLimit",
+    "FewestComputedVictim",
+    "FullLengthAdmission",
     "Hindsight",
     "IterationPolicy",
     "IterationState",
     "LatestArrivalVictim",
+    "LearningAdmission",
+    "LeastLostVictim",
     "LeastRecentlyUsed",
     "LeastUrgentVictim",
     "LeastWorkLeft",
@@ -130,6 +157,7 @@ __all__ = [
     "MixedIterations",
     "MoreUrgentFirst",
     "MultiLevelFeedback",
+    "NewTokenRatio",
     "NoOffload",
     "OffloadIfCheaper",
     "OffloadPolicy",
@@ -137,10 +165,13 @@ __all__ = [
     "OverlapAwareResume",
     "OvertakerVictim",
     "PacedIterations",
+    "PastFuture",
     "PoolState",
+    "PoolVictim",
     "PreemptionAction",
     "PriorityClasses",
     "PriorityPolicy",
+    "Progress",
     "QueueAwareRetention",
     "RestorePolicy",
     "ResumeAction",
@@ -149,12 +180,14 @@ __all__ = [
     "ResumeFirst",
     "ResumePolicy",
     "RetentionPolicy",
+    "ReturnAdmission",
     "SchedulerPolicy",
     "SchedulingPolicy",
     "SelectivePriority",
     "SeparateIterations",
     "ShortestJob",
     "SwapIfItFits",
+    "UnderWayFirst",
     "VictimPolicy",
     "WatermarkAdmission",
     "WriteBack",
@@ -176,9 +209,6 @@ QUESTIONS: Mapping[str, type] = {
     "length": LengthPolicy,
 }
 """What each part of a `SchedulerPolicy` must be."""
-
-
-_ALL_READS = ("priority", "deadline")
 
 
 def members_of(protocol: type) -> dict[str, Any]:
@@ -299,7 +329,7 @@ class SchedulerPolicy:
     @property
     def reads(self) -> tuple[str, ...]:
         """What of `priority` and `deadline` it looks at; all of it if its priority does not say."""
-        return tuple(self.priority.reads) if isinstance(self.priority, SelectivePriority) else _ALL_READS
+        return tuple(self.priority.reads) if isinstance(self.priority, SelectivePriority) else ALL_READS
 
     @property
     def shares_prefixes(self) -> bool:

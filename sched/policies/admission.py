@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.pool_state import PoolState
@@ -11,7 +11,10 @@ from jaxllm.types import Request
 
 
 class AdmissionPolicy(Protocol):
-    """Whether a waiting request may start."""
+    """Whether a waiting request may start.
+
+    It may also be a `ReturnAdmission`, a `LearningAdmission`, or both.
+    """
 
     def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
         """Whether `request` may take `num_needed` device blocks, as many as its tokens so far need.
@@ -19,6 +22,34 @@ class AdmissionPolicy(Protocol):
         Where the restore policy skips, a refusal also skips all waiting requests that are at least as long.
         The scheduler asks only while other requests hold blocks and `num_needed <= state.num_free`: a
         request that has the pool to itself always starts.
+
+        Dropped requests are asked about, too: those have started before (`Request.has_started`).
+        """
+        ...
+
+
+@runtime_checkable
+class ReturnAdmission(Protocol):
+    """An admission policy that is also asked about requests in host memory."""
+
+    def readmits(self, request: Request, num_needed: int, state: PoolState) -> bool:
+        """Whether a swapped `request` may take `num_needed` device blocks, with that for its next token.
+
+        A refusal ends the pass over the swapped requests. Not asked where nobody else could run.
+        """
+        ...
+
+
+@runtime_checkable
+class LearningAdmission(Protocol):
+    """An admission policy that learns from requests that have ended."""
+
+    def ended(self, request: Request, *, is_whole: bool) -> None:
+        """Take a request that holds nothing any more, and may never have started.
+
+        Args:
+            request: its lengths are final.
+            is_whole: whether its output was over: no `max_tokens` cut it off, and nobody gave it up.
         """
         ...
 

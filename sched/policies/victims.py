@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from jaxllm.predictors.base import CostModel
 from jaxllm.sched.policies.priority import FairPriority, PriorityPolicy
+from jaxllm.sched.pool_state import PoolState
 from jaxllm.types import Request
 
 Outranks = Callable[[Request, Request, float], bool]
@@ -26,6 +29,15 @@ class VictimPolicy(Protocol):
     @property
     def outranks(self) -> Outranks | None:
         """Asked, with the time, where nobody resumes or starts; None is never."""
+        ...
+
+
+@runtime_checkable
+class PoolVictim(VictimPolicy, Protocol):
+    """A victim policy that looks at the pools."""
+
+    def score_in(self, request: Request, state: PoolState, now: float) -> float:
+        """Asked instead of `score` when blocks run out, with the pools as they are then."""
         ...
 
 
@@ -50,6 +62,38 @@ class LeastUrgentVictim:
     def score(self, request: Request, now: float) -> float:
         """Its urgency."""
         return self.priority.score(request, now)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeastLostVictim:
+    """Preempts the longest request whose copy to the host fits there and takes about an iteration.
+
+    Requests within a factor of 1.4 count as equally long: of them the latest arrival goes. Where the copy of
+    nobody is so cheap, who has computed the fewest tokens goes: the least is lost (vLLM's issue 54644).
+
+    Args:
+        costs: predicts seconds of iterations and copies.
+        num_iterations: that a copy may take.
+    """
+
+    costs: CostModel
+    num_iterations: float = 2.0
+    outranks = None
+
+    def score(self, request: Request, now: float) -> float:
+        """Its length, coarsely."""
+        return -float(int(2.0 * math.log2(request.num_tokens)))
+
+    def score_in(self, request: Request, state: PoolState, now: float) -> float:
+        """That, if its copy is cheap; else more than that, by the tokens computed."""
+        num_blocks = len(request.block_ids)
+        if num_blocks <= state.num_host_free and self._is_cheap(num_blocks, state):
+            return self.score(request, now)
+        return float(request.num_computed_tokens)
+
+    def _is_cheap(self, num_blocks: int, state: PoolState) -> bool:
+        step = self.costs.step_seconds(max(1, state.num_running), state.num_context_tokens)
+        return self.costs.swap_out_seconds(num_blocks) <= self.num_iterations * step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,3 +131,30 @@ class OutrankedVictim:
     def outranks(self, queued: Request, holder: Request, now: float) -> bool:
         """Whether it is more urgent by the margin."""
         return self.priority.score(queued, now) > self.priority.score(holder, now) + self.margin
+
+
+@dataclasses.dataclass(frozen=True)
+class FewestComputedVictim:
+    """Preempts the request that has computed the fewest tokens: the least is lost (vLLM's issue 54644)."""
+
+    outranks = None
+
+    def score(self, request: Request, now: float) -> float:
+        """Tokens whose KV it has."""
+        return float(request.num_computed_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostAwareVictim:
+    """Preempts for the most blocks a token, of those that have most of their output before them.
+
+    That is the score of vLLM's pull request 56897. Blocks that others share count as well.
+    """
+
+    outranks = None
+
+    def score(self, request: Request, now: float) -> float:
+        """-(blocks / tokens) * (1 - output / longest output)."""
+        num_prompt, num_tokens = request.num_prompt_tokens, request.num_tokens
+        left = 1.0 - (num_tokens - num_prompt) / (request.max_total_tokens - num_prompt)
+        return -len(request.block_ids) / num_tokens * left

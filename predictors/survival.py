@@ -1,0 +1,58 @@
+"""How long outputs of an age will get: learned from those that ended, and from those that go on."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+_WINDOW = 1024
+_FIRST_GUESS = 256.0
+
+
+class OutputSurvival:
+    """The share of outputs that are longer than a number of tokens, as Kaplan and Meier (1958) estimate it.
+
+    An output that was cut off, or goes on, is known to be longer than it is. To leave it out would make
+    outputs look short, since the long ones end last. Nothing is taken to end before it is twice as long as
+    the longest one seen; beyond that the share falls with the square of the length. So it is before anything
+    is known.
+
+    Args:
+        window: how many outputs that have ended are remembered.
+        first_guess: tokens, twice which nothing is taken to end within before anything is known.
+    """
+
+    def __init__(self, window: int = _WINDOW, first_guess: float = _FIRST_GUESS) -> None:
+        self._ended: collections.deque[tuple[float, bool]] = collections.deque(maxlen=window)
+        self._first_guess = first_guess
+        self.fit(())
+
+    def add(self, num_tokens: int, *, is_whole: bool) -> None:
+        """Take an output that has ended; `is_whole` if nothing cut it off."""
+        self._ended.append((float(num_tokens), is_whole))
+
+    def fit(self, going_on: Sequence[int] | Array) -> None:
+        """Learn from what has ended, and from outputs that are `going_on`, of lengths `[N]` so far."""
+        count = len(self._ended)
+        lengths = np.empty(count + len(going_on))
+        is_whole = np.zeros(len(lengths), bool)
+        if count:
+            lengths[:count], is_whole[:count] = zip(*self._ended, strict=True)
+        lengths[count:] = going_on
+        order = np.lexsort((~is_whole, lengths))
+        # One more, that never ends, is at risk: no share is 0, however few there are.
+        at_risk = np.arange(len(lengths), 0, -1) + 1.0
+        self._lengths = np.concatenate([[0.0], lengths[order]])
+        self._shares = np.concatenate([[1.0], np.cumprod(1.0 - is_whole[order] / at_risk)])
+        self._longest = max(1.0 if is_whole.any() else self._first_guess, float(self._lengths[-1]))
+
+    def share(self, num_tokens: Array) -> Array:
+        """Share of outputs longer than each of `num_tokens`, an array of any shape."""
+        place = np.searchsorted(self._lengths, num_tokens, side="right") - 1
+        beyond = 2.0 * self._longest / np.maximum(num_tokens, 2.0 * self._longest)
+        return np.asarray(self._shares[place] * beyond**2, np.float64)
