@@ -14,7 +14,7 @@ from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.offloading import Offloader
 from jaxllm.sched.plan import Planner, PlanningPolicy
 from jaxllm.sched.planner import PolicyPlanner
-from jaxllm.sched.policies import LearningAdmission, SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.policies import LearningAdmission, Progress, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
@@ -125,6 +125,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that hold nothing and wait for a prefill."""
         return len(self._state.waiting)
+
+    @property
+    def progress(self) -> Progress:
+        """What has happened so far; only the scheduler changes it."""
+        return self._state.progress
 
     @property
     def num_running(self) -> int:

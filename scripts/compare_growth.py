@@ -1,0 +1,268 @@
+"""Long outputs on measured GPUs: how many requests to have under way, simulated.
+
+    python scripts/compare_growth.py --out out/growth.json
+
+Each cell is a GPU, a model, a load and a limit on running requests, with 64 GB of host memory, 8,192 tokens a
+step, the pool that 0.9 of the GPU's memory leaves (`jaxllm.research.simulator.gpu`), and steps and copies of
+`SiliconCostModel`. Nobody knows an output's length before it ends. Lengths are lognormal, clipped.
+Everything is sent at once, or by a Poisson process at a share of what `vllm_v1` serves when it is.
+
+`before` is the default as it was until admission by growth, kept here for the comparison;
+`adaptive_throughput` is today's and was the same. For each preset: tokens/s, mean latency, 99th percentile
+and first token over those of `vllm_v1` in the same cell and seed, swaps a request, and tokens that lost their
+KV of those computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.silicon import SiliconCostModel
+from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.simulator.gpu import pool_blocks
+from jaxllm.research.simulator.run import simulate
+from jaxllm.research.workloads import Trace
+from jaxllm.research.workloads.lengths import LognormalLengths
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import (
+    CostAwareVictim,
+    FeedbackLimit,
+    FewestComputedVictim,
+    FullLengthAdmission,
+    LeastUrgentVictim,
+    NewTokenRatio,
+    PastFuture,
+    SchedulerPolicy,
+    WatermarkAdmission,
+)
+from jaxllm.sched.presets import make_preset
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.system.output_files import OutputParser, new_file
+
+HOST_BYTES = 64e9
+LONGEST = 32768
+LOADS: Mapping[str, tuple[LognormalLengths, LognormalLengths]] = {
+    "chat": (
+        LognormalLengths(mean=200, sigma=0.8, shortest=8, longest=2000),
+        LognormalLengths(mean=300, sigma=0.8, shortest=8, longest=2000),
+    ),
+    "summary": (
+        LognormalLengths(mean=3000, sigma=0.5, shortest=500, longest=12000),
+        LognormalLengths(mean=300, sigma=0.6, shortest=20, longest=1500),
+    ),
+    "agent": (
+        LognormalLengths(mean=6000, sigma=0.5, shortest=500, longest=16000),
+        LognormalLengths(mean=600, sigma=0.8, shortest=20, longest=4000),
+    ),
+    "reasoning": (
+        LognormalLengths(mean=300, sigma=0.6, shortest=16, longest=2000),
+        LognormalLengths(mean=4000, sigma=0.6, shortest=200, longest=13000),
+    ),
+}
+"""Prompts and outputs, in tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A setting; `load` of several names joined by "+" draws each request from one of them.
+
+    `rate` is a share of what `vllm_v1` serves; None sends everything at once.
+    """
+
+    device: str
+    model: str
+    load: str
+    max_num_seqs: int
+    num_requests: int
+    rate: float | None = None
+
+
+CELLS = (
+    Cell("h100", "llama-3-8b", "chat", 1024, 3000),
+    Cell("h100", "llama-3-8b", "summary", 256, 800),
+    Cell("h100", "llama-3-8b", "agent", 256, 400),
+    Cell("a100", "llama-2-13b", "chat", 256, 800),
+    Cell("h100", "llama-3-8b", "reasoning", 256, 768),
+    Cell("h100", "llama-3-8b", "reasoning", 1024, 768),
+    Cell("a100", "llama-2-13b", "reasoning", 256, 300),
+    # Not looked at while the default was chosen:
+    Cell("h200", "llama-3-8b", "reasoning", 256, 768),
+    Cell("l40s", "llama-3-8b", "reasoning", 256, 200),
+    Cell("l40s", "llama-3-8b", "chat+agent", 256, 300),
+    Cell("h100", "llama-3-8b", "chat+summary+agent+reasoning", 256, 600),
+    Cell("h100", "llama-3-8b", "reasoning", 256, 600, rate=0.7),
+    Cell("h100", "llama-3-8b", "reasoning", 256, 600, rate=1.1),
+    Cell("a100", "llama-2-13b", "chat", 256, 800, rate=1.1),
+)
+
+
+def part(**parts: Callable[[], Any]) -> Callable[[SiliconCostModel], SchedulerPolicy]:
+    """`adaptive` with other answers, made anew each time: some learn."""
+
+    def policy(costs: SiliconCostModel) -> SchedulerPolicy:
+        changed = make_preset("adaptive", costs)
+        assert isinstance(changed, SchedulerPolicy)
+        return dataclasses.replace(changed, **{question: make() for question, make in parts.items()})
+
+    return policy
+
+
+def _none() -> WatermarkAdmission:
+    return WatermarkAdmission(0.0)
+
+
+POLICIES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
+    "vllm_v1": lambda costs: make_preset("vllm_v1", costs),
+    "before": part(admission=_none, victim=LeastUrgentVictim),
+    "adaptive_throughput": lambda costs: make_preset("adaptive_throughput", costs),
+    "adaptive": lambda costs: make_preset("adaptive", costs),
+    "adaptive, victims as before": part(victim=LeastUrgentVictim),
+    "adaptive, fewest computed": part(victim=FewestComputedVictim),
+    "adaptive, cost-aware victims": part(victim=CostAwareVictim),
+    "adaptive, no admission": part(admission=_none),
+    "adaptive, past-future": part(admission=PastFuture),
+    "adaptive, new-token ratio": part(admission=NewTokenRatio),
+    "adaptive, full lengths": part(admission=FullLengthAdmission),
+    "adaptive, feedback": part(admission=FeedbackLimit),
+}
+MAIN = ("vllm_v1", "before", "adaptive_throughput", "adaptive")
+
+
+def trace_of(cell: Cell, seed: int, served: float) -> Trace:
+    """Requests of a cell; `served` is what a rate is a share of, in requests a second."""
+    rng = np.random.default_rng(seed)
+    names = cell.load.split("+")
+    which = rng.integers(len(names), size=cell.num_requests)
+    drawn = [[lengths.sample(cell.num_requests, rng) for lengths in LOADS[name]] for name in names]
+    prompts, outputs = (np.choose(which, [of[side] for of in drawn]) for side in range(2))
+    arrivals = np.zeros(cell.num_requests)
+    if cell.rate is not None:
+        arrivals = np.cumsum(rng.exponential(1.0 / (cell.rate * served), cell.num_requests))
+    return Trace(name=cell.load, seed=seed, arrival_times=arrivals, prompt_lens=prompts, output_lens=outputs)
+
+
+def run(cell: Cell, seed: int, name: str, served: float = 1.0) -> dict[str, float]:
+    """One preset in one cell."""
+    dtype = "bfloat16" if "3" in cell.model.split("-") else "float16"
+    costs = SiliconCostModel(model_shape(cell.model, dtype), cell.device)
+    policy = POLICIES[name](costs)
+    block_bytes = costs.kv_bytes_per_token * costs.block_size
+    config = SchedulerConfig(
+        num_gpu_blocks=pool_blocks(costs),
+        block_size=costs.block_size,
+        max_model_len=LONGEST,
+        max_num_seqs=cell.max_num_seqs,
+        max_num_batched_tokens=8192,
+        num_host_blocks=int(HOST_BYTES / block_bytes) if policy.may_swap else 0,
+    )
+    scheduler = Scheduler(config, policy)
+    trace = trace_of(cell, seed, served)
+    found = simulate(trace, config, policy, costs, overlap_swaps=True, scheduler=scheduler)
+    latencies = found.finish_times - found.arrival_times
+    progress = scheduler.progress
+    return {
+        "tokens_per_second": found.num_output_tokens / found.seconds,
+        "mean_latency_seconds": float(latencies.mean()),
+        "p99_latency_seconds": float(np.percentile(latencies, 99)),
+        "mean_first_token_seconds": float((found.first_token_times - found.arrival_times).mean()),
+        "requests_per_second": cell.num_requests / found.seconds,
+        "swaps_per_request": found.num_swaps / cell.num_requests,
+        "lost_share": progress.num_lost
+        / (progress.num_lost + found.num_output_tokens + int(trace.prompt_lens.sum())),
+        "steps": found.num_steps,
+    }
+
+
+def run_cell(cell: Cell, seed: int, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Presets in a cell, and `vllm_v1`, whose rate of serving is a load of 1."""
+    served = 1.0
+    if cell.rate is not None:
+        served = run(dataclasses.replace(cell, rate=None), seed, "vllm_v1")["requests_per_second"]
+    return {name: run(cell, seed, name, served) for name in names}
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """A line for each cell and preset, means over seeds of ratios to `vllm_v1`."""
+    lines = [
+        "| cell | preset | tokens/s | mean latency | 99th percentile | first token | swaps | lost |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (cell, name), group in itertools.groupby(rows, key=lambda row: (row["cell"], row["preset"])):
+        found = list(group)
+        means = [
+            statistics.fmean(row["over_vllm_v1"][key] for row in found)
+            for key in ("tokens_per_second", "mean_latency_seconds", "p99_latency_seconds")
+        ]
+        first = statistics.fmean(row["over_vllm_v1"]["mean_first_token_seconds"] for row in found)
+        swaps = statistics.fmean(row["swaps_per_request"] for row in found)
+        lost = statistics.fmean(row["lost_share"] for row in found)
+        figures = " | ".join(f"{value:.3f}" for value in means)
+        lines.append(f"| {cell} | {name} | {figures} | {first:.2f} | {swaps:.2f} | {100 * lost:.1f} % |")
+    return "\n".join(lines)
+
+
+def name_of(cell: Cell) -> str:
+    """How tables call it."""
+    rate = "at once" if cell.rate is None else f"Poisson {cell.rate:g}"
+    return f"{cell.device}, {cell.model}, {cell.load}, {cell.max_num_seqs}, {rate}"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=new_file, required=True, help="JSON file to write")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on (default: 3)")
+    parser.add_argument("--cells", default="", help="only those whose name holds this")
+    parser.add_argument("--parts", action="store_true", help="what each part of the default is worth, too")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--scale", type=int, default=1, help="divide the numbers of requests, for a trial")
+    args = parser.parse_args(argv)
+    for name in ("seeds", "jobs", "scale"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    args.chosen = [cell for cell in CELLS if args.cells in name_of(cell)]
+    if not args.chosen:
+        known = "\n".join(map(name_of, CELLS))
+        parser.error(f"--cells {args.cells!r} is in the name of no cell; these are:\n{known}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Simulate, print a table, write one JSON file; returns the exit status."""
+    args = parse_args(argv)
+    command = command_line(["python", "scripts/compare_growth.py", *(sys.argv[1:] if argv is None else argv)])
+    names = tuple(POLICIES) if args.parts else MAIN
+    cells = [
+        dataclasses.replace(cell, num_requests=-(-cell.num_requests // args.scale)) for cell in args.chosen
+    ]
+    jobs = list(itertools.product(cells, range(args.seeds)))
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(run_cell, *zip(*[(*job, names) for job in jobs], strict=True)))
+    rows = []
+    for (cell, seed), of_cell in zip(jobs, found, strict=True):
+        for name, figures in of_cell.items():
+            base = of_cell["vllm_v1"]
+            ratios = {key: figures[key] / base[key] for key in figures if base[key]}
+            row = {"cell": name_of(cell), "preset": name, "seed": seed, **figures}
+            rows.append(row | {"over_vllm_v1": ratios})
+    order = {name: number for number, name in enumerate(names)}
+    places = {name_of(cell): number for number, cell in enumerate(cells)}
+    rows.sort(key=lambda row: (places[row["cell"]], order[row["preset"]], row["seed"]))
+    write_json(args.out, {"command": command, "rows": rows})
+    print(summary(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
