@@ -35,7 +35,8 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.bench.step_times import StepTimer
 from jaxllm.research.bench.throughput import Repetition, overhead, run_once
-from jaxllm.research.workloads import AllAtOnce, ClosedLoop, make_trace
+from jaxllm.research.workloads import AllAtOnce, ClosedLoop, Trace, make_trace
+from jaxllm.research.workloads.lengths import LognormalLengths
 from jaxllm.sched.presets import make_preset
 from jaxllm.system import hardware
 from jaxllm.types import host_blocks_of
@@ -378,6 +379,35 @@ def predictor_errors(llm: LLM, seconds: float) -> tuple[dict[str, Any], CostMode
     fits = profiler.fit(samples, is_brief=True)
     errors = {kind: dataclasses.asdict(fit.report.test) for kind, fit in fits.items()}
     return errors, profiler.costs_of(profiler.profile(samples, fits))
+
+
+def long_output_speeds(
+    llm: LLM, costs: CostModel, num_requests: int, *, blocks: int, max_num_seqs: int, longest: int
+) -> Iterator[Row]:
+    """Presets on outputs that outgrow the pool, all at once: lognormal, of up to `longest` tokens.
+
+    Device and host have so many blocks each. Requests say how many tokens they ask for, and get them.
+    """
+    config = dataclasses.replace(
+        llm.engine.scheduler.config,
+        num_gpu_blocks=blocks, num_host_blocks=blocks, max_num_seqs=max_num_seqs,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    prompts, outputs = (
+        LognormalLengths(mean=most * 0.3, sigma=0.6, shortest=2, longest=most).sample(num_requests, rng)
+        for most in (max(10, longest // 10), longest)
+    )
+    trace = Trace(
+        name="long outputs",
+        seed=0,
+        arrival_times=np.zeros(num_requests),
+        prompt_lens=prompts,
+        output_lens=outputs,
+    )
+    for preset in ("vllm_v1", "paper_strategy", "adaptive_throughput", "adaptive"):
+        calibration = OnlineCalibration(costs)
+        result = replay(llm, trace, config, make_preset(preset, calibration), costs=calibration)
+        yield {"preset": preset, "blocks": blocks, "requests": num_requests, **result.summary()}
 
 
 def preset_speeds(

@@ -70,6 +70,8 @@ class Sizes:
         requests: of the run with ShareGPT's lengths; `longest` is the longest prompt, and output, in tokens.
         profile_seconds: for the samples that predictors are fitted to.
         trace_requests, output_len, blocks, host_blocks: of the presets' comparison.
+        long_blocks, long_requests, long_seqs: of the presets' comparison on long outputs; outputs have up to
+            1.25 times `longest` tokens.
         compare_requests: of those against transformers; `compare_model` is one of `jaxllm make-model`.
         compare_seqs: most of them at once: both engines' weights and pools fit 80 GB beside each other.
     """
@@ -98,6 +100,9 @@ class Sizes:
     output_len: int = 64
     blocks: int = 128
     host_blocks: int = 64
+    long_blocks: int = 450
+    long_requests: int = 128
+    long_seqs: int = 64
     compare_model: str = "107m"
     compare_requests: int = 192
     compare_seqs: int = 64
@@ -128,6 +133,9 @@ REHEARSAL = Sizes(
     output_len=24,
     blocks=24,
     host_blocks=16,
+    long_blocks=20,
+    long_requests=8,
+    long_seqs=4,
     compare_model="tiny",
     compare_requests=4,
     compare_seqs=4,

@@ -100,11 +100,11 @@ def _memory(report: Report, sizes: Sizes, seed: int, implementation: str | None,
     name, beside = sizes.llama, sizes.batches[1]
     shape = shape_of(engine.model_config(name), name, "bfloat16")
     report.rows("swaps", engine.swap_speeds(shape, sizes.swap_blocks, sizes.matmul, found))
-    tokens = max(sizes.blocks, max(sizes.swap_blocks)) * kernels.BLOCK_SIZE
+    tokens = max(sizes.blocks, sizes.long_blocks, max(sizes.swap_blocks)) * kernels.BLOCK_SIZE
     tokens = max(tokens, sizes.max_model_len, beside * (sizes.context + 2 * kernels.BLOCK_SIZE))
     settings: dict[str, Any] = {
         "num_gpu_blocks_override": engine.blocks_for(name, tokens),
-        "num_host_blocks": sizes.host_blocks,
+        "num_host_blocks": max(sizes.host_blocks, sizes.long_blocks),
         "num_scheduler_steps": 1,
     }
     with engine.loaded(name, folder, sizes, implementation, **settings) as llm:
@@ -114,6 +114,13 @@ def _memory(report: Report, sizes: Sizes, seed: int, implementation: str | None,
         report.rows("swaps beside decode", engine.hidden_swaps(llm, sizes.swap_blocks, beside, sizes.context))
         errors, model = engine.predictor_errors(llm, sizes.profile_seconds)
         report.rows("predictors", [{"kind": kind, **of_kind} for kind, of_kind in errors.items()])
+        report.rows(
+            "presets, long outputs",
+            engine.long_output_speeds(
+                llm, model, sizes.long_requests,
+                blocks=sizes.long_blocks, max_num_seqs=sizes.long_seqs, longest=5 * sizes.longest // 4,
+            ),
+        )  # fmt: skip
         report.rows(
             "presets",
             engine.preset_speeds(
