@@ -391,6 +391,7 @@ def long_output_speeds(
     config = dataclasses.replace(
         llm.engine.scheduler.config,
         num_gpu_blocks=blocks, num_host_blocks=blocks, max_num_seqs=max_num_seqs,
+        max_prefill_seqs=min(max_num_seqs, llm.engine.scheduler.config.max_prefill_seqs),
     )  # fmt: skip
     rng = np.random.default_rng(0)
     prompts, outputs = (
