@@ -302,7 +302,7 @@ class Request:
 
     @property
     def has_started(self) -> bool:
-        """Whether an iteration has taken it in: it is under way from then until it ends."""
+        """Whether an iteration has ever taken it in."""
         return self.metrics.first_scheduled_time is not None
 
     @property

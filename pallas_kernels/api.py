@@ -230,7 +230,7 @@ def default_implementation() -> str:
 
     Native kernels on CPUs; Triton's on NVIDIA GPUs of compute capability 8.0 and newer; else XLA's. Mosaic's,
     for 9.0 and 16 bits only, is to be asked for by name: on an H100 its decode attention was slower, its
-    prefill attention 6 % faster.
+    prefill attention of 2,048 tokens 6 % faster.
     """
     device = current_device()
     # One that is only compiled for tells no compute capability: those known have 8.0 at least.
