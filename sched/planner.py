@@ -135,7 +135,7 @@ class PolicyPlanner(Planner):
         """What the victim policy says of a holder."""
         policy = self._policy.victim
         if isinstance(policy, PoolVictim):
-            return lambda request: policy.score_in(request, pools, now)
+            return policy.scorer(pools, now)
         return lambda request: policy.score(request, now)
 
     def _victim_order(self, pools: PoolState, now: float) -> list[_Rank]:

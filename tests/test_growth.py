@@ -218,7 +218,7 @@ def holder(number, tokens):
 
 
 def order(policy, holders, state):
-    return sorted(range(len(holders)), key=lambda i: (policy.score_in(holders[i], state, 0.0), -i))
+    return sorted(range(len(holders)), key=lambda i: (policy.scorer(state, 0.0)(holders[i]), -i))
 
 
 def test_the_longest_goes_whose_copy_is_cheap_and_fits_and_else_who_computed_least():

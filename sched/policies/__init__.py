@@ -3,7 +3,7 @@
 Who is most urgent?
     `PriorityPolicy` (`.priority`, `.orders`): `FCFSPriority`, `FairPriority`, `PriorityClasses`,
     `EarliestDeadline`, `ShortestJob`, `LeastWorkLeft`, `MultiLevelFeedback`,
-    `LongestCachedPrefix`, `UnderWayFirst`.
+    `LongestCachedPrefix`.
 May this waiting request start now?
     `AdmissionPolicy` (`.admission`, `.growth`): `WatermarkAdmission`, `FullLengthAdmission`, `PastFuture`,
     `NewTokenRatio`, `FeedbackLimit`, `ExpectedGrowth`.
@@ -86,13 +86,11 @@ from jaxllm.sched.policies.orders import (
     ShortestJob,
 )
 from jaxllm.sched.policies.priority import (
-    ALL_READS,
     CachePriority,
     FairPriority,
     FCFSPriority,
     PriorityPolicy,
     SelectivePriority,
-    UnderWayFirst,
 )
 from jaxllm.sched.policies.resume import (
     OverlapAwareResume,
@@ -187,7 +185,6 @@ __all__ = [
     "SeparateIterations",
     "ShortestJob",
     "SwapIfItFits",
-    "UnderWayFirst",
     "VictimPolicy",
     "WatermarkAdmission",
     "WriteBack",
@@ -209,6 +206,9 @@ QUESTIONS: Mapping[str, type] = {
     "length": LengthPolicy,
 }
 """What each part of a `SchedulerPolicy` must be."""
+
+
+_ALL_READS = ("priority", "deadline")
 
 
 def members_of(protocol: type) -> dict[str, Any]:
@@ -329,7 +329,7 @@ class SchedulerPolicy:
     @property
     def reads(self) -> tuple[str, ...]:
         """What of `priority` and `deadline` it looks at; all of it if its priority does not say."""
-        return tuple(self.priority.reads) if isinstance(self.priority, SelectivePriority) else ALL_READS
+        return tuple(self.priority.reads) if isinstance(self.priority, SelectivePriority) else _ALL_READS
 
     @property
     def shares_prefixes(self) -> bool:

@@ -8,10 +8,6 @@ from typing import Protocol, runtime_checkable
 
 from jaxllm.types import Request
 
-ALL_READS = ("priority", "deadline")
-"""What a priority that does not say is taken to look at."""
-_AHEAD = 1e15
-
 
 class PriorityPolicy(Protocol):
     """Who is most urgent.
@@ -80,27 +76,3 @@ class FairPriority:
     def group(self, request: Request) -> Hashable:
         """The length: at equal length the earlier arrival is always the more urgent."""
         return request.num_tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class UnderWayFirst:
-    """Requests that have started before those that have not; of each the more urgent one first.
-
-    Args:
-        priority: says how urgent a request is, with scores well within 1e15.
-    """
-
-    priority: PriorityPolicy
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """What of requests the other priority looks at."""
-        return tuple(self.priority.reads) if isinstance(self.priority, SelectivePriority) else ALL_READS
-
-    def score(self, request: Request, now: float) -> float:
-        """Its urgency, above all others' if it has started."""
-        return self.priority.score(request, now) + _AHEAD * request.has_started
-
-    def group(self, request: Request) -> Hashable:
-        """That of the other priority, among those that have started or have not."""
-        return request.has_started, self.priority.group(request)

@@ -36,8 +36,8 @@ class VictimPolicy(Protocol):
 class PoolVictim(VictimPolicy, Protocol):
     """A victim policy that looks at the pools."""
 
-    def score_in(self, request: Request, state: PoolState, now: float) -> float:
-        """Asked instead of `score` when blocks run out, with the pools as they are then."""
+    def scorer(self, state: PoolState, now: float) -> Callable[[Request], float]:
+        """Asked once when blocks run out, with the pools as they are then: what scores holders instead."""
         ...
 
 
@@ -84,16 +84,18 @@ class LeastLostVictim:
         """Its length, coarsely."""
         return -float(int(2.0 * math.log2(request.num_tokens)))
 
-    def score_in(self, request: Request, state: PoolState, now: float) -> float:
-        """That, if its copy is cheap; else more than that, by the tokens computed."""
-        num_blocks = len(request.block_ids)
-        if num_blocks <= state.num_host_free and self._is_cheap(num_blocks, state):
-            return self.score(request, now)
-        return float(request.num_computed_tokens)
+    def scorer(self, state: PoolState, now: float) -> Callable[[Request], float]:
+        """That of a request whose copy is cheap; else more than that, by the tokens computed."""
+        most = self.num_iterations * self.costs.step_seconds(
+            max(1, state.num_running), state.num_context_tokens
+        )
 
-    def _is_cheap(self, num_blocks: int, state: PoolState) -> bool:
-        step = self.costs.step_seconds(max(1, state.num_running), state.num_context_tokens)
-        return self.costs.swap_out_seconds(num_blocks) <= self.num_iterations * step
+        def score(request: Request) -> float:
+            num_blocks = len(request.block_ids)
+            is_cheap = num_blocks <= state.num_host_free and self.costs.swap_out_seconds(num_blocks) <= most
+            return self.score(request, now) if is_cheap else float(request.num_computed_tokens)
+
+        return score
 
 
 @dataclasses.dataclass(frozen=True)
