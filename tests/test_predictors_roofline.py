@@ -51,7 +51,7 @@ def test_importing_every_module_imports_neither_jax_nor_sklearn():
         f"import importlib, sys; [importlib.import_module(name) for name in {modules!r}]\n"
         "assert not {'jax', 'sklearn', 'scipy', 'pandas'} & sys.modules.keys(), sorted(sys.modules)"
     )
-    assert len(modules) == 17
+    assert "jaxllm.predictors.roofline" in modules
     subprocess.run([sys.executable, "-c", code], check=True, cwd=folder.parent)
 
 
