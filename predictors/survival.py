@@ -12,6 +12,8 @@ Array = NDArray[np.float64]
 
 _WINDOW = 1024
 _FIRST_GUESS = 256.0
+AHEAD = np.concatenate([[0.0], 2.0 ** np.arange(4.0, 17.0, 0.5)])
+"""Further tokens, `[A]`, at which outputs that go on are looked at."""
 
 
 class OutputSurvival:
@@ -56,3 +58,13 @@ class OutputSurvival:
         place = np.searchsorted(self._lengths, num_tokens, side="right") - 1
         beyond = 2.0 * self._longest / np.maximum(num_tokens, 2.0 * self._longest)
         return np.asarray(self._shares[place] * beyond**2, np.float64)
+
+    def going_on(self, ages: Array, limits: Array) -> Array:
+        """Share that goes on after each of `AHEAD` further tokens, `[N, A]`, of outputs `ages` `[N]` long.
+
+        None goes on at its limit `[N]`.
+        """
+        later = ages[:, None] + AHEAD
+        return np.asarray(
+            self.share(later) / self.share(ages)[:, None] * (later < limits[:, None]), np.float64
+        )

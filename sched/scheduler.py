@@ -14,7 +14,7 @@ from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.offloading import Offloader
 from jaxllm.sched.plan import Planner, PlanningPolicy
 from jaxllm.sched.planner import PolicyPlanner
-from jaxllm.sched.policies import LearningAdmission, Progress, SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.policies import LearningPolicy, Progress, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
@@ -99,6 +99,8 @@ class Scheduler:
             )
         self.config = config
         self.policy = policy
+        parts = (getattr(policy, question, None) for question in ("admission", "victim"))
+        self._learners = [part for part in parts if isinstance(part, LearningPolicy)]
         self.ledger = ledger
         self.num_scheduled = 0
         self.is_planning = False
@@ -312,11 +314,11 @@ class Scheduler:
         state.num_read.pop(request.request_id, None)
         if reason in ("stop", "length") and self.policy.length is not None:
             self.policy.length.observe(request, len(request.output_token_ids))
-        if isinstance(admission := getattr(self.policy, "admission", None), LearningAdmission):
+        for learner in self._learners:
             is_cut = (
                 request.sampling_params.max_tokens is not None if reason == "length" else reason != "stop"
             )
-            admission.ended(request, is_whole=not is_cut)
+            learner.ended(request, is_whole=not is_cut)
         if self.ledger is not None:
             self.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED

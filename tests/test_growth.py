@@ -171,10 +171,18 @@ def test_who_was_refused_stays_so_until_somebody_ends():
 
 def test_nobody_comes_back_to_lose_its_blocks_at_once():
     admission = ExpectedGrowth(num_ahead=8)
+    size = 1000  # blocks: a 64th are 250 tokens
     back = request(10, 20)
-    assert admission.readmits(back, 2, pools(100, num_free=12, running=20))  # 160 tokens: 8 for each
-    assert not admission.readmits(back, 3, pools(100, num_free=12, running=20))
-    assert not admission.admits(back, 3, pools(100, num_free=12, running=20))
+    assert admission.readmits(back, 2, pools(size, num_free=12, running=20))  # 160 tokens: 8 for each
+    assert not admission.readmits(back, 3, pools(size, num_free=12, running=20))
+    assert not admission.admits(back, 3, pools(size, num_free=12, running=20))
+
+
+def test_what_is_kept_for_those_who_run_is_a_small_share_of_the_pool():
+    """Else a small pool of short outputs stands a fifth empty."""
+    admission, back = ExpectedGrowth(), request(10, 20)
+    assert admission.readmits(back, 2, pools(128, num_free=4, running=33))  # 2 blocks, not 25
+    assert not admission.readmits(back, 3, pools(128, num_free=4, running=33))
 
 
 def test_less_is_promised_while_too_much_is_lost_and_more_while_nothing_is():
@@ -186,6 +194,9 @@ def test_less_is_promised_while_too_much_is_lost_and_more_while_nothing_is():
             )
     assert grown._share == grown.most
     assert shrunk._share == pytest.approx(0.1)
+    at_once = ExpectedGrowth()
+    at_once.has_room([request(10)], 1, pools(1000, ended=64, num_generated=6400, num_lost=6400))
+    assert at_once._share == pytest.approx(0.9 * 0.78)  # many that end together show no more than a few
     shrunk.has_room([request(10)], 1, pools(1000))  # of another scheduler
     shrunk.has_room([request(10)], 1, pools(1000, ended=8))
     assert shrunk._share > 0.1
@@ -221,14 +232,24 @@ def order(policy, holders, state):
     return sorted(range(len(holders)), key=lambda i: (policy.scorer(state, 0.0)(holders[i]), -i))
 
 
-def test_the_longest_goes_whose_copy_is_cheap_and_fits_and_else_who_computed_least():
-    policy = LeastLostVictim(Costs(), num_iterations=2.0)
-    holders = [holder(number, tokens) for number, tokens in enumerate((20, 90, 85, 200, 50))]
-    # 6 blocks are cheap; 90 and 85 tokens are alike; 200 tokens are 13 blocks.
+def test_who_occupies_most_goes_whose_copy_is_cheap_and_fits_and_else_who_computed_least():
+    policy = LeastLostVictim(Costs(), num_iterations=2.0)  # nobody has ended: the longest occupies most
+    holders = [holder(number, tokens) for number, tokens in enumerate((20, 84, 82, 200, 50))]
+    # 6 blocks are cheap; 84 and 82 tokens are alike; 200 tokens are 13 blocks.
     assert order(policy, holders, pools(100, host=50, running=5)) == [2, 1, 4, 0, 3]
     assert order(policy, holders, pools(100, host=4, running=5)) == [4, 0, 2, 1, 3]
     assert order(policy, holders, pools(100, host=0, running=5)) == [0, 4, 2, 1, 3]
     assert policy.outranks is None
+
+
+def test_of_outputs_that_all_end_alike_those_half_done_occupy_most():
+    policy = learned(LeastLostVictim(Costs(), num_iterations=9.0), [64] * 200)
+    holders = [request(16, output, number=number) for number, output in enumerate((1, 24, 62))]
+    for one in holders:
+        one.block_ids = list(range(-(-one.num_tokens // BLOCK_SIZE)))
+    assert order(policy, holders, pools(100, holders, host=50, running=3)) == [1, 0, 2]
+    holders[1].max_total_tokens = 16 + 25  # it has one token left
+    assert order(policy, holders, pools(100, holders, host=50, running=3)) == [0, 2, 1]
 
 
 def test_published_scores_of_victims():

@@ -50,7 +50,6 @@ from jaxllm.sched.policies.actions import (
 )
 from jaxllm.sched.policies.admission import (
     AdmissionPolicy,
-    LearningAdmission,
     ReturnAdmission,
     WatermarkAdmission,
 )
@@ -68,6 +67,7 @@ from jaxllm.sched.policies.iterations import (
     PacedIterations,
     SeparateIterations,
 )
+from jaxllm.sched.policies.learning import LearningPolicy
 from jaxllm.sched.policies.offload import (
     AheadOfTime,
     NoOffload,
@@ -145,7 +145,7 @@ __all__ = [
     "IterationPolicy",
     "IterationState",
     "LatestArrivalVictim",
-    "LearningAdmission",
+    "LearningPolicy",
     "LeastLostVictim",
     "LeastRecentlyUsed",
     "LeastUrgentVictim",

@@ -13,7 +13,7 @@ from jaxllm.types import Request
 class AdmissionPolicy(Protocol):
     """Whether a waiting request may start.
 
-    It may also be a `ReturnAdmission`, a `LearningAdmission`, or both.
+    It may also be a `ReturnAdmission`, a `jaxllm.sched.policies.learning.LearningPolicy`, or both.
     """
 
     def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
@@ -36,20 +36,6 @@ class ReturnAdmission(Protocol):
         """Whether a swapped `request` may take `num_needed` device blocks, with that for its next token.
 
         A refusal ends the pass over the swapped requests. Not asked where nobody else could run.
-        """
-        ...
-
-
-@runtime_checkable
-class LearningAdmission(Protocol):
-    """An admission policy that learns from requests that have ended."""
-
-    def ended(self, request: Request, *, is_whole: bool) -> None:
-        """Take a request that holds nothing any more, and may never have started.
-
-        Args:
-            request: its lengths are final.
-            is_whole: whether its output was over: no `max_tokens` cut it off, and nobody gave it up.
         """
         ...
 

@@ -18,16 +18,15 @@ from numpy.typing import NDArray
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.lengths import LengthPolicy
-from jaxllm.predictors.survival import OutputSurvival
+from jaxllm.predictors.survival import AHEAD, OutputSurvival
 from jaxllm.sched.pool_state import PoolState, Progress
 from jaxllm.types import Request
 
 Array = NDArray[np.float64]
 
-_GROWS, _SHRINKS, _LEAST = 1.01, 0.97, 0.1
+_GROWS, _SHRINKS, _LEAST = 1.08, 0.78, 0.1
 _ENDS_TO_CHANGE = 8
-_AHEAD = np.concatenate([[0.0], 2.0 ** np.arange(4.0, 17.0, 0.5)])
-"""Tokens of growth after which the pools are looked at."""
+_MOST_AHEAD = 1 / 64
 
 
 class GrowthAdmission(abc.ABC):
@@ -215,14 +214,15 @@ class ExpectedGrowth(GrowthAdmission):
     """What those under way are expected to hold, by how long outputs of their age get, is to fit both pools.
 
     Lengths are learned from outputs that ended and from those that go on (`OutputSurvival`); a `max_tokens`
-    that a request gives bounds them. How much of the pools may be promised follows from what was lost: for
-    each request that ends it grows by a hundredth, or shrinks by three if too many tokens have to be computed
-    again. And nobody comes back to lose its blocks at once.
+    that a request gives bounds them. How much of the pools may be promised follows from what was lost: once
+    eight requests have ended it grows by a twelfth, or shrinks by a fifth if too many tokens have to be
+    computed again. And nobody comes back to lose its blocks at once.
 
     Args:
         budget: tokens that may be lost for each that is generated.
         most: what may be promised at most, as a share of the blocks of device and host.
-        num_ahead: iterations for which those who run must have room when somebody starts or comes back.
+        num_ahead: iterations for which those who run must have room when somebody starts or comes back, or
+            a 64th of the pool, if that is less: where outputs are short, somebody ends soon.
 
     Raises:
         ConfigError: a number is out of range.
@@ -255,7 +255,9 @@ class ExpectedGrowth(GrowthAdmission):
 
     def readmits(self, request: Request, num_needed: int, state: PoolState) -> bool:
         """Whether those who run can then go on for a while."""
-        return (state.num_free - num_needed) * state.block_size >= self.num_ahead * state.num_running
+        num_left = (state.num_free - num_needed) * state.block_size
+        most = _MOST_AHEAD * state.num_blocks * state.block_size
+        return num_left >= min(self.num_ahead * state.num_running, most)
 
     def has_room(self, requests: Sequence[Request], num_needed: int, state: PoolState) -> bool:
         """Whether the expected peak may be promised."""
@@ -281,9 +283,9 @@ class ExpectedGrowth(GrowthAdmission):
             self._seen = 0, 0, 0
             return
         if passed < _ENDS_TO_CHANGE:
-            return
+            return  # however many ended since: all that they show is whether too much was lost
         is_lost = progress.num_lost - lost > self.budget * (progress.num_generated - generated)
-        share = self._share * (_SHRINKS if is_lost else _GROWS) ** passed
+        share = self._share * (_SHRINKS if is_lost else _GROWS)
         self._share = min(self.most, max(_LEAST, share))
         self._seen = progress.num_ended, progress.num_generated, progress.num_lost
 
@@ -296,8 +298,6 @@ class ExpectedGrowth(GrowthAdmission):
         ages = held - np.array([one.num_prompt_tokens for one in requests], np.float64)
         limits = np.array([one.max_total_tokens for one in requests], np.float64) - held + ages
         self._survival.fit(ages[:-1])
-        later = ages[:, None] + _AHEAD
-        goes_on = self._survival.share(later) / self._survival.share(ages)[:, None]
-        goes_on *= later < limits[:, None]
+        goes_on = self._survival.going_on(ages, limits)
         held *= min(1.0, num_held / held.sum())
-        return float(((held[:, None] + _AHEAD) * goes_on).sum(axis=0).max())
+        return float(((held[:, None] + AHEAD) * goes_on).sum(axis=0).max())

@@ -7,7 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.survival import AHEAD, OutputSurvival
 from jaxllm.sched.policies.priority import FairPriority, PriorityPolicy
 from jaxllm.sched.pool_state import PoolState
 from jaxllm.types import Request
@@ -17,7 +20,10 @@ Outranks = Callable[[Request, Request, float], bool]
 
 
 class VictimPolicy(Protocol):
-    """Whom to preempt."""
+    """Whom to preempt.
+
+    It may also be a `PoolVictim`, a `jaxllm.sched.policies.learning.LearningPolicy`, or both.
+    """
 
     def score(self, request: Request, now: float) -> float:
         """How much a request is to be kept: the one of the least score loses its blocks first.
@@ -64,12 +70,14 @@ class LeastUrgentVictim:
         return self.priority.score(request, now)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class LeastLostVictim:
-    """Preempts the longest request whose copy to the host fits there and takes about an iteration.
+    """Preempts who will occupy most, of those whose copy to the host fits there and takes about an iteration.
 
-    Requests within a factor of 1.4 count as equally long: of them the latest arrival goes. Where the copy of
-    nobody is so cheap, who has computed the fewest tokens goes: the least is lost (vLLM's issue 54644).
+    That is the tokens a request holds, times those it is expected to generate yet, as outputs that have ended
+    and that go on show (`OutputSurvival`). Requests within a factor of 1.4 count as equal: of them the latest
+    arrival goes. Where the copy of nobody is so cheap, who has computed the fewest tokens goes: the least is
+    lost (vLLM's issue 54644).
 
     Args:
         costs: predicts seconds of iterations and copies.
@@ -80,12 +88,25 @@ class LeastLostVictim:
     num_iterations: float = 2.0
     outranks = None
 
+    def __post_init__(self) -> None:
+        self._survival = OutputSurvival()
+
+    def ended(self, request: Request, *, is_whole: bool) -> None:
+        """Learn from its output."""
+        if request.output_token_ids:
+            self._survival.add(len(request.output_token_ids), is_whole=is_whole)
+
     def score(self, request: Request, now: float) -> float:
-        """Its length, coarsely."""
-        return -float(int(2.0 * math.log2(request.num_tokens)))
+        """What it will occupy, coarsely."""
+        age = float(request.num_tokens - request.num_prompt_tokens)
+        limit = float(request.max_total_tokens - request.num_prompt_tokens)
+        goes_on = self._survival.going_on(np.array([age]), np.array([limit]))[0]
+        left = max(1.0, float(np.trapezoid(goes_on, AHEAD)))
+        return -float(int(2.0 * math.log2(request.num_tokens * left)))
 
     def scorer(self, state: PoolState, now: float) -> Callable[[Request], float]:
         """That of a request whose copy is cheap; else more than that, by the tokens computed."""
+        self._survival.fit([one.num_tokens - one.num_prompt_tokens for one in state.under_way])
         most = self.num_iterations * self.costs.step_seconds(
             max(1, state.num_running), state.num_context_tokens
         )
