@@ -13,12 +13,13 @@ has the errors of predictors on a real device (Section 4.5, Fig. 5), from `ladde
 All ends in `results.json`, figures, `report.md`, the same as `report.html`, and long tables in `appendix.md`.
 
 `--executor sim` drives the engine's own scheduler with a virtual clock; its device is a roofline of an
-A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), nothing is
-fitted to the paper's figures. With --samples it is as noisy as the profile they are from, and predictors are
-fitted to other noisy samples and corrected while they run, as the engine's are; without, predictions are
-exact. Interrupted, it goes on where it was (`cells.jsonl`). `--executor jax` runs the engine, in pools of the
-same size, on every --model: checkpoint folders, or with `--load-format dummy` folders that hold only a
-config.json, or names of the paper's models.
+A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predictors.roofline`), or with
+`--costs silicon` kernels measured on an A100 (`jaxllm.predictors.silicon`; an A800 is one with a slower
+NVLink). Nothing is fitted to the paper's figures. With --samples it is as noisy as the profile they are from,
+and predictors are fitted to other noisy samples and corrected while they run, as the engine's are; without,
+predictions are exact. Interrupted, it goes on where it was (`cells.jsonl`). `--executor jax` runs the engine,
+in pools of the same size, on every --model: checkpoint folders, or with `--load-format dummy` folders that
+hold only a config.json, or names of the paper's models.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from paper.control import control, time_control
 from paper.models import model_folder
 from paper.page import html_of
 from sweep.options import list_of
-from sweep.simulated import DEVICE, Device, run_all
+from sweep.simulated import COSTS, DEVICE, MEASURED_DEVICE, Device, run_all
 
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.predictors.samples import load_samples
@@ -105,7 +106,7 @@ def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     return rows, facts
 
 
-def simulated_facts(samples: str | None) -> str:
+def simulated_facts(samples: str | None, costs: str) -> str:
     """What a simulation ran on."""
     noise = (
         "Predictions know it exactly, so no loss here comes from wrong predictions."
@@ -114,9 +115,14 @@ def simulated_facts(samples: str | None) -> str:
         f"`{pathlib.Path(samples).name}`; predictors are fitted to other noisy samples, and corrected by "
         "what steps took, and by what copies took that ran beside them, as the engine's are."
     )
+    device = (
+        f"a roofline, not a measurement. `{Device(MODELS[0]).costs()!r}`"
+        if costs == "roofline"
+        else f"simulated from kernels measured on an {MEASURED_DEVICE} (`jaxllm.predictors.silicon`)"
+    )
     return (
-        f"Device: a roofline, not a measurement. `{Device(MODELS[0]).costs()!r}`. {noise} Copies stop the "
-        "device, as in the published systems, except under `adaptive`, which runs them beside computation."
+        f"Device: {device}. {noise} Copies stop the device, as in the published systems, except under "
+        "`adaptive`, which runs them beside computation."
     )
 
 
@@ -134,6 +140,7 @@ def cells_of(args: argparse.Namespace, parts: Sequence[str], models: Sequence[st
         arrivals=args.arrivals,
         samples=args.samples,
         data=args.data,
+        costs=args.costs,
     )
 
 
@@ -178,6 +185,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--seeds", type=list_of(int), default="0", help="comma-separated (default: %(default)s)"
     )
     parser.add_argument("--samples", help="measurements of a real profile (`jaxllm profile --samples`)")
+    parser.add_argument("--costs", choices=COSTS, help="of the simulated device (default: roofline)")
     parser.add_argument("--measured", type=pathlib.Path, help="folder with ladder-cpu.json")
     parser.add_argument("--jobs", type=int, help="processes, with sim (default: 2)")
     parser.add_argument(
@@ -200,7 +208,12 @@ def check(args: argparse.Namespace) -> None:
         ConfigError: options are unknown, out of range or at odds.
     """
     is_simulated = args.executor == "sim"
+    if not is_simulated and args.costs is not None:
+        raise ConfigError("--costs is for --executor sim: the engine has its own")
+    args.costs = args.costs or "roofline"
     own = [part for part in PARTS if is_simulated or part not in SIMULATED_ONLY]
+    if args.costs == "silicon":  # readings vary a roofline's layout and host
+        own.remove("readings")
     if args.parts is None:
         args.parts = own
     for name, known in (("parts", own), ("datasets", DATASETS), ("presets", PRESETS)):
@@ -268,7 +281,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = [{**row, "part": cell.part} for row, cell in zip(found, cells, strict=True)]
         if "control" in args.parts:  # alone, after the other processes have ended
             rows += time_control(cells_of(args, ["control"], args.models))
-        facts = simulated_facts(args.samples)
+        facts = simulated_facts(args.samples, args.costs)
     else:
         rows, facts = run_on_engine(args)
     lines = sections.introduction(
@@ -297,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
         behind += measured.candidates(args.measured)
     values = {
         "command": command,
-        "device": DEVICE if is_simulated else facts,
+        "device": (MEASURED_DEVICE if args.costs == "silicon" else DEVICE) if is_simulated else facts,
         "seconds_of_last_start": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "cells": rows,

@@ -37,6 +37,31 @@ def reproduced(tmp_path_factory):
     return folder
 
 
+def test_the_evaluation_runs_on_measured_kernels(tmp_path):
+    options = ["--costs", "silicon", "--parts", "table3", "--datasets", "summary", "--model", "opt-13b"]
+    reproduce_paper.main([*options, "--requests", "12", "--jobs", "1", "--out-dir", str(tmp_path / "out")])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["device"] == "A100-80GB"
+    assert {cell["costs"] for cell in results["cells"]} == {"silicon"}
+    vllm = next(cell for cell in results["cells"] if cell["preset"] == "vllm")
+    same = paper.cells.Cell(
+        **{field.name: vllm[field.name] for field in dataclasses.fields(paper.cells.Cell)}
+    )
+    on_roofline = paper.cells.simulate_cell(dataclasses.replace(same, costs="roofline"))
+    assert on_roofline["output_tokens_per_second"] != vllm["output_tokens_per_second"]
+    assert "kernels measured on an A100-80GB" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_readings_and_the_engine_have_no_measured_kernels(capsys, tmp_path):
+    for options, message in (
+        (["--parts", "readings"], "there is no readings"),
+        (["--executor", "jax", "--model", "x"], "--costs is for --executor sim"),
+    ):
+        with pytest.raises(SystemExit):
+            reproduce_paper.main([*options, "--costs", "silicon", "--out-dir", str(tmp_path / "out")])
+        assert message in capsys.readouterr().err
+
+
 def test_every_cell_is_simulated(reproduced):
     results = json.loads((reproduced / "results.json").read_text())
     cells = results["cells"]

@@ -12,7 +12,13 @@ from jaxllm.research.workloads import make_trace
 
 @functools.lru_cache(maxsize=256)
 def most_tokens_per_second(
-    model: str, dataset: str, outputs: str, num_requests: int, seed: int, max_output_len: int = 64
+    model: str,
+    dataset: str,
+    outputs: str,
+    num_requests: int,
+    seed: int,
+    max_output_len: int = 64,
+    source: str = "roofline",
 ) -> float:
     """Output tokens/s if every block were in use in every iteration, and prompts and copies took no time.
 
@@ -30,7 +36,8 @@ def most_tokens_per_second(
     )
     num_steps = float(np.ceil(lengths / BLOCK_SIZE).sum()) / NUM_GPU_BLOCKS
     batch, context = len(lengths) / num_steps, float(lengths.sum()) / num_steps
-    costs = Device(model).costs()  # linear in batch and context, where reading memory takes the time
+    # Linear in batch and context, where reading memory takes the time.
+    costs = Device(model, source=source).costs()
     low, high = (costs.step_seconds(size, round(context)) for size in (int(batch), int(batch) + 1))
     seconds = num_steps * (low + (batch - int(batch)) * (high - low))
     return float(trace.output_lens.sum()) / seconds

@@ -182,7 +182,10 @@ READINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One run; `layout`, `overhead` and `overlap` as in `Reading`, `data` as for `prompts_of`."""
+    """One run; `layout`, `overhead` and `overlap` as in `Reading`, `data` as for `prompts_of`.
+
+    `costs` is the simulated device's (`sweep.simulated.COSTS`).
+    """
 
     part: str
     model: str
@@ -199,6 +202,7 @@ class Cell:
     data: str | None = None
     layout: str = "block"
     overhead: float = DEFAULT_STEP_OVERHEAD_SECONDS
+    costs: str = "roofline"
 
 
 def make_cells(
@@ -214,6 +218,7 @@ def make_cells(
     arrivals: Sequence[str] = (CLOSED_LOOP, "all"),
     samples: str | None = None,
     data: Mapping[str, str] = MappingProxyType({}),
+    costs: str = "roofline",
 ) -> list[Cell]:
     """Every run of the parts (`PARTS`); `data` has files of prompts by data set.
 
@@ -242,6 +247,7 @@ def make_cells(
                     seed=seed,
                     samples=samples,
                     data=data.get(dataset),
+                    costs=costs,
                     **changes,
                 )
             )
@@ -327,7 +333,12 @@ def fitting(trace: Trace, max_model_len: int) -> Trace:
 def simulate_cell(cell: Cell, *, is_table: bool = False) -> dict[str, Any]:
     """Simulate one cell; the result holds its fields and the summary; `is_table` as in `Device.run`."""
     device = Device(
-        cell.model, cell.layout, step_overhead=cell.overhead, samples=cell.samples, seed=cell.seed
+        cell.model,
+        cell.layout,
+        step_overhead=cell.overhead,
+        samples=cell.samples,
+        seed=cell.seed,
+        source=cell.costs,
     )
     result = device.run(
         _trace(cell),
@@ -346,7 +357,7 @@ def simulate_cell(cell: Cell, *, is_table: bool = False) -> dict[str, Any]:
 def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
     """Run one cell on the real engine, whose copies run beside computation whatever the preset.
 
-    The row says so (`overlap`), and names neither layout nor overhead, which are the simulator's; `num_cut`
+    The row says so (`overlap`), and names no layout, overhead and costs, which are the simulator's; `num_cut`
     counts prompts that were too long for the model, see `fitting`.
     """
     from jaxllm.research.bench.replay import replay
@@ -365,7 +376,7 @@ def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
     result = replay(llm, trace, config, policy, costs=costs, ledger=Ledger())
     return {
         **dataclasses.asdict(cell),
-        **{"overlap": True, "layout": None, "overhead": None},
+        **{"overlap": True, "layout": None, "overhead": None, "costs": None},
         **result.summary(),
         "num_cut": int((trace.prompt_lens < asked.prompt_lens).sum()),
         "scheduling_seconds": result.scheduling_seconds,

@@ -184,7 +184,8 @@ def memory_bound(cells: Cells, max_output_len: int = 64) -> float | None:
         if row["model"] not in published.TABLE3 or row["data"] is not None:
             return None
         of_row = row["model"], row["dataset"], row["outputs"], row["num_requests"], row["seed"]
-        found[row["seed"]] = most_tokens_per_second(*of_row, max_output_len)
+        source = row["costs"] or "roofline"
+        found[row["seed"]] = most_tokens_per_second(*of_row, max_output_len, source=source)
     return statistics.median(found.values())
 
 

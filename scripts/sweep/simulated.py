@@ -18,6 +18,7 @@ from jaxllm.predictors.base import CostModel, model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS, RooflineCostModel
+from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.research.simulator.fitted import noise_and_predictor
 from jaxllm.research.simulator.run import simulate
@@ -27,26 +28,28 @@ from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulingPolicy
 
-DEVICE = "A800-80GB-PCIe"
+DEVICE, MEASURED_DEVICE = "A800-80GB-PCIe", "A100-80GB"
 NUM_GPU_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 128, 64, 16
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 256, 2560
 LAYOUTS = ("block", "layer")
+COSTS = ("roofline", "silicon")
 
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A simulated device: a roofline, and the noise of a real profile.
+    """A simulated device: a roofline of an A800 or kernels measured on an A100, and a real profile's noise.
 
     Args:
         model: one of the paper's.
         layout: of a block in the pool. In "block" its layers lie together, as in this engine; in "layer" K
             and V of each are copied apart, as vLLM 0.2.5 does.
-        link_speed: times the data sheet's.
-        step_overhead: fixed seconds of a step.
+        link_speed: times the data sheet's, or the measured one.
+        step_overhead: fixed seconds of a step; of a roofline.
         samples: file of a real profile's measurements, whose noise to take; None for none.
         seed: of the noise, and of what the predictors are fitted to.
+        source: of the costs, of `COSTS`; measured kernels have only the layout "block".
     """
 
     model: str
@@ -55,9 +58,12 @@ class Device:
     step_overhead: float = DEFAULT_STEP_OVERHEAD_SECONDS
     samples: str | None = None
     seed: int = 0
+    source: str = "roofline"
 
-    def costs(self) -> RooflineCostModel:
+    def costs(self) -> RooflineCostModel | SiliconCostModel:
         """Without noise."""
+        if self.source == "silicon":
+            return _silicon(self.model, self.link_speed)
         shape, device = model_shape(self.model), device_spec(DEVICE)
         return RooflineCostModel(
             shape,
@@ -108,6 +114,12 @@ class Device:
 def noise_of(device: Device) -> Residuals:
     """What the device's costs are multiplied by."""
     return _noise_and_predictor(device)[0]
+
+
+@functools.lru_cache(maxsize=8)
+def _silicon(model: str, link_speed: float) -> SiliconCostModel:
+    link = device_spec(MEASURED_DEVICE).copied_per_second * link_speed
+    return SiliconCostModel(model_shape(model), MEASURED_DEVICE, block_size=BLOCK_SIZE, link=link)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,11 +1,13 @@
-"""Long outputs on measured GPUs: how many requests to have under way, simulated.
+"""The default beside published policies on measured GPUs, at the sizes and loads of today, simulated.
 
-    python scripts/compare_growth.py --out out/growth.json
+    python scripts/compare_on_silicon.py --out out/silicon.json
 
-Each cell is a GPU, a model, a load and a limit on running requests, with 64 GB of host memory, 8,192 tokens a
-step, the pool that 0.9 of the GPU's memory leaves (`jaxllm.research.simulator.gpu`), and steps and copies of
-`SiliconCostModel`. Nobody knows an output's length before it ends. Lengths are lognormal, clipped.
-Everything is sent at once, or by a Poisson process at a share of what `vllm_v1` serves when it is.
+Each cell is a model on GPUs, a load and a limit on running requests, with 64 GB of host memory, 8,192 tokens
+a step, the pool that 0.9 of the GPUs' memory leaves (`jaxllm.research.simulator.gpu`), and steps and copies
+of `SiliconCostModel`. Nobody knows an output's length before it ends. Lengths are lognormal, clipped.
+Everything is sent at once, by clients that each wait for their answer, or by a Poisson process at a share of
+what `vllm_v1` serves when it is sent at once. In cells of turns agents answer 12 times on average, 5 s apart,
+and each time begin with all that was said; the prefix cache is on, and latencies are a turn's.
 
 `before` is the default as it was until admission by growth, kept here for the comparison;
 `adaptive_throughput` is today's and was the same. For each preset: tokens/s, mean latency, 99th percentile
@@ -28,11 +30,12 @@ from typing import Any
 import numpy as np
 
 from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.lengths import TrueLength
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.simulator.gpu import pool_blocks
 from jaxllm.research.simulator.run import simulate
-from jaxllm.research.workloads import Trace
+from jaxllm.research.workloads import Poisson, Trace, make_conversations
 from jaxllm.research.workloads.lengths import LognormalLengths
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import (
@@ -50,7 +53,6 @@ from jaxllm.sched.presets import make_preset
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system.output_files import OutputParser, new_file
 
-HOST_BYTES = 64e9
 LONGEST = 32768
 LOADS: Mapping[str, tuple[LognormalLengths, LognormalLengths]] = {
     "chat": (
@@ -77,7 +79,14 @@ LOADS: Mapping[str, tuple[LognormalLengths, LognormalLengths]] = {
 class Cell:
     """A setting; `load` of several names joined by "+" draws each request from one of them.
 
-    `rate` is a share of what `vllm_v1` serves; None sends everything at once.
+    Args:
+        num_requests: of "turns", conversations.
+        rate: a share of what `vllm_v1` serves; of "turns", conversations that begin in a second. None sends
+            everything at once.
+        clients: that each send their next request when they have an answer; 0 for none.
+        gpus: that share the model, tensor parallel.
+        host_bytes: for KV.
+        num_gpu_blocks: None for what fits.
     """
 
     device: str
@@ -86,6 +95,10 @@ class Cell:
     max_num_seqs: int
     num_requests: int
     rate: float | None = None
+    clients: int = 0
+    gpus: int = 1
+    host_bytes: float = 64e9
+    num_gpu_blocks: int | None = None
 
 
 CELLS = (
@@ -104,6 +117,19 @@ CELLS = (
     Cell("h100", "llama-3-8b", "reasoning", 256, 600, rate=0.7),
     Cell("h100", "llama-3-8b", "reasoning", 256, 600, rate=1.1),
     Cell("a100", "llama-2-13b", "chat", 256, 800, rate=1.1),
+    Cell("h100", "llama-3-8b", "reasoning", 256, 600, clients=300),
+    Cell("a100", "llama-2-13b", "reasoning", 256, 200, clients=60),
+    Cell("h200", "llama-3-8b", "chat", 1024, 3000, clients=1500),
+    Cell("l40s", "llama-2-13b", "chat", 256, 600, gpus=2),
+    Cell("l40s", "llama-2-13b", "summary", 256, 200, gpus=2, rate=1.1),
+    Cell("h100", "llama-3-8b", "reasoning", 256, 600, host_bytes=8e9),
+    Cell("h100", "llama-3-8b", "reasoning", 256, 600, host_bytes=256e9),
+    Cell("h100", "llama-3-8b", "chat", 256, 300, host_bytes=0.2e9, num_gpu_blocks=384),
+    Cell("h100", "llama-3-8b", "turns", 256, 150, rate=1.0),
+    Cell("h100", "llama-3-8b", "turns", 256, 150, rate=1.0, host_bytes=16e9),
+    Cell("h100", "llama-3-8b", "turns", 256, 150, rate=1.0, host_bytes=256e9),
+    Cell("a100", "llama-2-13b", "turns", 256, 80, rate=0.1),
+    Cell("l40s", "llama-3-8b", "turns", 256, 80, rate=0.3, gpus=2),
 )
 
 
@@ -122,11 +148,15 @@ def _none() -> WatermarkAdmission:
     return WatermarkAdmission(0.0)
 
 
+def _preset(name: str) -> Callable[[SiliconCostModel], Any]:
+    return lambda costs: make_preset(name, costs)
+
+
 POLICIES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
-    "vllm_v1": lambda costs: make_preset("vllm_v1", costs),
+    "vllm_v1": _preset("vllm_v1"),
     "before": part(admission=_none, victim=LeastUrgentVictim),
-    "adaptive_throughput": lambda costs: make_preset("adaptive_throughput", costs),
-    "adaptive": lambda costs: make_preset("adaptive", costs),
+    "adaptive_throughput": _preset("adaptive_throughput"),
+    "adaptive": _preset("adaptive"),
     "adaptive, victims as before": part(victim=LeastUrgentVictim),
     "adaptive, fewest computed": part(victim=FewestComputedVictim),
     "adaptive, cost-aware victims": part(victim=CostAwareVictim),
@@ -135,12 +165,30 @@ POLICIES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
     "adaptive, new-token ratio": part(admission=NewTokenRatio),
     "adaptive, full lengths": part(admission=FullLengthAdmission),
     "adaptive, feedback": part(admission=FeedbackLimit),
+    "adaptive, true lengths": part(admission=lambda: PastFuture(lengths=TrueLength())),
 }
+CACHES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
+    name: _preset(name) for name in ("vllm_v1", "hicache", "cached_attention", "pensieve", "adaptive")
+}
+"""Compared where there are turns."""
 MAIN = ("vllm_v1", "before", "adaptive_throughput", "adaptive")
 
 
 def trace_of(cell: Cell, seed: int, served: float) -> Trace:
     """Requests of a cell; `served` is what a rate is a share of, in requests a second."""
+    if cell.load == "turns":
+        assert cell.rate is not None
+        return make_conversations(
+            cell.num_requests,
+            messages=LognormalLengths(mean=1500, sigma=0.8, shortest=20, longest=8000),
+            answers=LognormalLengths(mean=150, sigma=0.8, shortest=5, longest=1000),
+            mean_turns=12,
+            mean_think=5.0,
+            common_len=1200,
+            max_len=LONGEST - 1,
+            arrivals=Poisson(cell.rate),
+            seed=seed,
+        )
     rng = np.random.default_rng(seed)
     names = cell.load.split("+")
     which = rng.integers(len(names), size=cell.num_requests)
@@ -149,22 +197,30 @@ def trace_of(cell: Cell, seed: int, served: float) -> Trace:
     arrivals = np.zeros(cell.num_requests)
     if cell.rate is not None:
         arrivals = np.cumsum(rng.exponential(1.0 / (cell.rate * served), cell.num_requests))
-    return Trace(name=cell.load, seed=seed, arrival_times=arrivals, prompt_lens=prompts, output_lens=outputs)
+    return Trace(
+        name=cell.load,
+        seed=seed,
+        arrival_times=arrivals,
+        prompt_lens=prompts,
+        output_lens=outputs,
+        num_clients=cell.clients,
+    )
 
 
 def run(cell: Cell, seed: int, name: str, served: float = 1.0) -> dict[str, float]:
     """One preset in one cell."""
     dtype = "bfloat16" if "3" in cell.model.split("-") else "float16"
-    costs = SiliconCostModel(model_shape(cell.model, dtype), cell.device)
-    policy = POLICIES[name](costs)
+    costs = SiliconCostModel(model_shape(cell.model, dtype), cell.device, tensor_parallel=cell.gpus)
+    policy = (POLICIES | CACHES)[name](costs)
     block_bytes = costs.kv_bytes_per_token * costs.block_size
     config = SchedulerConfig(
-        num_gpu_blocks=pool_blocks(costs),
+        num_gpu_blocks=cell.num_gpu_blocks or pool_blocks(costs),
         block_size=costs.block_size,
         max_model_len=LONGEST,
         max_num_seqs=cell.max_num_seqs,
         max_num_batched_tokens=8192,
-        num_host_blocks=int(HOST_BYTES / block_bytes) if policy.may_swap else 0,
+        num_host_blocks=int(cell.host_bytes / block_bytes) if policy.may_swap else 0,
+        enable_prefix_caching=cell.load == "turns",
     )
     scheduler = Scheduler(config, policy)
     trace = trace_of(cell, seed, served)
@@ -176,8 +232,8 @@ def run(cell: Cell, seed: int, name: str, served: float = 1.0) -> dict[str, floa
         "mean_latency_seconds": float(latencies.mean()),
         "p99_latency_seconds": float(np.percentile(latencies, 99)),
         "mean_first_token_seconds": float((found.first_token_times - found.arrival_times).mean()),
-        "requests_per_second": cell.num_requests / found.seconds,
-        "swaps_per_request": found.num_swaps / cell.num_requests,
+        "requests_per_second": len(latencies) / found.seconds,
+        "swaps_per_request": found.num_swaps / len(latencies),
         "lost_share": progress.num_lost
         / (progress.num_lost + found.num_output_tokens + int(trace.prompt_lens.sum())),
         "steps": found.num_steps,
@@ -187,7 +243,9 @@ def run(cell: Cell, seed: int, name: str, served: float = 1.0) -> dict[str, floa
 def run_cell(cell: Cell, seed: int, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """Presets in a cell, and `vllm_v1`, whose rate of serving is a load of 1."""
     served = 1.0
-    if cell.rate is not None:
+    if cell.load == "turns":
+        names = tuple(CACHES)
+    elif cell.rate is not None:
         served = run(dataclasses.replace(cell, rate=None), seed, "vllm_v1")["requests_per_second"]
     return {name: run(cell, seed, name, served) for name in names}
 
@@ -215,7 +273,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def name_of(cell: Cell) -> str:
     """How tables call it."""
     rate = "at once" if cell.rate is None else f"Poisson {cell.rate:g}"
-    return f"{cell.device}, {cell.model}, {cell.load}, {cell.max_num_seqs}, {rate}"
+    rate = f"{cell.clients} clients" if cell.clients else rate
+    device = f"{cell.gpus} x {cell.device}" if cell.gpus > 1 else cell.device
+    name = f"{device}, {cell.model}, {cell.load}, {cell.max_num_seqs}, {rate}"
+    if cell.num_gpu_blocks is not None:
+        name += f", {cell.num_gpu_blocks} blocks"
+    return name if cell.host_bytes == Cell.host_bytes else f"{name}, host {cell.host_bytes / 1e9:g} GB"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -241,7 +304,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Simulate, print a table, write one JSON file; returns the exit status."""
     args = parse_args(argv)
-    command = command_line(["python", "scripts/compare_growth.py", *(sys.argv[1:] if argv is None else argv)])
+    command = command_line(
+        ["python", "scripts/compare_on_silicon.py", *(sys.argv[1:] if argv is None else argv)]
+    )
     names = tuple(POLICIES) if args.parts else MAIN
     cells = [
         dataclasses.replace(cell, num_requests=-(-cell.num_requests // args.scale)) for cell in args.chosen
@@ -256,7 +321,7 @@ def main(argv: list[str] | None = None) -> int:
             ratios = {key: figures[key] / base[key] for key in figures if base[key]}
             row = {"cell": name_of(cell), "preset": name, "seed": seed, **figures}
             rows.append(row | {"over_vllm_v1": ratios})
-    order = {name: number for number, name in enumerate(names)}
+    order = {name: number for number, name in enumerate(dict.fromkeys([*names, *CACHES]))}
     places = {name_of(cell): number for number, cell in enumerate(cells)}
     rows.sort(key=lambda row: (places[row["cell"]], order[row["preset"]], row["seed"]))
     write_json(args.out, {"command": command, "rows": rows})
