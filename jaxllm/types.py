@@ -146,6 +146,9 @@ class Request:
     `num_disk_cached_tokens` in files; `num_findable_tokens` would have been found when it was queued, if the
     policy asks. Blocks of requests of another `cache_salt` are never found.
 
+    `program_arrival_time` is when the first request of its conversation arrived, where somebody follows
+    conversations (`jaxllm.sched.holding`), else its own.
+
     `group_index` is the `arrival_index` of the first of its prompt's samples, its own if it has no others.
 
     `token_mask` says which tokens it may sample; None allows all.
@@ -185,6 +188,7 @@ class Request:
         "output_token_ids",
         "predicted_tokens",
         "priority",
+        "program_arrival_time",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
@@ -217,6 +221,7 @@ class Request:
         self.prompt_token_ids = list(prompt_token_ids)
         self.sampling_params = sampling_params
         self.arrival_time = arrival_time
+        self.program_arrival_time = arrival_time
         self.arrival_index = arrival_index
         self.group_index = arrival_index if group_index is None else group_index
         self.token_mask = token_mask

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from jaxllm.errors import KVCacheError
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request, RequestStatus
 
 
-def check_invariants(state: SchedulerState) -> None:
+def check_invariants(state: SchedulerState, held_ids: Collection[int] = ()) -> None:
     """Verify that every live request is in one place, and that blocks and slots add up.
+
+    `held_ids` are blocks that are held for nobody who is live.
 
     Raises:
         KVCacheError: something does not hold; the message says what.
@@ -58,7 +60,7 @@ def check_invariants(state: SchedulerState) -> None:
     holders += loading
     sizes |= {r: pool.blocks_for(r.kept_ranges[-1][1]) for r in holders if r.kept_ranges}
     _require_each(holders, lambda r: len(r.block_ids) == sizes[r], "table size")
-    held = [block_id for request in holders for block_id in request.block_ids]
+    held = [*held_ids, *(block_id for request in holders for block_id in request.block_ids)]
     counts = collections.Counter(held)
     _require(
         len(counts) == pool.num_used and all(pool.num_references(one) == counts[one] for one in counts),

@@ -34,12 +34,14 @@ from jaxllm.sched.policies import (
     PacedIterations,
     PriorityClasses,
     PriorityPolicy,
+    ProgramFCFS,
     ResumeFirst,
     SchedulerPolicy,
     SchedulingPolicy,
     SeparateIterations,
     ShortestJob,
     SwapIfItFits,
+    TimeToLive,
     WatermarkAdmission,
     WriteThrough,
 )
@@ -189,6 +191,23 @@ def cached_attention(costs: CostModel | None = None) -> SchedulerPolicy:
     return SchedulerPolicy(offload=WriteThrough(), retention=retention, patience=None)
 
 
+def continuum(costs: CostModel | None = None) -> SchedulerPolicy:
+    """Continuum: a turn's KV stays on the device for a time to live; conversations first come first served.
+
+    As with its offloading to host memory, every full block is copied there.
+
+    Raises:
+        ConfigError: `costs` is missing.
+    """
+    priority = ProgramFCFS()
+    return SchedulerPolicy(
+        priority=priority,
+        restore=MoreUrgentFirst(priority),
+        hold=TimeToLive(_required("continuum", costs)),
+        offload=WriteThrough(),
+    )
+
+
 def flashgen(costs: CostModel | None = None) -> SchedulerPolicy:
     """FlashGen: full blocks are copied out at once; short requests go past a long one, and give way to it."""
     restore, victim = ResumeFirst(skips=True), OvertakerVictim()
@@ -220,6 +239,7 @@ PRESETS: Mapping[str, Callable[[CostModel | None], SchedulingPolicy]] = {
     "sglang": sglang,
     "cached_attention": cached_attention,
     "flashgen": flashgen,
+    "continuum": continuum,
 }
 DEFAULT_PRESET = "adaptive"
 NEEDS_COSTS = frozenset(PRESETS) - {

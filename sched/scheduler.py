@@ -9,12 +9,13 @@ from jaxllm.errors import ConfigError, RequestError
 from jaxllm.sched.applying import Iteration
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.holding import Holding
 from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.offloading import Offloader
 from jaxllm.sched.plan import Planner, PlanningPolicy
 from jaxllm.sched.planner import PolicyPlanner
-from jaxllm.sched.policies import LearningPolicy, Progress, SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.policies import LearningPolicy, NoHold, Progress, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
@@ -117,6 +118,10 @@ class Scheduler:
         if self._files is not None:
             self._read_ahead = ReadAhead(self._state, self._files, self.policy.offload)
         self._reads: list[Read] = []
+        self._holding: Holding | None = None
+        hold = getattr(self.policy, "hold", None)
+        if self.config.enable_prefix_caching and hold is not None and not isinstance(hold, NoHold):
+            self._holding = Holding(self._state, hold)
 
     @property
     def has_unfinished(self) -> bool:
@@ -142,6 +147,11 @@ class Scheduler:
     def num_free_blocks(self) -> int:
         """Device blocks nobody holds."""
         return self._state.pool.num_free
+
+    @property
+    def held_block_ids(self) -> list[int]:
+        """Device blocks that are held for next turns, with repeats (`HoldPolicy`)."""
+        return [] if self._holding is None else self._holding.block_ids
 
     @property
     def num_swapped(self) -> int:
@@ -187,6 +197,8 @@ class Scheduler:
         self.config.check_fits(request)
         if self.policy.length is not None:
             request.predicted_tokens = self.policy.length.predict(request)
+        if self._holding is not None:
+            self._holding.recognise(request)
         state.queue(request)
         state.live[request_id] = request
 
@@ -228,6 +240,8 @@ class Scheduler:
         state.settle(copies, now)
         if self._read_ahead is not None:
             self._read_ahead.settle(copies.read, now)
+        if self._holding is not None:
+            self._holding.settle(now)
         self.is_planning = True
         if self._read_ahead is not None:
             self._read_ahead.add_reads(self._reads, now)
@@ -319,6 +333,8 @@ class Scheduler:
                 request.sampling_params.max_tokens is not None if reason == "length" else reason != "stop"
             )
             learner.ended(request, is_whole=not is_cut)
+        if self._holding is not None and reason in ("stop", "length"):
+            self._holding.keep(request, state.host.now)
         if self.ledger is not None:
             self.ledger.finished(request.request_id)
         request.status = RequestStatus.FINISHED
@@ -343,6 +359,8 @@ class Scheduler:
         """
         self._state.pool.forget_names()
         self._state.host.forget_names()
+        if self._holding is not None:
+            self._holding.forget()
         if self._offloader is not None:
             self._offloader.forget()
         if self._read_ahead is not None:
@@ -355,7 +373,7 @@ class Scheduler:
         Raises:
             KVCacheError: one is broken; the message says which.
         """
-        check_invariants(self._state)
+        check_invariants(self._state, self.held_block_ids)
 
 
 def _usage(total: int, available: int, free: int) -> PoolUsage:

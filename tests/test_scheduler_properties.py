@@ -567,7 +567,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not coming:
             assert state.host.num_blocks - state.host.num_free == len(kept)
         held = [block_id for r in self.live.values() for block_id in r.block_ids]
-        assert self.scheduler.num_free_blocks + len(set(held)) == self.num_blocks
+        for_next_turns = self.scheduler.held_block_ids
+        assert self.scheduler.num_free_blocks + len({*held, *for_next_turns}) == self.num_blocks
         assert self.is_shared or len(set(held)) == len(held)
         waiting = [r for r in self.live.values() if r.status is RequestStatus.WAITING]
         assert self.scheduler.num_waiting == len(waiting)
@@ -588,7 +589,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._commit(self.pending.popleft())
         while self.reads:
             self._step()
-        assert self.scheduler.schedule(self.now).is_empty
+        assert self.scheduler.schedule(self.now + 1e9).is_empty  # no time to live is so long
         self.scheduler.check()
         assert self.scheduler.num_free_blocks == self.num_blocks
         assert self.scheduler.num_available_host_blocks == self.num_host_blocks

@@ -3,7 +3,7 @@
 Who is most urgent?
     `PriorityPolicy` (`.priority`, `.orders`): `FCFSPriority`, `FairPriority`, `PriorityClasses`,
     `EarliestDeadline`, `ShortestJob`, `LeastWorkLeft`, `MultiLevelFeedback`,
-    `LongestCachedPrefix`.
+    `LongestCachedPrefix`, `ProgramFCFS`.
 May this waiting request start now?
     `AdmissionPolicy` (`.admission`, `.growth`): `WatermarkAdmission`, `FullLengthAdmission`, `PastFuture`,
     `NewTokenRatio`, `FeedbackLimit`, `ExpectedGrowth`.
@@ -25,6 +25,8 @@ What of the prefix cache is copied to host memory?
 Which of it stays there?
     `RetentionPolicy` (`.retention`): `LeastRecentlyUsed`, `S3FIFO`, `CostOverIdleTime`,
     `ExpectedSaving`, `Hindsight`.
+For how long does a request's KV stay on the device after its end, for the next turn?
+    `HoldPolicy` (`.holds`): `NoHold`, `TimeToLive`.
 How long will its output be?
     `LengthPolicy` (`jaxllm.predictors.lengths`): `ValuePredictor`, `RangePredictor`, `RankPredictor`,
     `TrueLength`.
@@ -60,6 +62,7 @@ from jaxllm.sched.policies.growth import (
     NewTokenRatio,
     PastFuture,
 )
+from jaxllm.sched.policies.holds import HoldPolicy, NoHold, TimeToLive
 from jaxllm.sched.policies.iterations import (
     IterationPolicy,
     IterationState,
@@ -90,6 +93,7 @@ from jaxllm.sched.policies.priority import (
     FairPriority,
     FCFSPriority,
     PriorityPolicy,
+    ProgramFCFS,
     SelectivePriority,
 )
 from jaxllm.sched.policies.resume import (
@@ -142,6 +146,7 @@ __all__ = [
     "FewestComputedVictim",
     "FullLengthAdmission",
     "Hindsight",
+    "HoldPolicy",
     "IterationPolicy",
     "IterationState",
     "LatestArrivalVictim",
@@ -156,6 +161,7 @@ __all__ = [
     "MoreUrgentFirst",
     "MultiLevelFeedback",
     "NewTokenRatio",
+    "NoHold",
     "NoOffload",
     "OffloadIfCheaper",
     "OffloadPolicy",
@@ -169,6 +175,7 @@ __all__ = [
     "PreemptionAction",
     "PriorityClasses",
     "PriorityPolicy",
+    "ProgramFCFS",
     "Progress",
     "QueueAwareRetention",
     "RestorePolicy",
@@ -185,6 +192,7 @@ __all__ = [
     "SeparateIterations",
     "ShortestJob",
     "SwapIfItFits",
+    "TimeToLive",
     "VictimPolicy",
     "WatermarkAdmission",
     "WriteBack",
@@ -203,6 +211,7 @@ QUESTIONS: Mapping[str, type] = {
     "restore": RestorePolicy,
     "offload": OffloadPolicy,
     "retention": RetentionPolicy,
+    "hold": HoldPolicy,
     "length": LengthPolicy,
 }
 """What each part of a `SchedulerPolicy` must be."""
@@ -271,7 +280,7 @@ class SchedulerPolicy:
     """One policy per question; the defaults are today's vLLM's (V1).
 
     Args:
-        priority, admission, iterations, victim, action, resume, restore, offload, retention: see the
+        priority, admission, iterations, victim, action, resume, restore, offload, retention, hold: see the
             module.
         length: predicts outputs' lengths for policies that weigh them (`Request.predicted_tokens`); None
             predicts nothing.
@@ -292,6 +301,7 @@ class SchedulerPolicy:
     restore: RestorePolicy = dataclasses.field(default_factory=lambda: ResumeFirst(skips=False))
     offload: OffloadPolicy = dataclasses.field(default_factory=NoOffload)
     retention: RetentionPolicy = dataclasses.field(default_factory=LeastRecentlyUsed)
+    hold: HoldPolicy = dataclasses.field(default_factory=NoHold)
     length: LengthPolicy | None = None
     patience: int | None = 1024
 

@@ -64,6 +64,24 @@ class FCFSPriority:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProgramFCFS:
+    """First come, first served, by the first turn of each conversation (Continuum, arXiv 2511.02230).
+
+    Of which conversation a turn is, is known where a `HoldPolicy` is asked.
+    """
+
+    reads = ()
+
+    def score(self, request: Request, now: float) -> float:
+        """The earlier the first turn came."""
+        return -request.program_arrival_time
+
+    def group(self, request: Request) -> Hashable:
+        """One for all."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
 class FairPriority:
     """AdaptiveLLM's fairness: waiting time over length, so that short requests overtake long ones."""
 

@@ -1,0 +1,95 @@
+"""For how long does a request's KV stay on the device after its end, for the next turn?"""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Protocol
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CostModel
+from jaxllm.sched.pool_state import PoolState
+
+_WINDOW = 1024
+_GUESSES = 8
+
+
+class HoldPolicy(Protocol):
+    """For how long the blocks of a request that has ended are kept from others.
+
+    They are given up earlier where those who run, or nobody, could not go on without them.
+    """
+
+    def seconds(self, num_tokens: int, queue_seconds: float, state: PoolState) -> float:
+        """For how long; 0 holds nothing. Asked once for each request that ends with blocks others can find.
+
+        Args:
+            num_tokens: in these blocks.
+            queue_seconds: for how long turns whose blocks were not held waited for their first step, of late.
+            state: how full the pools are.
+        """
+        ...
+
+    def came_back(self, seconds: float) -> None:
+        """A turn came that goes on with a request that ended so many seconds before."""
+        ...
+
+
+class NoHold:
+    """What has ended holds nothing: its blocks are found until somebody takes them (vLLM, SGLang)."""
+
+    def seconds(self, num_tokens: int, queue_seconds: float, state: PoolState) -> float:
+        """None."""
+        return 0.0
+
+    def came_back(self, seconds: float) -> None:
+        """There is nothing to learn."""
+
+
+class TimeToLive:
+    """Continuum's: the time that is worth most (arXiv 2511.02230).
+
+    That is the probability that the next turn comes within it, times the seconds of computing the KV again,
+    or of copying it back, and of queueing for its room, less the time for which others miss the share of the
+    pool. How soon turns come is learned from the last 1,024; before, gaps are taken to be exponential. How
+    many turns are the last is learned, too. Of a tool that is called it knows nothing: requests do not say.
+
+    Args:
+        costs: predicts seconds.
+        first_guess: mean gap in seconds, before any is known.
+
+    Raises:
+        ConfigError: `first_guess` is not positive and finite.
+    """
+
+    def __init__(self, costs: CostModel, first_guess: float = 2.0) -> None:
+        if not 0.0 < first_guess < math.inf:
+            raise ConfigError(f"first_guess={first_guess!r} must be positive and finite: seconds")
+        self._costs = costs
+        guesses = -first_guess * np.log1p(-(np.arange(_GUESSES) + 0.5) / _GUESSES)
+        self._gaps: collections.deque[float] = collections.deque(guesses.tolist(), maxlen=_WINDOW)
+        self._num_ended, self._num_back = 2.0, 1.0
+
+    def seconds(self, num_tokens: int, queue_seconds: float, state: PoolState) -> float:
+        """The gap, of those there were, that is worth most to wait for; 0 if none is worth anything."""
+        self._num_ended += 1.0
+        gaps = np.sort(np.array(self._gaps))
+        comes = np.arange(1, len(gaps) + 1) / len(gaps) * min(1.0, self._num_back / self._num_ended)
+        num_blocks = -(-num_tokens // state.block_size)
+        again = self._costs.step_seconds(0, 0, num_tokens, 1)
+        if state.num_host_blocks:  # where it may be
+            again = min(again, self._costs.swap_in_seconds(num_blocks))
+        benefit = again + queue_seconds
+        share = num_blocks / state.num_blocks
+        # Held until it comes, or the time is over: the integral of what has not come.
+        held = np.cumsum(np.diff(gaps, prepend=0.0) * (1.0 - np.concatenate([[0.0], comes[:-1]])))
+        worth = comes * benefit - share * held
+        best = int(worth.argmax())
+        return float(gaps[best]) if worth[best] > 0.0 else 0.0
+
+    def came_back(self, seconds: float) -> None:
+        """Remember the gap."""
+        self._gaps.append(seconds)
+        self._num_back += 1.0

@@ -1,0 +1,175 @@
+"""KV that stays on the device after a turn has ended, for the next one."""
+
+import dataclasses
+
+import pytest
+from scheduler_helpers import LinearCosts, make_request, make_scheduler, pools, take
+
+from jaxllm.errors import ConfigError
+from jaxllm.sched.policies import SchedulerPolicy, TimeToLive
+from jaxllm.sched.presets import make_preset
+
+
+class Fixed:
+    """Holds for so long, and notes what came back."""
+
+    def __init__(self, seconds):
+        self.time, self.gaps, self.asked = seconds, [], []
+
+    def seconds(self, num_tokens, queue_seconds, state):
+        self.asked.append((num_tokens, queue_seconds))
+        return self.time
+
+    def came_back(self, seconds):
+        self.gaps.append(seconds)
+
+
+def holding(seconds, **changes):
+    policy = dataclasses.replace(make_preset("continuum", LinearCosts()), hold=Fixed(seconds))
+    return make_scheduler(policy, **({"enable_prefix_caching": True, "num_gpu_blocks": 8} | changes))
+
+
+def request_of(index, tokens, arrival, num_new=1):
+    return make_request(index, len(tokens), num_new, prompt_token_ids=tokens, arrival_time=arrival)
+
+
+def play(scheduler, now):
+    """An iteration; returns its ids."""
+    output = scheduler.schedule(now)
+    take(scheduler, output)
+    scheduler.check()
+    return sorted(
+        {chunk.request.request_id for chunk in output.prefill} | {r.request_id for r in output.decode}
+    )
+
+
+def test_what_ended_is_held_until_its_time_is_over():
+    scheduler = holding(10.0)
+    scheduler.add(request_of(0, range(21), 0.0))
+    play(scheduler, 0.0)
+    assert sorted(scheduler.held_block_ids) == [0, 1, 2, 3, 4]  # five full ones
+    assert scheduler.num_free_blocks == 3
+    scheduler.schedule(9.9)
+    assert scheduler.num_free_blocks == 3
+    scheduler.schedule(10.0)
+    assert not scheduler.held_block_ids
+    assert scheduler.num_free_blocks == 8
+
+
+def test_others_wait_for_held_blocks_while_somebody_runs_and_take_them_when_nobody_does():
+    scheduler = holding(100.0)
+    scheduler.add(request_of(0, range(9), 0.0))
+    play(scheduler, 0.0)
+    assert len(scheduler.held_block_ids) == 2
+    scheduler.add(request_of(1, range(50, 60), 1.0, num_new=2))
+    scheduler.add(request_of(2, range(80, 97), 1.0))  # five blocks: not beside the first's two and its three
+    assert play(scheduler, 1.0) == ["r1"]
+    assert len(scheduler.held_block_ids) == 2
+    assert play(scheduler, 2.0) == ["r1"]
+    assert play(scheduler, 3.0) == ["r2"]
+    assert scheduler.policy.hold.asked[0] == (8, 0.0)
+
+
+def test_the_next_turn_finds_what_was_held_and_ends_the_hold():
+    scheduler = holding(100.0)
+    scheduler.add(request_of(0, range(9), 0.0))
+    play(scheduler, 0.0)
+    following = request_of(1, [*range(9), 0, 77], 3.0)
+    scheduler.add(following)
+    assert scheduler.policy.hold.gaps == [3.0]
+    play(scheduler, 3.0)
+    assert following.num_cached_tokens == 8
+    play(scheduler, 3.5)
+    assert sorted(scheduler.held_block_ids) == sorted(scheduler._holding._held[0].block_ids)
+    assert len(scheduler._holding._held) == 1  # its own; the first's went when it began
+
+
+def test_those_who_run_go_before_those_who_come_back():
+    scheduler = holding(100.0)
+    scheduler.add(request_of(0, range(17), 0.0))
+    play(scheduler, 0.0)
+    grows = request_of(1, range(50, 58), 1.0, num_new=20)  # to seven of eight blocks
+    scheduler.add(grows)
+    for now in range(1, 21):
+        play(scheduler, float(now))
+        assert grows.metrics.num_preemptions == 0
+    assert grows.is_finished
+
+
+def test_conversations_go_in_the_order_of_their_first_turns():
+    scheduler = holding(0.0, max_num_seqs=1)
+    scheduler.add(request_of(0, range(9), 0.0))
+    play(scheduler, 0.0)
+    scheduler.add(request_of(1, range(50, 59), 1.0))
+    later = request_of(2, [*range(9), 0], 2.0)
+    scheduler.add(later)
+    assert later.program_arrival_time == 0.0
+    assert play(scheduler, 2.0) == ["r2"]
+    assert play(scheduler, 3.0) == ["r1"]
+
+
+def test_how_long_turns_wait_that_were_not_held_is_told():
+    scheduler = holding(0.0)
+    scheduler.add(request_of(0, range(9), 0.0))
+    play(scheduler, 0.0)
+    scheduler.add(request_of(1, [*range(9), 0, 1, 2, 3], 1.0))
+    play(scheduler, 6.0)  # after five seconds
+    scheduler.schedule(7.0)
+    scheduler.add(request_of(2, range(50, 59), 7.0))
+    play(scheduler, 7.0)
+    assert scheduler.policy.hold.asked[-1] == (8, pytest.approx(0.5))
+
+
+def test_an_aborted_turn_and_a_reset_let_go():
+    scheduler = holding(100.0)
+    scheduler.add(request_of(0, range(9), 0.0))
+    play(scheduler, 0.0)
+    following = request_of(1, [*range(9), 0, 77], 3.0)
+    scheduler.add(following)
+    scheduler.finish(following, "abort")
+    scheduler.schedule(4.0)
+    assert scheduler.num_free_blocks == 8
+    scheduler.add(request_of(2, range(9), 5.0))
+    play(scheduler, 5.0)
+    assert scheduler.held_block_ids
+    scheduler.reset_prefix_cache()
+    assert scheduler.num_free_blocks == 8
+
+
+def test_nothing_is_held_without_a_prefix_cache_or_a_policy():
+    for policy in (make_preset("continuum", LinearCosts()), SchedulerPolicy()):
+        scheduler = make_scheduler(
+            policy, enable_prefix_caching=isinstance(policy.hold, type(SchedulerPolicy().hold))
+        )
+        scheduler.add(request_of(0, range(9), 0.0))
+        play(scheduler, 0.0)
+        assert not scheduler.held_block_ids
+
+
+@pytest.mark.parametrize(("gap", "num_tokens", "expected"), [(3.0, 40, 3.0), (3.0, 4, 0.0)])
+def test_the_time_to_live_is_the_gap_that_is_worth_most(gap, num_tokens, expected):
+    """40 tokens take 40 s again: more than 3 s of a tenth of the pool by far. 1 s, of a whole pool, is not."""
+    policy = TimeToLive(LinearCosts(prefill=1.0 if num_tokens == 40 else 0.25, decode=0.0))
+    for _ in range(2000):
+        policy.came_back(gap)
+    state = pools(num_blocks=100 if num_tokens == 40 else 1)
+    assert policy.seconds(num_tokens, 0.0, state) == expected
+
+
+def test_a_long_queue_makes_a_longer_time_worth_it_and_last_turns_a_shorter_one():
+    state = pools(num_blocks=10)
+    policy = TimeToLive(LinearCosts(prefill=0.01, decode=0.0))
+    for number in range(2000):
+        policy.came_back(1.0 + number % 2 * 9.0)  # 1 or 10 s
+    assert policy.seconds(40, 0.5, state) == 0.0  # 1 s of the whole pool
+    assert policy.seconds(40, 3.0, state) == 1.0
+    assert policy.seconds(40, 30.0, state) == 10.0
+    for _ in range(20_000):
+        policy.seconds(40, 0.0, state)  # ends nobody goes on with
+    assert policy.seconds(40, 3.0, state) == 0.0
+
+
+@pytest.mark.parametrize("guess", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_first_guess_is_checked(guess):
+    with pytest.raises(ConfigError, match=r"first_guess=.* must be positive"):
+        TimeToLive(LinearCosts(), guess)
