@@ -148,7 +148,7 @@ def test_nothing_is_held_without_a_prefix_cache_or_a_policy():
 
 @pytest.mark.parametrize(("gap", "num_tokens", "expected"), [(3.0, 40, 3.0), (3.0, 4, 0.0)])
 def test_the_time_to_live_is_the_gap_that_is_worth_most(gap, num_tokens, expected):
-    """40 tokens take 40 s again: more than 3 s of a tenth of the pool by far. 1 s, of a whole pool, is not."""
+    """40 tokens take 40 s again: more than 3 s of a tenth of the pool by far. 1 s is not, of a whole pool."""
     policy = TimeToLive(LinearCosts(prefill=1.0 if num_tokens == 40 else 0.25, decode=0.0))
     for _ in range(2000):
         policy.came_back(gap)

@@ -134,9 +134,22 @@ def test_the_command_tells_crossovers(tmp_path, capsys):
     assert rows == expected
 
 
+def test_crossovers_are_drawn(tmp_path):
+    out = tmp_path / "crossover.png"
+    options = ["plan", "llama-3-8b,llama-2-70b", "--crossover", "--device", "h100"]
+    assert main([*options, "--plot", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert main([*options, "--plot", str(out)]) == 2  # it is there
+    assert main([*options, "--plot", str(tmp_path / "crossover.pgn")]) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--plot", "x.png"],
+            "--plot draws what --crossover",
+        ),
         (["--device", "h100"], "name a MODEL and a --device"),
         (["llama-3-8b"], "name a MODEL and a --device"),
         (["--crossover", "--weights", "fp8"], "--weights means nothing with --crossover; leave it out"),

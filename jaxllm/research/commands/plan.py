@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="MODEL",
         help="folder of a checkpoint, or its config.json; without compiling also a published shape such as "
-        "llama-3-8b",
+        "llama-3-8b, and with --crossover several of these, with commas",
     )
     parser.add_argument("--device", metavar="NAME", help="a100, h100, h200, l40s, l4 or b200")
     parser.add_argument("--dtype", default="bfloat16", metavar="NAME", help="default: %(default)s")
@@ -87,6 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="only tell from which context on swapping beats recomputing: on all devices, or --device; of "
         "all published shapes, or MODEL",
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what --crossover tells")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan there")
     add_overwrite(parser)
     unused = {name: parser.get_default(name) for name in (*_OF_PROGRAMS, *_OF_SPEEDS, *_OF_BOTH)}
@@ -134,11 +135,16 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing with {other}; leave it out")
     _numbers_of("--lengths", args.lengths or _LENGTHS, 2)
     args.clients = [one[0] for one in _numbers_of("--concurrency", args.concurrency, 1)]
-    if args.json is not None:
+    if args.plot is not None and not args.crossover:
+        raise ConfigError("--plot draws what --crossover tells: pass both")
+    written = {
+        name: path for name, path in (("--json", args.json), ("--plot", args.plot)) if path is not None
+    }
+    if written:
         model = args.model or Path()
         read = model if model.name == "config.json" else model / "config.json"
-        check_distinct({"MODEL": str(read), "--json": str(args.json)})
-        check_writable({"--json": args.json}, overwrite=args.overwrite)
+        check_distinct({"MODEL": str(read), **{name: str(path) for name, path in written.items()}})
+        check_writable(written, overwrite=args.overwrite)
 
 
 def _numbers_of(option: str, text: str, count: int) -> list[tuple[int, ...]]:
@@ -255,16 +261,23 @@ def _crossover(args: argparse.Namespace) -> list[dict[str, Any]]:
     from jaxllm.predictors.devices import device_spec
     from jaxllm.predictors.silicon import ALIKE
     from jaxllm.predictors.silicon_tables import MEASURED
-    from jaxllm.research.plan.crossover import crossovers, describe_crossovers
+    from jaxllm.research.plan.crossover import crossovers, describe_crossovers, plot_crossovers
     from jaxllm.system.dtypes import dtype_of
 
     dtype = dtype_of("dtype", args.dtype)
     shapes = [model_shape(name, dtype) for name in MODEL_SHAPES]
-    if args.model is not None:
+    names = str(args.model).split(",")
+    if len(names) > 1:
+        shapes = [model_shape(name, dtype) for name in names]
+    elif args.model is not None:
         shapes = [_model(args)[1]]
     devices = [*MEASURED, *ALIKE] if args.device is None else [device_spec(args.device).name]
     found = list(crossovers(shapes, devices))
     print(describe_crossovers(found))
+    if args.plot is not None:
+        if not found:
+            raise ConfigError(f"--plot {args.plot}: no device holds the model, so there is nothing to draw")
+        plot_crossovers(found, args.plot)
     return [dataclasses.asdict(one) for one in found]
 
 

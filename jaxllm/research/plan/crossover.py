@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-from jaxllm.errors import CapacityError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import DEVICES
 from jaxllm.predictors.silicon import SiliconCostModel
+from jaxllm.research.bench.serving.plot import import_pyplot
 from jaxllm.research.simulator.gpu import pool_blocks
 
 _LONGEST = 131072
 _LINKS = 22e9, 50e9
 _MOST_GPUS = 8
+_ALONE, _BUSY = "#56b4e9", "#d55e00"
 _LEAST_POOL = 16384  # tokens that a device must have room for beside the weights
 
 
@@ -127,6 +130,55 @@ def _of(shape: ModelShape, device: str, gpus: int, link: float) -> Crossover:
         recompute_ms_of_4096=1e3 * costs.step_seconds(0, 0, 4096, 1),
         source=costs.tables.source,
     )
+
+
+def plot_crossovers(found: Sequence[Crossover], path: Path) -> None:
+    """Draw for each model, and each device and link, at which contexts swapping wins.
+
+    Args:
+        found: of at least one model.
+        path: of the image.
+
+    Raises:
+        ConfigError: matplotlib is missing, or writes no such files.
+    """
+    pyplot = import_pyplot()
+    models = list(dict.fromkeys(one.model for one in found))
+    counts = [sum(one.model == model for one in found) for model in models]
+    figure, panels = pyplot.subplots(
+        len(models),
+        1,
+        sharex=True,
+        figsize=(9, 1.2 + 0.26 * len(found)),
+        layout="constrained",
+        squeeze=False,
+        height_ratios=counts,
+    )
+    for panel, model in zip(panels.flat, models, strict=True):
+        rows = [one for one in found if one.model == model]
+        for place, one in enumerate(rows):
+            for start, colour, height in ((one.alone, _ALONE, 0.7), (one.busy, _BUSY, 0.3)):
+                if start is not None:
+                    panel.barh(place, _LONGEST - start, left=start, height=height, color=colour)
+        names = [f"{one.gpus} x {one.device}, {one.link / 1e9:.0f} GB/s" for one in rows]
+        panel.set_yticks(range(len(rows)), names, fontsize=8)
+        panel.set_ylim(len(rows) - 0.5, -0.5)
+        panel.set_title(model, loc="left", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    panel.set_xscale("log", base=2)
+    panel.set_xlim(16, _LONGEST)
+    ticks = [16 * 4**power for power in range(7)]
+    panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    panel.set_xlabel("tokens whose KV is copied out and back, or computed again")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in (_ALONE, _BUSY)]
+    labels = "swapping wins alone", f"and in steps in which {BUSY.batch} requests decode"
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
+    try:
+        figure.savefig(path, dpi=130)
+    except ValueError as error:
+        raise ConfigError(f"--plot {path}: {error}") from None
+    finally:
+        pyplot.close(figure)
 
 
 def describe_crossovers(found: Iterable[Crossover]) -> str:
