@@ -16,7 +16,6 @@ from jaxllm.sched.policies import (
     CostOverIdleTime,
     EarliestDeadline,
     ExpectedGrowth,
-    ExpectedSaving,
     FairPriority,
     FCFSPriority,
     LatestArrivalVictim,
@@ -102,8 +101,8 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
     Against `paper` prompts ride beside decodes, at a pace that does not slow these down more than needed; it
     copies back beside the steps; as many are under way as are expected to fit device and host, by how long
     outputs get, and who loses its blocks is chosen by what that costs; what the prefix cache has no room for
-    goes to the host where that pays, and what stays there is learned from use; and nobody is passed over for
-    ever. docs/results.md says what each is worth, and how it was chosen.
+    goes to the host ahead of need where that pays, and what costs most to compute again stays there; and
+    nobody is passed over for ever. docs/results.md says what each is worth, and how it was chosen.
 
     Raises:
         ConfigError: `costs` is missing.
@@ -118,7 +117,7 @@ def adaptive(costs: CostModel | None = None) -> SchedulerPolicy:
         resume=OverlapAwareResume(costs),
         restore=MoreUrgentFirst(FairPriority()),
         offload=OffloadIfCheaper(costs),
-        retention=ExpectedSaving(costs),
+        retention=CostOverIdleTime(costs),
         patience=128,
     )
 

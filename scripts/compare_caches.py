@@ -42,7 +42,6 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import (
     S3FIFO,
     AheadOfTime,
-    CostOverIdleTime,
     Hindsight,
     LeastRecentlyUsed,
     ResumeAtOnce,
@@ -100,7 +99,6 @@ PARTS: dict[str, System] = {
     "adaptive, write-through": System(_adaptive(offload=lambda costs: WriteThrough())),
     "adaptive, ahead of time": System(_adaptive(offload=lambda costs: AheadOfTime())),
     "adaptive, copies at once": System(_adaptive(resume=lambda costs: ResumeAtOnce())),
-    "adaptive, Pensieve's value": System(_adaptive(retention=CostOverIdleTime)),
     "adaptive, least recently used": System(_adaptive(retention=lambda costs: LeastRecentlyUsed())),
 }
 ENGINE_SYSTEMS = {

@@ -128,7 +128,7 @@ CELLS = (
     Cell("h100", "llama-3-8b", "turns", 256, 150, rate=1.0),
     Cell("h100", "llama-3-8b", "turns", 256, 150, rate=1.0, host_bytes=16e9),
     Cell("h100", "llama-3-8b", "turns", 256, 150, rate=1.0, host_bytes=256e9),
-    Cell("a100", "llama-2-13b", "turns", 256, 80, rate=0.1),
+    Cell("a100", "llama-2-13b", "turns", 256, 30, rate=0.1),
     Cell("l40s", "llama-3-8b", "turns", 256, 80, rate=0.3, gpus=2),
 )
 

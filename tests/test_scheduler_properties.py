@@ -17,7 +17,6 @@ from jaxllm.sched.policies import (
     AlwaysRecompute,
     CostOverIdleTime,
     Decision,
-    ExpectedSaving,
     FCFSPriority,
     LeastRecentlyUsed,
     NoOffload,
@@ -207,7 +206,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 lambda: LeastRecentlyUsed(looks_ahead=True),
                 S3FIFO,
                 lambda: CostOverIdleTime(COSTS),
-                lambda: ExpectedSaving(COSTS),
             ]
         ),
         offload=st.sampled_from([NoOffload(), WriteBack(), WriteThrough(), WriteThrough(), AheadOfTime(0.5)]),

@@ -19,7 +19,7 @@ from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.registry import Params, bind
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
-from jaxllm.sched.policies import Decision, ExpectedSaving, NoOffload, PreemptionAction, WriteBack
+from jaxllm.sched.policies import CostOverIdleTime, Decision, NoOffload, PreemptionAction, WriteBack
 from jaxllm.sched.presets import make_preset
 from jaxllm.types import CopyProgress
 
@@ -64,7 +64,7 @@ def test_only_cut_conversations_find_what_one_computed():
 
 @pytest.mark.parametrize(("num_dropped", "num_found"), [(4, 12), (8, 12), (12, 8), (20, 0)])
 def test_other_cuts_find_what_one_computed(num_dropped, num_found):
-    policy = dataclasses.replace(make_preset("vllm_v1"), retention=ExpectedSaving(LinearCosts()))
+    policy = dataclasses.replace(make_preset("vllm_v1"), retention=CostOverIdleTime(LinearCosts()))
     scheduler = make_scheduler(policy, enable_prefix_caching=True)  # looks past a missing block
     play(scheduler, cut_request(0, 22, 8))
     assert play(scheduler, cut_request(1, 22, num_dropped)) == num_found
@@ -307,7 +307,7 @@ def test_with_nothing_cached_it_is_the_shortened_prompt(each, temperature):
 
 @pytest.mark.parametrize("lost", [(8,), (6, 10, 11)])
 def test_blocks_that_are_missing_are_computed_over_what_is_left(llm, reference, lost):
-    policy = dataclasses.replace(make_preset("vllm_v1"), retention=ExpectedSaving(LinearCosts()))
+    policy = dataclasses.replace(make_preset("vllm_v1"), retention=CostOverIdleTime(LinearCosts()))
     engine = make_engine(llm, policy=policy, enable_prefix_caching=True)
     history = tokens_of(4, 71)
     run(engine, [history], GREEDY)

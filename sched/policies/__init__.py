@@ -24,7 +24,7 @@ What of the prefix cache is copied to host memory?
     `OffloadIfCheaper`.
 Which of it stays there?
     `RetentionPolicy` (`.retention`): `LeastRecentlyUsed`, `S3FIFO`, `CostOverIdleTime`,
-    `ExpectedSaving`, `Hindsight`.
+    `Hindsight`.
 For how long does a request's KV stay on the device after its end, for the next turn?
     `HoldPolicy` (`.holds`): `NoHold`, `TimeToLive`.
 How long will its output be?
@@ -106,7 +106,6 @@ from jaxllm.sched.policies.resume import (
 from jaxllm.sched.policies.retention import (
     S3FIFO,
     CostOverIdleTime,
-    ExpectedSaving,
     Hindsight,
     LeastRecentlyUsed,
     QueueAwareRetention,
@@ -139,7 +138,6 @@ __all__ = [
     "Decision",
     "EarliestDeadline",
     "ExpectedGrowth",
-    "ExpectedSaving",
     "FCFSPriority",
     "FairPriority",
     "FeedbackLimit",

@@ -141,7 +141,7 @@ class OffloadIfCheaper:
     """
 
     costs: CostModel
-    watermark: float = 0.05
+    watermark: float = 0.25
     is_eager = False
 
     def __post_init__(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -17,7 +16,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
 from jaxllm.types import BlockName
 
-_NUM_BINS = 40  # of idle times, each twice as long as the one before
 _MAX_COUNTED_USES = 3
 _MIN_SECONDS = 1e-3  # shorter intervals are as good as none
 
@@ -155,49 +153,6 @@ class CostOverIdleTime:
 
     def observe(self, piece: IdlePiece, *, is_used: bool) -> None:
         """There is nothing to learn."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpectedSaving:
-    """Ours: what a token in host memory is predicted to save a second, by how often such were asked for.
-
-    How likely a piece is asked for in the next moment is learned for each doubling of the time it has been
-    idle: uses by the time that pieces were there to be used.
-
-    Args:
-        costs: predicts seconds.
-    """
-
-    costs: CostModel
-    # As if one in ten had been used, and the less likely the longer ago.
-    _uses: list[float] = dataclasses.field(
-        default_factory=lambda: [0.1] * _NUM_BINS, init=False, repr=False, compare=False
-    )
-    _seconds: list[float] = dataclasses.field(
-        default_factory=lambda: [_MIN_SECONDS * 2.0**place for place in range(_NUM_BINS)],
-        init=False,
-        repr=False,
-        compare=False,
-    )
-    loses_heads = True
-
-    def values(self, pieces: Sequence[IdlePiece], now: float) -> Sequence[float]:
-        """The probability of a use in the next second times the seconds it saves, by token."""
-        rates = [uses / seconds for uses, seconds in zip(self._uses, self._seconds, strict=True)]
-        return [rates[self._bin(piece.idle_seconds)] * _saved_by_token(self.costs, piece) for piece in pieces]
-
-    def observe(self, piece: IdlePiece, *, is_used: bool) -> None:
-        """Count a use, and for how long there was none."""
-        last = self._bin(piece.idle_seconds)
-        start = 0.0
-        for place in range(last + 1):
-            stop = _MIN_SECONDS * 2.0 ** (place + 1)
-            self._seconds[place] += max(0.0, min(piece.idle_seconds, stop) - start)
-            start = stop
-        self._uses[last] += is_used
-
-    def _bin(self, seconds: float) -> int:
-        return min(_NUM_BINS - 1, int(math.log2(max(seconds, _MIN_SECONDS) / _MIN_SECONDS)))
 
 
 class Hindsight:
