@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from typing import Protocol
 
@@ -37,6 +38,7 @@ class HoldPolicy(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
 class NoHold:
     """What has ended holds nothing: its blocks are found until somebody takes them (vLLM, SGLang)."""
 
