@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxllm.types import Request
+
 Array = NDArray[np.float64]
 
 _WINDOW = 1024
@@ -37,6 +39,11 @@ class OutputSurvival:
     def add(self, num_tokens: int, *, is_whole: bool) -> None:
         """Take an output that has ended; `is_whole` if nothing cut it off."""
         self._ended.append((float(num_tokens), is_whole))
+
+    def ended(self, request: Request, *, is_whole: bool) -> None:
+        """Take the output of a request that has ended, if it has any."""
+        if request.output_token_ids:
+            self.add(len(request.output_token_ids), is_whole=is_whole)
 
     def fit(self, going_on: Sequence[int] | Array) -> None:
         """Learn from what has ended, and from outputs that are `going_on`, of lengths `[N]` so far."""

@@ -168,7 +168,8 @@ POLICIES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
     "adaptive, true lengths": part(admission=lambda: PastFuture(lengths=TrueLength())),
 }
 CACHES: Mapping[str, Callable[[SiliconCostModel], Any]] = {
-    name: _preset(name) for name in ("vllm_v1", "hicache", "cached_attention", "pensieve", "adaptive")
+    name: _preset(name)
+    for name in ("vllm_v1", "hicache", "cached_attention", "pensieve", "continuum", "adaptive")
 }
 """Compared where there are turns."""
 MAIN = ("vllm_v1", "before", "adaptive_throughput", "adaptive")

@@ -239,15 +239,11 @@ class ExpectedGrowth(GrowthAdmission):
                 f"most={self.most!r} at least {_LEAST:g} and finite"
             )
         self._survival = OutputSurvival()
+        self.ended = self._survival.ended
         self._share = min(1.0, self.most)
         self._seen = 0, 0, 0  # of those that ended: how many, tokens generated and lost until then
         self._num_free = 0  # requests that may start before the sum is taken again, unless one ends
         self._counted_at = 0  # ends of requests when it was
-
-    def ended(self, request: Request, *, is_whole: bool) -> None:
-        """Learn from its output."""
-        if request.output_token_ids:
-            self._survival.add(len(request.output_token_ids), is_whole=is_whole)
 
     def admits(self, request: Request, num_needed: int, state: PoolState) -> bool:
         """As `GrowthAdmission`, and as `readmits`."""

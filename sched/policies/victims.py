@@ -90,11 +90,7 @@ class LeastLostVictim:
 
     def __post_init__(self) -> None:
         self._survival = OutputSurvival()
-
-    def ended(self, request: Request, *, is_whole: bool) -> None:
-        """Learn from its output."""
-        if request.output_token_ids:
-            self._survival.add(len(request.output_token_ids), is_whole=is_whole)
+        self.ended = self._survival.ended
 
     def score(self, request: Request, now: float) -> float:
         """What it will occupy, coarsely."""
