@@ -6,6 +6,7 @@ import collections
 import dataclasses
 
 from jaxllm.sched.cache.names import BlockName
+from jaxllm.sched.plan import check_seconds
 from jaxllm.sched.policies.holds import HoldPolicy
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request
@@ -23,20 +24,20 @@ class _Turn:
     block_ids: list[int]
     until: float
     next_turn: Request | None = None
-    was_held: bool = False
 
 
 class Holding:
     """Holds what ended for as long as the policy says, and knows the turns that go on with it.
 
-    A turn goes on with the request whose last full block it begins with, be it still there or not.
+    A turn goes on with the request whose last full block it begins with, be it still there or not. Of several
+    that do, such as samples of one prompt, the first is waited for.
     """
 
     def __init__(self, state: SchedulerState, policy: HoldPolicy) -> None:
         self._state, self._policy = state, policy
         self._turns: collections.OrderedDict[BlockName, _Turn] = collections.OrderedDict()
-        self._held: list[_Turn] = []
-        self._claimed: list[_Turn] = []
+        self._held: dict[_Turn, None] = {}  # in the order in which they ended
+        self._claimed: dict[_Turn, bool] = {}  # and whether they were held then
         self._queue_seconds = 0.0
 
     @property
@@ -46,29 +47,34 @@ class Holding:
 
     def recognise(self, request: Request) -> None:
         """See whether a new request goes on with one that has ended."""
-        for name in reversed(self._state.findable(request)):
-            turn = self._turns.get(name)
-            if turn is None or turn.next_turn is not None:
-                continue
-            turn.next_turn, turn.was_held = request, turn in self._held
-            request.program_arrival_time = turn.program_arrival_time
-            self._policy.came_back(max(0.0, request.arrival_time - turn.ended_at))
-            self._claimed.append(turn)
+        found = (self._turns.get(name) for name in reversed(self._state.findable(request)))
+        turn = next((turn for turn in found if turn is not None), None)
+        if turn is None:
             return
+        request.program_arrival_time = turn.program_arrival_time
+        if turn.next_turn is None:
+            turn.next_turn = request
+            self._claimed[turn] = turn in self._held
+            self._policy.came_back(max(0.0, request.arrival_time - turn.ended_at))
 
     def keep(self, request: Request, now: float) -> None:
-        """Hold the blocks of a request that has ended, if it is worth that."""
+        """Hold the blocks of a request that has ended, if it is worth that.
+
+        Raises:
+            ConfigError: the policy answers with what is no time.
+        """
         state = self._state
-        names = state.learn_names(request, request.num_known_tokens - 1)
-        names = names[: max(0, request.num_known_tokens - 1) // state.config.block_size]
+        num_known = request.num_known_tokens - 1  # the last token's KV is not computed
+        names = state.learn_names(request, num_known)[: num_known // state.config.block_size]
         if not names:
             return
-        found = state.pool.find(names)
-        num_tokens = len(found) * state.config.block_size
-        seconds = 0.0
+        found, seconds = state.pool.find(names), 0.0
         if found:
+            num_tokens = len(found) * state.config.block_size
             pools = state.pools(state.pool.num_free)
-            seconds = self._policy.seconds(num_tokens, self._queue_seconds, pools)
+            answer = self._policy.seconds(num_tokens, self._queue_seconds, pools)
+            check_seconds(self._policy, answer)
+            seconds = answer or 0.0
         turn = _Turn(now, request.program_arrival_time, found, now + seconds)
         self._turns[names[-1]] = turn
         self._turns.move_to_end(names[-1])
@@ -76,26 +82,27 @@ class Holding:
             self._turns.popitem(last=False)
         if seconds > 0.0:
             state.pool.acquire(found)
-            self._held.append(turn)
+            self._held[turn] = None
 
     def settle(self, now: float) -> None:
         """Let go of what nobody came for in time, of what its next turn holds, and of what others need."""
-        for turn in list(self._claimed):
+        for turn, was_held in list(self._claimed.items()):
             request = turn.next_turn
             assert request is not None
-            first = request.metrics.first_scheduled_time
-            if first is None and not request.is_finished:
+            began = request.metrics.first_scheduled_time
+            if began is None and not request.is_finished:
                 continue
-            if first is not None and not turn.was_held:
-                self._queue_seconds += _NEW_SHARE * (first - request.arrival_time - self._queue_seconds)
-            self._claimed.remove(turn)
-            if turn in self._held:
-                self._let_go(turn)
-        for turn in list(self._held):
-            if turn.until <= now and turn.next_turn is None:
-                self._let_go(turn)
-        if self._held:
-            self._make_room()
+            del self._claimed[turn]
+            if began is None:  # it was given up, and may be sent again
+                turn.next_turn = None
+                continue
+            if not was_held:
+                self._queue_seconds += _NEW_SHARE * (began - request.arrival_time - self._queue_seconds)
+            self._let_go(turn)
+        for turn in [turn for turn in self._held if turn.until <= now and turn.next_turn is None]:
+            self._let_go(turn)
+        if self._held and (num_missing := self._num_needed() - self._state.pool.num_free) > 0:
+            self._make_room(num_missing)
 
     def forget(self) -> None:
         """Hold nothing, and know nobody who ended."""
@@ -104,21 +111,26 @@ class Holding:
         self._turns.clear()
         self._claimed.clear()
 
-    def _make_room(self) -> None:
-        """Give up those whose time is over first, until all who run can, or else the first that is queued."""
+    def _num_needed(self) -> int:
+        """Free blocks without which not all who run can go on, or else not the first that is queued."""
         state = self._state
-        size, batch = state.config.block_size, state.config.max_num_batched_tokens
-        if state.num_holders:
-            prompts = sum(request.num_to_compute for request in state.prompts)
-            needed = len(state.running) + len(state.prompts) + -(-min(prompts, batch) // size)
-        else:
+        if not state.num_holders:
             first = state.first_queued()
-            needed = 0 if first is None else state.pool.blocks_for(first.num_tokens + 1)
+            return 0 if first is None else state.pool.blocks_for(first.num_tokens + 1)
+        num_prompt_tokens = sum([request.num_to_compute for request in state.prompts])
+        num_computed = min(num_prompt_tokens, state.config.max_num_batched_tokens)
+        return len(state.running) + len(state.prompts) + state.pool.blocks_for(num_computed)
+
+    def _make_room(self, num_blocks: int) -> None:
+        """Give up those whose time is over first, until so many more blocks are free."""
+        enough = self._state.pool.num_free + num_blocks
         for turn in sorted(self._held, key=lambda turn: turn.until):
-            if state.pool.num_free >= needed:
+            if self._state.pool.num_free >= enough:
                 return
             self._let_go(turn)
 
     def _let_go(self, turn: _Turn) -> None:
-        self._held.remove(turn)
-        self._state.pool.release(turn.block_ids)
+        """No longer hold it, if it is held."""
+        if turn in self._held:
+            del self._held[turn]
+            self._state.pool.release(turn.block_ids)

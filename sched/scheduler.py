@@ -16,6 +16,7 @@ from jaxllm.sched.offloading import Offloader
 from jaxllm.sched.plan import Planner, PlanningPolicy
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import LearningPolicy, NoHold, Progress, SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
@@ -119,8 +120,9 @@ class Scheduler:
             self._read_ahead = ReadAhead(self._state, self._files, self.policy.offload)
         self._reads: list[Read] = []
         self._holding: Holding | None = None
-        hold = getattr(self.policy, "hold", None)
-        if self.config.enable_prefix_caching and hold is not None and not isinstance(hold, NoHold):
+        hold, priority = getattr(self.policy, "hold", NoHold()), self.policy.priority
+        follows = isinstance(priority, ProgramPriority) and priority.follows_programs
+        if self.config.enable_prefix_caching and (follows or not isinstance(hold, NoHold)):
             self._holding = Holding(self._state, hold)
 
     @property

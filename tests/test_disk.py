@@ -760,6 +760,21 @@ def test_two_processes_share_a_folder(tmp_path):
     assert check_whole(files, 30, (size,)) > 0
 
 
+def test_a_read_just_before_the_write_does_not_forget_what_was_written(tmp_path, monkeypatch):
+    """Else there is room for one more than `max_bytes` until the file is seen again."""
+    files, block = keep(tmp_path), block_of(0)
+
+    def too_early(*_):
+        monkeypatch.undo()
+        assert files.write(NAMES[0], block)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(disk, "open", too_early, raising=False)
+    assert files.read(NAMES[0]) is None
+    assert NAMES[0] in files
+    assert files.num_bytes == total(tmp_path)
+
+
 def test_threads_share_an_object(tmp_path):
     shape, max_bytes = (1000,), 8 * 4056
     files = keep(tmp_path, shape=shape, max_bytes=max_bytes)

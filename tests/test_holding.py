@@ -6,7 +6,7 @@ import pytest
 from scheduler_helpers import LinearCosts, make_request, make_scheduler, pools, take
 
 from jaxllm.errors import ConfigError
-from jaxllm.sched.policies import SchedulerPolicy, TimeToLive
+from jaxllm.sched.policies import MoreUrgentFirst, ProgramFCFS, SchedulerPolicy, TimeToLive
 from jaxllm.sched.presets import make_preset
 
 
@@ -43,6 +43,14 @@ def play(scheduler, now):
     )
 
 
+def after_a_turn(seconds, **changes):
+    """Nine tokens have been answered with a 0, and two blocks are held for so long."""
+    scheduler = holding(seconds, **changes)
+    scheduler.add(request_of(0, range(9), 0.0))
+    play(scheduler, 0.0)
+    return scheduler
+
+
 def test_what_ended_is_held_until_its_time_is_over():
     scheduler = holding(10.0)
     scheduler.add(request_of(0, range(21), 0.0))
@@ -57,9 +65,7 @@ def test_what_ended_is_held_until_its_time_is_over():
 
 
 def test_others_wait_for_held_blocks_while_somebody_runs_and_take_them_when_nobody_does():
-    scheduler = holding(100.0)
-    scheduler.add(request_of(0, range(9), 0.0))
-    play(scheduler, 0.0)
+    scheduler = after_a_turn(100.0)
     assert len(scheduler.held_block_ids) == 2
     scheduler.add(request_of(1, range(50, 60), 1.0, num_new=2))
     scheduler.add(request_of(2, range(80, 97), 1.0))  # five blocks: not beside the first's two and its three
@@ -71,16 +77,14 @@ def test_others_wait_for_held_blocks_while_somebody_runs_and_take_them_when_nobo
 
 
 def test_the_next_turn_finds_what_was_held_and_ends_the_hold():
-    scheduler = holding(100.0)
-    scheduler.add(request_of(0, range(9), 0.0))
-    play(scheduler, 0.0)
+    scheduler = after_a_turn(100.0)
     following = request_of(1, [*range(9), 0, 77], 3.0)
     scheduler.add(following)
     assert scheduler.policy.hold.gaps == [3.0]
     play(scheduler, 3.0)
     assert following.num_cached_tokens == 8
     play(scheduler, 3.5)
-    assert sorted(scheduler.held_block_ids) == sorted(scheduler._holding._held[0].block_ids)
+    assert sorted(scheduler.held_block_ids) == sorted(next(iter(scheduler._holding._held)).block_ids)
     assert len(scheduler._holding._held) == 1  # its own; the first's went when it began
 
 
@@ -97,9 +101,7 @@ def test_those_who_run_go_before_those_who_come_back():
 
 
 def test_conversations_go_in_the_order_of_their_first_turns():
-    scheduler = holding(0.0, max_num_seqs=1)
-    scheduler.add(request_of(0, range(9), 0.0))
-    play(scheduler, 0.0)
+    scheduler = after_a_turn(0.0, max_num_seqs=1)
     scheduler.add(request_of(1, range(50, 59), 1.0))
     later = request_of(2, [*range(9), 0], 2.0)
     scheduler.add(later)
@@ -109,9 +111,7 @@ def test_conversations_go_in_the_order_of_their_first_turns():
 
 
 def test_how_long_turns_wait_that_were_not_held_is_told():
-    scheduler = holding(0.0)
-    scheduler.add(request_of(0, range(9), 0.0))
-    play(scheduler, 0.0)
+    scheduler = after_a_turn(0.0)
     scheduler.add(request_of(1, [*range(9), 0, 1, 2, 3], 1.0))
     play(scheduler, 6.0)  # after five seconds
     scheduler.schedule(7.0)
@@ -120,30 +120,76 @@ def test_how_long_turns_wait_that_were_not_held_is_told():
     assert scheduler.policy.hold.asked[-1] == (8, pytest.approx(0.5))
 
 
-def test_an_aborted_turn_and_a_reset_let_go():
-    scheduler = holding(100.0)
-    scheduler.add(request_of(0, range(9), 0.0))
-    play(scheduler, 0.0)
-    following = request_of(1, [*range(9), 0, 77], 3.0)
-    scheduler.add(following)
-    scheduler.finish(following, "abort")
+def test_a_turn_that_is_given_up_may_be_sent_again():
+    scheduler = after_a_turn(100.0)
+    given_up = request_of(1, [*range(9), 0, 77], 3.0)
+    scheduler.add(given_up)
+    scheduler.finish(given_up, "abort")
     scheduler.schedule(4.0)
-    assert scheduler.num_free_blocks == 8
-    scheduler.add(request_of(2, range(9), 5.0))
+    assert len(scheduler.held_block_ids) == 2
+    again = request_of(2, [*range(9), 0, 77], 5.0)
+    scheduler.add(again)
+    assert again.program_arrival_time == 0.0
+    assert scheduler.policy.hold.gaps == [3.0, 5.0]
     play(scheduler, 5.0)
+    assert again.num_cached_tokens == 8
+
+
+def test_samples_of_one_prompt_are_one_turn():
+    scheduler = after_a_turn(100.0)
+    samples = [request_of(number, [*range(9), 0, 77], 3.0, num_new=4) for number in (1, 2, 3)]
+    for one in samples:
+        scheduler.add(one)
+    assert [one.program_arrival_time for one in samples] == [0.0] * 3
+    assert scheduler.policy.hold.gaps == [3.0]
+    play(scheduler, 3.0)
+    play(scheduler, 3.1)
+    assert all(one.num_cached_tokens == 8 for one in samples)
+    assert not scheduler.held_block_ids
+
+
+def test_a_turn_that_nobody_sends_again_is_let_go_in_time():
+    scheduler = after_a_turn(10.0)
+    given_up = request_of(1, [*range(9), 0, 77], 3.0)
+    scheduler.add(given_up)
+    scheduler.finish(given_up, "abort")
+    scheduler.schedule(10.0)
+    assert scheduler.num_free_blocks == 8
+
+
+def test_a_reset_lets_go():
+    scheduler = after_a_turn(100.0)
     assert scheduler.held_block_ids
     scheduler.reset_prefix_cache()
     assert scheduler.num_free_blocks == 8
 
 
 def test_nothing_is_held_without_a_prefix_cache_or_a_policy():
-    for policy in (make_preset("continuum", LinearCosts()), SchedulerPolicy()):
-        scheduler = make_scheduler(
-            policy, enable_prefix_caching=isinstance(policy.hold, type(SchedulerPolicy().hold))
-        )
+    for policy, has_cache in ((make_preset("continuum", LinearCosts()), False), (SchedulerPolicy(), True)):
+        scheduler = make_scheduler(policy, enable_prefix_caching=has_cache)
         scheduler.add(request_of(0, range(9), 0.0))
         play(scheduler, 0.0)
         assert not scheduler.held_block_ids
+
+
+def test_conversations_are_followed_where_nothing_is_held():
+    priority = ProgramFCFS()
+    policy = SchedulerPolicy(priority=priority, restore=MoreUrgentFirst(priority))
+    scheduler = make_scheduler(policy, enable_prefix_caching=True)
+    scheduler.add(request_of(0, range(9), 0.0))
+    play(scheduler, 0.0)
+    following = request_of(1, [*range(9), 0, 77], 3.0)
+    scheduler.add(following)
+    assert following.program_arrival_time == 0.0
+    assert not scheduler.held_block_ids
+
+
+@pytest.mark.parametrize("answer", [-1.0, float("nan"), float("inf"), "long"])
+def test_what_is_no_time_is_refused(answer):
+    scheduler = holding(answer)
+    scheduler.add(request_of(0, range(9), 0.0))
+    with pytest.raises(ConfigError, match="predict seconds of at least 0"):
+        play(scheduler, 0.0)
 
 
 @pytest.mark.parametrize(("gap", "num_tokens", "expected"), [(3.0, 40, 3.0), (3.0, 4, 0.0)])

@@ -12,7 +12,7 @@ from jaxllm.types import Request
 class PriorityPolicy(Protocol):
     """Who is most urgent.
 
-    It may also be a `SelectivePriority` or a `CachePriority`.
+    It may also be a `SelectivePriority`, a `CachePriority` or a `ProgramPriority`.
     """
 
     def score(self, request: Request, now: float) -> float:
@@ -48,6 +48,19 @@ class CachePriority(Protocol):
         ...
 
 
+@runtime_checkable
+class ProgramPriority(Protocol):
+    """A priority that may look at `Request.program_arrival_time`, which is the request's own for any other.
+
+    Conversations are known by what the prefix cache calls their blocks, so they are not without one.
+    """
+
+    @property
+    def follows_programs(self) -> bool:
+        """Whether conversations are followed."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class FCFSPriority:
     """First come, first served. A preempted request keeps its arrival, so it goes to the front."""
@@ -65,12 +78,10 @@ class FCFSPriority:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFCFS:
-    """First come, first served, by the first turn of each conversation (Continuum, arXiv 2511.02230).
-
-    Of which conversation a turn is, is known where a `HoldPolicy` is asked.
-    """
+    """First come, first served, by the first turn of each conversation (Continuum, arXiv 2511.02230)."""
 
     reads = ()
+    follows_programs = True
 
     def score(self, request: Request, now: float) -> float:
         """The earlier the first turn came."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -94,15 +93,21 @@ class LeastLostVictim:
 
     def score(self, request: Request, now: float) -> float:
         """What it will occupy, coarsely."""
-        age = float(request.num_tokens - request.num_prompt_tokens)
-        limit = float(request.max_total_tokens - request.num_prompt_tokens)
-        goes_on = self._survival.going_on(np.array([age]), np.array([limit]))[0]
-        left = max(1.0, float(np.trapezoid(goes_on, AHEAD)))
-        return -float(int(2.0 * math.log2(request.num_tokens * left)))
+        return self._scores([request])[0]
+
+    def _scores(self, requests: Sequence[Request]) -> list[float]:
+        held = np.array([one.num_tokens for one in requests], np.float64)
+        prompts = np.array([one.num_prompt_tokens for one in requests], np.float64)
+        limits = np.array([one.max_total_tokens for one in requests], np.float64) - prompts
+        goes_on = self._survival.going_on(held - prompts, limits)
+        left = np.maximum(1.0, np.trapezoid(goes_on, AHEAD, axis=1))
+        return (-np.floor(2.0 * np.log2(held * left))).tolist()
 
     def scorer(self, state: PoolState, now: float) -> Callable[[Request], float]:
         """That of a request whose copy is cheap; else more than that, by the tokens computed."""
-        self._survival.fit([one.num_tokens - one.num_prompt_tokens for one in state.under_way])
+        under_way = list(state.under_way)
+        self._survival.fit([one.num_tokens - one.num_prompt_tokens for one in under_way])
+        scores = dict(zip(map(id, under_way), self._scores(under_way), strict=True))
         most = self.num_iterations * self.costs.step_seconds(
             max(1, state.num_running), state.num_context_tokens
         )
@@ -110,7 +115,10 @@ class LeastLostVictim:
         def score(request: Request) -> float:
             num_blocks = len(request.block_ids)
             is_cheap = num_blocks <= state.num_host_free and self.costs.swap_out_seconds(num_blocks) <= most
-            return self.score(request, now) if is_cheap else float(request.num_computed_tokens)
+            if not is_cheap:
+                return float(request.num_computed_tokens)
+            known = scores.get(id(request))
+            return self.score(request, now) if known is None else known
 
         return score
 

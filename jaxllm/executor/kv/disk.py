@@ -194,7 +194,8 @@ class BlockFiles:
                 block = self._parse(file, name)
         except FileNotFoundError:
             with self._lock:
-                self._forget(path)
+                if not os.path.exists(path):  # it may have been written meanwhile
+                    self._forget(path)
             return None
         except _DamagedError as error:
             self._remove_damaged(path, error)

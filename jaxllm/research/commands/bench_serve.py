@@ -182,8 +182,9 @@ def add_measurement(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit code: 1 if no request succeeded."""
     from jaxllm.research.bench.serving.client import import_from_extra
-    from jaxllm.research.bench.serving.plot import import_pyplot, plot
+    from jaxllm.research.bench.serving.plot import plot
     from jaxllm.research.bench.serving.report import brief, rows, summary, table
+    from jaxllm.research.figures import import_pyplot
 
     for name in ("aiohttp", "prometheus_client"):
         import_from_extra(name)

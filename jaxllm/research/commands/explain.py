@@ -11,6 +11,7 @@ from jaxllm.commands.options import check_distinct
 from jaxllm.engine.ledgers import read_ledger
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import KindReport
+from jaxllm.research.figures import import_pyplot, save
 from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 from jaxllm.system.output_files import add_overwrite, check_writable
 
@@ -121,13 +122,7 @@ def plot(ledger: Ledger, path: Path, spans: Sequence[Span] = ()) -> None:
     Raises:
         ConfigError: matplotlib is missing, or writes no such files.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'jaxllm[research]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     steps = ledger.steps
     begun = steps[0].time if steps else 0.0
     times = [step.time - begun for step in steps]
@@ -159,12 +154,7 @@ def plot(ledger: Ledger, path: Path, spans: Sequence[Span] = ()) -> None:
     for panel in (top, bottom):
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_xlim(0, max([*times, *(span.ended - begun for span in spans), 1e-3]))
-    try:
-        figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path)
 
 
 def _draw_requests(

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.errors import CapacityError
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import DEVICES
 from jaxllm.predictors.silicon import SiliconCostModel
-from jaxllm.research.bench.serving.plot import import_pyplot
+from jaxllm.research.figures import import_pyplot, save
 from jaxllm.research.simulator.gpu import pool_blocks
 
 _LONGEST = 131072
@@ -173,12 +173,7 @@ def plot_crossovers(found: Sequence[Crossover], path: Path) -> None:
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in (_ALONE, _BUSY)]
     labels = "swapping wins alone", f"and in steps in which {BUSY.batch} requests decode"
     figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
-    try:
-        figure.savefig(path, dpi=130)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path)
 
 
 def describe_crossovers(found: Iterable[Crossover]) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.errors import ConfigError
 from jaxllm.research.bench.serving.measure import Measured
 from jaxllm.research.bench.serving.metrics import latencies
+from jaxllm.research.figures import import_pyplot, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,22 +21,6 @@ _AGAINST_RATE = {
     "median_ttft_ms": "median TTFT (ms)",
     "median_e2el_ms": "median e2e latency (ms)",
 }
-
-
-def import_pyplot() -> ModuleType:
-    """What draws.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError('--plot needs matplotlib: pip install "jaxllm[research]"') from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def plot(runs: Sequence[Measured], path: Path) -> None:
@@ -70,12 +53,7 @@ def plot(runs: Sequence[Measured], path: Path) -> None:
             panel.set_xlabel("request rate (1/s)")
             panel.set_ylabel(title)
         panels[1][0].legend(fontsize="small")
-    try:
-        figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path)
 
 
 def _draw_distributions(panel: Axes, runs: Sequence[Measured], name: str) -> None:
