@@ -21,7 +21,7 @@ def import_pyplot() -> ModuleType:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'jaxllm[research]'") from None
+        raise ConfigError('--plot needs matplotlib: pip install "jaxllm[research]"') from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
