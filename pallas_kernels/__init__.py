@@ -5,6 +5,7 @@ if __name__ == "pallas_kernels":  # found in the repository's folder
 
 from jaxllm.pallas_kernels.api import (
     IMPLEMENTATIONS,
+    REFERENCE,
     attend,
     decode_attention,
     default_implementation,
@@ -15,6 +16,7 @@ from jaxllm.pallas_kernels.api import (
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "REFERENCE",
     "attend",
     "decode_attention",
     "default_implementation",

@@ -16,8 +16,11 @@ from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.pallas_kernels.tiles import current_device
 from jaxllm.system.import_path import imported
 
-IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic")
+REFERENCE = "reference"
+IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", REFERENCE)
 """Names `implementation` takes; None stands for the best one on the default device.
+
+"reference" is slow, and JAX can transform it: it alone has gradients.
 
 "triton" may be followed by how it cuts its work, such as in "triton:k64,q64,w4,s2" (`triton.Tiling`). What
 any other "module:attribute" names is imported: an object with some of `OPERATIONS`, which are called as those
@@ -290,7 +293,7 @@ def _backend(
 
 @functools.cache
 def _load_backend(name: str) -> ModuleType:
-    return importlib.import_module(f"jaxllm.pallas_kernels.{name}")
+    return importlib.import_module(f"jaxllm.pallas_kernels.{'dense' if name == REFERENCE else name}")
 
 
 @functools.cache

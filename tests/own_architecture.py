@@ -19,8 +19,8 @@ class FactorMLP(LlamaMLP):
         super().__init__(config, dtype)
         self.factor = config.factor
 
-    def __call__(self, x, num_rows):
-        return super().__call__(x, num_rows) * self.factor
+    def __call__(self, x, attend):
+        return super().__call__(x, attend) * self.factor
 
 
 class FactorLayer(LlamaLayer):

@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 from kernel_cases import relative_error
 
-from jaxllm.models import layers
-from jaxllm.models.layers import Linear, RMSNorm
+from jaxllm.models.layers import Attend, Linear, RMSNorm
 from jaxllm.pallas_kernels.norms import add_rms_norm
 
 EPS = 1e-5
+
+
+def splitting():
+    attend = Attend()
+    attend.splits_products = True
+    return attend
 
 
 @pytest.mark.parametrize("num_parts", [1, 4])
@@ -47,26 +52,25 @@ def test_the_kernel_is_what_the_layer_computes_without_it(dtype):
         (1, (63, 64), 1),
     ],
 )
-def test_products_of_few_rows_come_in_parts_on_gpus(rows, sizes, num_parts, monkeypatch):
+def test_products_of_few_rows_come_in_parts_on_gpus(rows, sizes, num_parts):
     x = jax.ShapeDtypeStruct((rows, sizes[0]), jnp.bfloat16)
 
-    def parts_of(x):
-        return Linear(*sizes, bias=False, dtype=jnp.dtype(x.dtype)).parts(x)
+    def parts_of(x, attend):
+        return Linear(*sizes, bias=False, dtype=jnp.dtype(x.dtype)).parts(x, attend)
 
-    assert jax.eval_shape(parts_of, x).shape == (rows, sizes[1])
-    monkeypatch.setattr(layers, "default_implementation", lambda: "triton")
-    parts = jax.eval_shape(lambda x: parts_of(x), x)
+    assert jax.eval_shape(lambda x: parts_of(x, Attend()), x).shape == (rows, sizes[1])
+    parts = jax.eval_shape(lambda x: parts_of(x, splitting()), x)
     assert parts.shape == (num_parts, rows, sizes[1])
     assert parts.dtype == ("float32" if num_parts > 1 else "bfloat16")
 
 
-def test_parts_add_up_to_the_product(monkeypatch):
+def test_parts_add_up_to_the_product():
     rng = np.random.default_rng(2)
     linear, biased = (Linear(96, 32, bias=bias, dtype=jnp.dtype("float32")) for bias in (False, True))
     linear.weight[...] = jnp.asarray(rng.standard_normal((32, 96)), jnp.float32)
     x = jnp.asarray(rng.standard_normal((3, 96)), jnp.float32)
-    np.testing.assert_array_equal(linear.parts(x), linear(x))
-    monkeypatch.setattr(layers, "default_implementation", lambda: "triton")
-    np.testing.assert_allclose(linear.parts(x).sum(axis=0), linear(x), rtol=1e-5, atol=1e-5)
-    assert linear.parts(x).shape == (8, 3, 32)
-    assert biased.parts(x).shape == (3, 32)
+    np.testing.assert_array_equal(linear.parts(x, Attend()), linear(x))
+    attend = splitting()
+    np.testing.assert_allclose(linear.parts(x, attend).sum(axis=0), linear(x), rtol=1e-5, atol=1e-5)
+    assert linear.parts(x, attend).shape == (8, 3, 32)
+    assert biased.parts(x, attend).shape == (3, 32)

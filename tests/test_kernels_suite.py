@@ -12,8 +12,8 @@ from jaxllm import pallas_kernels
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import mosaic, mosaic_tiles, reference
 
-IMPLEMENTATIONS = ["native", "xla", "triton"]
-WITH_WINDOWS = ["native", "xla", "triton"]
+IMPLEMENTATIONS = ["native", "xla", "triton", "reference"]
+WITH_WINDOWS = ["native", "xla", "triton", "reference"]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 
 SHAPES = [
@@ -63,7 +63,7 @@ def jitted(op, implementation, shape=None, donate=False):
     """The op compiled for one implementation; interpreted kernels skip the optimiser, to compile faster."""
     options = {} if shape is None else {"scale": shape.scale}
     call = functools.partial(op, layer=LAYER, implementation=implementation, **options)
-    is_compiled = implementation in ("native", "xla")
+    is_compiled = implementation in ("native", "xla", "reference")
     compiler_options = None if is_compiled else {"xla_backend_optimization_level": 0}
     return jax.jit(call, donate_argnums=0 if donate else (), compiler_options=compiler_options)
 

@@ -27,7 +27,7 @@ from jaxllm.system.options import (
     with_options,
 )
 
-ATTENTION_IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", "fastest")
+ATTENTION_IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", "reference", "fastest")
 WARM_UPS = ("background", "all", "everything")
 
 

@@ -22,6 +22,7 @@ from jax import lax
 from jaxllm import pallas_kernels
 from jaxllm.executor.sampler import Logprobs, SampledRows, Sampling, SlotParams, sample, token_logprobs
 from jaxllm.models.architecture import CausalLM, ModelConfig
+from jaxllm.models.layers import Attend, Edit
 from jaxllm.models.registry import bind
 from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.sampling.logits_processors import LogitsProcessor
@@ -150,7 +151,7 @@ def _num_rows(decode: DecodeInputs | None, prefill: PrefillInputs | None) -> jax
     return jnp.max(jnp.where(decode.lengths > 0, rows, 0))
 
 
-class _PagedAttention:
+class _PagedAttention(Attend):
     """Attention over decodes and prompts; stores the new KV in the pool it carries through the layers."""
 
     def __init__(
@@ -167,6 +168,8 @@ class _PagedAttention:
         self._prefill = prefill
         self._implementation = implementation
         self.num_rows = _num_rows(decode, prefill)
+        plain = pallas_kernels.REFERENCE
+        self.splits_products = implementation != plain and pallas_kernels.default_implementation() == "triton"
 
     def __call__(
         self,
@@ -207,6 +210,7 @@ def forward(
     *,
     first_positions: jax.Array | None = None,
     implementation: str | None = None,
+    edit: Edit | None = None,
 ) -> tuple[jax.Array, jax.Array, CausalLM]:
     """The forward pass over decodes and prompts.
 
@@ -220,6 +224,7 @@ def forward(
         first_positions: [R] int32, the position that the model sees in the first token of each row's
             sequence; 0 if None.
         implementation: of attention.
+        edit: changes the residual stream [R, hidden_size] before layers.
 
     Returns:
         The updated pool, the hidden states [R, features], and the bound model for its output head.
@@ -227,6 +232,7 @@ def forward(
     model = bind(config, params)
     places = _places(decode, prefill, 0, pool.shape[4])
     attend = _PagedAttention(pool, places.slot_mapping, decode, prefill, implementation)
+    attend.edit = edit
     positions = jnp.maximum(places.positions, 0)
     if first_positions is not None:
         positions += first_positions
@@ -245,10 +251,11 @@ def run_step(
     sampling: Sampling,
     processors: tuple[LogitsProcessor, ...] = (),
     implementation: str | None = None,
+    edit: Edit | None = None,
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute one iteration: forward pass, KV writes, sampling, and the sampled tokens into the history.
 
-    `sampling` is what its requests ask for (static), `processors` those of `sample`.
+    `sampling` is what its requests ask for (static), `processors` those of `sample`, `edit` as in `forward`.
     """
     pool, history = state
     padding_slot = history.shape[0] - 1
@@ -268,6 +275,7 @@ def run_step(
         prefill,
         first_positions=slot_params.first_position[places.slots],
         implementation=implementation,
+        edit=edit,
     )
     prompt_logprobs = None
     if prefill is None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxllm.pallas_kernels import default_implementation, native
+from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.pallas_kernels.norms import add_rms_norm
 
@@ -21,17 +22,23 @@ _LAYER_NORM_EPS = 1e-5
 _SPLIT_PRODUCT_SIZE = 2**21  # numbers in the parts of a product on a GPU: two tiles of 64 x 128 a core
 
 
-class Attend(Protocol):
-    """Attention over the sequences a step works on; it also stores the new keys and values.
+Edit = Callable[[int, jax.Array], jax.Array]
+"""Changes an activation: `edit(layer, x)` of the residual stream `x` [..., hidden_size] before a layer."""
 
-    Of a step's rows the first `num_rows`, an int32 scalar, are in use; the others are padding, whose results
-    mean nothing. None if all may be.
+
+class Attend:
+    """Attention over the sequences that a pass works on, beside whatever else depends on the kind of pass.
+
+    Attributes:
+        num_rows: of a step's rows so many, an int32 scalar, are in use; the others are padding, whose results
+            mean nothing. None if all may be.
+        splits_products: whether products may be left in parts, which a GPU's kernels add up.
+        edit: changes the residual stream; None leaves it.
     """
 
-    @property
-    def num_rows(self) -> jax.Array | None:
-        """See above."""
-        ...
+    num_rows: jax.Array | None = None
+    splits_products = False
+    edit: Edit | None = None
 
     def __call__(
         self,
@@ -47,7 +54,16 @@ class Attend(Protocol):
         Of the fused projection, queries and keys are rotated by `rope`, if it is given. A token sees the
         latest `window` tokens, its own included, or all. Scores are capped softly, if at all.
         """
-        ...
+        raise NotImplementedError
+
+    def run(
+        self, index: int, layer: Callable[..., Any], x: jax.Array, delta: jax.Array | None, *rest: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """`layer(x, delta, *rest, self)`: `x` [T, hidden_size], and what is yet to be added -> same."""
+        if self.edit is not None:
+            x, delta = self.edit(index, x if delta is None else x + whole(delta, x.dtype)), None
+        found: tuple[jax.Array, jax.Array | None] = layer(x, delta, *rest, self)
+        return found
 
 
 def _precision(dtype: jnp.dtype) -> lax.Precision:
@@ -73,7 +89,8 @@ def linear(
         return native.linear(x, weight, out_features, num_rows, bias=bias, relu=relu)
     options: Any = {"precision": _precision(x.dtype), "preferred_element_type": out_dtype}
     dimensions = (((1,), (1,)), ((), ()))
-    if x.shape[0] <= _MAX_ROWS_WEIGHT_FIRST:
+    num_known = x.shape[0]  # no integer in a program for any number of rows
+    if isinstance(num_known, int) and num_known <= _MAX_ROWS_WEIGHT_FIRST:
         y = lax.dot_general(weight, x, dimensions, **options).T
     else:
         y = lax.dot_general(x, weight, dimensions, **options)
@@ -136,18 +153,18 @@ class Linear(nnx.Module):
         weight = self.weight[...]
         return linear(x, weight, self.out_features, num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
 
-    def parts(self, x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+    def parts(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, in] -> [T, out]; or, for a kernel that adds them up, parts of it, [parts, T, out].
 
         Few rows are too few tiles of a product for all cores of a GPU: there its sum is split as well.
         """
+        if self.bias is not None or not attend.splits_products:
+            return self(x, attend.num_rows)
         rows, in_features = x.shape
         wanted = _SPLIT_PRODUCT_SIZE // (rows * self.out_features)
         num_parts = math.gcd(in_features, min(8, 1 << (wanted.bit_length() - 1))) if wanted > 1 else 1
-        if self.bias is not None or default_implementation() != "triton":
-            return self(x, num_rows)
         if num_parts == 1:
-            return self(x, num_rows)[None]
+            return self(x, attend.num_rows)[None]
         split = x.reshape(rows, num_parts, -1), self.weight[...].reshape(self.out_features, num_parts, -1)
         dimensions = (((2,), (2,)), ((1,), (1,)))
         return lax.dot_general(

@@ -115,7 +115,7 @@ class LlamaAttention(nnx.Module):
         qkv = self._normed(self.qkv_proj(x, attend.num_rows))
         table = rope if self.is_rotated else None
         out = attend(self.layer, qkv, table, self.scale, self.window, self.soft_cap)
-        return self.o_proj.parts(out.reshape(x.shape[0], -1), attend.num_rows)
+        return self.o_proj.parts(out.reshape(x.shape[0], -1), attend)
 
     def _normed(self, qkv: jax.Array) -> jax.Array:
         """The fused projection, queries and keys normalised head by head where the model does that."""
@@ -136,14 +136,13 @@ class LlamaMLP(nnx.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
         self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
 
-    def __call__(self, x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> `Linear.parts` of [T, hidden_size]."""
-        gate_up = self.gate_up_proj(x, num_rows)
+        gate_up = self.gate_up_proj(x, attend.num_rows)
         if self.has_gelu:
-            return self.down_proj.parts(gelu_glu(gate_up), num_rows)
-        return self.down_proj.parts(
-            swiglu(gate_up, num_rows, is_native=self.gate_up_proj.is_packed), num_rows
-        )
+            return self.down_proj.parts(gelu_glu(gate_up), attend)
+        gated = swiglu(gate_up, attend.num_rows, is_native=self.gate_up_proj.is_packed)
+        return self.down_proj.parts(gated, attend)
 
 
 class LlamaLayer(nnx.Module):
@@ -165,7 +164,7 @@ class LlamaLayer(nnx.Module):
         x, normed = self.input_layernorm(x, delta, num_rows, is_native=is_native)
         delta = scaled(self.self_attn(normed, rope, attend), self.residual_multiplier)
         x, normed = self.post_attention_layernorm(x, delta, num_rows, is_native=is_native)
-        return x, scaled(self.mlp(normed, num_rows), self.residual_multiplier)
+        return x, scaled(self.mlp(normed, attend), self.residual_multiplier)
 
 
 class GemmaLayer(nnx.Module):
@@ -190,7 +189,7 @@ class GemmaLayer(nnx.Module):
         attended = whole(self.self_attn(normed, rope, attend), x.dtype)
         _, delta = self.post_attention_layernorm(attended, **options)
         x, normed = self.pre_feedforward_layernorm(x, delta, **options)
-        computed = whole(self.mlp(normed, num_rows), x.dtype)
+        computed = whole(self.mlp(normed, attend), x.dtype)
         return x, self.post_feedforward_layernorm(computed, **options)[1]
 
 
@@ -226,8 +225,8 @@ class LlamaForCausalLM(nnx.Module):
         if self.config.embedding_multiplier != 1:  # rounded to the dtype, as Gemma was trained
             x = x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
         delta = None
-        for layer, rope in zip(self.layers, ropes, strict=True):
-            x, delta = layer(x, delta, rope, attend)
+        for i, layer in enumerate(self.layers):
+            x, delta = attend.run(i, layer, x, delta, ropes[i])
         return self.norm(x, delta, attend.num_rows, is_native=self.is_packed)[1]
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:

@@ -118,8 +118,8 @@ class OPTForCausalLM(nnx.Module):
             x = self.project_in(x, attend.num_rows)
         x = x + self.embed_positions(positions + _POSITION_OFFSET)
         delta = None
-        for layer in self.layers:
-            x, delta = layer(x, delta, attend)
+        for i, layer in enumerate(self.layers):
+            x, delta = attend.run(i, layer, x, delta)
         if self.final_layer_norm is not None:
             x = self.final_layer_norm(x, delta, attend.num_rows, is_native=self.is_packed)[1]
         elif delta is not None:

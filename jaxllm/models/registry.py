@@ -84,6 +84,17 @@ def pack_linear_weights(config: ModelConfig, params: Params) -> None:
             native.use_huge_pages(params[name])
 
 
+def unpacked(config: ModelConfig, params: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    """The weights, those that are packed as checkpoints have them."""
+    if all(weight.ndim < 3 for weight in params.values()):
+        return params
+    shapes = abstract_params(config, "float32")
+    return {
+        name: weight if weight.ndim < 3 else native.unpacked_rows(weight, jnp.arange(shapes[name].shape[0]))
+        for name, weight in params.items()
+    }
+
+
 @functools.lru_cache(maxsize=16)
 def _linear_weights(config: ModelConfig) -> list[str]:
     """Names of the weights that activations are multiplied by."""

@@ -6,6 +6,7 @@ the other three ops are parts of it. Rows that are not in use cost nothing.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
 from collections.abc import Callable
@@ -154,7 +155,7 @@ def linear(
     out = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
     bias = jnp.zeros(0, jnp.float32) if bias is None else bias
     flags = np.array([relu], np.int32)
-    return jax.ffi.ffi_call(_target(shape), out)(x, panels, _count(x, num_rows), bias, flags)
+    return _ffi_call(_target(shape), out)(x, panels, _count(x, num_rows), bias, flags)
 
 
 def gated(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
@@ -164,7 +165,7 @@ def gated(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
     are a multiple of `LANES`.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), jnp.float32)
-    return jax.ffi.ffi_call(_target(RowsShape("gate")), out)(_count(x, num_rows), x)
+    return _ffi_call(_target(RowsShape("gate")), out)(_count(x, num_rows), x)
 
 
 def normalizes(x: jax.Array) -> bool:
@@ -191,8 +192,8 @@ def norm(
     bias = jnp.zeros(0, jnp.float32) if bias is None else bias
     like, arguments = jax.ShapeDtypeStruct(x.shape, x.dtype), (_count(x, num_rows), x, weight, bias, factors)
     if delta is None:
-        return x, jax.ffi.ffi_call(_target(shape), like)(*arguments)
-    total, normed = jax.ffi.ffi_call(_target(shape), (like, like))(*arguments, delta)
+        return x, _ffi_call(_target(shape), like)(*arguments)
+    total, normed = _ffi_call(_target(shape), (like, like))(*arguments, delta)
     return total, normed
 
 
@@ -203,7 +204,7 @@ def argmax(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
     `num_rows` as for `gated`.
     """
     out = jax.ShapeDtypeStruct((x.shape[0],), jnp.int32)
-    return jax.ffi.ffi_call(_target(RowsShape("argmax")), out)(_count(x, num_rows), x)
+    return _ffi_call(_target(RowsShape("argmax")), out)(_count(x, num_rows), x)
 
 
 def _count(x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
@@ -248,6 +249,7 @@ def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, computes_p
             _loading.release()
 
 
+_ffi_call = functools.partial(jax.ffi.ffi_call, vmap_method="sequential")
 _loading = threading.Lock()  # compiling a shape twice would take seconds
 _known: set[Shape] = set()
 
@@ -292,4 +294,4 @@ def _call(
     factors = np.array([scale, soft_cap or 0.0], np.float32)
     name = _target(AttentionShape(num_q_heads // num_kv_heads, head_dim, pool.dtype.name))
     rest = (*(decode or (table, none)), tables, starts, lengths, num_seqs.reshape(1), numbers, factors)
-    return jax.ffi.ffi_call(name, results, input_output_aliases=aliases), rest
+    return _ffi_call(name, results, input_output_aliases=aliases), rest

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from test_golden import dense_logits
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +25,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from variants import CONFIGS, VARIANTS, golden_checkpoint, golden_data
 
+from jaxllm import functional as F
 from jaxllm.errors import WeightsError
 from jaxllm.executor.sampler import least_kept
 from jaxllm.loading import load_params
@@ -101,7 +101,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(name):
     prompt, exact = golden["prompts"][3], golden["logits"][3]
     with torch.inference_mode():
         theirs = model(torch.tensor([prompt])).logits[0].float().numpy()
-    ours = np.asarray(dense_logits(config, params, np.array([prompt], np.int32))[0], np.float32)
+    ours = np.asarray(F.logits(params, config.with_max_model_len(128), np.array([prompt]))[0])
     assert np.isfinite(ours).all()
     # The root mean square, for the largest error of 5000 logits is a matter of luck.
     our_error, their_error = (np.sqrt(np.mean(np.square(x - exact))) for x in (ours, theirs))

@@ -1,0 +1,131 @@
+"""What the pure functions are given: verified where values are known, outside of a caller's `jax.jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ConfigError, RequestError, shown
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.pallas_kernels import REFERENCE
+
+Params = Mapping[str, jax.Array]
+_R = TypeVar("_R")
+
+
+def check_range(name: str, value: Any, low: float, high: float) -> None:
+    """Verify numbers, where they are known."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    try:
+        is_inside = bool(np.all((np.asarray(value) >= low) & (np.asarray(value) <= high)))
+    except (TypeError, ValueError):  # no numbers
+        is_inside = False
+    if not is_inside:
+        raise RequestError(f"{name}={shown(value)} must be from {low:g} to {high:g}")
+
+
+def is_known(*values: Any) -> bool:
+    """Whether these are values and not what a program is traced with."""
+    return not any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def check_sizes(config: ModelConfig, **sizes: int) -> None:
+    """Verify a configuration, and that sizes are positive integers."""
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(
+            f"config={shown(config)} must be a model's: config_from_dict(read_hf_config(folder)) makes it"
+        )
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 2**31:
+            raise ConfigError(f"{name}={shown(size)} must be an integer of at least 1")
+
+
+def check_params(params: Params, config: ModelConfig) -> None:
+    """Verify that these are weights by name, and that of a configuration."""
+    check_sizes(config)
+    if not isinstance(params, Mapping) or not params or not all(isinstance(name, str) for name in params):
+        raise ConfigError(
+            "params must be weights by name, as jaxllm.loading.load_params returns, not "
+            f"{shown(list(params)[:3]) if isinstance(params, Mapping) else type(params).__name__}"
+        )
+
+
+def integers(name: str, value: Any, num_dims: int) -> Any:
+    """As an array of that many dimensions."""
+    found = value if hasattr(value, "dtype") else np.asarray(value)
+    if not hasattr(value, "dtype") and not found.size:
+        found = found.astype(np.int32)
+    if found.ndim != num_dims or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise RequestError(
+            f"{name} of shape {found.shape} and dtype {found.dtype} must be "
+            f"{'[B, L]' if num_dims == 2 else '[B]'}, integers"
+        )
+    return found
+
+
+def checked_prompts(config: ModelConfig, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
+    """Prompts [B, L] and their lengths [B], as arrays; padding may be anything."""
+    tokens, lengths = integers("tokens", tokens, 2), integers("lengths", lengths, 1)
+    if lengths.shape != tokens.shape[:1] or 0 in tokens.shape:
+        raise RequestError(f"tokens {tokens.shape} must be [B, L] and lengths {lengths.shape} [B], not empty")
+    check_range("lengths", lengths, 1, tokens.shape[1])
+    if is_known(tokens, lengths):
+        is_token = np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None]
+        check_range("tokens", np.asarray(tokens)[is_token], 0, config.vocab_size - 1)
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def check_cache(config: ModelConfig, cache: tuple[jax.Array, jax.Array], lengths: jax.Array) -> None:
+    """Verify that a cache is of the model, and has room for rows of these lengths."""
+    pool, tables = cache
+    block_size = pool.shape[4] if pool.ndim == 6 else 0
+    expected = config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim
+    if pool.ndim != 6 or pool.shape[1:] != expected or tables.shape[:1] != lengths.shape:
+        raise ConfigError(
+            f"a cache of shape {pool.shape} with block tables {tables.shape} is not of this model and "
+            f"{lengths.shape[0]} rows: make it with init_cache(config, {lengths.shape[0]}, max_len)"
+        )
+    check_range("lengths (of a cache with so much room)", lengths, 0, tables.shape[1] * block_size)
+
+
+def check_positions(config: ModelConfig, length: Any) -> None:
+    """Verify that a model has positions for sequences of a length, which need not be known."""
+    if isinstance(length, int) and length > config.max_model_len:
+        raise RequestError(
+            f"sequences of {length} tokens exceed the model's {config.max_model_len} positions; shorten them"
+        )
+    rope = getattr(config, "rope", None)
+    if rope is not None and rope.depends_on_length and rope.max_model_len is None:
+        raise ConfigError(
+            f"rope type {rope.rope_type!r} needs the longest sequence its frequencies are to be made for; "
+            f"pass config.with_max_model_len({length}), or the engine's max_model_len for its tokens"
+        )
+
+
+def undifferentiated(function: Callable[..., _R], implementation: str | None) -> Callable[..., _R]:
+    """A function of arrays that says what to pass if it is differentiated, where its kernels cannot be."""
+    if implementation == REFERENCE:
+        return function
+    refusing = jax.custom_jvp(function)
+
+    @refusing.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise ConfigError(
+            f"attention implementation {implementation!r} has no gradients; pass "
+            f"implementation={REFERENCE!r}, or use functional.logits or functional.loss, which need no cache"
+        )
+
+    return refusing
+
+
+def check_key(key: Any) -> None:
+    """Verify a PRNG key, typed or raw."""
+    is_typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_raw = getattr(key, "dtype", None) == np.uint32 and key.ndim == 1
+    if not (is_typed and key.ndim == 0) and not is_raw:
+        raise RequestError(f"key={shown(key)} must be a PRNG key: jax.random.key(0)")

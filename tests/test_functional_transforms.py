@@ -1,0 +1,362 @@
+"""What JAX does with the pure functions: gradients, batches of batches, programs for other processes."""
+
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import PartitionSpec
+from variants import golden_checkpoint, golden_data
+
+from jaxllm import functional as F
+from jaxllm.errors import ConfigError, RequestError
+from jaxllm.loading import load_params
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.registry import pack_linear_weights
+
+NAME = "llama_gqa"
+BLOCK = 16
+
+
+def load(name=NAME):
+    config = config_from_dict(read_hf_config(golden_checkpoint(name)))
+    return config, load_params(golden_checkpoint(name), config, "float32")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load()
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    return np.random.default_rng(0).integers(1, model[0].vocab_size, (4, 12)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def gradients(model, tokens):
+    config, params = model
+    return jax.jit(jax.grad(lambda p: F.loss(p, config, tokens)))(params)
+
+
+def close(found, expected, **limits):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **{"rtol": 2e-4, "atol": 1e-6, **limits}),
+        found,
+        expected,
+    )
+
+
+def tangent_of(params):
+    keys = iter(jax.random.split(jax.random.key(0), len(params)))
+    return {name: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype) for name, x in params.items()}
+
+
+@pytest.mark.parametrize("name", [NAME, "opt_post_norm", "gemma2"])
+def test_gradients_agree_with_differences(name):
+    config, params = load(name)
+    some = np.random.default_rng(1).integers(1, config.vocab_size, (2, 9))
+    tangent = tangent_of(params)
+
+    def along(step):
+        moved = {name: x + step * tangent[name] for name, x in params.items()}
+        return F.loss(moved, config, some)
+
+    along = jax.jit(along)
+    step = 1e-2
+    expected = (float(along(step)) - float(along(-step))) / (2 * step)
+    found = jax.jvp(along, (0.0,), (1.0,))[1]
+    assert float(found) == pytest.approx(expected, rel=2e-3, abs=1e-3)
+    assert float(jax.grad(along)(0.0)) == pytest.approx(float(found), rel=1e-5)
+
+
+def test_every_weight_has_a_gradient(gradients):
+    assert all(np.isfinite(x).all() and np.abs(x).max() > 0 for x in gradients.values())
+
+
+def test_a_mask_says_which_tokens_count(model, tokens):
+    config, params = model
+    logprobs = np.asarray(F.logprobs(params, config, tokens))
+    assert logprobs.shape == (4, 11)
+    mask = np.zeros(tokens.shape)
+    mask[1, 3], mask[2, 5], mask[:, 0] = 1, 3, 9  # that of a first token is not read
+    expected = -(logprobs[1, 2] + 3 * logprobs[2, 4]) / 4
+    assert float(F.loss(params, config, tokens, mask)) == pytest.approx(expected, rel=1e-5)
+    assert float(F.loss(params, config, tokens, np.zeros(tokens.shape))) == 0
+    assert float(F.loss(params, config, tokens)) == pytest.approx(-logprobs.mean(), rel=1e-5)
+
+
+def test_padding_at_the_end_changes_nothing_before_it(model, tokens):
+    config, params = model
+    padded = np.pad(tokens, ((0, 0), (0, 5)), constant_values=7)
+    close(F.logits(params, config, padded)[:, :12], F.logits(params, config, tokens), atol=1e-5)
+
+
+def test_rematerialised_scanned_and_mapped_gradients_are_the_same(model, tokens, gradients):
+    config, params = model
+    remat = jax.jit(jax.grad(lambda p: F.loss(p, config, tokens, remat=True)))(params)
+    close(remat, gradients)
+
+    @jax.jit
+    def scanned(params):
+        def add(total, rows):
+            grad = jax.grad(lambda p: F.loss(p, config, rows))(params)
+            return jax.tree.map(jnp.add, total, grad), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return jax.lax.scan(add, zeros, tokens.reshape(2, 2, -1))[0]
+
+    close(jax.tree.map(lambda x: x / 2, scanned(params)), gradients)
+    each = jax.jit(jax.vmap(jax.grad(lambda p, row: F.loss(p, config, row[None])), in_axes=(None, 0)))
+    close(jax.tree.map(lambda x: x.mean(axis=0), each(params, tokens)), gradients)
+
+
+def test_models_side_by_side(model, tokens):
+    config, params = model
+    both = {name: jnp.stack([x, x * 1.01]) for name, x in params.items()}
+    found = jax.jit(jax.vmap(lambda p: F.logits(p, config, tokens)))(both)
+    for i in range(2):
+        alone = F.logits({name: x[i] for name, x in both.items()}, config, tokens)
+        close(found[i], alone, atol=1e-5)
+
+
+def test_rows_over_devices(model, tokens):
+    config, params = model
+    mesh = jax.make_mesh((1,), ("data",))
+    split = jax.shard_map(
+        lambda p, t: jax.lax.pmean(F.loss(p, config, t), "data"),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+    )
+    found = jax.jit(jax.value_and_grad(split))(params, tokens)
+    close(found, jax.jit(jax.value_and_grad(lambda p: F.loss(p, config, tokens)))(params))
+
+
+def test_an_exported_program_gives_the_same_logits_elsewhere(model, tokens, tmp_path):
+    """Of any number of rows and tokens, in a process that knows nothing of the model."""
+    config, params = model
+    rows, length = export.symbolic_shape("rows, length", constraints=["length <= 128"])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    program = export.export(jax.jit(lambda p, t: F.logits(p, config, t)))(
+        shapes, jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    )
+    (tmp_path / "logits.bin").write_bytes(program.serialize())
+    np.savez(tmp_path / "params.npz", **params)
+    np.savez(tmp_path / "tokens.npz", a=tokens, b=tokens[:1, :5])
+    code = """
+        import sys
+        import numpy as np
+        from jax import export
+        program = export.deserialize(bytearray(open("logits.bin", "rb").read()))
+        params = dict(np.load("params.npz"))
+        found = {name: program.call(params, rows) for name, rows in np.load("tokens.npz").items()}
+        assert "jaxllm" not in sys.modules
+        np.savez("found.npz", **found)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=True)
+    with np.load(tmp_path / "found.npz") as found:
+        close(found["a"], F.logits(params, config, tokens), atol=1e-5)
+        close(found["b"], F.logits(params, config, tokens[:1, :5]), atol=1e-5)
+
+
+def test_generation_is_exported_where_it_has_no_kernels(model, tokens):
+    config, params = model
+    lengths, key = np.full(4, 12), jax.random.key_data(jax.random.key(0))
+
+    def answer(params, tokens, lengths, key):
+        return F.generate(params, config, tokens, lengths, 5, key, implementation="reference").tokens
+
+    program = export.export(jax.jit(answer))(params, tokens, lengths, key)
+    again = export.deserialize(program.serialize()).call(params, tokens, lengths, key)
+    assert again.tolist() == F.generate(params, config, tokens, lengths, 5, key).tokens.tolist()
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "triton", "reference"])
+def test_caches_side_by_side(implementation, model, tokens):
+    """A batch of caches, which `vmap` hands to each implementation."""
+    config, params = model
+    options = {"implementation": implementation}
+
+    def scores(tokens, lengths):
+        cache = F.init_cache(config, 2, 16, BLOCK)
+        cache, first = F.prefill(params, config, cache, tokens, lengths, **options)
+        _, second = F.decode(params, config, cache, first.argmax(-1), lengths + 1, **options)
+        return first, second
+
+    lengths = np.array([[12, 3], [7, 11]])
+    optimised = None if implementation != "triton" else {"xla_backend_optimization_level": 0}
+    found = jax.jit(jax.vmap(scores), compiler_options=optimised)(tokens.reshape(2, 2, -1), lengths)
+    for i in range(2):
+        alone = jax.jit(scores, compiler_options=optimised)(tokens.reshape(2, 2, -1)[i], lengths[i])
+        close(jax.tree.map(lambda x, i=i: x[i], found), alone, atol=1e-5)
+
+
+def test_a_loop_over_a_cache_has_the_gradient_of_the_whole_sequence(model, tokens):
+    config, params = model
+
+    def paged(params):
+        cache = F.init_cache(config, 4, 16, 4)
+        options = {"implementation": "reference"}
+        cache, first = F.prefill(
+            params, config, cache, tokens[:, :11], np.full(4, 11), all_positions=True, **options
+        )
+        _, last = F.decode(params, config, cache, tokens[:, 11], np.full(4, 12), **options)
+        return jnp.concatenate([first, last[:, None]], axis=1)
+
+    def score(logits):
+        return jnp.sum(jnp.sin(logits))
+
+    found = jax.jit(jax.value_and_grad(lambda p: score(paged(p))))(params)
+    expected = jax.jit(jax.value_and_grad(lambda p: score(F.logits(p, config, tokens))))(params)
+    close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("transform", [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))])
+def test_what_has_no_gradients_says_what_has(implementation, transform, model, tokens):
+    config, params = model
+    cache, lengths = F.init_cache(config, 4, 16, BLOCK), np.full(4, 12)
+    options = {"implementation": implementation}
+
+    def prefilled(params):
+        return F.prefill(params, config, cache, tokens, lengths, **options)[1].sum()
+
+    def decoded(params):
+        return F.decode(params, config, cache, tokens[:, 0], lengths, **options)[1].sum()
+
+    for function in (prefilled, decoded):
+        with pytest.raises(ConfigError, match="has no gradients; pass implementation='reference'"):
+            transform(function)(params)
+
+
+def test_what_goes_on_with_a_cache_is_scored_like_the_whole(model, tokens):
+    """Chunks behind what is cached, of different lengths, all of whose tokens are scored."""
+    config, params = model
+    whole = np.asarray(F.logits(params, config, tokens))
+    cache = F.init_cache(config, 4, 16, 4)
+    before, lengths = np.array([1, 4, 6, 11]), np.array([5, 2, 6, 1])
+    cache, _ = F.prefill(params, config, cache, tokens[:, :11], before)
+    chunks = np.full((4, 6), 99, np.int32)
+    for row, (start, length) in enumerate(zip(before, lengths, strict=True)):
+        chunks[row, :length] = tokens[row, start : start + length]
+    score = jax.jit(lambda p, c, t, n, b: F.prefill(p, config, c, t, n, cached=b, all_positions=True))
+    cache, found = score(params, cache, chunks, lengths, before)
+    for row, (start, length) in enumerate(zip(before, lengths, strict=True)):
+        close(found[row, :length], whole[row, start : start + length], atol=1e-4)
+    _, last = F.prefill(params, config, cache, chunks, lengths, cached=before)
+    for row, (start, length) in enumerate(zip(before, lengths, strict=True)):
+        close(last[row], whole[row, start + length - 1], atol=1e-4)
+    with pytest.raises(RequestError, match=r"cached \(3,\) and lengths \(4,\)"):
+        F.prefill(params, config, cache, chunks, lengths, cached=before[:3])
+    with pytest.raises(RequestError, match="cached=.* must be from 0"):
+        F.prefill(params, config, cache, chunks, lengths, cached=-before)
+    with pytest.raises(RequestError, match="of a cache with so much room"):
+        F.prefill(params, config, cache, chunks, lengths, cached=before + 5)
+
+
+def test_forks_go_on_by_themselves(model, tokens):
+    config, params = model
+    cache, _ = F.prefill(params, config, F.init_cache(config, 4, 16, 4), tokens[:, :9], np.full(4, 9))
+    forked = jax.jit(F.fork)(cache, np.array([2, 2, 0]))
+    continued = np.array([[5, 6], [7, 8], [9, 10]])
+    rows = np.concatenate([tokens[[2, 2, 0], :9], continued], axis=1)
+    whole = F.logits(params, config, rows)
+    for step in range(2):
+        forked, found = F.decode(params, config, forked, continued[:, step], np.full(3, 10 + step))
+        close(found, whole[:, 9 + step], atol=1e-4)
+    _, untouched = F.decode(params, config, cache, tokens[:, 9], np.full(4, 10))
+    close(untouched, F.logits(params, config, tokens)[:, 9], atol=1e-4)
+    with pytest.raises(RequestError, match="rows=.* must be from 0 to 3"):
+        F.fork(cache, np.array([4]))
+
+
+@pytest.mark.parametrize("name", [NAME, "opt_projected", "opt_post_norm", "gemma3"])
+def test_a_trace_holds_what_scores_are_made_of(name):
+    config, params = load(name) if f"{name}" in golden_names() else pytest.skip(f"no variant {name}")
+    some = np.random.default_rng(1).integers(1, config.vocab_size, (2, 9))
+    found = jax.jit(lambda p: F.trace(p, config, some))(params)
+    close(found.logits, F.logits(params, config, some), atol=1e-5)
+    assert len(found.hidden) == config.num_layers + 1
+    assert len(found.queries) == len(found.keys) == len(found.values) == config.num_layers
+    assert found.queries[0].shape == (2, 9, config.num_heads, config.head_dim)
+    assert found.keys[0].shape == found.values[0].shape == (2, 9, config.num_kv_heads, config.head_dim)
+    cache = F.init_cache(config, 2, 9, 16)
+    cache, _ = F.prefill(params, config, cache, some, np.full(2, 9), implementation="reference")
+    for layer in range(config.num_layers):  # keys and values are those that a pool holds
+        for which, array in enumerate((found.keys[layer], found.values[layer])):
+            close(cache.pool[:, layer, which].swapaxes(1, 2)[:, :9], array, atol=1e-5)
+
+
+def test_edits_steer_every_pass_alike(model, tokens):
+    config, params = model
+    direction = jnp.asarray(np.random.default_rng(2).standard_normal(config.hidden_size), jnp.float32)
+
+    def edit(layer, x):
+        return x + direction if layer == 1 else x
+
+    plain = F.trace(params, config, tokens)
+    found = jax.jit(lambda p: F.trace(p, config, tokens, edit=edit))(params)
+    close(found.hidden[0], plain.hidden[0])
+    close(found.hidden[1], plain.hidden[1] + direction, atol=1e-5)
+    assert np.abs(found.logits - plain.logits).max() > 0.1
+    cache = F.init_cache(config, 4, 16, BLOCK)
+    lengths = np.array([12, 3, 11, 7])
+    cache, scores = F.prefill(params, config, cache, tokens, lengths, edit=edit)
+    close(scores, np.asarray(found.logits)[np.arange(4), lengths - 1], atol=1e-4)
+    nothing = F.prefill(params, config, cache, tokens, lengths, edit=lambda layer, x: x)[1]
+    close(nothing, np.asarray(plain.logits)[np.arange(4), lengths - 1], atol=1e-4)
+    answers = F.generate(params, config, tokens, np.full(4, 12), 3, jax.random.key(0), edit=edit).tokens
+    rows = np.concatenate([tokens, answers], axis=1)
+    steered = F.logits(params, config, rows, edit=edit)
+    assert steered[:, 11:14].argmax(-1).tolist() == answers.tolist()
+
+
+def test_packed_weights_of_an_engine_have_the_same_logits_and_gradients(model, tokens, gradients):
+    config, params = model
+    packed = dict(params)
+    pack_linear_weights(config, packed)
+    if all(weight.ndim < 3 for weight in packed.values()):
+        pytest.skip("this machine has no native products")
+    close(F.logits(packed, config, tokens), F.logits(params, config, tokens), atol=1e-5)
+    found = jax.grad(lambda p: F.loss(p, config, tokens))(packed)
+    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in packed.items()}
+    close(found["norm.weight"], gradients["norm.weight"])
+
+
+def test_mistakes_are_named(model, tokens):
+    config, params = model
+    with pytest.raises(RequestError, match=r"must be \[B, L\]"):
+        F.logits(params, config, tokens[0])
+    with pytest.raises(RequestError, match="not empty"):
+        F.logits(params, config, tokens[:0])
+    with pytest.raises(RequestError, match="tokens=.* must be from 0 to"):
+        F.logits(params, config, tokens - 999)
+    with pytest.raises(RequestError, match="exceed the model's 128 positions"):
+        F.logits(params, config, np.ones((1, 129), int))
+    with pytest.raises(RequestError, match="no next token to predict"):
+        F.loss(params, config, tokens[:, :1])
+    with pytest.raises(RequestError, match=r"mask \(4, 11\) must be of the shape of tokens, \(4, 12\)"):
+        F.loss(params, config, tokens, np.ones((4, 11)))
+    with pytest.raises(ConfigError, match="must be a model's"):
+        F.logits(params, {"vocab_size": 5}, tokens)
+    with pytest.raises(ConfigError, match="weights by name"):
+        F.loss([1, 2], config, tokens)
+
+
+def golden_names():
+    return {path.name for path in golden_checkpoint(NAME).parent.iterdir()}
+
+
+def test_the_recorded_greedy_tokens_come_out_of_the_reference_as_well(model):
+    config, params = model
+    golden = golden_data(NAME)
+    prompt = np.array([golden["prompts"][2]])
+    made = F.generate(
+        params, config, prompt, np.array([prompt.shape[1]]), 24, jax.random.key(0), implementation="reference"
+    )
+    assert made.tokens[0].tolist() == golden["greedy"][2][:24]
