@@ -20,7 +20,7 @@ def rotated_heads(
     """
     kv_size = num_kv_heads * head_dim
     parts = jnp.split(qkv, (qkv.shape[1] - 2 * kv_size, qkv.shape[1] - kv_size), axis=-1)
-    q, k, v = (part.reshape(len(part), -1, head_dim) for part in parts)
+    q, k, v = (part.reshape(part.shape[0], -1, head_dim) for part in parts)
     return (q, k, v) if rope is None else (apply_rope(q, rope), apply_rope(k, rope), v)
 
 

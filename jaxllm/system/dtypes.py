@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxllm.errors import ConfigError, did_you_mean, shown
 
 ITEMSIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -15,8 +17,17 @@ _NAMES = {**{name: name for name in DTYPES}, **SAFETENSORS_NAMES, "float": "floa
 
 
 def find_dtype(name: object) -> str | None:
-    """NumPy's name of a dtype by that of NumPy, torch, vLLM or safetensors; None if it is not supported."""
-    return _NAMES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    """NumPy's name of a dtype; None if it is not supported.
+
+    Args:
+        name: that of NumPy, torch, vLLM or safetensors, or a dtype of NumPy, JAX (`jnp.bfloat16`) or torch.
+    """
+    if name is not None and not isinstance(name, str):
+        try:
+            name = np.dtype(name).name  # type: ignore[call-overload]
+        except TypeError:  # torch's, or none
+            name = str(name)
+    return None if name is None else _NAMES.get(name.removeprefix("torch."))
 
 
 def dtype_of(origin: str, name: object, *, also: str = "") -> str:
@@ -36,4 +47,4 @@ def dtype_of(origin: str, name: object, *, also: str = "") -> str:
 
 def dtype_or_auto(origin: str, name: Any) -> str:
     """As `dtype_of`; "auto" stays."""
-    return "auto" if name == "auto" else dtype_of(origin, name, also=", auto")
+    return "auto" if isinstance(name, str) and name == "auto" else dtype_of(origin, name, also=", auto")
