@@ -14,6 +14,7 @@ from jaxllm.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchPa
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.inputs import Prompt
 from jaxllm.engine.outputs import RequestOutput
+from jaxllm.engine.residence import Residence
 from jaxllm.engine.thread import EngineThread, OutputStream
 from jaxllm.engine.vllm_names import CHAT_ARGUMENTS, check_call_arguments, translate
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError, shown
@@ -49,6 +50,8 @@ class LLM:
     Args:
         model, tokenizer, **settings: the fields of `EngineConfig`; vLLM's others are taken with the values
             that change nothing (`jaxllm.engine.vllm_names`).
+        params: weights by name instead of those of `model`, of which then only the configuration and the
+            tokenizer are read; `jaxllm.loading.load_params` gives their names and shapes. They are copied.
 
     Attributes:
         engine: runs the requests; a loop of your own may use it while no call is under way.
@@ -63,16 +66,19 @@ class LLM:
         self,
         model: str | os.PathLike[str] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
+        *,
+        params: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         known = [field.name for field in dataclasses.fields(EngineConfig)]
         self.config = EngineConfig(**translate({"model": model, "tokenizer": tokenizer, **settings}, known))
-        made = assemble(self.config)
+        made = assemble(self.config, params=params)
         self.engine, self.executor, self.tokenizer = made.engine, made.executor, made.tokenizer
         self.model_config, self.dtype = made.model_config, made.dtype
         self.costs, self.costs_source = made.costs, made.costs_source
         self.load_times, self._default_params = made.load_times, made.default_params
         self._thread = EngineThread(self.engine)
+        self._residence = Residence(self.engine, self._thread, self.executor, made.device, made.reload)
         self._ids = itertools.count()
 
     def __repr__(self) -> str:
@@ -395,6 +401,54 @@ class LLM:
         """
         self._thread.reset_prefix_cache()
         return True
+
+    def update_weights(self, params: Mapping[str, Any]) -> None:
+        """Compute with other weights from now on, as after a step of training.
+
+        Nothing is compiled anew. KV of the old weights is never found again, neither in memory nor in files;
+        what is written to files (`prefix_cache_dir`) from now on is found by this `LLM` alone, until it ends.
+        Takes at most one weight's memory beside the old ones.
+
+        Args:
+            params: every weight by name, as `jaxllm.loading.load_params` returns, of any floating-point dtype
+                and on any device. They are copied, so that the caller may donate them.
+
+        Raises:
+            WeightsError: they do not match the model; nothing was changed.
+            EngineError: requests are under way, or the engine has failed.
+        """
+        self._residence.update_weights(params)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give device memory back until `wake_up`, with vLLM's levels. The prefix cache is forgotten.
+
+        Args:
+            level: 1 gives back the KV pool, 2 the weights as well. Compiled programs stay.
+
+        Raises:
+            ConfigError: there is no such level.
+            EngineError: requests are under way, or the engine has failed.
+        """
+        self._residence.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `sleep` gave up; requests are refused until all of it is back.
+
+        Args:
+            tags: of what: "weights" (read from the checkpoint again) and "kv_cache"; both if None.
+
+        Raises:
+            ConfigError: a tag is unknown; or the weights, which were given (`params`, `update_weights`), are
+                gone: call `update_weights` first.
+            CapacityError: there is no room for the pool any more; the engine sleeps on.
+            EngineError: the engine has failed.
+        """
+        self._residence.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the pool or the weights are given back, so that requests are refused."""
+        return self.engine.is_asleep
 
     def _submit(
         self, prompts: Prompts, params: Params, priority: Priorities, deadline: Deadlines, *, stream: bool

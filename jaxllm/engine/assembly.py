@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -10,9 +11,9 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -30,7 +31,8 @@ from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.kv.disk import BlockFiles, weights_fingerprint
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
-from jaxllm.loading import load_params
+from jaxllm.loading import iter_params
+from jaxllm.loading.given import iter_given
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.registry import pack_linear_weights
 from jaxllm.pallas_kernels.settings import under_jax_defaults
@@ -80,6 +82,8 @@ class Assembly:
         costs_source: where they come from; None if nothing is known.
         load_times: seconds it took.
         default_params: the checkpoint's own sampling parameters.
+        device: where weights and pool are.
+        reload: reads the checkpoint's weights again; None if others were given.
         files: of the prefix cache; None if there are none.
     """
 
@@ -92,6 +96,8 @@ class Assembly:
     costs_source: str | None
     load_times: LoadTimes
     default_params: SamplingParams
+    device: jax.Device
+    reload: Callable[[], Iterator[tuple[str, jax.Array]]] | None
     files: BlockFiles | None = None
 
 
@@ -99,12 +105,15 @@ class Assembly:
 def assemble(
     config: EngineConfig,
     on_record: Callable[[PreemptionRecord | StepRecord], None] | None = None,
+    params: Mapping[str, Any] | None = None,
 ) -> Assembly:
     """Size the pool, load the model while its programs compile, and put an engine together.
 
     Args:
         config: how.
         on_record: told of the scheduler's decisions (`Ledger`), in the thread that runs the engine.
+        params: weights by name, instead of those of the checkpoint, of which then only the configuration and
+            the tokenizer are read.
 
     Raises:
         ConfigError: a setting or the checkpoint's configuration is invalid or unsupported.
@@ -114,10 +123,10 @@ def assemble(
     """
     forks.note_jax()
     if config.ledger is None:
-        return _assemble(config, on_record and Ledger(on_record=on_record))
+        return _assemble(config, on_record and Ledger(on_record=on_record), params)
     ledger, close = open_ledger(config.ledger, on_record)  # now rather than after loading
     try:
-        made = _assemble(config, ledger)
+        made = _assemble(config, ledger, params)
     except BaseException:
         close()
         os.unlink(config.ledger)
@@ -126,12 +135,12 @@ def assemble(
     return made
 
 
-def _assemble(config: EngineConfig, ledger: Ledger | None) -> Assembly:
+def _assemble(config: EngineConfig, ledger: Ledger | None, params: Mapping[str, Any] | None) -> Assembly:
     started = time.perf_counter()
-    model = sizing.read_model(config)
+    model = sizing.read_model(config, params)
     chosen = sizing.choose(config, model)
-    sizes = sizing.size(config, model, chosen)
-    loaded = _load(config, model, sizes, started)
+    sizes = sizing.size(config, model, chosen, has_weights=params is not None)
+    loaded = _load(config, model, sizes, started, params)
     return _join(config, model, chosen, sizes, loaded, ledger)
 
 
@@ -141,9 +150,16 @@ class _Loaded:
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: frozenset[int]
     times: LoadTimes
+    reload: Callable[[], Iterator[tuple[str, jax.Array]]] | None
 
 
-def _load(config: EngineConfig, model: sizing.Model, sizes: sizing.Sizes, started: float) -> _Loaded:
+def _load(
+    config: EngineConfig,
+    model: sizing.Model,
+    sizes: sizing.Sizes,
+    started: float,
+    given: Mapping[str, Any] | None,
+) -> _Loaded:
     """Load tokenizer and weights while programs compile."""
     programs = StepPrograms(sizes.model_config, sizes.executor, model.device)
     if config.attention_implementation != FASTEST:  # which is to be measured first
@@ -153,14 +169,10 @@ def _load(config: EngineConfig, model: sizing.Model, sizes: sizing.Sizes, starte
         if not config.skip_tokenizer_init:  # transformers is imported beside the compiling
             tokenizer = tokenization.load_tokenizer(model.tokenizer_folder)
         eos_token_ids = tokenization.eos_token_ids(model.folder, tokenizer, config.hf_overrides)
-        params = load_params(
-            model.folder,
-            sizes.model_config,
-            model.dtype,
-            load_format=config.load_format,
-            seed=config.seed,
-            device=model.device,
-        )
+        if given is None:
+            params = dict(_stored(config, model, sizes))
+        else:
+            params = dict(iter_given(given, model.dtype, model.device))
         if sizes.executor.packs_weights:
             pack_linear_weights(sizes.model_config, params)
         executor = ModelExecutor(sizes.model_config, params, sizes.executor, model.device, programs)
@@ -171,7 +183,22 @@ def _load(config: EngineConfig, model: sizing.Model, sizes: sizing.Sizes, starte
         programs.close()
         raise
     times = LoadTimes(loaded - started, time.perf_counter() - loaded)
-    return _Loaded(executor, tokenizer, eos_token_ids, times)
+    reload = None if given is not None else functools.partial(_stored, config, model, sizes)
+    return _Loaded(executor, tokenizer, eos_token_ids, times, reload)
+
+
+def _stored(
+    config: EngineConfig, model: sizing.Model, sizes: sizing.Sizes
+) -> Iterator[tuple[str, jax.Array]]:
+    """The weights of the checkpoint."""
+    return iter_params(
+        model.folder,
+        sizes.model_config,
+        model.dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        device=model.device,
+    )
 
 
 def _join(
@@ -213,6 +240,8 @@ def _join(
         costs_source,
         loaded.times,
         model.default_params,
+        model.device,
+        loaded.reload,
         files,
     )
 

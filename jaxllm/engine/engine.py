@@ -85,6 +85,7 @@ class Engine:
 
     Attributes:
         on_tokens: called with how many tokens each step has sampled, as far as they are wanted.
+        is_asleep: whether weights or pool are gone for a while, so that requests are refused.
 
     Raises:
         ConfigError: `num_scheduler_steps` is not a number of steps that the executor takes.
@@ -147,6 +148,7 @@ class Engine:
         self._deliveries: list[tuple[RequestState, Delta]] = []
         self._reports: list[RequestOutput] = []
         self.on_tokens: Callable[[int], object] = lambda num_tokens: None
+        self.is_asleep = False
         me = weakref.ref(self)  # else it would be let go of, and the pool with it, only by the collector
         self.owner = Owner(lambda: 0 if (engine := me()) is None else engine.num_unfinished)
         self._failure: BaseException | None = None
@@ -244,8 +246,7 @@ class Engine:
         Returns:
             What there is of it for each sample.
         """
-        if self._failure is not None:
-            raise self._dead()
+        self._check_awake()
         requests, text = self._inputs.make(
             request_id,
             prompt,
@@ -379,6 +380,30 @@ class Engine:
             if not self._in_flight:
                 self._flush()
 
+    def while_idle(self, change: Callable[[], object]) -> None:
+        """Make a change that no request may live through, once nothing is left of those before it.
+
+        None of the present blocks will be found again, wherever they are. If the change fails, the engine
+        does.
+
+        Raises:
+            EngineError: requests are under way, the engine has failed, or another thread uses it.
+        """
+        with self._used():
+            if self._states:
+                raise EngineError(
+                    f"{self.num_live} requests are under way: wait for them or abort them, and call again"
+                )
+            with self._changing():
+                while self._in_flight:
+                    self._commit(self._in_flight.popleft())
+                while self.scheduler.has_leftovers:
+                    self._flush()
+                self._executor.drop(self.scheduler.reset_prefix_cache())
+                while self.scheduler.has_leftovers:
+                    self._flush()
+                change()
+
     def close(self) -> None:
         """End all requests (as "abort"), and take no more; `executor` is still to be released.
 
@@ -450,6 +475,12 @@ class Engine:
                 state.sink(state, dead)
         self._executor.release()
 
+    def _check_awake(self) -> None:
+        if self._failure is not None:
+            raise self._dead()
+        if self.is_asleep:
+            raise EngineError("the engine sleeps, without its KV pool or weights; call wake_up() first")
+
     def _dead(self) -> EngineError:
         error = self._failure
         if error is _CLOSED:
@@ -468,8 +499,7 @@ class Engine:
     # The parts of a step
 
     def _add(self, states: Sequence[RequestState]) -> None:
-        if self._failure is not None:
-            raise self._dead()
+        self._check_awake()
         ids = [state.request.request_id for state in states]
         for used in (*(state.sampled_for for state in states), *ids):
             if used is not None and self.is_live(used):

@@ -24,6 +24,7 @@ from jaxllm.executor.fastest import FASTEST
 from jaxllm.loading import resolve_dtype
 from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.generation_config import default_sampling_params
+from jaxllm.loading.given import check_given
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.registry import weight_bytes
@@ -32,7 +33,7 @@ from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.system.cache_folder import cache_folder
-from jaxllm.system.dtypes import ITEMSIZES
+from jaxllm.system.dtypes import ITEMSIZES, find_dtype
 from jaxllm.types import MAX_DECODE_STEPS, MAX_STAGED_BLOCKS
 
 _logger = logging.getLogger(__name__)
@@ -109,11 +110,12 @@ class Sizes:
     num_writing_blocks: int
 
 
-def read_model(config: EngineConfig) -> Model:
-    """Read what the checkpoint says of itself, and set JAX up.
+def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) -> Model:
+    """Read what the checkpoint says of itself, and set JAX up; `params` are weights instead of its own.
 
     Raises:
         ConfigError: the checkpoint's configuration is invalid or unsupported.
+        WeightsError: `params` are not of it.
         CapacityError: the device cannot hold the weights.
     """
     folder, tokenizer_folder = _folders(config)
@@ -124,6 +126,9 @@ def read_model(config: EngineConfig) -> Model:
     _set_compilation_cache(config.compilation_cache_dir)
     hf_config = read_hf_config(folder)
     model_config = config_from_dict(hf_config, config.hf_overrides)
+    if params is not None:
+        check_given(model_config, params)
+        hf_config = {**hf_config, "dtype": find_dtype(next(iter(params.values())).dtype) or "float32"}
     dtype = settle_dtype(config, folder, hf_config, device.platform)
     num_weight_bytes = weight_bytes(model_config, dtype)
     memory.check_fits(device, num_weight_bytes, 0)
@@ -162,8 +167,8 @@ def choose(config: EngineConfig, model: Model) -> Choices:
     return Choices(shape, scheduling, kernels, has_native_products, *limits, buckets)
 
 
-def size(config: EngineConfig, model: Model, chosen: Choices) -> Sizes:
-    """Size pool, host memory and programs.
+def size(config: EngineConfig, model: Model, chosen: Choices, *, has_weights: bool = False) -> Sizes:
+    """Size pool, host memory and programs; `has_weights` says that the checkpoint's are not used.
 
     Raises:
         ConfigError: they contradict each other, or there cannot be files.
@@ -203,7 +208,7 @@ def size(config: EngineConfig, model: Model, chosen: Choices) -> Sizes:
         program_sizes=() if chosen.has_native_products else chosen.buckets.sizes,
     )
     if has_files:
-        _check_files(config, scheduler)
+        _check_files(config, scheduler, has_weights=has_weights)
     model_config = model.config.with_max_model_len(max_model_len)
     executor = _executor_config(config, model, chosen, scheduler, num_host_blocks)
     return Sizes(model_config, scheduler, executor, num_writing_blocks)
@@ -279,7 +284,7 @@ def _check_attention(config: EngineConfig, model_config: ModelConfig, dtype: str
         )
 
 
-def _check_files(config: EngineConfig, limits: SchedulerConfig) -> None:
+def _check_files(config: EngineConfig, limits: SchedulerConfig, *, has_weights: bool) -> None:
     """Verify that there can be files of the prefix cache.
 
     Raises:
@@ -292,10 +297,11 @@ def _check_files(config: EngineConfig, limits: SchedulerConfig) -> None:
             f"there are enable_prefix_caching={limits.enable_prefix_caching} and num_host_blocks="
             f"{config.num_host_blocks or 0}: set these, or leave the folder out"
         )
-    if config.load_format == "dummy":
+    if has_weights or config.load_format == "dummy":
+        what = "params" if has_weights else 'load_format="dummy"'
         raise ConfigError(
-            f'prefix_cache_dir={folder!r} cannot keep blocks of load_format="dummy": weights that are in no '
-            "file are not known again; leave one of them out"
+            f"prefix_cache_dir={folder!r} cannot keep blocks of {what}: weights that are in no file are not "
+            "known again; leave one of them out"
         )
 
 

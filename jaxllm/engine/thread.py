@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import queue
@@ -9,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.output_builder import Delta, OutputBuilder
@@ -18,6 +19,7 @@ from jaxllm.engine.outputs import RequestOutput
 from jaxllm.errors import EngineError, RequestError, SamplingParamsError
 from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
 
+_R = TypeVar("_R")
 _SECONDS_TO_LOOK_UP = 1.0  # after which a reader asks whether there is anything to wait for
 Item = tuple[str, Delta | BaseException]
 """The id of a request, and what is new of it, or what ended it."""
@@ -147,6 +149,20 @@ class EngineThread:
                 return
             self._commands.put(functools.partial(self._reset_prefix_cache, done))
         done.wait()
+
+    def call(self, action: Callable[[], _R]) -> _R:
+        """Do something with the engine in its thread, or in this one while there is none.
+
+        Raises:
+            Exception: what the action raised.
+        """
+        done: concurrent.futures.Future[_R] = concurrent.futures.Future()
+        self._engine.owner.check_process()
+        with self._lock:
+            if not self._is_running:
+                return action()
+            self._commands.put(functools.partial(_call, action, done))
+        return done.result()
 
     def close(self) -> None:
         """End all requests, and let the engine be used no more."""
@@ -353,6 +369,13 @@ class OutputStream(Iterator[RequestOutput]):
         if request_ids:
             self._thread.abort(request_ids)
         self._dropped.detach()
+
+
+def _call(action: Callable[[], _R], done: concurrent.futures.Future[_R]) -> None:
+    try:
+        done.set_result(action())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 def _abort_left(thread: EngineThread, builders: dict[str, OutputBuilder]) -> None:

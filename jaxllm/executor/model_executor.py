@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.registry import Params
+from jaxllm.models.registry import Params, abstract_params, packed
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling.params import SamplingParams
@@ -78,25 +78,7 @@ class ModelExecutor:
         self._params = params
         self._device = device
         self._max_blocks = config.max_blocks
-        shapes = state_shapes(
-            model_config,
-            dtype=config.dtype,
-            num_gpu_blocks=config.num_gpu_blocks,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-        )
-        try:
-            make = jax.jit(lambda: EngineState(*(jnp.zeros(s.shape, s.dtype) for s in shapes)))
-            with jax.default_device(self._device):
-                self._state = jax.block_until_ready(make())
-        except jax.errors.JaxRuntimeError as error:
-            raise CapacityError(
-                f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
-                f"beside the weights; lower num_gpu_blocks_override or kv_cache_memory: {error}"
-            ) from error
-        if device.platform == "cpu":
-            native.use_huge_pages(self._state.pool, is_zero=True)
+        self._state = self._make_state()
         self._packed_params = PackedSlotParams.host_zeros(config.max_num_seqs)
         self._host_params = self._packed_params.unpack()
         self._slot_params = PackedSlotParams(*map(self._upload, self._packed_params))
@@ -117,6 +99,34 @@ class ModelExecutor:
         weakref.finalize(self, self._programs.close).atexit = False
         self._is_undisturbed = False
         self._num_filtered: collections.Counter[ProgramKey] = collections.Counter()
+
+    def _make_state(self) -> EngineState:
+        """The pool, histories and tables, all of them empty.
+
+        Raises:
+            CapacityError: they do not fit.
+        """
+        config = self.config
+        shapes = state_shapes(
+            self.model_config,
+            dtype=config.dtype,
+            num_gpu_blocks=config.num_gpu_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+        try:
+            make = jax.jit(lambda: EngineState(*(jnp.zeros(s.shape, s.dtype) for s in shapes)))
+            with jax.default_device(self._device):
+                state = jax.block_until_ready(make())
+        except jax.errors.JaxRuntimeError as error:
+            raise CapacityError(
+                f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
+                f"beside the weights; lower num_gpu_blocks_override or kv_cache_memory: {error}"
+            ) from error
+        if self._device.platform == "cpu":
+            native.use_huge_pages(state.pool, is_zero=True)
+        return state
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -217,6 +227,47 @@ class ModelExecutor:
         apart = self._sample_apart(scheduled, outputs.logits, key.sampling)
         return PendingStep(scheduled, outputs, key.rows, apart)
 
+    @property
+    def has_pool(self) -> bool:
+        """Whether it holds the KV pool."""
+        return not self._state.pool.is_deleted()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it holds the weights."""
+        return len(self._params) == len(abstract_params(self.model_config, self.config.dtype))
+
+    @under_jax_defaults
+    def replace_weights(self, weights: Iterable[tuple[str, jax.Array]]) -> None:
+        """Take other weights, one after another, each in place of the one before it.
+
+        Args:
+            weights: all of the model's, of the executor's dtype and on its device; its own from now on.
+        """
+        for name, weight in weights:
+            self._params.pop(name, None)
+            if self.config.packs_weights:
+                weight = packed(self.model_config, name, weight)
+            self._params[name] = weight
+
+    def let_go(self, *, weights: bool) -> None:
+        """Give the memory of the pool back, and with `weights` theirs; nobody may hold a block of it."""
+        self.settle_copies()
+        for array in (self._state.pool, *(self._params.values() if weights else ())):
+            array.delete()
+        if weights:
+            self._params = {}
+
+    @under_jax_defaults
+    def remake_pool(self) -> None:
+        """Make the pool anew, all of it empty.
+
+        Raises:
+            CapacityError: it does not fit any more.
+        """
+        self._state = self._make_state()
+        self._table_sizes[:] = 0
+
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
         self._is_released = True
@@ -245,6 +296,11 @@ class ModelExecutor:
         files = BlockFiles(folder, fingerprint, pool.shape[1:], np.dtype(pool.dtype), max_bytes)
         self._transfers = FileTransfers(files, most_writing)
         return files
+
+    def forget_files(self, fingerprint: str) -> None:
+        """Read none of the blocks that are in files; what follows has another fingerprint, of this run."""
+        if self._transfers is not None:
+            self._transfers.begin_anew(fingerprint)
 
     @property
     def file_index(self) -> FileIndex | None:

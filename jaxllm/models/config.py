@@ -44,8 +44,8 @@ def config_from_dict(
         values = values.to_dict()
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"{shown(values)} must be a mapping of config.json's fields, which read_hf_config(folder) reads, or "
-            "a configuration of transformers"
+            f"{shown(values)} must be a mapping of config.json's fields, which read_hf_config(folder) reads, "
+            "or a configuration of transformers"
         )
     values = _override(values, hf_overrides or {})
     architectures = values.get("architectures") or []

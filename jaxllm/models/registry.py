@@ -79,9 +79,16 @@ def bind(config: ModelConfig, params: Mapping[str, jax.Array]) -> CausalLM:
 def pack_linear_weights(config: ModelConfig, params: Params) -> None:
     """Pack, one after the other and in place of it, every weight that native products take."""
     for name in _linear_weights(config):
-        if native.packs(params[name]):
-            params[name] = jax.block_until_ready(native.pack(params[name]))
-            native.use_huge_pages(params[name])
+        params[name] = packed(config, name, params[name])
+
+
+def packed(config: ModelConfig, name: str, weight: jax.Array) -> jax.Array:
+    """A weight, packed if it is one that native products take."""
+    if name not in _linear_weights(config) or not native.packs(weight):
+        return weight
+    weight = jax.block_until_ready(native.pack(weight))
+    native.use_huge_pages(weight)
+    return weight
 
 
 def unpacked(config: ModelConfig, params: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:

@@ -22,12 +22,14 @@ def find_dtype(name: object) -> str | None:
     Args:
         name: that of NumPy, torch, vLLM or safetensors, or a dtype of NumPy, JAX (`jnp.bfloat16`) or torch.
     """
-    if name is not None and not isinstance(name, str):
+    if name is None or isinstance(name, str):
+        text = name or ""
+    else:
         try:
-            name = np.dtype(name).name  # type: ignore[call-overload]
+            text = np.dtype(name).name  # type: ignore[call-overload]
         except TypeError:  # torch's, or none
-            name = str(name)
-    return None if name is None else _NAMES.get(name.removeprefix("torch."))
+            text = str(name)
+    return _NAMES.get(text.removeprefix("torch."))
 
 
 def dtype_of(origin: str, name: object, *, also: str = "") -> str:

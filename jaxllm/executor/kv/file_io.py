@@ -49,6 +49,7 @@ class FileTransfers:
             _Worker(name, patience) for name in ("kv-writer", "kv-reader", "kv-looker")
         )
         self._num_writing = 0
+        self._is_passing = False  # whether nobody will know the blocks after this run
         self._lock = threading.Lock()
         self._reads: collections.deque[_Reading] = collections.deque()
         _open.add(self)
@@ -125,9 +126,24 @@ class FileTransfers:
             reading.is_cancelled = True
         self._reads.clear()
 
+    def begin_anew(self, fingerprint: str) -> None:
+        """Know none of the blocks any more; keep those to come under a fingerprint that ends with this run.
+
+        Raises:
+            ConfigError: see `BlockFiles`.
+        """
+        self.cancel_reads()
+        self.flush()
+        if self._is_passing:
+            self._files.clear()
+        old, self._is_passing = self._files, True
+        self._files = BlockFiles(old.folder, fingerprint, old.shape, old.dtype, old.max_bytes)
+
     def close(self) -> None:
         """Write what is under way, and let go of the threads."""
         self.cancel_reads()
+        if self._is_passing:
+            self._writer.submit(self._files.clear)
         for worker in (self._writer, self._reader, self._looker):
             worker.stop()
 

@@ -1,0 +1,104 @@
+"""What an engine holds on its device: weights that may be replaced, and memory that may be lent to others."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.thread import EngineThread
+from jaxllm.errors import CapacityError, ConfigError, shown
+from jaxllm.executor.model_executor import ModelExecutor
+from jaxllm.loading.given import check_given, iter_given
+from jaxllm.pallas_kernels.settings import under_jax_defaults
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""What may be let go of, by vLLM's names."""
+
+
+class Residence:
+    """The weights and the KV pool of an engine on its device.
+
+    Args:
+        engine: of the executor.
+        thread: runs it.
+        executor: holds them.
+        device: where.
+        reload: reads the weights of the checkpoint again; None if they were given.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        executor: ModelExecutor,
+        device: jax.Device,
+        reload: Callable[[], Iterator[tuple[str, jax.Array]]] | None,
+    ) -> None:
+        self._engine, self._thread, self._executor = engine, thread, executor
+        self._device, self._reload = device, reload
+
+    @under_jax_defaults
+    def update_weights(self, params: Mapping[str, Any]) -> None:
+        """Compute with other weights from now on; see `LLM.update_weights`."""
+        executor = self._executor
+        check_given(executor.model_config, params)
+
+        def change() -> None:
+            executor.replace_weights(iter_given(params, executor.config.dtype, self._device))
+            executor.forget_files(json.dumps({"weights": uuid.uuid4().hex}))
+            self._reload = None
+
+        self._change(change)
+
+    def sleep(self, level: int) -> None:
+        """Let go of the pool, and of the weights at level 2; see `LLM.sleep`."""
+        if isinstance(level, bool) or level not in (1, 2):
+            raise ConfigError(
+                f"level={shown(level)} must be 1, which gives back the KV pool, or 2, which gives back the "
+                "weights as well"
+            )
+        if self._executor.has_pool or (level == 2 and self._executor.has_weights):
+            self._change(lambda: self._executor.let_go(weights=level == 2))
+
+    @under_jax_defaults
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Take back what was let go of; see `LLM.wake_up`."""
+        wanted = (WEIGHTS, KV_CACHE) if tags is None else tuple(tags)
+        if isinstance(tags, str) or not all(tag in (WEIGHTS, KV_CACHE) for tag in wanted):
+            raise ConfigError(f"tags={shown(tags)} must be a list of {WEIGHTS!r} and {KV_CACHE!r}, or None")
+        executor, reload = self._executor, self._reload
+        needs_weights = WEIGHTS in wanted and not executor.has_weights
+        if needs_weights and reload is None:
+            raise ConfigError(
+                "the weights were given, and are gone since sleep(level=2): call update_weights(params), and "
+                "then wake_up()"
+            )
+
+        def change() -> None:
+            if needs_weights and reload is not None:
+                executor.replace_weights(reload())
+            if KV_CACHE in wanted and not executor.has_pool:
+                executor.remake_pool()
+
+        self._change(change)
+
+    def _change(self, change: Callable[[], object]) -> None:
+        """Make a change that no request may live through."""
+
+        lacking: list[CapacityError] = []
+
+        def whole() -> None:
+            try:
+                change()
+            except CapacityError as error:  # there is nothing wrong with the engine: it sleeps on
+                lacking.append(error)
+            self._engine.is_asleep = not (self._executor.has_pool and self._executor.has_weights)
+
+        self._thread.call(lambda: self._engine.while_idle(whole))
+        if lacking:
+            raise lacking[0]
