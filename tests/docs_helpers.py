@@ -22,6 +22,7 @@ from markdown_it.token import Token
 from jaxllm import LLM, BeamSearchParams, EngineConfig, SamplingParams, StructuredOutputsParams
 from jaxllm.cli.main import build_parser
 from jaxllm.engine.vllm_names import SETTINGS
+from jaxllm.functional import prefill
 from jaxllm.pallas_kernels import decode_attention
 from jaxllm.sched.policies import SchedulerPolicy
 
@@ -165,7 +166,7 @@ def known_options() -> set[str]:
 def known_arguments() -> set[str]:
     """Settings, parameters and arguments that text may write as `name=value`."""
     functions = (LLM, EngineConfig, SamplingParams, BeamSearchParams, StructuredOutputsParams)
-    functions += (SchedulerPolicy, LLM.generate, LLM.chat, decode_attention)
+    functions += (SchedulerPolicy, LLM.generate, LLM.chat, LLM.sleep, decode_attention, prefill)
     return {name for one in functions for name in inspect.signature(one).parameters} | set(SETTINGS)
 
 
