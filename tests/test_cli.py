@@ -126,12 +126,12 @@ def test_version(capsys):
         (["generate", "a", "--structured-outputs", "[]"], "invalid JSON object"),
         (["generate", "a", "--structured-outputs", '{"regexp": "a"}'], "has no 'regexp'"),
         (["generate", "a", "--resume"], "--output"),
-        (["generate", "a", "--block-size", "0", "-q"], "block_size"),
+        (["generate", "a", "--block-size", "0", "-q"], "--block-size 0"),
         (["generate", "a", "--dtype", "float8"], "float8"),
         (["generate", "a", "--model", "absent", "-q"], "absent"),
         (["generate", "--input", "absent.txt"], "absent.txt"),
         (["convert", "absent", "out"], "absent"),
-        (["bench", "throughput", "--input-len", "9:8"], "input_len"),
+        (["bench", "throughput", "--input-len", "9:8"], "--input-len 9:8"),
         (["bench", "throughput", "--input-len", "long"], "length or range"),
     ],
 )
@@ -196,7 +196,7 @@ def test_values_are_checked_as_they_are_parsed(capsys):
         ("generate x", "--n", "0"),
     ):
         assert main([*command.split(), option, value]) == 2
-        assert option[2:].replace("-", "_") + "=" in one_error(capsys)
+        assert f"error: {option} " in one_error(capsys)
 
 
 def test_few_prompts_compile_few_programs():
@@ -392,7 +392,7 @@ def test_bench_throughput(run, llm, tmp_path, capsys):
 
 def test_bench_refuses_requests_that_do_not_fit(run, capsys):
     assert run("bench", "throughput", "--input-len=100", "--output-len=29") == 2
-    assert "max_model_len=128" in one_error(capsys)
+    assert "--max-model-len 128" in one_error(capsys)
 
 
 def test_convert(tmp_path, capsys):

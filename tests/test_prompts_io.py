@@ -201,7 +201,7 @@ def test_resume_refuses_other_inputs(tmp_path):
     for rows, context, cause in (
         (other, "", "line 2: its fingerprint differs from that of prompt argument 4,"),
         (make_rows(4), "other model", "line 1: its fingerprint differs"),
-        (make_rows(3), "", "line 2: it has index 3, and there are 3 prompts"),
+        (make_rows(3), "", "line 2: it has index 3, which is none of the 3 prompts"),
     ):
         with pytest.raises(ConfigError, match=cause):
             OutputFile(path, rows, resume=True, context=context)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import pathlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +23,7 @@ from jaxllm.commands.options import (
     note_compile_report,
     only_errors,
 )
+from jaxllm.commands.progress import Progress
 from jaxllm.errors import ConfigError, EngineError, JaxllmError
 from jaxllm.jobs.prompt_files import read_prompts
 from jaxllm.jobs.prompts_io import (
@@ -35,7 +38,7 @@ from jaxllm.jobs.row_requests import (
     with_seed,
 )
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.system.options import add_flags, given
+from jaxllm.system.options import add_flags, flag, given
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -67,6 +70,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--column", metavar="NAME", help="of --input that holds the prompts (default: prompt)"
     )
+    parser.add_argument("--id-column", metavar="NAME", help="of --input that holds the ids (default: id)")
+    parser.add_argument(
+        "--where",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="only rows of --input whose column has this value; may be given again for others",
+    )
+    parser.add_argument(
+        "--rows",
+        metavar="START:STOP",
+        help="only these rows of --input, counted from 0; either end may be left out",
+    )
     parser.add_argument(
         "--output", metavar="FILE", help="append JSON lines to FILE, each safe on disk (default: stdout)"
     )
@@ -77,6 +93,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--text", action="store_true", help="write readable text to stdout instead of JSON lines"
     )
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user message")
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="template for conversations: a Jinja file, its text, or the name of one of the checkpoint's",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
     sampling = parser.add_argument_group("sampling options")
     add_flags(sampling, SamplingParams, max_tokens=_DEFAULT_MAX_TOKENS)
@@ -99,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     if args.text and args.output is not None:
         raise ConfigError("--text is for stdout, and --output holds JSON lines: drop one of the two")
     settings = {"seed": args.seed, **engine_settings(args)}
+    template = _chat_template(args.chat_template)
     if args.ray:
         return generate_ray.run(args, _sampling_params(args), settings)
     if others := generate_ray.given_options(args):
@@ -110,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
             stack.enter_context(only_errors())
         sink: _Sink = _Stdout(rows, as_text=args.text)
         if args.output is not None:
-            context = fingerprint_context(settings, args.chat)
+            context = fingerprint_context(settings, args.chat, template)
             sink = stack.enter_context(OutputFile(args.output, rows, resume=args.resume, context=context))
         todo = [row for row in rows if row.index not in sink.done]
         if sink.done and not args.quiet:
@@ -128,9 +150,7 @@ def run(args: argparse.Namespace) -> int:
                     },
                     quiet=args.quiet,
                 )
-                num_bad += _write_completions(
-                    llm, good, sink, total=len(rows), keep_bad=args.input is not None, args=args
-                )
+                num_bad += _write_completions(llm, good, sink, total=len(rows), args=args, template=template)
                 if args.compile_report:
                     note_compile_report(llm)
         except KeyboardInterrupt:
@@ -156,7 +176,7 @@ class _Stdout:
 
     def __init__(self, rows: Sequence[PromptRow], *, as_text: bool) -> None:
         self._as_text = as_text
-        self._ids = [row.id for row in rows]
+        self._ids = {row.index: row.id for row in rows}
         self._done: set[int] = set()
 
     @property
@@ -186,14 +206,58 @@ class _Stdout:
 def _read_rows(args: argparse.Namespace) -> list[PromptRow]:
     if bool(args.prompts) == (args.input is not None):
         raise ConfigError("give prompts as arguments or with --input, one of the two")
-    if args.column is not None and args.input is None:
-        raise ConfigError(f"--column {args.column!r} is of --input, which is not given")
+    for name in ("column", "id_column", "where", "rows"):
+        if getattr(args, name) and args.input is None:
+            raise ConfigError(f"{flag(name)} is of --input, which is not given")
     defaults = _sampling_params(args)
+    wanted = _wanted_rows(args.rows)
     if args.input is None:
         rows = prompts_from_arguments(args.prompts, defaults)
     else:
-        rows = read_prompts(args.input, defaults, args.column)
-    return [with_seed(row, args.seed) for row in rows]
+        where = _conditions(args.where)
+        rows = read_prompts(args.input, defaults, args.column, id_column=args.id_column, where=where)
+    kept = [with_seed(row, args.seed) for row in rows if row.index in wanted]
+    if not kept:
+        last = rows[-1].index
+        raise ConfigError(f"--rows {args.rows}: {args.input} has none of these, its rows are 0 to {last}")
+    return kept
+
+
+def _conditions(given: Sequence[str]) -> dict[str, str]:
+    """The value that each column of wanted rows has."""
+    conditions: dict[str, str] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"--where {one!r} must be a column and its value, such as --where split=test")
+        if conditions.setdefault(name, value) != value:
+            raise ConfigError(f"--where asks for two values of {name!r}, which no row has: drop one")
+    return conditions
+
+
+def _wanted_rows(text: str | None) -> range:
+    """The indices that START:STOP are."""
+    if text is None:
+        return range(sys.maxsize)
+    found = re.fullmatch(r"(\d*):(\d*)", text, re.ASCII)
+    wanted = found and range(int(found[1] or 0), int(found[2]) if found[2] else sys.maxsize)
+    if not wanted:
+        raise ConfigError(f"--rows {text!r} must be START:STOP, such as 0:100, 100: or :50, and not empty")
+    return wanted
+
+
+def _chat_template(given: str | None) -> str | None:
+    """The text of a template: that of a file if it is the path of one."""
+    if given is None or "\n" in given or "{" in given:
+        return given
+    try:
+        return pathlib.Path(given).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if "/" in given or given.endswith((".jinja", ".txt")):
+            raise ConfigError(f"--chat-template {given!r}: there is no such file") from None
+        return given  # the name of one of the checkpoint's
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {given!r} cannot be read: {error}") from error
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -247,35 +311,26 @@ def _write_completions(
     sink: _Sink,
     *,
     total: int,
-    keep_bad: bool,
     args: argparse.Namespace,
+    template: str | None,
 ) -> int:
-    """Run the rows; returns how many of them were bad, if they are to be kept."""
-    from tqdm import tqdm
-
+    """Run the rows; returns how many of them were bad, which those of a file may be."""
     good: list[PromptRow] = []
     prompts: list[np.ndarray] = []
     bad: list[tuple[PromptRow, JaxllmError | None]] = []
     for row in rows:
         try:
-            prompts.append(checked_token_ids(llm, row, args.chat))
+            prompts.append(checked_token_ids(llm, row, args.chat, template))
             good.append(row)
         except EngineError:
             raise
         except JaxllmError as error:
-            if not keep_bad:
+            if args.input is None:
                 raise
             bad.append((row, error))
     if bad:
         _write_errors(sink, bad)
-    progress = tqdm(
-        total=total,
-        initial=total - len(good),
-        desc="Processed prompts",
-        unit="prompt",
-        disable=True if args.quiet else None,  # None: where stderr is no terminal
-    )
-    with progress:
+    with Progress(total, total - len(good), "prompt", quiet=args.quiet) as progress:
         requests = (
             {
                 "prompt_token_ids": prompt,
@@ -287,7 +342,7 @@ def _write_completions(
         for output in llm.generate_iter(requests, in_order=False):
             row = good[int(output.request_id)]
             sink.write([(row.index, {**row.extras, **completion_content(row, output)})])
-            progress.update()
+            progress.advance(output=output)
     return len(bad)
 
 

@@ -53,9 +53,13 @@ def run(args: argparse.Namespace, sampling_params: SamplingParams, settings: Map
 
     if args.prompts or args.text or args.input is None or args.output is None:
         raise ConfigError("--ray is for data sets: name one with --input and where answers go with --output")
+    if args.where or args.rows or args.chat_template:
+        raise ConfigError("--where, --rows and --chat-template are of one engine: leave them out with --ray")
     if args.compile_report or "ledger" in settings:
         raise ConfigError("--compile-report and --ledger are of one engine, and with --ray there are several")
     input_files(args.input)
+    named = {"prompt": args.column, "id": args.id_column}
+    columns = {key: name for key, name in named.items() if name is not None}
     options = given_options(args)
     address = options.pop("ray_address", None)
     ray = require_ray("ray.data")
@@ -70,7 +74,7 @@ def run(args: argparse.Namespace, sampling_params: SamplingParams, settings: Map
                 resume=args.resume,
                 chat=args.chat,
                 show_progress=not args.quiet,
-                columns=None if args.column is None else {"prompt": args.column},
+                columns=columns or None,
                 **options,
                 **settings,
             )

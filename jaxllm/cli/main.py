@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import jaxllm
 from jaxllm.commands.options import loggers_put_back
+from jaxllm.commands.words import flags_of, in_flags
 from jaxllm.errors import JaxllmError, did_you_mean
 
 EXIT_OK = 0
@@ -58,6 +60,7 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith(_UNRECOGNIZED):
             option = message.removeprefix(_UNRECOGNIZED).split()[0].partition("=")[0]
             message += f"; {did_you_mean(option, _flags(self))}".rstrip("; ")
+        message = re.sub(r"^argument (--[\w-]+): \1 ", r"\1 ", in_flags(message, flags_of(self)))
         self.exit(EXIT_ERROR, f"jaxllm: error: {message} (see `{self.prog} --help`)\n")
 
 
@@ -106,5 +109,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (JaxllmError, OSError) as error:
-        print(f"jaxllm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"jaxllm: error: {in_flags(' '.join(str(error).split()), flags_of(parser))}", file=sys.stderr)
         return EXIT_ERROR

@@ -13,6 +13,7 @@ from jaxllm.commands.options import (
     note,
     tell_of_programs,
 )
+from jaxllm.commands.progress import Progress
 from jaxllm.engine.config import EngineConfig
 from jaxllm.jobs.row_requests import fingerprint_context
 from jaxllm.server.config import ServerConfig
@@ -62,23 +63,15 @@ def run(args: argparse.Namespace) -> int:
             note(f"{len(output.done)} of {len(lines)} requests are in {args.output} already")
         if len(output.done) == len(lines):
             return 0
-        from tqdm import tqdm
-
         engine = EngineConfig(**settings)
         if not args.quiet:
             note(f"loading {model_name(settings)}")
             tell_of_programs()
-        progress = tqdm(
-            total=len(lines),
-            initial=len(output.done),
-            desc="Answered requests",
-            unit="request",
-            disable=True if args.quiet else None,
-        )
+        progress = Progress(len(lines), len(output.done), "request", quiet=args.quiet)
         try:
             with progress:
                 service = Service.load(engine, config)
-                num_errors = run_batch(service, args.input, lines, output, progress.update)
+                num_errors = run_batch(service, args.input, lines, output, progress.advance)
         except KeyboardInterrupt:
             note(f"interrupted: {len(output.done)} of {len(lines)} requests are answered; --resume continues")
             return _EXIT_INTERRUPTED

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.vllm_names import RENAMED, SETTINGS, translate
 from jaxllm.errors import ConfigError
 from jaxllm.loading.checkpoints import checkpoint_folder, demo_model_path
-from jaxllm.system.options import add_flags, given
+from jaxllm.system.json_text import parse as parse_json
+from jaxllm.system.options import add_flags, byte_count, flag, given, options_of
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 API_KEYS_VARIABLE = "JAXLLM_API_KEY"
 """Of the environment: keys that a server asks for."""
+_SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
 _PROGRAMS = "jaxllm.executor.step_programs"
 _LOGGERS = _PROGRAMS, "jaxllm.server", "uvicorn", "ray.data"
 
@@ -35,11 +38,44 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list each program's shape, seconds and memory on stderr",
     )
+    _add_options_of_vllm(parser)
+
+
+def _add_options_of_vllm(parser: argparse.ArgumentParser) -> None:
+    """Add vLLM's flags that this engine has no setting for, unsaid: they are answered when given."""
+    for name, (neutral, _) in SETTINGS.items():
+        if flag(name) in parser._option_string_actions:
+            continue
+        keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if any(isinstance(value, bool) for value in neutral):
+            keywords["action"] = argparse.BooleanOptionalAction
+        else:
+            keywords["type"] = _literal
+        parser.add_argument(flag(name), *_SHORT.get(name, ()), **keywords)
+    for name in RENAMED:
+        parser.add_argument(
+            flag(name), dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, type=byte_count
+        )
+
+
+def _literal(text: str) -> Any:
+    """A value as JSON, or text."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given, as arguments of `LLM`."""
-    return given(args, EngineConfig)
+    """The engine options that were given, as arguments of `LLM`.
+
+    Raises:
+        ConfigError: one is vLLM's, and asks for what there is not.
+    """
+    others = {name: getattr(args, name) for name in (*SETTINGS, *RENAMED) if hasattr(args, name)}
+    return translate(
+        {**given(args, EngineConfig), **others}, [name for name, _, _ in options_of(EngineConfig)]
+    )
 
 
 def model_name(settings: Mapping[str, Any]) -> str:

@@ -11,11 +11,14 @@ from jaxllm.errors import ConfigError, JaxllmError, RequestError, nearest, shown
 
 _logger = logging.getLogger(__name__)
 
-_ONE_DEVICE = "the engine runs on one device; leave it out"
+_ONE_DEVICE = (
+    "the engine runs on one device; leave it out, or run an engine on each (`--ray`, jaxllm.cluster.generate)"
+)
 _FILES = "safetensors, configuration and tokenizer are all that is read; leave it out"
 _NO_CODE = "no code of checkpoints is ever run; leave it out"
 _MULTIMODAL = "models of text only are supported; leave it out"
 _NO_QUANTIZATION = "weights and KV are not quantised; set dtype, or leave it out"
+_NO_LORA = "there are no LoRA adapters; merge them into the weights (peft: merge_and_unload, save_pretrained)"
 _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priority', or a class of your own"
 
 SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
@@ -51,7 +54,11 @@ SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
     "scheduler_cls": ((None,), _SCHEDULER),
     "preemption_mode": ((None,), _SCHEDULER),
     "speculative_config": ((None,), "there is no speculative decoding; leave it out"),
-    "enable_lora": ((False,), "there are no LoRA adapters; merge them into the weights"),
+    "enable_lora": ((False,), _NO_LORA),
+    "lora_modules": ((None,), _NO_LORA),
+    "max_loras": ((1,), _NO_LORA),
+    "max_lora_rank": ((16,), _NO_LORA),
+    "enable_sleep_mode": ((False, True), "LLM.sleep is always there; leave it out"),
     "enable_prompt_adapter": ((False,), "there are no adapters; leave it out"),
     "enable_prompt_embeds": ((False,), "prompts are text or token ids; leave it out"),
     "limit_mm_per_prompt": ((None, {}), _MULTIMODAL),
@@ -66,7 +73,7 @@ SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
 """By name: values that change nothing, and the way out from others."""
 
 CALL_ARGUMENTS: Mapping[str, tuple[Sequence[Any], str]] = {
-    "lora_request": ((None,), "there are no LoRA adapters; merge them into the weights"),
+    "lora_request": ((None,), _NO_LORA),
     "mm_processor_kwargs": ((None, {}), _MULTIMODAL),
     "tokenization_kwargs": ((None, {}), "use generate with token ids; leave it out"),
     "concurrency_limit": ((None,), "max_num_seqs is how many sequences run at a time; leave it out"),
@@ -89,7 +96,7 @@ _OTHER_NAMES = {
     "scheduler": "scheduler_policy",
     "attention_backend": "attention_implementation",
 }
-_RENAMED = ("kv_cache_memory_bytes",)
+RENAMED = ("kv_cache_memory_bytes",)
 
 
 def translate(settings: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
@@ -107,7 +114,7 @@ def translate(settings: Mapping[str, Any], known: Sequence[str]) -> dict[str, An
     for name, value in settings.items():
         if name in known:
             translated[name] = value
-        elif name in _RENAMED:
+        elif name in RENAMED:
             if _OTHER_NAMES[name] in settings:
                 raise ConfigError(
                     f"{name} and {_OTHER_NAMES[name]} are the same setting: leave one of them out"

@@ -16,6 +16,7 @@ from jaxllm.jobs.prompts_io import (
     PROMPT_KEYS,
     ROW_KEYS,
     PromptRow,
+    is_wanted,
     opened,
     read_jsonl_file,
     read_text_file,
@@ -31,7 +32,14 @@ _ROWS_AT_A_TIME = 1024
 _Rows = Iterator[tuple[str, Mapping[str, Any] | RequestError]]
 
 
-def read_prompts(path: str, sampling_params: SamplingParams, column: str | None = None) -> list[PromptRow]:
+def read_prompts(
+    path: str,
+    sampling_params: SamplingParams,
+    column: str | None = None,
+    *,
+    id_column: str | None = None,
+    where: Mapping[str, str] | None = None,
+) -> list[PromptRow]:
     """The rows of a file, bad ones with what is wrong with them.
 
     Args:
@@ -40,6 +48,8 @@ def read_prompts(path: str, sampling_params: SamplingParams, column: str | None 
         sampling_params: of rows that have none of their own.
         column: which holds the prompts, "prompt" if None; columns that no row of JSON Lines has go with the
             rows to the output.
+        id_column: which holds the ids, "id" if None.
+        where: of columns, the value that wanted rows have, as JSON or text; others are left out.
 
     Raises:
         ConfigError: the file is of another kind, cannot be read, lacks the column, or has a quote that
@@ -56,22 +66,26 @@ def read_prompts(path: str, sampling_params: SamplingParams, column: str | None 
             f"per line, and there are .jsonl, .ndjson, .csv and .parquet, each also with .gz: {way_out}"
         )
     if kind == "text":
-        if column is not None:
-            raise ConfigError(
-                f"--column {column!r} is of tables, and {path!r} has a prompt per line: drop it"
-            )
+        given = {"--column": column, "--id-column": id_column, "--where": where or None}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{name} is of tables, and {path!r} has a prompt per line: drop it")
         return read_text_file(path, sampling_params, keep_bad=True)
     if kind == "jsonl":
-        return read_jsonl_file(path, sampling_params, column=column, keep_bad=True)
+        columns: Any = {"column": column, "id_column": id_column, "where": where}
+        return read_jsonl_file(path, sampling_params, **columns, keep_bad=True)
     keys = _CSV_KEYS if kind == "csv" else ROW_KEYS
 
-    def row(index: int, source: str, values: Mapping[str, Any] | RequestError) -> PromptRow:
+    def row(index: int, source: str, values: Mapping[str, Any] | RequestError) -> PromptRow | None:
         if isinstance(values, RequestError):
             raise values
-        return row_of(index, source, values, sampling_params, column or "prompt", keys)
+        if not is_wanted(values, where):
+            return None
+        return row_of(index, source, values, sampling_params, column or "prompt", keys, id_column)
 
     read = _csv_rows if kind == "csv" else _parquet_rows
-    return rows_of(path, read(path, column), row, sampling_params, keep_bad=True)
+    named = {"--id-column": [id_column] if id_column else [], "--where": [*(where or ())]}
+    return rows_of(path, read(path, column, named), row, sampling_params, keep_bad=True)
 
 
 def kind_of_file(path: str | os.PathLike[str]) -> tuple[str | None, str, bool]:
@@ -86,9 +100,19 @@ def kind_of_file(path: str | os.PathLike[str]) -> tuple[str | None, str, bool]:
 
 
 def _check_columns(
-    path: str, columns: Sequence[str], column: str | None, keys: Sequence[str], prompts: Sequence[str]
+    path: str,
+    columns: Sequence[str],
+    column: str | None,
+    keys: Sequence[str],
+    prompts: Sequence[str],
+    named: Mapping[str, Sequence[str]],
 ) -> None:
-    """Verify that a table has prompts, and nothing that answers have."""
+    """Verify that a table has prompts and the columns that options name, and nothing that answers have."""
+    for option, names in named.items():
+        if missing := set(names).difference(columns):
+            raise ConfigError(
+                f"{path}: there is no column {min(missing)!r}, which {option} names: {', '.join(columns)}"
+            )
     if len(set(columns)) < len(columns):
         raise ConfigError(f"{path}: two columns have one name, of {', '.join(columns)}: rename one")
     if not set(columns).intersection(prompts if column is None else [column]):
@@ -100,7 +124,7 @@ def _check_columns(
         raise ConfigError(f"{path}: has columns {', '.join(taken)}, as answers do: rename or drop them")
 
 
-def _csv_rows(path: str, column: str | None) -> _Rows:
+def _csv_rows(path: str, column: str | None, named: Mapping[str, Sequence[str]]) -> _Rows:
     """Rows of a CSV file: all values are text, and only the prompt and the id are more than that."""
     csv.field_size_limit(2**31 - 1)
     with opened(path) as file:
@@ -113,7 +137,7 @@ def _csv_rows(path: str, column: str | None) -> _Rows:
             lines.check_end()
             raise ConfigError(f"{path}, line 1: no valid CSV ({error})") from error
         if columns:
-            _check_columns(path, columns, column, _CSV_KEYS, ["prompt"])
+            _check_columns(path, columns, column, _CSV_KEYS, ["prompt"], named)
         while True:
             first = reader.line_num + 1
             lines.of_row.clear()
@@ -167,7 +191,7 @@ class _RowLines:
         )
 
 
-def _parquet_rows(path: str, column: str | None) -> _Rows:
+def _parquet_rows(path: str, column: str | None, named: Mapping[str, Sequence[str]]) -> _Rows:
     """Rows of a Parquet file."""
     try:
         import pyarrow
@@ -180,7 +204,7 @@ def _parquet_rows(path: str, column: str | None) -> _Rows:
         whole = io.BytesIO(file.read()) if path.lower().endswith(".gz") else file
         try:
             table = parquet.ParquetFile(whole)
-            _check_columns(path, table.schema_arrow.names, column, ROW_KEYS, PROMPT_KEYS)
+            _check_columns(path, table.schema_arrow.names, column, ROW_KEYS, PROMPT_KEYS, named)
             for batch in table.iter_batches(_ROWS_AT_A_TIME):
                 for values in batch.to_pylist():
                     number += 1

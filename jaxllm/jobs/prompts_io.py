@@ -126,6 +126,8 @@ def read_jsonl_file(
     sampling_params: SamplingParams,
     *,
     column: str | None = None,
+    id_column: str | None = None,
+    where: Mapping[str, str] | None = None,
     keep_bad: bool = False,
 ) -> list[PromptRow]:
     """Rows for a JSON Lines file.
@@ -139,6 +141,8 @@ def read_jsonl_file(
         path: the file; one that ends in .gz is unpacked.
         sampling_params: of rows that have none of their own.
         column: what `prompt` is called; other keys go with the row to the output then.
+        id_column: what `id` is called; likewise.
+        where: values of keys, as JSON or text, of the rows that are wanted; likewise.
         keep_bad: make what is wrong with a line its row's `error`.
 
     Raises:
@@ -147,14 +151,17 @@ def read_jsonl_file(
         SamplingParamsError: a line's parameters are invalid; names file and line.
     """
 
-    def row(index: int, source: str, line: bytes) -> PromptRow:
+    def row(index: int, source: str, line: bytes) -> PromptRow | None:
         text = _text_of(source, line)
-        if column is None:
+        if column is None and id_column is None and not where:
             return parse_row(index, source, text, sampling_params)
         values = _parsed(source, text)
-        if column not in values:
-            raise RequestError(f"{source}: there is no {column!r}, as --column says.")
-        return row_of(index, source, values, sampling_params, column)
+        if not is_wanted(values, where):
+            return None
+        for option, name in (("--column", column), ("--id-column", id_column)):
+            if name is not None and name not in values:
+                raise RequestError(f"{source}: there is no {name!r}, as {option} says.")
+        return row_of(index, source, values, sampling_params, column or "prompt", id_column=id_column)
 
     with opened(path) as file:
         return rows_of(os.fspath(path), _lines(os.fspath(path), file), row, sampling_params, keep_bad)
@@ -163,7 +170,7 @@ def read_jsonl_file(
 def rows_of(
     name: str,
     items: Iterable[tuple[str, _Item]],
-    make: Callable[[int, str, _Item], PromptRow],
+    make: Callable[[int, str, _Item], PromptRow | None],
     sampling_params: SamplingParams,
     keep_bad: bool,
 ) -> list[PromptRow]:
@@ -172,15 +179,18 @@ def rows_of(
     Args:
         name: of the file, for messages.
         items: where each row stands, and what it holds.
-        make: makes a row of its index, place and content.
+        make: makes a row of its index, place and content; None of one that is not wanted.
         sampling_params: of rows that are bad.
         keep_bad: whether to keep them.
     """
     rows: list[PromptRow] = []
     source_of_id: dict[str | int, str] = {}
+    index = -1
     for index, (source, item) in enumerate(items):
         try:
             row = make(index, source, item)
+            if row is None:
+                continue
             if row.error is not None and not keep_bad:
                 raise row.error
             if row.id is not None:
@@ -194,9 +204,23 @@ def rows_of(
                 raise
             row = PromptRow(index, source, sampling_params, id=_id_of(item), error=error)
         rows.append(row)
-    if not rows:
+    if index < 0:
         raise RequestError(f"{name}: the file is empty. Give at least one prompt.")
+    if not rows:
+        raise RequestError(f"{name}: none of its {index + 1} rows is what --where asks for.")
     return rows
+
+
+def is_wanted(values: Mapping[str, Any], where: Mapping[str, str] | None) -> bool:
+    """Whether a row has all the values that are asked for, which are JSON or text."""
+    return all(
+        name in values and (values[name] == wanted or _as_text(values[name]) == wanted)
+        for name, wanted in (where or {}).items()
+    )
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _id_of(item: object) -> str | int | None:
@@ -253,8 +277,8 @@ class OutputFile(LineFile[int]):
         resume: bool = False,
         context: str = "",
     ) -> None:
-        self._rows = rows
-        self._fingerprints = [row.fingerprint(context) for row in rows]
+        self._rows = {row.index: row for row in rows}
+        self._fingerprints = {row.index: row.fingerprint(context) for row in rows}
         super().__init__(path, resume=resume, line_start=_LINE_START)
 
     def write(self, completions: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
@@ -270,9 +294,9 @@ class OutputFile(LineFile[int]):
         """
         lines: dict[int, str] = {}
         for index, content in completions:
-            if not 0 <= index < len(self._fingerprints):
+            if index not in self._rows:
                 raise RequestError(
-                    f"index {index} is no row: it must be in 0..{len(self._fingerprints) - 1}."
+                    f"index {index} is no row: it must be in {min(self._rows)}..{max(self._rows)}."
                 )
             if index in self._done or index in lines:
                 raise RequestError(f"index {index} already has a line in {self._path!r}: write it once.")
@@ -297,8 +321,8 @@ class OutputFile(LineFile[int]):
             self._refuse(number, "it is no line of jaxllm's")
         if isinstance(index, bool) or not isinstance(index, int):
             self._refuse(number, "it is no line of jaxllm's")
-        if not 0 <= index < len(self._fingerprints):
-            self._refuse(number, f"it has index {index}, and there are {len(self._fingerprints)} prompts")
+        if index not in self._rows:
+            self._refuse(number, f"it has index {index}, which is none of the {len(self._rows)} prompts")
         if fingerprint != self._fingerprints[index]:
             if "error" in content:
                 return None
@@ -349,11 +373,15 @@ def row_of(
     defaults: SamplingParams,
     column: str,
     keys: Collection[str] = ROW_KEYS,
+    id_column: str | None = None,
 ) -> PromptRow:
     """A row whose prompt is in a column; what is of no known key goes with it to the output.
 
     What is wrong with it is its `error`.
     """
+    if id_column is not None and id_column != "id":
+        others = {name: value for name, value in values.items() if name not in ("id", id_column)}
+        values = {"id": values[id_column], **others}
     extras = {name: value for name, value in values.items() if name not in keys and name != column}
     try:
         if taken := sorted(ANSWER_KEYS & extras.keys()):

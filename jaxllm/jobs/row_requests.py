@@ -36,7 +36,7 @@ def with_seed(row: PromptRow, seed: int) -> PromptRow:
     return dataclasses.replace(row, sampling_params=params)
 
 
-def fingerprint_context(settings: Mapping[str, Any], chat: bool) -> str:
+def fingerprint_context(settings: Mapping[str, Any], chat: bool, chat_template: str | None = None) -> str:
     """What completions depend on beside the prompts: a resumed run must have the same."""
     folder = model_folder(settings)
     chosen: dict[str, Any] = {name: settings.get(name) for name in _CONTEXT_SETTINGS}
@@ -46,7 +46,8 @@ def fingerprint_context(settings: Mapping[str, Any], chat: bool) -> str:
     folders = [_folder_digest(folder)]
     if tokenizer != folder:
         folders.append(_folder_digest(tokenizer))
-    return json.dumps([folders, chosen, chat], sort_keys=True, default=str)
+    template = [] if chat_template is None else [chat_template]
+    return json.dumps([folders, chosen, chat, *template], sort_keys=True, default=str)
 
 
 def _folder_digest(folder: Path) -> str:
@@ -63,14 +64,17 @@ def _folder_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def checked_token_ids(llm: LLM, row: PromptRow, chat: bool) -> np.ndarray:
-    """A row's token ids, known to be acceptable to the engine; `chat` makes prompts messages of a user.
+def checked_token_ids(llm: LLM, row: PromptRow, chat: bool, chat_template: str | None = None) -> np.ndarray:
+    """A row's token ids, known to be acceptable to the engine.
+
+    `chat` makes prompts messages of a user; conversations are rendered by the checkpoint's template, or by
+    the text of another one.
 
     Raises:
         RequestError, SamplingParamsError: they or its parameters are not; names its place in the input.
     """
     with naming(row):
-        token_ids = _token_ids(llm, row, chat)
+        token_ids = _token_ids(llm, row, chat, chat_template)
         vocab_size = llm.model_config.vocab_size
         if not token_ids:
             raise RequestError("the prompt has no tokens; give at least one")
@@ -90,7 +94,7 @@ def checked_token_ids(llm: LLM, row: PromptRow, chat: bool) -> np.ndarray:
     return np.array(token_ids, np.int32)
 
 
-def _token_ids(llm: LLM, row: PromptRow, chat: bool) -> Sequence[int]:
+def _token_ids(llm: LLM, row: PromptRow, chat: bool, chat_template: str | None) -> Sequence[int]:
     if row.prompt_token_ids is not None:
         return row.prompt_token_ids
     assert llm.tokenizer is not None  # the command always loads one
@@ -98,7 +102,7 @@ def _token_ids(llm: LLM, row: PromptRow, chat: bool) -> Sequence[int]:
     if messages is None and chat:
         messages = ({"role": "user", "content": row.prompt},)
     if messages is not None:
-        return apply_chat_template(llm.tokenizer, messages)
+        return apply_chat_template(llm.tokenizer, messages, chat_template=chat_template)
     return tokenization.encode(llm.tokenizer, row.prompt or "")
 
 

@@ -56,10 +56,8 @@ def config_from_dict(
         named = [name for name, one in ARCHITECTURES.items() if model_type == _model_type(one)]
         architectures = named or [f"model_type={model_type!r}"]
     architecture = architectures[0]
-    if values.get("quantization_config"):
-        raise UnsupportedModelError(
-            f"config.json: quantization_config is not supported; use one in {', '.join(DTYPES)}"
-        )
+    if quantised := values.get("quantization_config"):
+        raise UnsupportedModelError(_why_not(quantised))
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
@@ -68,6 +66,19 @@ def config_from_dict(
     config = ARCHITECTURES[architecture].read(fields)
     fields.refuse_unread()
     return dataclasses.replace(config, architecture=architecture)
+
+
+def _why_not(quantised: Any) -> str:
+    """What to do instead of loading weights that are quantised."""
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+    bits = quantised.get("bits") if isinstance(quantised, Mapping) else None
+    what = f" by {shown(method)}" if method else ""
+    what += f" to {shown(bits)} bits" if bits else ""
+    return (
+        f"config.json: the weights are quantised{what} (quantization_config), and only "
+        f"{', '.join(DTYPES)} are loaded; take the model's checkpoint in 16 bits, or make one where "
+        "transformers can: AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other)"
+    )
 
 
 def _model_type(architecture: Architecture) -> str:
@@ -91,10 +102,16 @@ def _override(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
     return changed
 
 
+def path_is_gguf(path: Path) -> bool:
+    """Whether a name is that of a GGUF file."""
+    return path.suffix.lower() == ".gguf"
+
+
 def read_hf_config(path: str | Path) -> dict[str, Any]:
     """Read `config.json` from a checkpoint folder.
 
     Raises:
+        UnsupportedModelError: it holds GGUF or an adapter.
         ConfigError: the folder or the file is missing, or the file is not a JSON object.
     """
     folder = Path(path)
@@ -103,6 +120,18 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         is_folder, exists, is_file = folder.is_dir(), folder.exists(), file.is_file()
     except OSError as error:
         raise ConfigError(f"cannot read the model folder {str(folder)!r}: {error.strerror}") from error
+    if path_is_gguf(folder) or (is_folder and not is_file and any(map(path_is_gguf, folder.iterdir()))):
+        raise UnsupportedModelError(
+            f"{str(folder)!r} is GGUF, which is not read; make a checkpoint of it with transformers: "
+            "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(other), and its "
+            "tokenizer likewise"
+        )
+    if is_folder and not is_file and (folder / "adapter_config.json").is_file():
+        raise UnsupportedModelError(
+            f"{str(folder)!r} is an adapter (LoRA), and adapters are not loaded; merge it into its model "
+            "with peft: AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload(), and "
+            "save_pretrained(other)"
+        )
     if not is_folder:
         raise ConfigError(
             f"model folder {str(folder)!r} {'is a file' if exists else 'does not exist'}; pass the path of a "

@@ -1,0 +1,61 @@
+"""What errors say, in the command line's words: they are raised by code that is Python's as well."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+
+_VALUE = r"(?P<value>True|False|None|'[^']*'|\"[^\"]*\"|[^\s,;:()'\"]+)"
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The flag of each setting of a parser and its commands, by the setting's name."""
+    found: dict[str, str] = {}
+    for action in _actions(parser):
+        for option in action.option_strings:
+            if option == "--" + action.dest.replace("_", "-"):
+                found[action.dest] = option
+    return found
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from _actions(one)
+        else:
+            yield action
+
+
+def in_flags(message: str, flags: Mapping[str, str]) -> str:
+    """A message whose settings, such as `max_num_seqs=0`, are flags with values: `--max-num-seqs 0`.
+
+    Names of one word count only where a value follows. What is in the command line's words already stays.
+    """
+    if not flags:
+        return message
+    names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
+    message = re.sub(
+        rf"(?<![\w.\"'-])(?P<name>{names})(?P<sign>=|<=|>=){_VALUE}",
+        lambda found: _with_value(found, flags),
+        message,
+    )
+    several = "|".join(sorted((re.escape(name) for name in flags if "_" in name), key=len, reverse=True))
+    if several:
+        message = re.sub(rf"(?<![\w.\"'-])({several})(?![\w=(])", lambda found: flags[found[1]], message)
+    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", message)
+
+
+def _with_value(found: re.Match[str], flags: Mapping[str, str]) -> str:
+    flag, value = flags[found["name"]], found["value"]
+    if found["sign"] != "=":
+        bound = "at most" if found["sign"] == "<=" else "at least"
+        return f"{flag} of {bound} {value}"
+    if value == "True":
+        return flag
+    if value == "False":
+        return f"--no-{flag[2:]}"
+    if value == "None":
+        return f"no {flag}"
+    return f"{flag} {value}"
