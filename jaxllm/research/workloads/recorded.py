@@ -208,7 +208,7 @@ class _Reader:
             JaxllmError: a value is missing, or of the wrong kind.
         """
         found: _Row = {"arrival": self._arrival(row), "output": _count(row, "output_length", least=0)}
-        prompt = row.get("prompt")
+        prompt = None if self._is_named else row.get("prompt")
         if isinstance(prompt, list):
             found["ids"] = prompt
         elif isinstance(prompt, str) and self._tokenizer is not None:
