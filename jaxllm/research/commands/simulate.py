@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm.research.simulator.study import simulate
     from jaxllm.system import hardware
 
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present shall not be touched
     written = {"--json": args.json, "--plot": args.plot}
     check_distinct({"--trace": args.trace, **written})
     check_writable(written, overwrite=args.overwrite)

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxllm.engine.costs import DATA_SHEETS
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.predictors.base import CostModel, ModelShape, check_integer, check_number
 from jaxllm.predictors.devices import DeviceSpec, device_spec
@@ -155,6 +154,8 @@ def _device(device: str | DeviceSpec | None, profile: Profile | None) -> DeviceS
     if isinstance(device, DeviceSpec):
         return device
     if device is None and profile is not None:
+        from jaxllm.engine.costs import DATA_SHEETS  # whose module imports JAX
+
         return device_spec(DATA_SHEETS[profile.device]) if profile.device in DATA_SHEETS else None
     return device_spec(DEFAULT_DEVICE if device is None else device)
 
