@@ -10,6 +10,7 @@ from jaxllm.predictors.base import check_number
 
 _LARGEST = 1e21
 _COPY_EFFICIENCY = 0.7
+_ALSO_CALLED: Mapping[str, tuple[str, ...]] = {"A100-80GB": ("a100-sxm", "a100-sxm4-80gb")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,8 @@ class DeviceSpec:
 
     def is_called(self, name: str) -> bool:
         """Whether a user's name is this device's: upper and lower case are the same, "h100" is H100-SXM."""
-        return name.lower() in (self.name.lower(), self.name.lower().split("-")[0])
+        known = (self.name.lower(), self.name.lower().split("-")[0], *_ALSO_CALLED.get(self.name, ()))
+        return name.lower() in known
 
     def flops_for(self, dtype: str) -> float:
         """Peak operations per second for operands of `dtype`.

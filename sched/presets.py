@@ -259,6 +259,11 @@ def make_preset(name: str, costs: CostModel | None = None) -> SchedulingPolicy:
     Raises:
         ConfigError: there is no such preset or attribute, or it needs `costs`.
     """
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"a preset is named by a string, got {name!r}; presets: {', '.join(sorted(PRESETS))}; your own "
+            "policy is named as 'module:attribute'"
+        )
     if ":" in name:
         return import_policy(name, functools.partial(adaptive, costs), costs)
     if name not in PRESETS:

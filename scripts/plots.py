@@ -7,9 +7,11 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from jaxllm.research.figures import COLOURS
+
+__all__ = ["COLOURS", "OTHERS", "OURS", "PUBLISHED", "figure"]
+
 OURS, PUBLISHED, OTHERS = "#d55e00", "#0072b2", "#999999"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Okabe and Ito's."""
 
 
 @contextlib.contextmanager

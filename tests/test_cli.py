@@ -385,6 +385,21 @@ def test_bench_throughput(run, llm, tmp_path, capsys):
     assert result["ttft_seconds"]["p50"] > 0
     assert result["peak_rss_bytes"] > 10**7
     assert "output tokens/s" in capsys.readouterr().err
+    rows = [{"input_length": 5, "output_length": 3}, {"input_length": 200, "output_length": 2}]
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--trace", str(trace), "--repetitions=1", "--overwrite", "--output", str(target)]
+    assert run("bench", "throughput", *options) == 2
+    assert "the longest request has 202 tokens" in capsys.readouterr().err
+    for way, tokens in (("--clip", 5 + 126), ("--skip", 5)):
+        assert run("bench", "throughput", *options, way) == 0
+        workload = json.loads(target.read_text())["workload"]
+        assert workload["num_prompt_tokens"] == tokens
+        assert workload["trace"]["name"] == "t"
+    assert run("bench", "throughput", *options, "--input-len=3") == 2
+    assert "--trace has lengths: drop --input-len" in capsys.readouterr().err
+    assert run("bench", "throughput", "--clip") == 2
+    assert "--clip is of --trace" in capsys.readouterr().err
     # The timers are gone.
     assert "execute" not in vars(llm.executor)
     assert all(isinstance(program, jax.stages.Compiled) for program in llm.executor.programs.values())

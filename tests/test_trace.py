@@ -224,9 +224,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         (lambda text: "[1]", ConfigError, "is no trace"),
         (lambda text: text.replace("jaxllm-trace", "other"), ConfigError, "is no trace"),
         (
-            lambda text: text.replace('"version": 3', '"version": 4'),
+            lambda text: text.replace('"version": 4', '"version": 5'),
             ConfigError,
-            "version 4; .* reads 1 to 3",
+            "version 5; .* reads 1 to 4",
         ),
         (lambda text: text.replace('"notes"', '"extra"'), ConfigError, "has the keys .*extra.*; a trace has"),
         (lambda text: text.replace("2.25", "NaN"), ConfigError, "NaN is no JSON value"),

@@ -29,6 +29,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "bench": ("jaxllm.research.commands.bench", "measure an engine"),
     "profile": ("jaxllm.research.commands.profile", "measure step and swap costs, and fit predictors"),
     "plan": ("jaxllm.research.commands.plan", "what a model needs on a GPU, without one"),
+    "simulate": (
+        "jaxllm.research.commands.simulate",
+        "scheduling policies on a simulated device",
+    ),
     "explain": ("jaxllm.research.commands.explain", "summarise a decision ledger"),
     "make-model": (
         "jaxllm.research.commands.make_model",

@@ -11,6 +11,9 @@ from jaxllm.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Okabe and Ito's, which colour-blind people tell apart."""
+
 
 def import_pyplot() -> ModuleType:
     """`matplotlib.pyplot`, which opens no windows.

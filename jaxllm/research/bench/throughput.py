@@ -1,4 +1,4 @@
-"""Offline throughput: random prompts, greedy, all at once; how many tokens a second, and where time goes."""
+"""Offline throughput: prompts, all at once, greedy; how many tokens a second, and where time goes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from jaxllm.system import hardware
 if TYPE_CHECKING:
     from jaxllm.engine.engine import Engine
     from jaxllm.llm import LLM
+    from jaxllm.research.workloads import Trace
 
 _MAX_PROMPTS, _MAX_LENGTH = 10**7, 2**24
 _PERCENTILES = (50, 90, 99)
@@ -56,18 +57,69 @@ class Workload:
             if not 1 <= low <= high <= _MAX_LENGTH:
                 raise ConfigError(f"{name}={low}:{high} must be a range of lengths from 1 to {_MAX_LENGTH}")
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a request may have."""
+        return self.input_len[1] + self.output_len[1]
+
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON values."""
+        return {**dataclasses.asdict(self), "sampling": "greedy, ignore_eos, random token ids"}
+
     def requests(self, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
         """Prompts and their parameters; the same for the same workload."""
         rng = np.random.default_rng(self.seed)
         inputs = rng.integers(*self.input_len, size=self.num_prompts, endpoint=True)
         outputs = rng.integers(*self.output_len, size=self.num_prompts, endpoint=True)
         return [
-            (
-                rng.integers(vocab_size, size=num_inputs).tolist(),
-                SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True),
-            )
+            (rng.integers(vocab_size, size=num_inputs).tolist(), _greedy(num_outputs))
             for num_inputs, num_outputs in zip(inputs.tolist(), outputs.tolist(), strict=True)
         ]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedWorkload:
+    """The prompts and output lengths of a trace, whatever its arrivals.
+
+    Args:
+        trace: whose requests.
+
+    Raises:
+        ConfigError: it has conversations, whose turns cannot be there at once.
+    """
+
+    trace: Trace
+
+    def __post_init__(self) -> None:
+        if self.trace.follows is not None:
+            raise ConfigError(
+                f"the turns of {self.trace.name!r} come after each other's answers, and all requests are to "
+                "be there at once: use `jaxllm bench serve --trace`"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return int((self.trace.prompt_lens + self.trace.output_lens).max())
+
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON values."""
+        return {"trace": self.trace.summary(), "sampling": "greedy, ignore_eos"}
+
+    def requests(self, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
+        """Prompts and their parameters.
+
+        Raises:
+            RequestError: the trace's token ids do not fit the vocabulary.
+        """
+        lengths = self.trace.output_lens.tolist()
+        return [
+            (self.trace.token_ids(index, vocab_size), _greedy(length)) for index, length in enumerate(lengths)
+        ]
+
+
+def _greedy(num_outputs: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +155,7 @@ def run_once(
 
 def measure_throughput(
     llm: LLM,
-    workload: Workload,
+    workload: Workload | RecordedWorkload,
     *,
     repetitions: int = 3,
     warm_up_repetitions: int = 1,
@@ -148,11 +200,10 @@ def measure_throughput(
         "hardware": hardware.describe_hardware(),
         "versions": hardware.versions(),
         "engine": _engine_facts(llm),
-        "workload": dataclasses.asdict(workload)
+        "workload": workload.facts()
         | {
             "num_prompt_tokens": runs[0].num_prompt_tokens,
             "num_output_tokens": runs[0].num_output_tokens,
-            "sampling": "greedy, ignore_eos, random token ids",
             "detokenize": llm.tokenizer is not None,
         },
         "warm_up": {"programs_run_once": True, "repetitions": warm_up_repetitions},
@@ -175,7 +226,7 @@ def _repetition(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) 
 
 
 def check_options(
-    workload: Workload,
+    workload: Workload | RecordedWorkload,
     repetitions: int,
     warm_up_repetitions: int,
     *,
@@ -198,11 +249,13 @@ def check_options(
             f"prefix_cache_dir={prefix_cache_dir!r} would let a pass find what the one before it "
             "computed; leave it out"
         )
-    longest = workload.input_len[1] + workload.output_len[1]
+    longest = workload.longest
     if max_model_len is not None and longest > max_model_len:
+        way_out = "shorten input_len or output_len"
+        if isinstance(workload, RecordedWorkload):
+            way_out = "cut such with --clip, leave them out with --skip, or raise max_model_len"
         raise ConfigError(
-            f"the longest request has {longest} tokens, more than max_model_len={max_model_len}; "
-            "shorten input_len or output_len"
+            f"the longest request has {longest} tokens, more than max_model_len={max_model_len}; {way_out}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.options import (
     add_engine_options,
@@ -16,8 +16,16 @@ from jaxllm.commands.options import (
     note,
     note_compile_report,
 )
+from jaxllm.errors import ConfigError
 from jaxllm.research.commands import bench_serve
 from jaxllm.system.output_files import add_overwrite, check_writable
+
+if TYPE_CHECKING:
+    from jaxllm.research.bench.throughput import RecordedWorkload, Workload
+
+
+_NUM_PROMPTS = 64
+_LENGTHS = (128, 128)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,21 +42,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "throughput",
         help="tokens per second of a batch",
         description=(
-            "Complete random prompts, all queued at once, greedily and past the end of sequence. Prints JSON "
-            "with hardware, versions, rates, latencies and the engine's overhead; a summary goes to stderr."
+            "Complete random prompts, or a trace's, all queued at once, greedily and past the end of "
+            "sequence. Prints JSON with hardware, versions, rates, latencies and the engine's overhead; a "
+            "summary goes to stderr."
         ),
     )
-    throughput.add_argument("--num-prompts", type=int, default=64, metavar="N", help="default: %(default)s")
+    throughput.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="prompts and lengths of a recorded trace, as `jaxllm simulate` takes it",
+    )
+    too_long = throughput.add_mutually_exclusive_group()
+    too_long.add_argument("--clip", action="store_true", help="cut requests of --trace that are too long")
+    too_long.add_argument("--skip", action="store_true", help="leave them out")
+    throughput.add_argument(
+        "--num-prompts", type=int, metavar="N", help=f"default: {_NUM_PROMPTS}, or all of --trace"
+    )
     for name in ("input", "output"):
         throughput.add_argument(
             f"--{name}-len",
             type=bench_serve.length_range,
-            default=(128, 128),
             metavar="N[:M]",
             help=f"tokens of each {name}, or a range to draw from (default: 128)",
         )
     throughput.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of prompts, lengths and dummy weights (default: 0)"
+        "--seed", type=int, metavar="N", help="of prompts, lengths and dummy weights (default: 0)"
     )
     throughput.add_argument(
         "--repetitions", type=int, default=3, metavar="N", help="timed passes (default: %(default)s)"
@@ -67,20 +85,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_throughput(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit code."""
     from jaxllm.research.bench.results import command_line
-    from jaxllm.research.bench.throughput import Workload, check_options, measure_throughput
+    from jaxllm.research.bench.throughput import RecordedWorkload, check_options, measure_throughput
+    from jaxllm.research.workloads import fit_trace
 
-    workload = Workload(
-        num_prompts=args.num_prompts, input_len=args.input_len, output_len=args.output_len, seed=args.seed
-    )
-    settings: dict[str, Any] = {"seed": args.seed, "skip_tokenizer_init": not args.detokenize}
+    workload = _workload(args)
+    settings: dict[str, Any] = {"seed": args.seed or 0, "skip_tokenizer_init": not args.detokenize}
     settings |= engine_settings(args)
     named = {name: settings.get(name) for name in ("prefix_cache_dir", "max_model_len")}
+    if args.clip or args.skip:
+        named["max_model_len"] = None  # known with the model
     check_options(workload, args.repetitions, args.warm_up_repetitions, **named)
-    check_distinct({"--output": args.output, "--ledger": settings.get("ledger")})
+    check_distinct({"--output": args.output, "--ledger": settings.get("ledger"), "--trace": args.trace})
     check_writable({"--output": args.output}, overwrite=args.overwrite)
     llm = load_llm({"warm_up": "all", **settings})
     if args.compile_report:
         note_compile_report(llm)
+    if isinstance(workload, RecordedWorkload) and (args.clip or args.skip):
+        how: Any = "clip" if args.clip else "skip"
+        workload = RecordedWorkload(fit_trace(workload.trace, llm.max_model_len, how))
     result = {
         "command": command_line(["jaxllm", *args.command_line]),
         "model": model_name(settings),
@@ -100,6 +122,30 @@ def run_throughput(args: argparse.Namespace) -> int:
     for line in _summary(result):
         note(line)
     return 0
+
+
+def _workload(args: argparse.Namespace) -> Workload | RecordedWorkload:
+    """The requests that the options ask for."""
+    from jaxllm.research.bench.throughput import RecordedWorkload, Workload
+    from jaxllm.research.workloads import load_trace
+    from jaxllm.text.tokenizer import load_tokenizer
+
+    if args.trace is None:
+        if args.clip or args.skip:
+            raise ConfigError(f"--{'clip' if args.clip else 'skip'} is of --trace: leave it out")
+        return Workload(
+            num_prompts=_NUM_PROMPTS if args.num_prompts is None else args.num_prompts,
+            input_len=args.input_len or _LENGTHS,
+            output_len=args.output_len or _LENGTHS,
+            seed=args.seed or 0,
+        )
+    for name in ("input_len", "output_len"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--trace has lengths: drop --{name.replace('_', '-')}, or drop --trace")
+    named = engine_settings(args).get("tokenizer")
+    tokenizer = None if named is None else load_tokenizer(named)
+    trace = load_trace(args.trace, tokenizer=tokenizer, seed=args.seed)
+    return RecordedWorkload(trace if args.num_prompts is None else trace.head(args.num_prompts))
 
 
 def _summary(result: dict[str, Any]) -> list[str]:

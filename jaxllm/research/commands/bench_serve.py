@@ -72,7 +72,7 @@ _WHERE: _Options = {
     "model": (str, None, "NAME", "to ask for (default: the first that the server has)"),
 }
 _WORKLOAD: _Options = {
-    "trace": (str, None, "FILE", "recorded arrivals and lengths: a trace's JSON, or the CSV of a public one"),
+    "trace": (str, None, "FILE", "recorded arrivals and lengths, in any form that `jaxllm simulate` takes"),
     "num-prompts": (int, None, "N", f"requests (default: {_NUM_PROMPTS}, or all of --trace)"),
     "input-len": (
         length_range,
@@ -240,8 +240,8 @@ def _loads(args: argparse.Namespace) -> dict[str, Load]:
     """What is sent, by the name of the arrivals."""
     from jaxllm.research.bench.serving.measure import Load
     from jaxllm.research.bench.serving.metrics import Report
-    from jaxllm.research.bench.serving.workload import RequestFields, recorded_trace
-    from jaxllm.research.workloads import parse_arrivals
+    from jaxllm.research.bench.serving.workload import RequestFields
+    from jaxllm.research.workloads import load_trace, parse_arrivals
     from jaxllm.text.tokenizer import load_tokenizer
 
     _check_workload(args)
@@ -273,7 +273,8 @@ def _loads(args: argparse.Namespace) -> dict[str, Load]:
         "keep_details": args.save_detailed,
     }
     if args.trace is not None:
-        trace = recorded_trace(args.trace, args.num_prompts, args.seed)
+        trace = load_trace(args.trace, tokenizer=tokenizer, seed=args.seed)
+        trace = trace if args.num_prompts is None else trace.head(args.num_prompts)
         return {Path(args.trace).name: Load(trace=trace, arrivals=None, **common)}
     names = args.arrivals or ["all"]
     if len(set(names)) < len(names):

@@ -171,20 +171,12 @@ def _sizes(args: argparse.Namespace, config: ModelConfig | None) -> list[tuple[i
 
 def _model(args: argparse.Namespace) -> tuple[ModelConfig | None, ModelShape]:
     """The configuration and sizes of MODEL; a published shape has no configuration."""
-    from jaxllm.engine.costs import shape_of
-    from jaxllm.loading.checkpoints import checkpoint_folder
-    from jaxllm.models.config import config_from_dict, read_hf_config
-    from jaxllm.predictors.base import MODEL_SHAPES, model_shape
-    from jaxllm.system.dtypes import dtype_of
+    from jaxllm.research.shapes import read_model
 
-    dtype = dtype_of("dtype", args.dtype)
-    if str(args.model) in MODEL_SHAPES and not args.model.exists():
-        if not (args.no_compile or args.crossover):
-            raise ConfigError(f"{args.model} is a published shape; add --no-compile, or give its config.json")
-        return None, model_shape(str(args.model), dtype)
-    folder = args.model.parent if args.model.name == "config.json" else checkpoint_folder(args.model)
-    config = config_from_dict(read_hf_config(folder))
-    return config, shape_of(config, folder.resolve().name, dtype)
+    config, shape = read_model(args.model, args.dtype)
+    if config is None and not (args.no_compile or args.crossover):
+        raise ConfigError(f"{args.model} is a published shape; add --no-compile, or give its config.json")
+    return config, shape
 
 
 def _compiled(args: argparse.Namespace, config: ModelConfig | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 
 from jaxllm.errors import CapacityError
+from jaxllm.predictors.devices import DeviceSpec
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.predictors.silicon_kernels import Source
 
@@ -26,12 +27,24 @@ def pool_blocks(costs: SiliconCostModel, utilization: float = UTILIZATION) -> in
         CapacityError: the weights leave no room.
     """
     gpus = costs.tensor_parallel * costs.pipeline_parallel
-    room = gpus * (costs.device.memory_bytes * utilization - RESERVED_BYTES) - costs.weight_bytes
-    num_blocks = int(room / (costs.kv_bytes_per_token * costs.block_size))
+    block_bytes = costs.kv_bytes_per_token * costs.block_size
+    return blocks_beside(costs.weight_bytes, block_bytes, costs.device, utilization, gpus)
+
+
+def blocks_beside(
+    weight_bytes: int, block_bytes: int, device: DeviceSpec, utilization: float = UTILIZATION, gpus: int = 1
+) -> int:
+    """The same of any weights and blocks.
+
+    Raises:
+        CapacityError: the weights leave no room.
+    """
+    room = gpus * (device.memory_bytes * utilization - RESERVED_BYTES) - weight_bytes
+    num_blocks = int(room / block_bytes)
     if num_blocks < 1:
         raise CapacityError(
-            f"{costs.weight_bytes / 1e9:.1f} GB of weights leave no room for KV in {utilization:g} of the "
-            f"{costs.device.memory_bytes / 1e9:g} GB of {gpus} x {costs.device.name}, less "
+            f"{weight_bytes / 1e9:.1f} GB of weights leave no room for KV in {utilization:g} of the "
+            f"{device.memory_bytes / 1e9:g} GB of {gpus} x {device.name}, less "
             f"{RESERVED_BYTES / 1e9:g} GB each; take more of them, or FP8"
         )
     return num_blocks

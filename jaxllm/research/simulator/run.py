@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.engine.observer import StepObserver
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.simulator.executor import SimulatedExecutor
@@ -20,7 +20,8 @@ from jaxllm.research.workloads.result import RunResult
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
-from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.sched.policies import SchedulingPolicy, is_policy
+from jaxllm.sched.presets import make_preset
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.types import Request
 
@@ -31,7 +32,7 @@ _SAMPLING_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
 def simulate(
     trace: Trace,
     config: SchedulerConfig,
-    policy: SchedulingPolicy,
+    policy: SchedulingPolicy | str,
     costs: CostModel,
     *,
     overlap_swaps: bool,
@@ -53,7 +54,7 @@ def simulate(
     Args:
         trace: arrivals or clients, prompt and output lengths; lengths are capped by nothing.
         config: limits of the scheduler.
-        policy: its decisions.
+        policy: its decisions; a name is what `make_preset` makes of it and `costs`.
         costs: the truth, which `policy` should know only through predictors of its own.
         overlap_swaps: see `SimulatedExecutor`.
         residuals: the noise of the truth; None for none.
@@ -73,10 +74,11 @@ def simulate(
 
     Raises:
         RequestTooLargeError: a request of the trace can never fit.
-        ConfigError: the trace is empty.
+        ConfigError: an argument is of the wrong kind, or there is no such preset.
     """
-    if not len(trace):
-        raise ConfigError("the trace holds no requests")
+    _check(trace, config)
+    if not is_policy(policy):
+        policy = make_preset(policy, costs)  # type: ignore[arg-type]
     if scheduler is None:
         scheduler = Scheduler(config, policy, ledger=ledger, files=files)
     observer = None if calibration is None else StepObserver(calibration, None)
@@ -189,6 +191,19 @@ def simulate(
         num_host_cached_tokens=num_host_cached,
         num_disk_cached_tokens=num_disk_cached,
     )
+
+
+def _check(trace: object, config: object) -> None:
+    if not isinstance(trace, Trace):
+        raise ConfigError(
+            f"trace must be a Trace (jaxllm.research.workloads: make_trace draws one, load_trace reads one), "
+            f"got {shown(trace)}"
+        )
+    if not isinstance(config, SchedulerConfig):
+        raise ConfigError(
+            f"config must be a SchedulerConfig (jaxllm.sched.config), got {shown(config)}; "
+            "jaxllm.research.simulate makes one for a model and a device"
+        )
 
 
 def _request(

@@ -12,6 +12,7 @@ from jaxllm.research.workloads.arrivals import (
 from jaxllm.research.workloads.conversations import load_conversations, make_conversations
 from jaxllm.research.workloads.datasets import PromptDataset, load_dataset_file
 from jaxllm.research.workloads.feed import Feed
+from jaxllm.research.workloads.fitting import fit_trace
 from jaxllm.research.workloads.lengths import (
     ALPACA,
     CHATBOT,
@@ -20,6 +21,7 @@ from jaxllm.research.workloads.lengths import (
     LognormalLengths,
     UniformLengths,
 )
+from jaxllm.research.workloads.recorded import load_trace
 from jaxllm.research.workloads.synthetic import make_trace
 from jaxllm.research.workloads.topics import TopicOutputs
 from jaxllm.research.workloads.trace import Trace
@@ -43,8 +45,10 @@ __all__ = [
     "TopicOutputs",
     "Trace",
     "UniformLengths",
+    "fit_trace",
     "load_conversations",
     "load_dataset_file",
+    "load_trace",
     "load_trace_csv",
     "make_conversations",
     "make_trace",

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from jaxllm.errors import ConfigError
 from jaxllm.research.workloads.checks import MAX_REQUESTS, MAX_SECONDS, check_integer, check_number
-from jaxllm.research.workloads.trace import Trace
 
 _RATE_BOUNDS = (1e-6, 1e6)
 _CV_BOUNDS = (0.01, 20.0)
@@ -120,15 +119,15 @@ class RecordedArrivals:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> RecordedArrivals:
-        """The arrivals of a trace that `Trace.save` wrote.
-
-        For a CSV: `RecordedArrivals(load_trace_csv(path).arrival_times)`.
+        """The arrivals of a trace, in any form that `load_trace` knows without a tokenizer.
 
         Raises:
             ConfigError: the file is no trace.
             RequestError: a request in it is malformed.
         """
-        return cls(tuple(Trace.load(path).arrival_times.tolist()))
+        from jaxllm.research.workloads.recorded import load_trace  # which needs arrivals
+
+        return cls(tuple(load_trace(path).arrival_times.tolist()))
 
     def times(self, num_requests: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
         """The first `num_requests` times, relative to the first.

@@ -20,6 +20,7 @@ class Stream(enum.IntEnum):
     OUTPUTS = 2
     TOKENS = 3
     TURNS = 4
+    RESAMPLES = 5
 
 
 def generator(seed: int, stream: Stream) -> np.random.Generator:

@@ -27,7 +27,7 @@ def make_trace(
     num_requests: int,
     max_output_len: int,
     *,
-    outputs: Literal["max", "uniform"] | TopicOutputs = "max",
+    outputs: Literal["max", "uniform"] | UniformLengths | LognormalLengths | TopicOutputs = "max",
     arrivals: ArrivalProcess = _ALL_AT_ONCE,
     seed: int = 0,
     name: str | None = None,
@@ -42,8 +42,9 @@ def make_trace(
             what `load_dataset_file` gave, whose prompts are drawn without replacement.
         num_requests: how many.
         max_output_len: longest output, in tokens.
-        outputs: `"max"`: every output is the longest; `"uniform"`: in `[ceil(max / 4), max]`;
-            `TopicOutputs()`: as the prompts tell, which it makes, of the data set's lengths.
+        outputs: `"max"`: every output is the longest; `"uniform"`: in `[ceil(max / 4), max]`; a
+            distribution: drawn from it, and `max_output_len` bounds nothing; `TopicOutputs()`: as the prompts
+            tell, which it makes, of the data set's lengths.
         arrivals: when requests are sent.
         seed: of everything drawn, in `[0, 2**63)`.
         name: the trace's; by default the data set's.
@@ -53,7 +54,7 @@ def make_trace(
     """
     num_requests = check_integer("num_requests", num_requests, 1, MAX_REQUESTS)
     max_output_len = check_integer("max_output_len", max_output_len, 1, MAX_LEN)
-    if not isinstance(outputs, TopicOutputs):
+    if isinstance(outputs, str) or not hasattr(outputs, "sample"):
         check_choice("outputs", outputs, ("max", "uniform"))
     if not hasattr(arrivals, "times"):
         raise ConfigError(
@@ -89,7 +90,11 @@ def make_trace(
         token_ids, output_lens = outputs.sample(prompt_lens, max_output_len, output_rng)
         notes.append(f"outputs: {outputs} of at most {max_output_len}")
     else:
-        output_lengths = (max_outputs if outputs == "max" else uniform_outputs)(max_output_len)
+        output_lengths: UniformLengths | LognormalLengths
+        if isinstance(outputs, str):
+            output_lengths = (max_outputs if outputs == "max" else uniform_outputs)(max_output_len)
+        else:
+            output_lengths = outputs
         output_lens = output_lengths.sample(num_requests, output_rng)
         notes.append(f"outputs: {output_lengths}")
     rng = generator(seed, Stream.ARRIVALS)

@@ -3,7 +3,7 @@
 On disk a trace is one JSON object, a key a line, so that two traces can be compared with diff:
 
     {"format": "jaxllm-trace",
-    "version": 3,
+    "version": 4,
     "name": "chatbot",
     "seed": 0,
     "notes": [...],
@@ -15,7 +15,9 @@ On disk a trace is one JSON object, a key a line, so that two traces can be comp
     "prompt_lens": [17, ...],          tokens
     "output_lens": [64, ...],          tokens
     "prompt_token_ids": null,          or one list of token ids a request
-    "prompt_texts": null}              or one text a request
+    "prompt_texts": null,              or one text a request
+    "hash_ids": null,                  or one list of names of its prompt's blocks a request
+    "hash_block_len": 512}             tokens of such a block
 """
 
 from __future__ import annotations
@@ -37,13 +39,19 @@ from jaxllm.research.workloads.seeding import random_token_ids
 from jaxllm.system.output_files import check_writable
 
 _FORMAT = "jaxllm-trace"
-_VERSION = 3  # 1 had no closed loops, 2 no conversations
+_VERSION = 4  # 1 had no closed loops, 2 no conversations, 3 no hashes
+_HASHES: dict[str, Any] = {"hash_ids": None, "hash_block_len": 512}
+_CONVERSATIONS: dict[str, Any] = {"follows": None, "common_lens": None}
 _NEW_FIELDS: dict[int, dict[str, Any]] = {
-    1: {"num_clients": 0, "think_times": None, "follows": None, "common_lens": None},
-    2: {"follows": None, "common_lens": None},
+    1: {"num_clients": 0, "think_times": None, **_CONVERSATIONS, **_HASHES},
+    2: _CONVERSATIONS | _HASHES,
+    3: _HASHES,
 }
 _COMMON_STREAM = 2**32
 """Where the tokens are drawn from that prompts have in common; of no request."""
+_HASH_STREAM = 2**33
+"""Where those of the first named block are drawn from; others follow."""
+_MAX_HASH_ID = 2**32 - 1
 _MAX_TOKEN_ID = 2**31 - 1
 _PERCENTILES = (50, 90, 99)
 
@@ -71,6 +79,10 @@ class Trace:
             whatever its arrival time is. None if none does. Only where the trace makes token ids up.
         common_lens: int64 `[num_requests]`: with how many tokens, the same in all, each prompt begins; of a
             request that follows another that is as its first one's. None is none.
+        hash_ids: of each request the names of its prompt's blocks, of `hash_block_len` tokens each but the
+            last, which may be shorter: blocks of one name have the same tokens, others share none but by
+            chance. Only where the trace makes token ids up, and not beside `follows` and `common_lens`.
+        hash_block_len: tokens of such a block.
         notes: where the trace is from and what was done to it (rows left out, ...), for people.
 
     Raises:
@@ -89,6 +101,8 @@ class Trace:
     think_times: npt.NDArray[np.float64] | None = None
     follows: npt.NDArray[np.int64] | None = None
     common_lens: npt.NDArray[np.int64] | None = None
+    hash_ids: tuple[tuple[int, ...], ...] | None = None
+    hash_block_len: int = 512
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -106,6 +120,8 @@ class Trace:
             "num_clients": check_integer("num_clients", self.num_clients, 0, MAX_REQUESTS),
             "prompt_token_ids": as_token_ids(self.prompt_token_ids, prompt_lens),
             "prompt_texts": as_texts(self.prompt_texts, prompt_lens),
+            "hash_block_len": check_integer("hash_block_len", self.hash_block_len, 1, MAX_LEN),
+            "hash_ids": _as_hash_ids(self.hash_ids, prompt_lens, self.hash_block_len),
         }
         for name in ("arrival_times", "output_lens"):
             _check_count(name, values[name], len(prompt_lens))
@@ -113,6 +129,8 @@ class Trace:
             raise ConfigError("a trace holds prompt_token_ids or prompt_texts, not both; drop one")
         if self.num_clients and values["arrival_times"].any():
             raise ConfigError("in a closed loop requests come after answers; set all arrival_times to 0")
+        if self.hash_ids is not None and (self.prompt_token_ids or self.prompt_texts):
+            raise ConfigError("hash_ids stand for prompts that are not known; drop them or the prompts")
         if self.think_times is not None:
             if not self.num_clients and self.follows is None:
                 raise ConfigError(
@@ -122,8 +140,11 @@ class Trace:
             values["think_times"] = _as_seconds("think_times", self.think_times)
             _check_count("think_times", values["think_times"], len(prompt_lens))
         if self.follows is not None or self.common_lens is not None:
-            if self.prompt_token_ids is not None or self.prompt_texts is not None:
-                raise ConfigError("follows and common_lens are of prompts that the trace makes up; drop them")
+            if any(one is not None for one in (self.prompt_token_ids, self.prompt_texts, self.hash_ids)):
+                raise ConfigError(
+                    "follows and common_lens are of prompts that the trace makes up, without hash_ids; drop "
+                    "them"
+                )
             if self.follows is not None and self.num_clients:
                 raise ConfigError("a trace has clients or conversations, not both; drop follows")
             values |= _as_continued(self.follows, self.common_lens, prompt_lens, values["output_lens"])
@@ -153,15 +174,28 @@ class Trace:
         Raises:
             ConfigError: there are not as many, or fewer than one is asked for.
         """
-        count = check_integer("num_requests", num_requests, 1, len(self))
-        ids, texts = self.prompt_token_ids, self.prompt_texts
-        values: dict[str, Any] = {
-            "prompt_token_ids": None if ids is None else ids[:count],
-            "prompt_texts": None if texts is None else texts[:count],
-        }
-        for name in ("arrival_times", "prompt_lens", "output_lens", "think_times", "follows", "common_lens"):
+        return self.take(np.arange(check_integer("num_requests", num_requests, 1, len(self))))
+
+    def take(self, indices: npt.NDArray[np.int64]) -> Trace:
+        """The requests at `indices`, ascending, with their arrival times and lengths.
+
+        Prompts that the trace makes up are drawn anew where a request changes its place.
+
+        Raises:
+            RequestError: a request goes on with one that is not taken.
+        """
+        places = indices.tolist()
+        values: dict[str, Any] = {}
+        for name in ("prompt_token_ids", "prompt_texts", "hash_ids"):
+            rows = getattr(self, name)
+            values[name] = None if rows is None else tuple(rows[place] for place in places)
+        for name in ("arrival_times", "prompt_lens", "output_lens", "think_times", "common_lens"):
             array = getattr(self, name)
-            values[name] = None if array is None else array[:count]
+            values[name] = None if array is None else array[indices]
+        if self.follows is not None:
+            new = np.full(len(self) + 1, -2)  # the last one is of -1
+            new[indices], new[-1] = np.arange(len(indices)), -1
+            values["follows"] = new[self.follows[indices]]
         return dataclasses.replace(self, **values)
 
     def token_ids(self, index: int, vocab_size: int, before: Sequence[int] = ()) -> list[int]:
@@ -189,7 +223,9 @@ class Trace:
                     f"request {index} goes on after {expected} tokens, and before has {len(before)}"
                 )
             given = list(before)
-            if self.common_lens is not None and follows < 0:
+            if self.hash_ids is not None:
+                given = self._named_tokens(index, vocab_size)
+            elif self.common_lens is not None and follows < 0:
                 common = int(self.common_lens[index])
                 given = random_token_ids(self.seed, _COMMON_STREAM, common, vocab_size)
             return given + random_token_ids(self.seed, index, length - len(given), vocab_size)
@@ -200,6 +236,21 @@ class Trace:
                 f"{vocab_size}: use the model whose tokenizer made the trace"
             )
         return token_ids
+
+    def _named_tokens(self, index: int, vocab_size: int) -> list[int]:
+        """The prompt that `hash_ids` stand for."""
+        assert self.hash_ids is not None
+        found: list[int] = []
+        for name in self.hash_ids[index]:
+            count = min(self.hash_block_len, int(self.prompt_lens[index]) - len(found))
+            found += random_token_ids(self.seed, _HASH_STREAM + name, count, vocab_size)
+        return found
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts may begin alike for another reason than chance, so that a prefix cache matters."""
+        given = self.prompt_token_ids, self.hash_ids, self.follows, self.common_lens
+        return any(one is not None for one in given)
 
     def followed(self, index: int) -> int:
         """The request that a request goes on with; -1 if there is none."""
@@ -325,6 +376,32 @@ def as_token_ids(
                     f"prompt_token_ids[{index}] holds {token_id!r}: ids are integers in 0..{_MAX_TOKEN_ID}"
                 )
     return tuple(map(tuple, prompts))
+
+
+def _as_hash_ids(
+    hashes: Sequence[Sequence[int]] | None, prompt_lens: npt.NDArray[np.int64], block_len: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """The names of blocks as tuples.
+
+    Raises:
+        RequestError: a request does not name each block of its prompt, or a name is no integer in [0, 2**32).
+    """
+    if hashes is None:
+        return None
+    _check_count("hash_ids", hashes, len(prompt_lens))
+    for index, (names, length) in enumerate(zip(hashes, prompt_lens.tolist(), strict=True)):
+        if not isinstance(names, list | tuple) or len(names) != -(-length // block_len):
+            found = len(names) if isinstance(names, list | tuple) else type(names).__name__
+            raise RequestError(
+                f"hash_ids[{index}] must name the {-(-length // block_len)} blocks of {block_len} that "
+                f"{length} tokens have, got {found}"
+            )
+        for name in names:
+            if type(name) is not int or not 0 <= name <= _MAX_HASH_ID:
+                raise RequestError(
+                    f"hash_ids[{index}] holds {name!r}: names are integers in 0..{_MAX_HASH_ID}"
+                )
+    return tuple(map(tuple, hashes))
 
 
 def as_texts(texts: Sequence[str] | None, prompt_lens: npt.NDArray[np.int64]) -> tuple[str, ...] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import ConfigError, RequestError
@@ -15,10 +14,8 @@ from jaxllm.research.workloads import (
     PromptDataset,
     Trace,
     UniformLengths,
-    load_trace_csv,
     make_trace,
 )
-from jaxllm.research.workloads.seeding import Stream, generator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,35 +40,7 @@ def drawn_trace(
         UniformLengths(shortest=prompts[0], longest=prompts[1]) if isinstance(prompts, tuple) else prompts
     )
     outputs = UniformLengths(shortest=output_len[0], longest=output_len[1])
-    trace = make_trace(lengths, num_prompts, outputs.longest, arrivals=arrivals, seed=seed)
-    output_lens = outputs.sample(num_prompts, generator(seed, Stream.OUTPUTS))
-    notes = [f"outputs: {outputs}" if note.startswith("outputs:") else note for note in trace.notes]
-    return dataclasses.replace(trace, output_lens=output_lens, notes=tuple(notes))
-
-
-def recorded_trace(path: str, num_prompts: int | None, seed: int | None) -> Trace:
-    """A trace that `Trace.save` wrote, or a public one's CSV.
-
-    Rows of a CSV without tokens, which stand for failures, are left out.
-
-    Args:
-        path: the file.
-        num_prompts: take so many requests, the first ones; None takes all.
-        seed: of the prompts' token ids; None is the trace's own, or 0.
-
-    Raises:
-        ConfigError: the file cannot be read, has fewer requests, or has prompts that no seed makes.
-        RequestError: a request in it is malformed.
-    """
-    is_csv = Path(path).suffix.lower() == ".csv"
-    trace = load_trace_csv(path, on_zero="skip") if is_csv else Trace.load(path)
-    if num_prompts is not None:
-        trace = trace.head(num_prompts)
-    if seed is None:
-        return trace
-    if _has_prompts(trace):
-        raise ConfigError(f"seed={seed} changes nothing of {path!r}, which has prompts of its own: drop it")
-    return dataclasses.replace(trace, seed=seed)
+    return make_trace(lengths, num_prompts, outputs.longest, outputs=outputs, arrivals=arrivals, seed=seed)
 
 
 def with_new_prompts(trace: Trace, number: int) -> Trace:

@@ -1,0 +1,195 @@
+"""`jaxllm simulate`: scheduling policies on a simulated device, without one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxllm.commands.options import check_distinct
+from jaxllm.errors import ConfigError
+from jaxllm.research.commands.bench_serve import length_range
+from jaxllm.system.output_files import add_overwrite, check_writable
+
+_UNITS = {"": 1.0, "b": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
+
+
+def size(text: str) -> float:
+    """Bytes: a number, and perhaps a unit."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError
+    return float(match[1]) * _UNITS[match[2]]
+
+
+size.__name__ = "size (bytes, or such as 64GB)"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command, and add its options."""
+    parser.description = (
+        "Simulate scheduling policies: the engine's own scheduler with a virtual clock, on costs of a GPU "
+        "that need not be there. The load is a recorded trace, or is drawn; of several draws (--seeds) the "
+        "table has means with 95 % intervals. Prints Markdown."
+    )
+    of_load = parser.add_argument_group("load")
+    for name, convert, metavar, text in _LOAD:
+        of_load.add_argument(f"--{name}", type=convert, metavar=metavar, help=text)
+    too_long = of_load.add_mutually_exclusive_group()
+    too_long.add_argument("--clip", action="store_true", help="cut requests that are too long")
+    too_long.add_argument("--skip", action="store_true", help="leave them out")
+    of_system = parser.add_argument_group("device")
+    for name, convert, metavar, text in _SYSTEM:
+        of_system.add_argument(f"--{name}", type=convert, metavar=metavar, help=text)
+    of_policies = parser.add_argument_group("scheduling")
+    of_policies.add_argument(
+        "--policy",
+        metavar="NAME,...",
+        help="as LLM(scheduler_policy=...): presets and module:attribute (default: adaptive,vllm_v1); the "
+        "last is what others are compared with",
+    )
+    for name, convert, metavar, text in _SCHEDULING:
+        of_policies.add_argument(f"--{name}", type=convert, metavar=metavar, help=text)
+    of_policies.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="(default: where prompts of the trace may begin alike)",
+    )
+    of_result = parser.add_argument_group("result")
+    of_result.add_argument("--plot", type=Path, metavar="FILE.png", help="draw figures and a timeline")
+    of_result.add_argument("--json", type=Path, metavar="FILE", help="write figures of all runs there, too")
+    add_overwrite(parser)
+    parser.set_defaults(run=run)
+
+
+_LOAD: tuple[tuple[str, Any, str, str], ...] = (
+    ("trace", Path, "FILE", "requests: see docs/howto/simulate.md for the forms (default: drawn)"),
+    ("tokenizer", str, "DIR", "counts the tokens of a --trace of text, or of --dataset"),
+    ("time-unit", str, "UNIT", "of timestamps in --trace: s or ms (default: ms beside hash_ids, else s)"),
+    ("hash-block-len", int, "N", "tokens that one of hash_ids stands for (default: 512)"),
+    ("benchmark", int, "N", "which of guidellm's benchmarks, from 0"),
+    ("num-prompts", int, "N", "requests (default: 1000, or all of --trace)"),
+    ("dataset", str, "NAME", "prompts to draw: chatbot, alpaca or summary, or a file (default: chatbot)"),
+    ("column", str, "NAME", "the prompts' column in the file --dataset"),
+    ("input-len", length_range, "N[:M]", "tokens of each prompt, or a range, instead of --dataset"),
+    ("output-len", length_range, "N[:M]", "tokens of each output, or a range to draw from (default: 128)"),
+    (
+        "arrivals",
+        str,
+        "ARRIVALS",
+        "all, poisson:RATE, gamma:RATE:CV, closed:CLIENTS[:THINK] (default: all, or as --trace says); or",
+    ),
+    ("rate", float, "R", "requests a second: --trace stretched in time, or Poisson; or"),
+    ("closed", int, "N", "clients who wait for their answers"),
+    ("seeds", int, "N", "draws of the load; of a --trace, with replacement (default: 1)"),
+)
+_SYSTEM: tuple[tuple[str, Any, str, str], ...] = (
+    ("model", str, "MODEL", "a published shape, a checkpoint or a config.json (default: llama-3-8b)"),
+    ("device", str, "NAME", "a100, h100, h200, l40s, l4, b200, ... (default: a100)"),
+    ("costs", str, "COSTS", "silicon (measured kernels), roofline, or a profile's JSON (default: silicon)"),
+    ("dtype", str, "NAME", "of weights and KV (default: bfloat16)"),
+    ("tensor-parallel", int, "N", "GPUs that share the model, with --costs silicon (default: 1)"),
+    ("block-size", int, "N", "tokens of a KV block (default: 16)"),
+    ("gpu-blocks", int, "N", "KV blocks of the device (default: what fits its memory)"),
+    ("memory-utilization", float, "X", "share of its memory that is used (default: 0.9)"),
+    ("host-memory", size, "SIZE", "for KV: bytes, or such as 64GB (default: 4GiB)"),
+    ("host-blocks", int, "N", "KV blocks of it, instead"),
+    ("link", float, "GB/s", "that copies reach between device and host (default: the device's)"),
+)
+_SCHEDULING: tuple[tuple[str, Any, str, str], ...] = (
+    ("max-model-len", int, "N", "tokens of a request (default: the model's, or what the pool holds)"),
+    ("max-num-seqs", int, "N", "requests of a step (default: 256)"),
+    ("max-num-batched-tokens", int, "N", "tokens of a step (default: 8192)"),
+)
+_NAMES = {
+    "gpu_blocks": "num_gpu_blocks",
+    "host_blocks": "num_host_blocks",
+    "prefix_caching": "enable_prefix_caching",
+    "policy": "policies",
+}
+_AS_THEY_ARE = (
+    *(
+        "trace",
+        "time_unit",
+        "hash_block_len",
+        "benchmark",
+        "num_prompts",
+        "arrivals",
+        "rate",
+        "closed",
+        "seeds",
+    ),
+    *("model", "device", "costs", "dtype", "tensor_parallel", "block_size", "memory_utilization"),
+    *("host_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", *_NAMES),
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, print, and return the exit code."""
+    from jaxllm.research.bench.results import command_line, write_json
+    from jaxllm.research.figures import import_pyplot
+    from jaxllm.research.simulator.study import simulate
+    from jaxllm.system import hardware
+
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present shall not be touched
+    written = {"--json": args.json, "--plot": args.plot}
+    check_distinct({"--trace": args.trace, **written})
+    check_writable(written, overwrite=args.overwrite)
+    if args.plot is not None:
+        import_pyplot()
+    given = {_NAMES.get(name, name): getattr(args, name) for name in _AS_THEY_ARE}
+    given |= _drawn(args) if args.trace is None else _read(args)
+    if args.link is not None:
+        given["link"] = args.link * 1e9
+    if args.clip or args.skip:
+        given["too_long"] = "clip" if args.clip else "skip"
+    found = simulate(**{name: value for name, value in given.items() if value is not None})
+    print(found.table())
+    if args.json is not None:
+        about = {
+            "command": command_line(["jaxllm", *args.command_line]),
+            "hardware": hardware.describe_hardware(),
+            "versions": hardware.versions(),
+        }
+        write_json(args.json, about | found.to_json())
+    if args.plot is not None:
+        found.plot(args.plot)
+    return 0
+
+
+def _read(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments that are of a trace's file."""
+    from jaxllm.text.tokenizer import load_tokenizer
+
+    for name in ("dataset", "column", "input_len", "output_len"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--trace has lengths: drop --{name.replace('_', '-')}, or drop --trace")
+    return {} if args.tokenizer is None else {"tokenizer": load_tokenizer(args.tokenizer)}
+
+
+def _drawn(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments that are of a load that is drawn."""
+    from jaxllm.research.workloads import DATASETS, UniformLengths, load_dataset_file
+    from jaxllm.text.tokenizer import load_tokenizer
+
+    found: dict[str, Any] = {"dataset": args.dataset}
+    if args.input_len is not None:
+        if args.dataset is not None:
+            raise ConfigError("--input-len and --dataset both say how long prompts are: drop one")
+        found["dataset"] = UniformLengths(shortest=args.input_len[0], longest=args.input_len[1])
+    elif args.dataset is not None and args.dataset not in DATASETS:
+        if args.column is None or args.tokenizer is None:
+            raise ConfigError(
+                f"--dataset {args.dataset} is none of {', '.join(DATASETS)}; a file needs --column and "
+                "--tokenizer"
+            )
+        found["dataset"] = load_dataset_file(args.dataset, args.column, load_tokenizer(args.tokenizer))
+    elif args.column is not None or args.tokenizer is not None:
+        raise ConfigError(
+            "--column and --tokenizer are of --dataset FILE, the latter also of --trace: drop them"
+        )
+    if args.output_len is not None:
+        found["output_len"] = UniformLengths(shortest=args.output_len[0], longest=args.output_len[1])
+    return found

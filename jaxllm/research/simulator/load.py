@@ -1,0 +1,169 @@
+"""`Load`: the trace of each seed, read from a file or drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError, shown
+from jaxllm.research.workloads import (
+    AllAtOnce,
+    ArrivalProcess,
+    ClosedLoop,
+    LognormalLengths,
+    Poisson,
+    PromptDataset,
+    Trace,
+    UniformLengths,
+    load_trace,
+    make_trace,
+    parse_arrivals,
+)
+from jaxllm.research.workloads.seeding import Stream, generator
+
+_NUM_PROMPTS = 1000
+
+
+class Load:
+    """What is sent; see `jaxllm.research.simulate`, whose arguments these are.
+
+    Raises:
+        ConfigError: an argument is unknown, of the wrong kind, or at odds with another.
+        RequestError: the trace's file has a bad request.
+    """
+
+    def __init__(
+        self,
+        trace: Trace | str | os.PathLike[str] | None,
+        *,
+        dataset: str | LognormalLengths | UniformLengths | PromptDataset,
+        num_prompts: int | None,
+        output_len: UniformLengths | LognormalLengths | int,
+        arrivals: ArrivalProcess | str | None,
+        rate: float | None,
+        closed: int | None,
+        reading: Mapping[str, Any],
+    ) -> None:
+        self._rate, self._arrivals = rate, _arrivals(arrivals, rate, closed)
+        self._dataset, self._count, self._outputs = dataset, num_prompts, _lengths(output_len)
+        self._trace: Trace | None = None
+        self._is_resampled = False
+        if isinstance(trace, str | os.PathLike):
+            self._trace = load_trace(trace, **reading)
+        elif isinstance(trace, Trace):
+            self._trace = trace
+        elif trace is not None:
+            raise ConfigError(
+                "trace must be a Trace, the path of a file of one, or None for one that is drawn, got "
+                f"{shown(trace)}"
+            )
+        if reading and not isinstance(trace, str | os.PathLike):
+            raise ConfigError(f"{', '.join(reading)}: there is no file to read; leave it out")
+        if self._trace is not None and num_prompts is not None:
+            self._trace = self._trace.head(num_prompts)
+
+    def draws(self, seeds: Sequence[int]) -> list[Trace]:
+        """The trace of each seed.
+
+        Raises:
+            ConfigError: of a recorded trace nothing can be drawn, or its turns cannot be sent as asked.
+        """
+        if self._trace is None:
+            return [self._drawn(seed) for seed in seeds]
+        sent = [self._sent(self._trace, seed) for seed in seeds]
+        if len(seeds) > 1 and all(one == sent[0] for one in sent[1:]):
+            self._is_resampled = True
+            return [_resampled(one, seed) for one, seed in zip(sent, seeds, strict=True)]
+        return sent
+
+    def described(self, trace: Trace) -> str:
+        """The load, for people."""
+        how = ", as recorded" if self._trace is not None else ", all at once"
+        if self._is_stretched:
+            how = f", stretched in time to {self._rate:g} a second"
+        elif self._arrivals is not None:
+            how = f", arrivals {self._arrivals}"
+        drawn = "; each seed draws its requests with replacement" if self._is_resampled else ""
+        return f"{len(trace):,} requests of {trace.name}{how}{drawn}"
+
+    @property
+    def _is_stretched(self) -> bool:
+        """Whether the trace has times of its own, and a rate is asked for."""
+        trace = self._trace
+        if trace is None or self._rate is None or trace.follows is not None:
+            return False
+        return bool(trace.arrival_times[-1] > trace.arrival_times[0])
+
+    def _drawn(self, seed: int) -> Trace:
+        count = _NUM_PROMPTS if self._count is None else self._count
+        outputs, arrivals = self._outputs, self._arrivals or AllAtOnce()
+        return make_trace(
+            self._dataset, count, outputs.longest, outputs=outputs, arrivals=arrivals, seed=seed
+        )
+
+    def _sent(self, trace: Trace, seed: int) -> Trace:
+        """The trace with the arrivals that were asked for."""
+        if self._is_stretched:
+            assert self._rate is not None
+            times = trace.arrival_times - trace.arrival_times[0]
+            times = times * ((len(trace) - 1) / float(times[-1]) / self._rate)
+            return dataclasses.replace(trace, arrival_times=times)
+        arrivals = self._arrivals
+        if arrivals is None:
+            return trace
+        if trace.follows is not None:
+            raise ConfigError(
+                f"the turns of {trace.name!r} come after each other: leave out arrivals, rate and closed"
+            )
+        rng, loop = generator(seed, Stream.ARRIVALS), arrivals if isinstance(arrivals, ClosedLoop) else None
+        return dataclasses.replace(
+            trace,
+            arrival_times=arrivals.times(len(trace), rng),
+            num_clients=0 if loop is None else loop.num_clients,
+            think_times=None if loop is None or not loop.think else loop.think_times(len(trace), rng),
+        )
+
+
+def _arrivals(
+    given: ArrivalProcess | str | None, rate: float | None, closed: int | None
+) -> ArrivalProcess | None:
+    named = {"arrivals": given, "rate": rate, "closed": closed}
+    said = [f"{name}={value!r}" for name, value in named.items() if value is not None]
+    if len(said) > 1:
+        raise ConfigError(f"{' and '.join(said)} contradict each other: pass one of them")
+    if rate is not None:
+        return Poisson(rate)
+    if closed is not None:
+        return ClosedLoop(closed)
+    if given is None or not isinstance(given, str):
+        if given is not None and not hasattr(given, "times"):
+            raise ConfigError(f"arrivals={shown(given)} is no arrival process; use Poisson(rate), ...")
+        return given
+    return parse_arrivals(given)
+
+
+def _lengths(given: UniformLengths | LognormalLengths | int) -> UniformLengths | LognormalLengths:
+    if isinstance(given, UniformLengths | LognormalLengths):
+        return given
+    return UniformLengths(shortest=given, longest=given)
+
+
+def _resampled(trace: Trace, seed: int) -> Trace:
+    if trace.shares_prefixes:
+        raise ConfigError(
+            f"trace {trace.name!r} says when its requests come and what their prompts share: another seed "
+            "changes nothing, and requests drawn with replacement would repeat prompts. Leave seeds at 1, or "
+            "draw arrivals: arrivals='poisson:RATE'"
+        )
+    picks = generator(seed, Stream.RESAMPLES).integers(len(trace), size=len(trace))
+    texts = trace.prompt_texts
+    return dataclasses.replace(
+        trace,
+        prompt_lens=trace.prompt_lens[picks],
+        output_lens=trace.output_lens[picks],
+        prompt_texts=None if texts is None else tuple(np.array(texts, object)[picks].tolist()),
+    )

@@ -1,0 +1,371 @@
+"""`simulate`: policies on a model, a device and a load that are named as commands name them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError, shown
+from jaxllm.predictors.base import CostModel, ModelShape, check_integer
+from jaxllm.predictors.devices import DeviceSpec
+from jaxllm.research.intervals import Interval, mean_interval, ratio_interval
+from jaxllm.research.simulator.gpu import UTILIZATION
+from jaxllm.research.simulator.load import Load
+from jaxllm.research.simulator.run import simulate as play
+from jaxllm.research.simulator.system import System, make_system
+from jaxllm.research.workloads import ArrivalProcess, LognormalLengths, PromptDataset, Trace, UniformLengths
+from jaxllm.research.workloads.fitting import TooLong, fit_trace
+from jaxllm.research.workloads.result import RunResult
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import SchedulingPolicy, is_policy
+from jaxllm.sched.presets import make_preset
+
+POLICIES = ("adaptive", "vllm_v1")
+_MAX_SEEDS = 1000
+Policy = str | SchedulingPolicy | Callable[[CostModel], SchedulingPolicy]
+Lengths = UniformLengths | LognormalLengths | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One policy on one draw of the load.
+
+    Args:
+        policy: its name.
+        seed: of the load.
+        result: what became of each request.
+        figures: `FIGURES` by name.
+    """
+
+    policy: str
+    seed: int
+    result: RunResult
+    figures: Mapping[str, float]
+
+
+FIGURES: Mapping[str, tuple[str, float, str]] = {
+    "tokens_per_second": ("tokens/s", 1.0, ",.0f"),
+    "first_token_seconds": ("first token, s", 1.0, ",.3f"),
+    "p99_first_token_seconds": ("its 99th percentile, s", 1.0, ",.3f"),
+    "token_seconds": ("time per token, ms", 1e3, ",.1f"),
+    "waiting_seconds": ("waiting, s", 1.0, ",.3f"),
+    "latency_seconds": ("latency, s", 1.0, ",.2f"),
+    "preemptions": ("preemptions", 1.0, ",.0f"),
+    "swaps": ("swaps", 1.0, ",.0f"),
+    "cached_share": ("prompt tokens found in the cache, %", 1e2, ".1f"),
+}
+"""What is told of a run: a table's heading, and by what and how it is written there. Seconds are means."""
+
+
+def figures_of(result: RunResult, trace: Trace) -> dict[str, float]:
+    """`FIGURES` of a run of `trace`; a request of one output token has no time per token."""
+    first = result.first_token_times - result.arrival_times
+    many = trace.output_lens > 1
+    decoding = (result.finish_times - result.first_token_times)[many] / (trace.output_lens[many] - 1)
+    return {
+        "tokens_per_second": result.output_tokens_per_second,
+        "first_token_seconds": float(first.mean()),
+        "p99_first_token_seconds": float(np.quantile(first, 0.99)),
+        "token_seconds": float(decoding.mean()) if many.any() else 0.0,
+        "waiting_seconds": float((result.first_scheduled_times - result.arrival_times).mean()),
+        "latency_seconds": float((result.finish_times - result.arrival_times).mean()),
+        "preemptions": float(result.num_preemptions),
+        "swaps": float(result.num_swaps),
+        "cached_share": result.num_cached_tokens / int(trace.prompt_lens.sum()),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What `simulate` gives.
+
+    Args:
+        system: what was simulated.
+        config: the scheduler's limits; a policy that never swaps had no host memory.
+        load: the trace, for people.
+        runs: of each policy all seeds, in the order of the policies.
+    """
+
+    system: System
+    config: SchedulerConfig
+    load: str
+    runs: tuple[Run, ...]
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Their names, as they were given."""
+        return tuple(dict.fromkeys(run.policy for run in self.runs))
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of the load."""
+        return tuple(dict.fromkeys(run.seed for run in self.runs))
+
+    def of(self, policy: str) -> tuple[Run, ...]:
+        """The runs of a policy, by seed."""
+        return tuple(run for run in self.runs if run.policy == policy)
+
+    def figure(self, policy: str, name: str) -> Interval:
+        """The mean over seeds of one of `FIGURES`, with its 95 % interval (Student's)."""
+        return mean_interval([run.figures[name] for run in self.of(policy)])
+
+    def over(self, policy: str, base: str, name: str = "tokens_per_second") -> Interval:
+        """The ratio of a figure to that of another policy on the same seeds, with its 95 % interval."""
+        pairs = zip(self.of(policy), self.of(base), strict=True)
+        return ratio_interval([one.figures[name] / other.figures[name] for one, other in pairs])
+
+    def table(self) -> str:
+        """Markdown: a row for each policy, means and half their 95 % intervals over seeds."""
+        shows_cache = self.config.enable_prefix_caching
+        shown_ones = {name: how for name, how in FIGURES.items() if shows_cache or name != "cached_share"}
+        base = self.policies[-1]
+        has_base = len(self.policies) > 1
+        headings = [
+            "policy",
+            *(f"over {base}" for _ in range(has_base)),
+            *(how[0] for how in shown_ones.values()),
+        ]
+        lines = [self.caption(), "", f"| {' | '.join(headings)} |", f"|---{'|---:' * (len(headings) - 1)}|"]
+        for policy in self.policies:
+            cells = [policy]
+            if has_base:
+                cells.append(_written(self.over(policy, base), 1.0, ".3f"))
+            cells += [_written(self.figure(policy, name), *how[1:]) for name, how in shown_ones.items()]
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def caption(self) -> str:
+        """What was simulated, in a sentence or two."""
+        system, config = self.system, self.config
+        cache = ", prefix cache" if config.enable_prefix_caching else ""
+        seeds = f"; {len(self.seeds)} seeds, ± half a 95 % interval" if len(self.seeds) > 1 else ""
+        return (
+            f"Simulated: {system.model.name} ({system.model.dtype}) on {system.device}, seconds from "
+            f"{system.source}; {system.num_gpu_blocks:,} KV blocks of {system.block_size} tokens, "
+            f"{system.num_host_blocks:,} on the host; at most {config.max_num_seqs} sequences and "
+            f"{config.max_num_batched_tokens:,} tokens a step{cache}. {self.load}{seeds}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Setting, means with intervals, and the figures of each run, as JSON values."""
+        policies = {}
+        for policy in self.policies:
+            intervals = {name: self.figure(policy, name) for name in FIGURES}
+            is_sure = len(self.seeds) > 1
+            policies[policy] = {
+                name: {"mean": one.mean, "low": one.low, "high": one.high} if is_sure else {"mean": one.mean}
+                for name, one in intervals.items()
+            }
+        return {
+            "simulated": self.caption(),
+            "system": self.system.facts(),
+            "config": dataclasses.asdict(self.config),
+            "policies": policies,
+            "runs": [
+                {"policy": run.policy, "seed": run.seed, **run.figures, **run.result.summary()}
+                for run in self.runs
+            ],
+        }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the figures by policy, and what waits and runs over the time of the first seed.
+
+        Raises:
+            ConfigError: matplotlib is missing, or writes no such files.
+        """
+        from jaxllm.research.simulator.drawing import draw
+
+        draw(self, Path(path))
+
+
+def _written(value: Interval, scale: float, form: str) -> str:
+    mean = format(scale * value.mean, form)
+    return mean if value.high == np.inf else f"{mean} ± {format(scale * (value.high - value.low) / 2, form)}"
+
+
+def simulate(
+    trace: Trace | str | os.PathLike[str] | None = None,
+    *,
+    model: str | os.PathLike[str] | ModelShape | None = None,
+    device: str | DeviceSpec | None = None,
+    costs: str | os.PathLike[str] | CostModel = "silicon",
+    policies: str | Sequence[Policy] | Mapping[str, Policy] = POLICIES,
+    dataset: str | LognormalLengths | UniformLengths | PromptDataset = "chatbot",
+    num_prompts: int | None = None,
+    output_len: Lengths = 128,
+    arrivals: ArrivalProcess | str | None = None,
+    rate: float | None = None,
+    closed: int | None = None,
+    seeds: int | Sequence[int] = 1,
+    dtype: str = "bfloat16",
+    block_size: int = 16,
+    num_gpu_blocks: int | None = None,
+    memory_utilization: float = UTILIZATION,
+    num_host_blocks: int | None = None,
+    host_memory: float | None = None,
+    link: float | None = None,
+    tensor_parallel: int = 1,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 8192,
+    enable_prefix_caching: bool | None = None,
+    overlap_swaps: bool = True,
+    too_long: TooLong = "raise",
+    **reading: Any,
+) -> Simulation:
+    """Simulate scheduling policies: the engine's scheduler with a virtual clock.
+
+    Policies know what steps and copies cost, as well as the simulated device does.
+
+    Args:
+        trace: requests, or the file of them (`jaxllm.research.workloads.load_trace`); None draws them.
+        model, device, costs, dtype, block_size, num_gpu_blocks, memory_utilization, num_host_blocks,
+            host_memory, link, tensor_parallel: what they run on, see
+            `jaxllm.research.simulator.system.make_system`.
+        policies: names as `LLM(scheduler_policy=...)` takes them ("adaptive", "module:attribute"), with
+            commas or as a sequence; policies, of which each run gets a copy; functions of the costs that make
+            one; or these by names of one's own.
+        dataset: without a trace, what prompts are drawn from: as `make_trace` takes it.
+        num_prompts: how many requests; None is 1,000, or all of a trace.
+        output_len: without a trace, tokens of outputs: a number, or lengths to draw from.
+        arrivals: when requests come: a process, or what `parse_arrivals` reads; None is all at once, or as
+            the trace says. In place of it:
+        rate: requests a second: a recorded trace is stretched in time, and what has no times, or is drawn,
+            comes in a Poisson process.
+        closed: clients who each send their next request when they have an answer.
+        seeds: how many draws of the load, or their seeds. Of a trace in which nothing else is drawn each draw
+            takes requests with replacement, at the trace's times.
+        max_model_len: tokens of a request, prompt and output together; None takes the model's, and at most
+            what the pool holds.
+        max_num_seqs, max_num_batched_tokens: of a step.
+        enable_prefix_caching: None caches where prompts of the trace may begin alike.
+        overlap_swaps: whether copies run beside computation, or stop it.
+        too_long: what becomes of requests that do not fit: see `fit_trace`.
+        reading: further arguments of `load_trace`, such as `tokenizer`.
+
+    Raises:
+        ConfigError: a name is unknown, a value is out of range, or two of them are at odds.
+        RequestError: the trace has a bad request.
+        CapacityError: the weights leave no room for KV.
+    """
+    system = make_system(
+        model,
+        device=device,
+        costs=costs,
+        dtype=dtype,
+        block_size=block_size,
+        num_gpu_blocks=num_gpu_blocks,
+        memory_utilization=memory_utilization,
+        num_host_blocks=num_host_blocks,
+        host_memory=host_memory,
+        link=link,
+        tensor_parallel=tensor_parallel,
+    )
+    chosen = policies_of(policies)
+    load = Load(
+        trace,
+        dataset=dataset,
+        num_prompts=num_prompts,
+        output_len=output_len,
+        arrivals=arrivals,
+        rate=rate,
+        closed=closed,
+        reading=reading,
+    )
+    numbers = _seeds(seeds)
+    limit, limit_name = _limit(system, max_model_len)
+    traces = [fit_trace(drawn, limit, too_long, limit_name=limit_name) for drawn in load.draws(numbers)]
+    if enable_prefix_caching is None:
+        enable_prefix_caching = traces[0].shares_prefixes
+    config = SchedulerConfig(
+        num_gpu_blocks=system.num_gpu_blocks,
+        block_size=system.block_size,
+        max_model_len=max(2, *(int((one.prompt_lens + one.output_lens).max()) for one in traces)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_host_blocks=system.num_host_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    runs = []
+    for name, make in chosen.items():
+        for seed, drawn in zip(numbers, traces, strict=True):
+            policy = make(system.costs)
+            own = config if policy.may_swap else dataclasses.replace(config, num_host_blocks=0)
+            result = play(drawn, own, policy, system.costs, overlap_swaps=overlap_swaps)
+            runs.append(Run(name, seed, result, figures_of(result, drawn)))
+    return Simulation(system, config, load.described(traces[0]), tuple(runs))
+
+
+def policies_of(
+    given: str | Sequence[Policy] | Mapping[str, Policy],
+) -> dict[str, Callable[[CostModel], SchedulingPolicy]]:
+    """What makes each policy anew, by name.
+
+    Raises:
+        ConfigError: there is none, one is of the wrong kind, or two have one name.
+    """
+    named: list[tuple[str, Policy]]
+    if isinstance(given, Mapping):
+        named = list(given.items())
+    else:
+        if not isinstance(given, str | Sequence):
+            given = [given]
+        parts = given.split(",") if isinstance(given, str) else given
+        named = [(one if isinstance(one, str) else _name_of(one), one) for one in parts]
+    found: dict[str, Callable[[CostModel], SchedulingPolicy]] = {}
+    for name, policy in named:
+        if name in found:
+            raise ConfigError(f"two policies are called {name!r}: name them with a dictionary")
+        found[name] = _maker(policy)
+    if not found:
+        raise ConfigError("policies must name at least one, such as 'adaptive'")
+    return found
+
+
+def _name_of(policy: Any) -> str:
+    return str(getattr(policy, "__name__", type(policy).__name__))
+
+
+def _maker(policy: Policy) -> Callable[[CostModel], SchedulingPolicy]:
+    if isinstance(policy, str):
+        return lambda costs: make_preset(policy, costs)
+    if is_policy(policy):
+        return lambda costs: copy.deepcopy(policy)  # some learn
+    if not callable(policy):
+        raise ConfigError(
+            f"policies holds {shown(policy)}, which is neither a name, nor a policy, nor a function of the "
+            "costs that makes one"
+        )
+
+    def make(costs: CostModel) -> SchedulingPolicy:
+        made = policy(costs)
+        if not is_policy(made):
+            raise ConfigError(f"{_name_of(policy)} returned {shown(made)}, which is no policy")
+        return made
+
+    return make
+
+
+def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(seeds, Sequence) and not isinstance(seeds, str):
+        if not seeds or len(set(seeds)) < len(seeds):
+            raise ConfigError(f"seeds={seeds!r} must be different ones, at least one")
+        return tuple(seeds)
+    check_integer("seeds", seeds, 1, _MAX_SEEDS)
+    assert isinstance(seeds, int)
+    return tuple(range(seeds))
+
+
+def _limit(system: System, asked: int | None) -> tuple[int, str]:
+    """Tokens that a request may have, and what says so."""
+    if asked is not None:
+        check_integer("max_model_len", asked, 2, 2**24)
+    pool = system.num_gpu_blocks * system.block_size
+    model = min(one for one in (asked, system.max_model_len, 2**24) if one is not None)
+    return (pool, "num_gpu_blocks x block_size") if pool < model else (model, "max_model_len")

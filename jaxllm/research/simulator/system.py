@@ -1,0 +1,226 @@
+"""`System`: a model on a simulated device, with the pools its memory has room for and costs by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.predictors.base import CostModel, ModelShape, check_integer, check_number
+from jaxllm.predictors.devices import DeviceSpec, device_spec
+from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.predictors.silicon import SiliconCostModel
+from jaxllm.predictors.store import Profile
+from jaxllm.research.shapes import read_model
+from jaxllm.research.simulator.gpu import UTILIZATION, blocks_beside, pool_blocks
+
+HOST_BYTES = 4 * 2**30
+"""Host memory for KV unless told otherwise, as of an engine; at most as many blocks as the device has."""
+DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3-8b", "a100"
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """What a trace is simulated on.
+
+    Args:
+        model: its sizes.
+        device: what it runs on, for people.
+        costs: seconds of steps and copies: the truth.
+        source: where these are from, for people.
+        block_size: tokens per KV block.
+        num_gpu_blocks, num_host_blocks: KV blocks of device and host.
+        max_model_len: tokens that the model takes; None if its configuration is not known.
+    """
+
+    model: ModelShape
+    device: str
+    costs: CostModel
+    source: str
+    block_size: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    max_model_len: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says of it, as JSON values."""
+        return {
+            "model": self.model.name,
+            "dtype": self.model.dtype,
+            "device": self.device,
+            "costs": self.source,
+            "block_size": self.block_size,
+            "num_gpu_blocks": self.num_gpu_blocks,
+            "num_host_blocks": self.num_host_blocks,
+        }
+
+
+def make_system(
+    model: str | os.PathLike[str] | ModelShape | None = None,
+    *,
+    device: str | DeviceSpec | None = None,
+    costs: str | os.PathLike[str] | CostModel = "silicon",
+    dtype: str = "bfloat16",
+    block_size: int = 16,
+    num_gpu_blocks: int | None = None,
+    memory_utilization: float = UTILIZATION,
+    num_host_blocks: int | None = None,
+    host_memory: float | None = None,
+    link: float | None = None,
+    tensor_parallel: int = 1,
+) -> System:
+    """A model on a device.
+
+    Args:
+        model: a published name, a checkpoint or its config.json (`jaxllm.research.load_shape`), or sizes;
+            None is "llama-3-8b", or the model of a profile.
+        device: a name of `jaxllm.predictors.devices`, or one's own; None is "a100", or that of a profile.
+        costs: "silicon": kernels that others measured on it; "roofline": data-sheet rates and assumed
+            efficiencies; the JSON file of a profile (`jaxllm profile`); or any cost model.
+        dtype: of weights and KV, where `model` is no sizes.
+        block_size: tokens per KV block.
+        num_gpu_blocks: of the device's pool; None takes what fits.
+        memory_utilization: share of the device's memory that weights, KV and 3 GB of other things take.
+        num_host_blocks: blocks of host memory; or
+        host_memory: bytes of it. None of both is 4 GiB, and no more blocks than the device has.
+        link: bytes per second between device and host that copies reach; None takes the device's.
+        tensor_parallel: GPUs that share each layer; of "silicon".
+
+    Raises:
+        ConfigError: a name is unknown, a value out of range, or two of them are at odds.
+        CapacityError: the weights leave no room for KV.
+        ProfileError: the profile cannot be read.
+    """
+    check_integer("block_size", block_size, 1, 1024)
+    check_number("memory_utilization", memory_utilization, 0.01, 1.0)
+    profile = _profile(costs)
+    limit = None
+    if isinstance(model, ModelShape):
+        shape = model
+    elif profile is not None and model is None:
+        shape = profile.model
+    else:
+        config, shape = read_model(DEFAULT_MODEL if model is None else model, dtype)
+        limit = None if config is None else config.default_max_model_len
+    chosen = _device(device, profile)
+    if profile is not None:
+        asked = {
+            "device": device,
+            "link": link,
+            "tensor_parallel": tensor_parallel if tensor_parallel > 1 else None,
+        }
+        _check_profile(profile, shape, block_size, {name: value for name, value in asked.items() if value})
+        found: tuple[CostModel, str] = profile.table, f"the profile {Path(os.fspath(costs)).name}"  # type: ignore[arg-type]
+    else:
+        found = _costs(costs, shape, chosen, block_size, link, tensor_parallel)
+    if num_gpu_blocks is None:
+        num_gpu_blocks = _fitting(found[0], shape, chosen, block_size, memory_utilization)
+    check_integer("num_gpu_blocks", num_gpu_blocks, 1, 2**31 - 1)
+    block_bytes = _kv_bytes(found[0], shape) * block_size
+    name = "unknown" if chosen is None else chosen.name
+    return System(
+        shape,
+        f"{tensor_parallel} x {name}" if tensor_parallel > 1 else name,
+        *found,
+        block_size,
+        num_gpu_blocks,
+        _host_blocks(num_host_blocks, host_memory, block_bytes, num_gpu_blocks),
+        limit,
+    )
+
+
+def _profile(costs: Any) -> Profile | None:
+    """The profile that `costs` names."""
+    if isinstance(costs, str) and costs in ("silicon", "roofline"):
+        return None
+    if isinstance(costs, str | os.PathLike):
+        if not Path(costs).is_file():
+            raise ConfigError(
+                f"costs={os.fspath(costs)!r} must be silicon, roofline or a profile's JSON file, and there "
+                "is no such file"
+            )
+        return Profile.load(costs)
+    if not all(hasattr(costs, name) for name in ("step_seconds", "swap_out_seconds", "swap_in_seconds")):
+        raise ConfigError(
+            f"costs={costs!r} must be 'silicon', 'roofline', the path of a profile, or a CostModel "
+            "(jaxllm.predictors.base)"
+        )
+    return None
+
+
+def _device(device: str | DeviceSpec | None, profile: Profile | None) -> DeviceSpec | None:
+    if isinstance(device, DeviceSpec):
+        return device
+    if device is None and profile is not None:
+        from jaxllm.engine.costs import DATA_SHEETS  # whose module imports JAX
+
+        return device_spec(DATA_SHEETS[profile.device]) if profile.device in DATA_SHEETS else None
+    return device_spec(DEFAULT_DEVICE if device is None else device)
+
+
+def _check_profile(profile: Profile, shape: ModelShape, block_size: int, given: dict[str, object]) -> None:
+    for name in given:
+        raise ConfigError(f"{name} is part of what a profile measured: leave it out, or take costs='silicon'")
+    profile.check_matches(device=profile.device, model=shape, block_size=block_size)
+
+
+def _costs(
+    costs: Any,
+    shape: ModelShape,
+    device: DeviceSpec | None,
+    block_size: int,
+    link: float | None,
+    tensor_parallel: int,
+) -> tuple[CostModel, str]:
+    assert device is not None  # only of profiles
+    if costs == "silicon":
+        model = SiliconCostModel(
+            shape, device, block_size=block_size, link=link, tensor_parallel=tensor_parallel
+        )
+        return model, f"measured kernels ({model.tables.source})"
+    if tensor_parallel != 1:
+        raise ConfigError(f"tensor_parallel={tensor_parallel} is of costs='silicon'; leave it out")
+    if costs == "roofline":
+        if link is None:
+            roofline = RooflineCostModel(shape, device, block_size=block_size)
+        else:
+            check_number("link", link, 1.0, 1e15)
+            linked = dataclasses.replace(device, host_bandwidth=link)
+            roofline = RooflineCostModel(shape, linked, block_size=block_size, link_efficiency=1.0)
+        return roofline, "a roofline of data-sheet rates"
+    if link is not None:
+        raise ConfigError("link is part of a cost model of one's own: leave it out")
+    return costs, type(costs).__name__
+
+
+def _fitting(
+    costs: CostModel, shape: ModelShape, device: DeviceSpec | None, block_size: int, utilization: float
+) -> int:
+    if isinstance(costs, SiliconCostModel):
+        return pool_blocks(costs, utilization)
+    if device is None:
+        raise ConfigError("the memory of the profile's device is not known: pass num_gpu_blocks")
+    return blocks_beside(shape.weight_bytes, shape.block_bytes(block_size), device, utilization)
+
+
+def _kv_bytes(costs: CostModel, shape: ModelShape) -> int:
+    return costs.kv_bytes_per_token if isinstance(costs, SiliconCostModel) else shape.kv_bytes_per_token
+
+
+def _host_blocks(blocks: int | None, memory: float | None, block_bytes: int, num_gpu_blocks: int) -> int:
+    if blocks is not None and memory is not None:
+        raise ConfigError(f"num_host_blocks={blocks} and host_memory={memory} say the same: pass one of them")
+    if blocks is not None:
+        check_integer("num_host_blocks", blocks, 0, 2**31 - 1)
+        return blocks
+    if memory is None:
+        return min(num_gpu_blocks, HOST_BYTES // block_bytes)
+    check_number("host_memory", memory, 0, 1e16)
+    found = int(memory // block_bytes)
+    if memory and not found:
+        raise CapacityError(
+            f"host_memory={memory:g} bytes hold no block of {block_bytes}; raise it, or pass 0"
+        )
+    return found

@@ -1,0 +1,326 @@
+"""`jaxllm.research.simulate` and its command: named settings, tables, pictures and errors."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scheduler_helpers import LinearCosts
+
+from jaxllm.cli.main import main
+from jaxllm.errors import CapacityError, ConfigError, RequestTooLargeError
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.predictors.base import model_shape
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.roofline import RooflineCostModel
+from jaxllm.predictors.silicon import SiliconCostModel
+from jaxllm.research import load_shape, simulate
+from jaxllm.research.simulator import run as low_level
+from jaxllm.research.simulator.drawing import queue_of
+from jaxllm.research.simulator.gpu import pool_blocks
+from jaxllm.research.simulator.study import FIGURES, policies_of
+from jaxllm.research.simulator.system import make_system
+from jaxllm.research.workloads import Poisson, Trace, UniformLengths, make_trace
+from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies import LeastUrgentVictim, SchedulerPolicy
+from jaxllm.sched.presets import make_preset
+
+SMALL = {"num_prompts": 12, "num_gpu_blocks": 128, "output_len": 20}
+OPTIONS = ["--num-prompts=12", "--gpu-blocks=128", "--output-len=20"]
+
+
+def trace(count=6, **changes):
+    values = {
+        "name": "small",
+        "seed": 0,
+        "arrival_times": np.arange(count) * 0.5,
+        "prompt_lens": np.arange(1, count + 1) * 8,
+        "output_lens": np.full(count, 10),
+    }
+    return Trace(**(values | changes))
+
+
+def test_it_is_the_low_level_simulation_of_what_is_named():
+    found = simulate(policies="vllm_v1", model="llama-13b", dtype="float16", device="a100", **SMALL)
+    shape = model_shape("llama-13b", "float16")
+    costs = SiliconCostModel(shape, "a100")
+    drawn = make_trace("chatbot", 12, 20, outputs=UniformLengths(shortest=20, longest=20))
+    config = SchedulerConfig(
+        num_gpu_blocks=128,
+        block_size=16,
+        max_model_len=int((drawn.prompt_lens + 20).max()),
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+    )
+    result = low_level.simulate(drawn, config, "vllm_v1", costs, overlap_swaps=True)
+    (run,) = found.runs
+    assert np.array_equal(run.result.finish_times, result.finish_times)
+    assert run.figures["tokens_per_second"] == result.output_tokens_per_second
+    assert run.figures["token_seconds"] == pytest.approx(
+        float((result.finish_times - result.first_token_times).mean()) / 19
+    )
+    assert set(run.figures) == set(FIGURES)
+
+
+def test_a_config_json_is_a_shape():
+    path = demo_model_path() / "config.json"
+    shape = load_shape(path)
+    values = json.loads(path.read_text())
+    assert (shape.num_layers, shape.vocab_size) == (values["num_hidden_layers"], values["vocab_size"])
+    assert load_shape(demo_model_path()) == shape
+    system = make_system(path, num_gpu_blocks=8)
+    assert system.max_model_len == values["max_position_embeddings"]
+    assert load_shape("llama-3-8b", "float16") == model_shape("llama-3-8b")
+    with pytest.raises(ConfigError, match=r"did you mean llama-3-8b\? published shapes"):
+        load_shape("llama-3-8bb")
+
+
+def test_pools_are_what_fits():
+    system = make_system("llama-3-8b", device="h100", memory_utilization=0.8)
+    costs = SiliconCostModel(model_shape("llama-3-8b", "bfloat16"), "h100")
+    assert system.num_gpu_blocks == pool_blocks(costs, 0.8)
+    block_bytes = 2 * 32 * 8 * 128 * 2 * 16
+    assert system.num_host_blocks == 4 * 2**30 // block_bytes
+    assert make_system("llama-3-8b", host_memory=64e9).num_host_blocks == int(64e9 // block_bytes)
+    assert make_system("llama-3-8b", num_gpu_blocks=10).num_host_blocks == 10
+    roofline = make_system("llama-3-8b", device="h100", memory_utilization=0.8, costs="roofline")
+    assert roofline.num_gpu_blocks == system.num_gpu_blocks
+    with pytest.raises(CapacityError, match="leave no room for KV"):
+        make_system("llama-3-70b")
+    with pytest.raises(CapacityError, match="hold no block"):
+        make_system("llama-3-8b", host_memory=1000)
+
+
+def test_the_link_is_what_copies_reach():
+    for costs in ("silicon", "roofline"):
+        slow, fast = (make_system("llama-13b", costs=costs, link=link).costs for link in (1e9, 4e9))
+        seconds = [costs.swap_out_seconds(100) - costs.swap_out_seconds(50) for costs in (slow, fast)]
+        assert seconds[0] == pytest.approx(50 * model_shape("llama-13b").block_bytes(16) / 1e9)
+        assert seconds[0] == pytest.approx(4 * seconds[1])
+
+
+def test_costs_of_ones_own():
+    costs = LinearCosts()
+    system = make_system("llama-3-8b", costs=costs)
+    assert (system.costs, system.source) == (costs, "LinearCosts")
+    assert isinstance(make_system("llama-3-8b", costs="roofline").costs, RooflineCostModel)
+    with pytest.raises(ConfigError, match="link is part of a cost model"):
+        make_system("llama-3-8b", costs=costs, link=1e9)
+    with pytest.raises(ConfigError, match="must be silicon, roofline or a profile's JSON file"):
+        make_system("llama-3-8b", costs="sillicon")
+    with pytest.raises(ConfigError, match="or a CostModel"):
+        make_system("llama-3-8b", costs=3)
+
+
+def test_seeds_give_intervals():
+    found = simulate(seeds=3, policies="vllm_v1,vllm", arrivals="poisson:20", **SMALL)
+    assert found.seeds == (0, 1, 2)
+    values = [run.figures["first_token_seconds"] for run in found.of("vllm_v1")]
+    mean, low, high = found.figure("vllm_v1", "first_token_seconds")
+    half = 4.302653 * np.std(values, ddof=1) / 3**0.5  # Student's t of 2 degrees of freedom
+    assert (mean, low, high) == pytest.approx((np.mean(values), mean - half, mean + half))
+    assert found.over("vllm", "vllm").mean == pytest.approx(1.0)
+    assert "3 seeds, ± half a 95 % interval" in found.table()
+    alone = simulate(seeds=[2], policies="vllm", arrivals="poisson:20", **SMALL)
+    assert alone.runs[0].figures == found.of("vllm")[2].figures
+
+
+def test_a_recorded_trace_is_drawn_from_with_replacement():
+    found = simulate(trace(), seeds=2, policies="vllm_v1", num_gpu_blocks=64)
+    assert "each seed draws its requests with replacement" in found.caption()
+    first, second = (run.result for run in found.runs)
+    assert np.array_equal(first.arrival_times, trace().arrival_times)
+    assert not np.array_equal(first.finish_times, second.finish_times)
+    alone = simulate(trace(), policies="vllm_v1", num_gpu_blocks=64)
+    assert "with replacement" not in alone.caption()
+    named = trace(hash_ids=[(index,) for index in range(6)])
+    with pytest.raises(ConfigError, match="another seed changes nothing"):
+        simulate(named, seeds=2, num_gpu_blocks=64)
+
+
+def test_a_rate_stretches_a_trace_or_is_poisson():
+    fast = simulate(trace(), rate=20, policies="vllm_v1", num_gpu_blocks=64)
+    assert fast.runs[0].result.arrival_times == pytest.approx(np.arange(6) * 0.05)
+    assert "stretched in time to 20 a second" in fast.caption()
+    at_once = trace(arrival_times=np.zeros(6))
+    found = simulate(at_once, rate=20, policies="vllm_v1", num_gpu_blocks=64)
+    expected = Poisson(20).times(6, np.random.default_rng(0))
+    assert found.runs[0].result.arrival_times.shape == expected.shape
+    assert "Poisson(rate=20)" in found.caption()
+    clients = simulate(trace(), closed=2, policies="vllm_v1", num_gpu_blocks=64)
+    result = clients.runs[0].result
+    under_way = [
+        int(((result.arrival_times <= time) & (result.finish_times > time)).sum())
+        for time in result.arrival_times
+    ]
+    assert max(under_way) == 2
+
+
+def test_prefixes_are_cached_where_prompts_share_them():
+    named = trace(prompt_lens=np.full(6, 40), hash_ids=[(7, index) for index in range(6)], hash_block_len=32)
+    found = simulate(named, policies="vllm_v1", num_gpu_blocks=64)
+    assert found.config.enable_prefix_caching
+    assert found.runs[0].figures["cached_share"] == 5 * 32 / 240
+    assert "found in the cache" in found.table()
+    assert "found in the cache" not in simulate(trace(), policies="vllm_v1", num_gpu_blocks=64).table()
+    without = simulate(named, policies="vllm_v1", num_gpu_blocks=64, enable_prefix_caching=False)
+    assert without.runs[0].figures["cached_share"] == 0
+
+
+def test_policies_are_names_objects_and_functions():
+    costs = LinearCosts()
+    mine = SchedulerPolicy(victim=LeastUrgentVictim())
+    made = policies_of(["vllm_v1", mine, lambda costs: make_preset("adaptive", costs)])
+    assert list(made) == ["vllm_v1", "SchedulerPolicy", "<lambda>"]
+    copied = made["SchedulerPolicy"](costs)
+    assert copied == mine
+    assert copied is not mine
+    assert list(policies_of({"a": "vllm", "b": "vllm"})) == ["a", "b"]
+    with pytest.raises(ConfigError, match="two policies are called 'vllm'"):
+        policies_of("vllm,vllm")
+    with pytest.raises(ConfigError, match="neither a name, nor a policy"):
+        policies_of([3])
+    with pytest.raises(ConfigError, match="which is no policy"):
+        policies_of([lambda costs: 3])["<lambda>"](costs)
+    with pytest.raises(ConfigError, match="at least one"):
+        policies_of([])
+
+
+def test_a_policy_of_the_users_module(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine_simulated.py").write_text(
+        "class Newest:\n    outranks = None\n\n    def score(self, request, now):\n"
+        "        return -request.arrival_time\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", *OPTIONS, "--policy", "mine_simulated:Newest,vllm_v1"]) == 0
+    assert "| mine_simulated:Newest | " in capsys.readouterr().out
+
+
+def test_requests_that_do_not_fit():
+    long = trace(prompt_lens=[8, 16, 2000, 8, 8, 8])
+    with pytest.raises(
+        RequestTooLargeError, match=r"request 2 .* num_gpu_blocks x block_size=1024 .*--clip.*--skip"
+    ):
+        simulate(long, policies="vllm", num_gpu_blocks=64)
+    with pytest.raises(RequestTooLargeError, match=r"request 2 of trace 'small' .* max_model_len=512 "):
+        simulate(long, policies="vllm", num_gpu_blocks=64, max_model_len=512)
+    for too_long, count in (("clip", 6), ("skip", 5)):
+        found = simulate(long, policies="vllm", num_gpu_blocks=64, too_long=too_long)
+        assert len(found.runs[0].result.finish_times) == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"trace": [1, 2]}, r"trace must be a Trace, the path .* got \[1, 2\]"),
+        ({"rate": 1, "closed": 2}, "rate=1 and closed=2 contradict each other"),
+        ({"arrivals": "poison:3"}, "write all, poisson:RATE"),
+        ({"arrivals": 3}, "no arrival process"),
+        ({"seeds": 0}, r"seeds must lie in \[1, 1000\]"),
+        ({"seeds": [1, 1]}, "must be different"),
+        ({"tokenizer": "x"}, "tokenizer: there is no file to read"),
+        ({"device": "a101"}, "device 'a101' is not in the table"),
+        ({"policies": "adaptif"}, "did you mean adaptive"),
+        ({"num_host_blocks": 1, "host_memory": 1e9}, "say the same"),
+        ({"memory_utilization": 2.0}, r"memory_utilization must lie in"),
+        ({"costs": "roofline", "tensor_parallel": 2}, "tensor_parallel=2 is of costs='silicon'"),
+        ({"too_long": "cut"}, "choose from raise, clip, skip"),
+    ],
+)
+def test_errors_say_what_to_pass(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(**(SMALL | arguments))
+
+
+def test_the_low_level_call_takes_names_and_refuses_what_is_none():
+    costs = LinearCosts()
+    config = SchedulerConfig(
+        num_gpu_blocks=64, block_size=16, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    named, made = (
+        low_level.simulate(trace(), config, policy, costs, overlap_swaps=True)
+        for policy in ("vllm_v1", make_preset("vllm_v1"))
+    )
+    assert np.array_equal(named.finish_times, made.finish_times)
+    for arguments, message in (
+        (([1, 2], config, "vllm"), r"trace must be a Trace .*load_trace reads one.* got \[1, 2\]"),
+        ((trace(), {"block_size": 4}, "vllm"), "config must be a SchedulerConfig"),
+        ((trace(), config, "vllmm"), "there is no preset 'vllmm'; did you mean vllm"),
+        ((trace(), config, 3), "named by a string, got 3; presets: adaptive"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            low_level.simulate(*arguments, costs, overlap_swaps=True)
+    for name in (3, None):
+        with pytest.raises(ConfigError, match="a preset is named by a string"):
+            make_preset(name)
+
+
+def test_devices_have_the_names_people_use():
+    for name in ("a100", "A100-SXM", "a100-80gb", "a100-sxm4-80gb"):
+        assert device_spec(name).name == "A100-80GB"
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    options = [*OPTIONS, "--seeds=2", "--model=llama-13b", f"--json={out}", f"--plot={picture}"]
+    assert main(["simulate", *options, "--policy=adaptive,vllm_v1", "--link=20", "--host-memory=1GiB"]) == 0
+    table = capsys.readouterr().out
+    assert table.startswith("Simulated: llama-13b (bfloat16) on A100-80GB, seconds from measured kernels")
+    assert "\n| adaptive | " in table
+    content = json.loads(out.read_text())
+    assert content["command"].startswith("jaxllm simulate --num-prompts=12")
+    assert {"hardware", "versions", "system", "config", "policies", "runs"} <= content.keys()
+    assert [(run["policy"], run["seed"]) for run in content["runs"]] == [
+        (policy, seed) for policy in ("adaptive", "vllm_v1") for seed in (0, 1)
+    ]
+    assert content["policies"]["vllm_v1"]["tokens_per_second"].keys() == {"mean", "low", "high"}
+    assert content["system"]["num_host_blocks"] == 2**30 // (16 * 2 * 40 * 40 * 128 * 2)
+    assert picture.stat().st_size > 1000
+    assert main(["simulate", *options]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+
+def test_the_command_reads_traces(tmp_path, capsys):
+    trace(prompt_lens=[8, 16, 2000, 8, 8, 8]).save(tmp_path / "t.json")
+    options = ["simulate", f"--trace={tmp_path / 't.json'}", "--gpu-blocks=64", "--policy=vllm"]
+    assert main(options) == 2
+    assert "request 2 of trace 'small'" in capsys.readouterr().err
+    assert main([*options, "--clip", "--num-prompts=5"]) == 0
+    assert "5 requests of small, as recorded" in capsys.readouterr().out
+    for more, message in (
+        (["--dataset=alpaca"], "--trace has lengths: drop --dataset"),
+        (["--rate=1", "--closed=3"], "contradict"),
+    ):
+        assert main([*options, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--input-len=3", "--dataset=alpaca"], "drop one"),
+        (["--dataset=prompts.json"], "a file needs --column and --tokenizer"),
+        (["--tokenizer=x"], "of --dataset FILE"),
+        (["--host-memory=lots"], "size (bytes, or such as 64GB)"),
+    ],
+)
+def test_the_command_refuses(options, message, capsys):
+    assert main(["simulate", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_timeline_counts_requests():
+    found = simulate(trace(), policies="vllm_v1", num_gpu_blocks=64)
+    result = found.runs[0].result
+    (waits, waiting), (times, running) = queue_of(found.runs[0])
+    assert waiting[-1] == running[-1] == 0
+    for time, count in zip(times, running, strict=True):
+        begun, ended = result.first_scheduled_times <= time, result.finish_times <= time
+        assert count == int(begun.sum()) - int(ended.sum())
+    assert len(waits) == len(waiting)
+
+
+def test_pictures_are_refused_where_they_cannot_be_written(tmp_path):
+    found = simulate(trace(), policies="vllm_v1", num_gpu_blocks=64)
+    with pytest.raises(ConfigError, match="--plot"):
+        found.plot(Path(tmp_path / "picture.nothing"))
