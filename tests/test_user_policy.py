@@ -115,7 +115,7 @@ def folder(tmp_path_factory):
     """Holds `mine.py`, the documented example, and `others.py`."""
     folder = tmp_path_factory.mktemp("policies")
     example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
-    assert len(example.splitlines()) < 20
+    assert len(example.splitlines()) < 25
     (folder / "mine.py").write_text(example, encoding="utf-8")
     (folder / "others.py").write_text(OTHERS, encoding="utf-8")
     (folder / "preset.py").write_text(PRESET, encoding="utf-8")
@@ -130,12 +130,12 @@ def importable(folder, monkeypatch):
 
 @pytest.mark.usefixtures("importable")
 def test_the_documented_example_orders_requests():
-    policy = make_preset("mine:policy")
-    assert type(policy.priority).__name__ == "ShortestOutputFirst"
-    assert dataclasses.replace(policy, priority=SchedulerPolicy().priority) == SchedulerPolicy()
     changed = make_preset("mine:ShortestOutputFirst", COSTS)
     default = make_preset("adaptive", COSTS)
-    assert type(changed.priority) is type(policy.priority)
+    assert type(changed.priority).__name__ == "ShortestOutputFirst"
+    policy = make_preset("mine:policy", COSTS)
+    assert type(policy.priority) is type(changed.priority)
+    assert dataclasses.replace(policy, priority=default.priority, patience=default.patience) == default
     assert changed.victim == LeastUrgentVictim(changed.priority)
     assert changed.restore == MoreUrgentFirst(changed.priority)
     kept = {"priority": None, "victim": None, "restore": None}
