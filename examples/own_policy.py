@@ -3,15 +3,12 @@
 python examples/own_policy.py
 """
 
-import dataclasses
-
 from jaxllm import LLM, SamplingParams
-from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.types import Request
 
 
 class ShortestOutputFirst:
-    """Answers the question "who is urgent?"; whom to preempt, and the others, keep their answers."""
+    """Answers the question "who is urgent?"; a class alone changes that answer of `adaptive`."""
 
     def score(self, request: Request, now: float) -> float:
         """Higher is more urgent."""
@@ -27,9 +24,7 @@ def main() -> None:
     lengths = [32, 32, 32, 32, 8, 8, 8, 8]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
     prompts = [f"def function_{number}(" for number in range(len(lengths))]
-    first_come = SchedulerPolicy()
-    shortest = dataclasses.replace(first_come, priority=ShortestOutputFirst())
-    for name, policy in (("first come", first_come), ("shortest", shortest)):
+    for name, policy in (("first come", "adaptive_throughput"), ("shortest", ShortestOutputFirst)):
         with LLM(max_model_len=256, max_num_seqs=4, scheduler_policy=policy) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
         ends = [output.metrics.finished_time for output in outputs if output.metrics is not None]

@@ -13,6 +13,7 @@
 | `fit_report` | `FitReport`: held-out errors of all candidates, as JSON and Markdown       |
 | `table`      | `TableCostModel`: any cost model distilled into grids, microseconds a call |
 | `store`      | `Profile`: a table on disk, as JSON and npz                                |
+| `own`        | a user's own predictor, checked when it is given, or a stored profile       |
 | `online`     | `OnlineCalibration`: corrects predictions by what was measured             |
 | `lengths`    | how long outputs will be: a value, a range or a rank, learned online       |
 | `link`       | `LinkCosts`: latency, pieces and bytes of copies, fitted to measurements   |

@@ -77,7 +77,7 @@ class CostModel(Protocol):
 
 
 class CheckedCosts:
-    """A cost model whose every answer must be seconds.
+    """A cost model whose every answer must be seconds; no work takes none.
 
     Args:
         model: is asked.
@@ -98,6 +98,8 @@ class CheckedCosts:
         prompt_context: int = 0,
     ) -> float:
         """The model's."""
+        if batch <= 0 and prompt_tokens <= 0:
+            return 0.0
         work: tuple[int, ...] = batch, context_tokens
         if prompt_tokens:
             work = *work, prompt_tokens, num_prompts, prompt_context
@@ -105,19 +107,25 @@ class CheckedCosts:
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """The model's."""
+        if num_blocks <= 0:
+            return 0.0
         return self._checked("swap_out_seconds", self._model.swap_out_seconds(num_blocks), (num_blocks,))
 
     def swap_in_seconds(self, num_blocks: int) -> float:
         """The model's."""
+        if num_blocks <= 0:
+            return 0.0
         return self._checked("swap_in_seconds", self._model.swap_in_seconds(num_blocks), (num_blocks,))
 
     def _checked(self, name: str, seconds: float, work: tuple[int, ...]) -> float:
+        if type(seconds) is float and 0.0 <= seconds < math.inf:
+            return seconds
         if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
             raise ConfigError(
                 f"{type(self._model).__name__}.{name}{work} is {seconds!r}: it must be seconds, a finite "
                 "number of at least 0"
             )
-        return seconds
+        return float(seconds)
 
 
 def step_kind(batch: int, prompt_tokens: int) -> CostKind:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import numbers
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.policies import (
@@ -129,11 +131,56 @@ def ask_action(policy: ActionPolicy, victim: Request, pools: PoolState, room: in
     """
     decision = policy.choose(victim, pools, now)
     if not isinstance(decision, Decision) or not isinstance(decision.action, PreemptionAction):
-        raise ConfigError(f"{policy} answered {decision!r}, which is not a Decision")
+        raise ConfigError(
+            f"{policy} answered {decision!r}, which is not a Decision of {_names(PreemptionAction)}, for "
+            f"request {victim.request_id!r}"
+        )
     check_seconds(policy, decision.swap_seconds, decision.recompute_seconds, decision.copy_seconds)
     if not victim.num_computed_tokens or num_copied(victim, pools) > room:
         return decision._replace(action=PreemptionAction.RECOMPUTE)
     return decision
+
+
+def _names(actions: type[enum.Enum]) -> str:
+    return " or ".join(map(str, actions))
+
+
+def check_plan(plan: object, state: SchedulerState, who: object) -> None:
+    """Verify that a planner from outside the package gives each request at most one thing to do, and its own.
+
+    Args:
+        plan: what it answered.
+        state: what it read.
+        who: whom messages name.
+
+    Raises:
+        ConfigError: it is no `Plan`, or names a request twice, or one that it was not offered for that.
+    """
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"{who} planned {plan!r}, which is not a Plan")
+    prompts, holders = {*state.prompts}, {*state.running, *state.aside}
+    offers: tuple[tuple[str, Sequence[tuple[Any, ...]], Callable[[Request], bool], str], ...] = (
+        ("victims", plan.victims, lambda one: one in prompts or one in holders, "holds blocks"),
+        ("chunks", plan.chunks, lambda one: one in prompts, "has its prompt under way"),
+        ("resuming", plan.resuming, lambda one: state.queue_of(one) is state.swapped, "is swapped out"),
+        ("starting", plan.starting, lambda one: state.queue_of(one) is state.waiting, "waits"),
+    )
+    seen: dict[str, str] = {}
+    for name, entries, is_offered, which in offers:
+        for request, *_ in entries:
+            if not isinstance(request, Request) or state.live.get(request.request_id) is not request:
+                raise ConfigError(f"{who} names {request!r} in {name}, which is no request of this scheduler")
+            if request.request_id in seen:
+                raise ConfigError(
+                    f"{who} names request {request.request_id!r} in {seen[request.request_id]} and again in "
+                    f"{name}: a plan names a request once"
+                )
+            seen[request.request_id] = name
+            if not is_offered(request):
+                raise ConfigError(
+                    f"{who} names request {request.request_id!r} in {name}, which takes who {which}: it is "
+                    f"{request.status.value}"
+                )
 
 
 def check_seconds(policy: object, *predicted: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import heapq
 import math
@@ -12,6 +13,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.sched.cache.preview import PoolPreview
 from jaxllm.sched.plan import Plan, Planner, ask_action
 from jaxllm.sched.policies import (
+    QUESTIONS,
     IterationState,
     PoolState,
     PreemptionAction,
@@ -19,6 +21,7 @@ from jaxllm.sched.policies import (
     SchedulerPolicy,
 )
 from jaxllm.sched.policies.actions import num_copied
+from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.victims import Outranks, PoolVictim
 from jaxllm.sched.queues import RequestQueue, Verdict
 from jaxllm.sched.state import SchedulerState
@@ -46,7 +49,7 @@ class PolicyPlanner(Planner):
 
     def __init__(self, state: SchedulerState, policy: SchedulerPolicy) -> None:
         """Reads `state`."""
-        self._state, self._policy = state, policy
+        self._state, self._policy = state, _watched(policy)
         self._mixes = policy.iterations.mixes
         self._max_chunks = state.config.max_prefill_seqs or state.config.max_num_seqs
 
@@ -147,9 +150,9 @@ class PolicyPlanner(Planner):
             (math.inf if request.is_protected else score, -request.arrival_index, request)
             for request, score in zip(holders, scores, strict=True)
         ]
-        for score in scores:
+        for request, score in zip(holders, scores, strict=True):
             if (type(score) is not float and not isinstance(score, numbers.Real)) or score != score:
-                raise ConfigError(f"{policy} scored a request with {score!r}, which is not a number")
+                raise ConfigError(f"{policy} scored {request!r} with {score!r}, which is not a number")
         heapq.heapify(order)
         return order
 
@@ -345,6 +348,18 @@ class PolicyPlanner(Planner):
                 if length > rest:
                     of.append((request, length - rest))
                 rest -= min(rest, length)
+
+
+def _watched(policy: SchedulerPolicy) -> SchedulerPolicy:
+    """The policy, its parts from outside the package watched (`jaxllm.sched.policies.contract`)."""
+    answers = {question: getattr(policy, question) for question in QUESTIONS}
+    changes = {question: watched(part) for question, part in answers.items()}
+    if all(changes[question] is part for question, part in answers.items()):
+        return policy
+    made = copy.copy(policy)
+    for question, part in changes.items():
+        object.__setattr__(made, question, part)  # of a frozen dataclass
+    return made
 
 
 def _next_score(order: list[_Rank]) -> tuple[str, float]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
-from jaxllm.errors import ConfigError, did_you_mean
+from jaxllm.errors import ConfigError, did_you_mean, shown
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.lengths import RankPredictor
 from jaxllm.sched.baselines import VLLM025
@@ -43,8 +43,10 @@ from jaxllm.sched.policies import (
     TimeToLive,
     WatermarkAdmission,
     WriteThrough,
+    is_policy,
 )
-from jaxllm.sched.policies.user import import_policy
+from jaxllm.sched.policies.user import describe, import_policy, own_policy
+from jaxllm.system.import_path import imported
 
 
 def vllm(costs: CostModel | None = None) -> SchedulingPolicy:
@@ -248,8 +250,54 @@ NEEDS_COSTS = frozenset(PRESETS) - {
 """Presets that compare predicted costs; the others take any, and never ask."""
 
 
+def as_policy(choice: object, costs: CostModel | None = None) -> SchedulingPolicy:
+    """The policy that a word or an object stands for: whatever takes a policy takes these.
+
+    Args:
+        choice: the name of one of `PRESETS`; "module:attribute" (`jaxllm.sched.policies.user`); a
+            `SchedulerPolicy` or a baseline, which is taken as it is; a class or an object that answers one
+            question, which changes that of `adaptive`; or a function of the costs that returns one of these.
+        costs: predicted seconds, for policies that weigh actions.
+
+    Raises:
+        ConfigError: it stands for none, or needs `costs`.
+    """
+    if is_policy(choice):
+        return choice
+    if isinstance(choice, str):
+        return make_preset(choice, costs)
+    return own_policy(choice, describe(choice), functools.partial(adaptive, costs), costs)
+
+
+def weighs_costs(choice: object) -> bool:
+    """Whether what `as_policy` makes of a word or an object may compare predicted costs that it is given."""
+    if isinstance(choice, str):
+        return choice in NEEDS_COSTS or ":" in choice
+    return not is_policy(choice)
+
+
+def check_word(word: str) -> None:
+    """Verify that a word names a preset, or something that can be imported, without making a policy of it.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not isinstance(word, str):
+        raise ConfigError(
+            f"{shown(word)} is no policy's name: pass one of {', '.join(sorted(PRESETS))}, or "
+            "'module:attribute'"
+        )
+    if ":" in word:
+        imported(word, "the policy")
+    elif word not in PRESETS:
+        raise ConfigError(
+            f"there is no preset {word!r}; {did_you_mean(word, PRESETS)}presets: "
+            f"{', '.join(sorted(PRESETS))}; your own policy is named as 'module:attribute'"
+        )
+
+
 def make_preset(name: str, costs: CostModel | None = None) -> SchedulingPolicy:
-    """The policies of a preset, or of the user's own module.
+    """The policies of a preset, or of the user's own module; `as_policy` takes objects, too.
 
     Args:
         name: one of `PRESETS`, or "module:attribute" (`jaxllm.sched.policies.user.import_policy`); a class
@@ -259,18 +307,9 @@ def make_preset(name: str, costs: CostModel | None = None) -> SchedulingPolicy:
     Raises:
         ConfigError: there is no such preset or attribute, or it needs `costs`.
     """
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"a preset is named by a string, got {name!r}; presets: {', '.join(sorted(PRESETS))}; your own "
-            "policy is named as 'module:attribute'"
-        )
+    check_word(name)
     if ":" in name:
         return import_policy(name, functools.partial(adaptive, costs), costs)
-    if name not in PRESETS:
-        raise ConfigError(
-            f"there is no preset {name!r}; {did_you_mean(name, PRESETS)}presets: "
-            f"{', '.join(sorted(PRESETS))}; your own policy is named as 'module:attribute'"
-        )
     return PRESETS[name](costs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -13,9 +14,10 @@ from jaxllm.sched.holding import Holding
 from jaxllm.sched.invariants import check_invariants
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.offloading import Offloader
-from jaxllm.sched.plan import Planner, PlanningPolicy
+from jaxllm.sched.plan import Plan, Planner, PlanningPolicy, check_plan
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import LearningPolicy, NoHold, Progress, SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.policies.contract import is_outside, unchanged, watched
 from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.state import SchedulerState
@@ -31,6 +33,8 @@ from jaxllm.types import (
 )
 
 _DEFAULT_POLICY = SchedulerPolicy()
+_NUM_WATCHED = 256
+"""Requests that a planner from outside the package is held to leave as they are."""
 
 
 class PoolUsage(NamedTuple):
@@ -103,6 +107,7 @@ class Scheduler:
         self.policy = policy
         parts = (getattr(policy, question, None) for question in ("admission", "victim"))
         self._learners = [part for part in parts if isinstance(part, LearningPolicy)]
+        self._length = watched(policy.length)
         self.ledger = ledger
         self.num_scheduled = 0
         self.is_planning = False
@@ -112,6 +117,7 @@ class Scheduler:
         """Forget all requests, and free whatever they hold."""
         self._state = SchedulerState(self.config, self.policy.priority, self.policy.retention)
         self._planner = _planner_of(self.policy, self._state)
+        self._is_outside = is_outside(self._planner)
         self._offloader: Offloader | None = None
         if self.config.enable_prefix_caching and self.config.num_host_blocks:
             self._offloader = Offloader(self._state, self.policy.offload, is_eager=self._files is not None)
@@ -197,8 +203,8 @@ class Scheduler:
         if request.status is not RequestStatus.WAITING or request.num_tokens != request.num_prompt_tokens:
             raise RequestError(f"request {request_id!r} was scheduled before; make a new Request")
         self.config.check_fits(request)
-        if self.policy.length is not None:
-            request.predicted_tokens = self.policy.length.predict(request)
+        if self._length is not None:
+            request.predicted_tokens = self._length.predict(request)
         if self._holding is not None:
             self._holding.recognise(request)
         state.queue(request)
@@ -247,13 +253,23 @@ class Scheduler:
         self.is_planning = True
         if self._read_ahead is not None:
             self._read_ahead.add_reads(self._reads, now)
-        while (plan := self._planner.plan(now)) is None:
+        while (plan := self._plan(now)) is None:
             state.join(next(iter(state.loading.values())))
         self.is_planning = False
         iteration = Iteration(state, self.ledger, self.num_scheduled, now)
         self.num_scheduled += 1
         iteration.apply(plan, max_decode_steps)
         return iteration.output(self._offloader, copies)
+
+    def _plan(self, now: float) -> Plan | None:
+        """The planner's next iteration; one from outside the package is held to its rules."""
+        if not self._is_outside:
+            return self._planner.plan(now)
+        with unchanged(self._planner, itertools.islice(self._state.live.values(), _NUM_WATCHED)):
+            plan = self._planner.plan(now)
+        if plan is not None:
+            check_plan(plan, self._state, self._planner)
+        return plan
 
     @property
     def has_leftovers(self) -> bool:

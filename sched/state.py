@@ -11,6 +11,7 @@ from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.host import HostPool
 from jaxllm.sched.cache.names import BlockName, FileIndex, cut_name, learn_names
 from jaxllm.sched.config import SchedulerConfig
+from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.priority import CachePriority, PriorityPolicy
 from jaxllm.sched.policies.retention import LeastRecentlyUsed, QueueAwareRetention, RetentionPolicy
 from jaxllm.sched.pool_state import PoolState, Progress
@@ -78,8 +79,8 @@ class SchedulerState:
         looks_ahead = isinstance(retention, QueueAwareRetention) and retention.looks_ahead
         self._num_watched = sys.maxsize if looks_ahead else 1
         self._counts_findable = isinstance(priority, CachePriority) and priority.reads_cache
-        self.waiting = RequestQueue(priority)
-        self.swapped = RequestQueue(priority)
+        self.waiting = RequestQueue(watched(priority))
+        self.swapped = RequestQueue(watched(priority))
         self.running = RunningRequests(config.block_size)
         self.prompts: list[Request] = []
         self.aside: list[Request] = []

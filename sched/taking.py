@@ -196,7 +196,10 @@ class Taking:
         copied_out_at = state.copied_out_at.get(request.request_id, self.now)
         decision = policy.choose(request, copied_out_at, pools, self.now)
         if not isinstance(decision, ResumeDecision) or not isinstance(decision.action, ResumeAction):
-            raise ConfigError(f"{policy} answered {decision!r}, which is not a ResumeDecision")
+            raise ConfigError(
+                f"{policy} answered {decision!r}, which is not a ResumeDecision of a ResumeAction, for "
+                f"request {request.request_id!r}"
+            )
         check_seconds(policy, decision.swap_seconds, decision.copy_seconds)
         if decision.action is ResumeAction.RECOMPUTE:
             if num_more:

@@ -1,12 +1,22 @@
 """A cost model of a user's own, named by an import path: one file and one line."""
 
+import math
+import re
+
+import numpy as np
 import pytest
 from docs_helpers import DOCS, Page
 from engine_helpers import make_llm
 from variants import golden_checkpoint
 
-from jaxllm import SamplingParams
+from jaxllm import LLM, EngineConfig, SamplingParams
+from jaxllm.cli.main import main
 from jaxllm.engine.ledgers import read_ledger
+from jaxllm.errors import ConfigError
+from jaxllm.predictors.base import CheckedCosts
+from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.own import own_costs
+from jaxllm.research.simulator.executor import SimulatedExecutor
 
 
 def test_decisions_are_by_it(tmp_path, monkeypatch):
@@ -30,3 +40,164 @@ def test_decisions_are_by_it(tmp_path, monkeypatch):
     for record in records:  # 30 us a block and way, 4 ms a step and 20 us a token, as the page has it
         assert record.swap_seconds == pytest.approx(2 * 3e-5 * record.num_blocks, rel=0.5)
         assert record.recompute_seconds == pytest.approx(4e-3 + 2e-5 * record.num_tokens, rel=0.5)
+
+
+class Flat:
+    """A step takes 10 ms, a block 1 ms."""
+
+    def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+        return 0.01
+
+    def swap_out_seconds(self, num_blocks):
+        return 0.001 * num_blocks
+
+    swap_in_seconds = swap_out_seconds
+
+
+class NoCopies:
+    step_seconds = Flat.step_seconds
+
+
+class FewArguments(Flat):
+    def step_seconds(self, batch, context_tokens):
+        return 0.01
+
+
+class Negative(Flat):
+    def swap_in_seconds(self, num_blocks):
+        return -1.0
+
+
+class Raises(Flat):
+    def swap_out_seconds(self, num_blocks):
+        return {}[num_blocks]
+
+
+def answering(seconds):
+    class Answers(Flat):
+        def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+            return seconds if prompt_tokens else 0.01
+
+    return Answers()
+
+
+WRONG = [
+    (NoCopies(), "has no swap_out_seconds, swap_in_seconds: a predictor has step_seconds"),
+    (FewArguments(), "cannot be asked (0, 0, 512, 1, 0): too many positional arguments; it must take (batch"),
+    (Negative(), "swap_in_seconds(1,) is -1.0: it must be seconds"),
+    (Raises(), "swap_out_seconds(1,) raised KeyError: 1"),
+    (answering(math.nan), "step_seconds(0, 0, 512, 1, 0) is nan: it must be seconds"),
+    (answering(math.inf), "is inf: it must be seconds"),
+    (answering("soon"), "is 'soon': it must be seconds"),
+    (answering(None), "is None: it must be seconds"),
+    (answering(True), "is True: it must be seconds"),
+    (Flat, "is the class Flat, and must be an object: give Flat()"),
+    (3, "is 3, which has no step_seconds, swap_out_seconds, swap_in_seconds"),
+]
+
+
+@pytest.mark.parametrize(("costs", "message"), WRONG)
+def test_what_is_no_predictor_is_refused_when_it_is_given(costs, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LLM(costs=costs)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SimulatedExecutor(costs, num_gpu_blocks=1, block_size=1, overlap_swaps=True)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    text = """
+class Wrong:
+    def step_seconds(self, batch):
+        return 0.01
+
+class Fast:
+    def step_seconds(self, batch, context_tokens, prompt_tokens=0, num_prompts=0, prompt_context=0):
+        return 0.01 * batch
+
+    def swap_out_seconds(self, num_blocks):
+        return 0.001
+
+    swap_in_seconds = swap_out_seconds
+
+class Takes(Fast):
+    def __init__(self, speed):
+        pass
+
+fast, number = Fast(), 3
+
+def made():
+    return Fast()
+"""
+    name = f"costs_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+@pytest.mark.parametrize("attribute", ["fast", "Fast", "made"])
+def test_a_path_names_an_object_a_class_or_a_function(module, attribute):
+    found = own_costs(f"{module}:{attribute}")
+    assert found.source == f"{module}:{attribute}"
+    assert found.model.step_seconds(3, 100) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("fasd", "did you mean fast?"),
+        ("Wrong", "has no swap_out_seconds, swap_in_seconds"),
+        ("Takes", "or be made without arguments: TypeError"),
+        ("number", "is 3, which has no step_seconds"),
+    ],
+)
+def test_a_path_that_names_no_predictor_is_refused(module, attribute, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        own_costs(f"{module}:{attribute}")
+    assert (
+        main(
+            [
+                "generate",
+                "x",
+                "--model",
+                str(golden_checkpoint("llama_gqa")),
+                "--costs",
+                f"{module}:{attribute}",
+            ]
+        )
+        == 2
+    )
+
+
+def test_no_work_takes_no_time_whatever_it_says():
+    checked = CheckedCosts(Flat())
+    assert (checked.step_seconds(0, 0), checked.swap_out_seconds(0), checked.swap_in_seconds(-1)) == (0, 0, 0)
+    assert checked.step_seconds(0, 0, 1, 1, 0) == 0.01
+    assert type(CheckedCosts(answering(np.float32(0.5))).step_seconds(0, 0, 1, 1, 0)) is float
+
+
+POOLS = {"num_gpu_blocks_override": 30, "num_host_blocks": 30, "warm_up": "background"}
+
+
+@pytest.mark.parametrize("policy", [None, "paper"])
+def test_an_engine_decides_by_it_and_corrects_it(policy):
+    llm = make_llm(golden_checkpoint("llama_gqa"), scheduler_policy=policy, costs=Flat(), **POOLS)
+    assert llm.costs_source == f"{Flat.__module__}:Flat"
+    assert llm.engine.scheduler.policy.action.costs is llm.costs
+    assert llm.costs.step_seconds(4, 100) == 0.01
+    llm.costs.observe("decode", 0.01, 0.02)
+    assert llm.costs.step_seconds(4, 100) > 0.01
+    llm.close()
+
+
+def test_a_calibration_of_ones_own_is_taken_as_it_is():
+    own = OnlineCalibration(Flat(), rate=0.5)
+    llm = make_llm(golden_checkpoint("llama_gqa"), costs=own, **POOLS)
+    assert llm.costs is own
+    assert type(own.model) is Flat
+    llm.close()
+
+
+def test_costs_that_are_given_are_not_measured():
+    with pytest.raises(ConfigError, match="profile_seconds=1 would measure it: leave one of them out"):
+        EngineConfig(costs=Flat(), profile_seconds=1.0)

@@ -439,7 +439,7 @@ def test_unknown_policies_are_refused(tmp_path):
         ("nowhere:policy", "cannot import the policy 'nowhere:policy'"),
         ("jaxllm.sched.presets:absent", "absent"),
         ("jaxllm.errors:ConfigError", "must take the costs or nothing"),
-        (5, "name of a preset or a SchedulerPolicy"),
+        (5, "5 must be a preset's name, a SchedulerPolicy, a policy class"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_llm(golden_checkpoint(NAME), scheduler_policy=name)

@@ -1,6 +1,7 @@
 """Policies of the user's own, named by an import path."""
 
 import dataclasses
+import importlib
 import itertools
 import os
 import re
@@ -13,11 +14,12 @@ from engine_helpers import make_llm
 from scheduler_helpers import LinearCosts, make_scheduler
 from variants import golden_checkpoint
 
-from jaxllm import SamplingParams
+from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ConfigError
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.research.bench.serving.sweep import Sweep
 from jaxllm.sched.policies import LeastUrgentVictim, MoreUrgentFirst, SchedulerPolicy
-from jaxllm.sched.presets import make_preset
+from jaxllm.sched.presets import as_policy, make_preset
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "howto" / "own-policy.md"
@@ -113,7 +115,7 @@ def folder(tmp_path_factory):
     """Holds `mine.py`, the documented example, and `others.py`."""
     folder = tmp_path_factory.mktemp("policies")
     example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
-    assert len(example.splitlines()) < 20
+    assert len(example.splitlines()) < 25
     (folder / "mine.py").write_text(example, encoding="utf-8")
     (folder / "others.py").write_text(OTHERS, encoding="utf-8")
     (folder / "preset.py").write_text(PRESET, encoding="utf-8")
@@ -128,12 +130,12 @@ def importable(folder, monkeypatch):
 
 @pytest.mark.usefixtures("importable")
 def test_the_documented_example_orders_requests():
-    policy = make_preset("mine:policy")
-    assert type(policy.priority).__name__ == "ShortestOutputFirst"
-    assert dataclasses.replace(policy, priority=SchedulerPolicy().priority) == SchedulerPolicy()
     changed = make_preset("mine:ShortestOutputFirst", COSTS)
     default = make_preset("adaptive", COSTS)
-    assert type(changed.priority) is type(policy.priority)
+    assert type(changed.priority).__name__ == "ShortestOutputFirst"
+    policy = make_preset("mine:policy", COSTS)
+    assert type(policy.priority) is type(changed.priority)
+    assert dataclasses.replace(policy, priority=default.priority, patience=default.patience) == default
     assert changed.victim == LeastUrgentVictim(changed.priority)
     assert changed.restore == MoreUrgentFirst(changed.priority)
     kept = {"priority": None, "victim": None, "restore": None}
@@ -285,3 +287,80 @@ def test_the_command_finds_a_policy_in_the_current_folder(folder):
 def test_what_answers_no_question_is_refused(change, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         SchedulerPolicy(**change)
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize("kind", ["path", "class", "object", "function"])
+def test_a_single_class_changes_adaptive_however_it_is_given(kind):
+    others = importlib.import_module("others")
+    choice = {
+        "path": "others:OldestVictim",
+        "class": others.OldestVictim,
+        "object": others.OldestVictim(),
+        "function": others.of_nothing,
+    }[kind]
+    policy, default = as_policy(choice, COSTS), make_preset("adaptive", COSTS)
+    assert type(policy.victim).__name__ == "OldestVictim"
+    assert dataclasses.replace(policy, victim=default.victim) == default
+    llm = make_llm(golden_checkpoint("llama_tied"), scheduler_policy=choice)
+    engines = llm.engine.scheduler.policy
+    assert type(engines.victim).__name__ == "OldestVictim"
+    assert type(engines.admission) is type(default.admission)
+    assert engines.action.costs is llm.costs
+    llm.close()
+
+
+def sweep(word):
+    return Sweep(loads={}, policies=[word])
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize("take", [as_policy, make_preset, sweep, lambda word: LLM(scheduler_policy=word)])
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("adaptiv", "did you mean adaptive?"),
+        ("mine:policies", "did you mean policy?"),
+        ("mine:ShortestOutputfirst", "did you mean ShortestOutputFirst?"),
+        ("absent:policy", "a module of your own must be in the current folder"),
+    ],
+)
+def test_near_misses_are_named_wherever_a_word_is_taken(take, word, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        take(word)
+
+
+@pytest.mark.parametrize("word", [3, None])
+def test_a_preset_without_a_name_says_what_to_pass(word):
+    with pytest.raises(
+        ConfigError, match=f"{word} is no policy's name: pass one of adaptive, .*module:attribute"
+    ):
+        make_preset(word)
+
+
+def test_an_answer_to_no_question_is_named():
+    for call in (SchedulerPolicy, lambda **one: dataclasses.replace(SchedulerPolicy(), **one)):
+        with pytest.raises(
+            ConfigError, match=r"no 'victims'; did you mean victim\? it takes priority, admission"
+        ):
+            call(victims=LeastUrgentVictim(SchedulerPolicy().priority))
+
+
+@pytest.mark.parametrize("choice", [3, object(), {}])
+def test_what_is_no_policy_is_told_what_is(choice):
+    with pytest.raises(
+        ConfigError, match="must be a preset's name, a SchedulerPolicy, a policy class, or a function"
+    ):
+        as_policy(choice, COSTS)
+
+
+def test_a_class_that_answers_in_part_is_told_what_it_lacks():
+    class Half:
+        def score(self, request):
+            return 0.0
+
+        def outranks(self, queued, holder, now):
+            return False
+
+    with pytest.raises(ConfigError, match=r"for VictimPolicy it lacks score\(request"):
+        as_policy(Half(), COSTS)

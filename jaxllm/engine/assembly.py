@@ -310,6 +310,8 @@ def _settle_costs(
             "scheduler_policy by name, or a ledger, and num_host_blocks"
         )
     source = scheduling.source
+    if isinstance(config.costs, OnlineCalibration):  # which is the user's, and may be of several engines
+        return source
     estimated = scheduling.costs.model
     padding_share = estimated.padding_share if isinstance(estimated, TableCostModel) else 1.0
     scheduling.costs.model = ProgramCosts(estimated, executor.config.buckets.program_sizes(padding_share))
@@ -324,7 +326,11 @@ def _settle_costs(
         profile = profiler.profile(samples, profiler.fit(samples, is_brief=True))
         scheduling.costs.model = profiler.costs_of(profile)
         return f"profile of {seconds:g} s at start"
-    if scheduling.weighs_costs and not (source or "profile").startswith("profile"):
+    if (
+        scheduling.weighs_costs
+        and not scheduling.has_own_costs
+        and not (source or "profile").startswith("profile")
+    ):
         is_chosen = scheduling.is_chosen or config.num_host_blocks is not None
         level = logging.WARNING if is_chosen else logging.INFO
         _logger.log(

@@ -9,6 +9,8 @@ from typing import Any
 from jaxllm.errors import ConfigError, shown
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.load import LOAD_FORMATS
+from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.own import check_costs
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.presets import PRESETS
 from jaxllm.system.dtypes import DTYPES, dtype_or_auto
@@ -53,6 +55,12 @@ def _implementation(name: str, value: object) -> object:
     return value
 
 
+def _costs(name: str, value: object) -> object:
+    if isinstance(value, str) and ":" in value:
+        return value
+    return checked_path(name, value) if isinstance(value, str | os.PathLike) else check_costs(value, name)
+
+
 def _cache_folder(text: str) -> str | None:
     return None if text == "none" else text
 
@@ -66,9 +74,12 @@ class EngineConfig:
             local Hugging Face cache; by default the embedded demo model.
         tokenizer: Folder or id of the tokenizer; by default the model's.
         scheduler_policy: Which request is next, whom to preempt and how, when to admit: {scheduler_policy},
-            or module:attribute of your own; by default adaptive. `jaxllm.sched.presets` tells what each does;
-            predicted costs are those of `jaxllm profile`, of kernels measured on such a GPU, or a roofline.
-            In Python a `SchedulerPolicy` is taken, too.
+            or module:attribute of your own; by default adaptive. `jaxllm.sched.presets` tells what each does.
+            In Python a `SchedulerPolicy` is taken, too, and a class or object that answers one question.
+        costs: What the policy predicts seconds by: module:attribute of a predictor of your own, or the path
+            of what `jaxllm profile` stored. By default it is the stored profile of this model and device,
+            else kernels measured on such a GPU, or a roofline. In Python an object is taken, too
+            (`jaxllm.predictors.base.CostModel`). The engine corrects it while it runs.
         revision: Branch, tag or commit of an id; by default main.
         download: Fetch what the cache lacks of an id: weights in safetensors, configuration and tokenizer.
         download_dir: Cache of models by id; by default the environment's (HF_HUB_CACHE, HF_HOME).
@@ -135,6 +146,7 @@ class EngineConfig:
     model: Kept[str, str | os.PathLike[str] | None] = option(None, check=_model)
     tokenizer: str | None = option(None, check=checked_path)
     scheduler_policy: SchedulingPolicy | str | None = option(None, names=tuple(PRESETS))
+    costs: CostModel | str | os.PathLike[str] | None = option(None, check=_costs)
     revision: str | None = option(None, check=_revision)
     download: bool = option(False)
     download_dir: str | os.PathLike[str] | None = option(None)
@@ -173,6 +185,11 @@ class EngineConfig:
         check_options(self)
         if self.num_scheduler_steps is not None:
             check_range("num_scheduler_steps", self.num_scheduler_steps, 1, self.block_size)
+        if self.costs is not None and self.profile_seconds is not None:
+            raise ConfigError(
+                f"costs={shown(self.costs)} says what is predicted, and profile_seconds="
+                f"{self.profile_seconds:g} would measure it: leave one of them out"
+            )
         if self.prefix_cache_dir is None and self.prefix_cache_dir_bytes is not None:
             raise ConfigError(
                 f"prefix_cache_dir_bytes={self.prefix_cache_dir_bytes} limits files, and prefix_cache_dir "

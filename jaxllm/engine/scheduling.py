@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import os
 from pathlib import Path
 
 from jaxllm.engine.costs import find_costs
 from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.own import own_costs
 from jaxllm.sched.policies import SchedulingPolicy, is_policy
-from jaxllm.sched.presets import DEFAULT_PRESET, NEEDS_COSTS, make_preset
+from jaxllm.sched.presets import DEFAULT_PRESET, as_policy, weighs_costs
 
 _logger = logging.getLogger(__name__)
 _HOST_BYTES = 4 * 2**30  # vLLM's default swap space
@@ -24,7 +27,7 @@ class Scheduling:
     `costs` are predicted seconds, corrected as the engine runs, for the policy if it asks for them, and for
     the ledger. `source` says where they come from; None if nothing is known of this device. `weighs_costs`
     is whether the policy compares them, `is_ready_made` whether it was given as an object, which cannot ask,
-    and `is_chosen` whether it is anything but the default.
+    `is_chosen` whether it is anything but the default, and `has_own_costs` whether the user gave `costs`.
     """
 
     policy: SchedulingPolicy
@@ -33,6 +36,7 @@ class Scheduling:
     weighs_costs: bool
     is_ready_made: bool
     is_chosen: bool = True
+    has_own_costs: bool = False
 
     @property
     def needs_measuring(self) -> bool:
@@ -79,43 +83,49 @@ def make_scheduling(
     device_kind: str,
     block_size: int,
     folder: Path | None = None,
+    own: CostModel | str | os.PathLike[str] | None = None,
 ) -> Scheduling:
     """Find or import the policy, and the costs it needs.
 
     Args:
-        choice: a preset's name, an import path, a policy, or None for the default preset.
+        choice: what `as_policy` takes, or None for the default preset.
         shape: the model's sizes.
         device_kind: what JAX calls the device.
         block_size: tokens per KV block.
         folder: of profiles; the user's cache folder if None.
+        own: what `own_costs` takes, instead of the engine's costs.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: there is no such policy, or `own` is no predictor.
         ProfileError: a policy that weighs costs was asked for by name, and the stored profile is damaged or
-            of another model or block size. The default falls back on the roofline, with a warning.
+            of another model or block size; or `own` is. The default falls back on the roofline, with a
+            warning.
     """
     is_ready_made = is_policy(choice)
-    if not (is_ready_made or isinstance(choice, str | None)):
-        raise ConfigError(
-            "scheduler_policy must be the name of a preset or a SchedulerPolicy, not "
-            f"{type(choice).__name__}; pass SchedulerPolicy(victim=..., ...) with your classes"
-        )
-    name = choice if isinstance(choice, str) else DEFAULT_PRESET
-    weighs_costs = not is_ready_made and (name in NEEDS_COSTS or ":" in name)
+    chosen = DEFAULT_PRESET if choice is None else choice
+    weighs = weighs_costs(chosen)
+    find = functools.partial(find_costs, shape, device_kind, block_size, folder)
     try:
-        found = find_costs(shape, device_kind, block_size, folder)
+        found = find() if own is None else _own(own, shape, device_kind, block_size)
     except ProfileError as error:
-        if choice is not None and weighs_costs:
+        if own is not None or (choice is not None and weighs):
             raise
         _logger.warning("the stored profile is not used: %s", error)
-        found = find_costs(shape, device_kind, block_size, folder, use_profile=False)
-    predicted: CostModel = UnknownCosts()
-    source = None
-    if found is not None:
-        predicted, source = found
-    costs = OnlineCalibration(predicted)
-    policy = choice if is_policy(choice) else make_preset(name, costs)
-    return Scheduling(policy, costs, source, weighs_costs, is_ready_made, choice is not None)
+        found = find(use_profile=False)
+    predicted, source = found or (UnknownCosts(), None)
+    costs = predicted if isinstance(predicted, OnlineCalibration) else OnlineCalibration(predicted)
+    policy = as_policy(chosen, costs)
+    return Scheduling(policy, costs, source, weighs, is_ready_made, choice is not None, own is not None)
+
+
+def _own(
+    given: CostModel | str | os.PathLike[str], shape: ModelShape, device_kind: str, block_size: int
+) -> tuple[CostModel, str]:
+    """The user's costs, and what they are called."""
+    own = own_costs(given)
+    if own.profile is not None:
+        own.profile.check_matches(device=device_kind, model=shape, block_size=block_size)
+    return own.model, own.source
 
 
 class UnknownCosts:

@@ -149,7 +149,7 @@ def choose(config: EngineConfig, model: Model) -> Choices:
     bounded = model.config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
     shape = shape_of(model.config, Path(config.model).resolve().name, model.dtype)
     kind = model.device.device_kind
-    scheduling = make_scheduling(config.scheduler_policy, shape, kind, config.block_size)
+    scheduling = make_scheduling(config.scheduler_policy, shape, kind, config.block_size, own=config.costs)
     heads = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
     default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
     kernels = config.attention_implementation or default

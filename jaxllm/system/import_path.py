@@ -1,11 +1,12 @@
-"""What users name by an import path: policies, logits processors, attention."""
+"""What users name by an import path: policies, predictors, logits processors, attention."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, did_you_mean
 
 
 def imported(path: str, what: str) -> Any:
@@ -14,13 +15,16 @@ def imported(path: str, what: str) -> Any:
     Raises:
         ConfigError: there is no such attribute, or importing it fails.
     """
-    module, _, attribute = path.partition(":")
+    name, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(name), attribute)
     except Exception as error:
         hint = ""
         if not attribute:
             hint = "; name it as 'module:attribute'"
         elif isinstance(error, ModuleNotFoundError):
             hint = "; a module of your own must be in the current folder, on PYTHONPATH, or installed"
+        elif isinstance(error, AttributeError) and (module := sys.modules.get(name)) is not None:
+            public = [one for one in dir(module) if not one.startswith("_")]
+            hint = f"; {did_you_mean(attribute, public)}".rstrip("; ")
         raise ConfigError(f"cannot import {what} {path!r}: {type(error).__name__}: {error}{hint}") from error

@@ -37,10 +37,11 @@ Policies only read requests and never change them. `now` is seconds of the engin
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, did_you_mean
 from jaxllm.predictors.lengths import LengthPolicy
 from jaxllm.sched.policies.actions import (
     ActionPolicy,
@@ -273,9 +274,34 @@ def is_policy(found: object) -> TypeGuard[SchedulingPolicy]:
     return isinstance(found, SchedulingPolicy) and not isinstance(found, type)
 
 
+_Policy = TypeVar("_Policy", bound=type)
+
+
+def _knows_its_questions(policy: _Policy) -> _Policy:
+    """A decorator: a policy that is given an answer to no question says which it may stand for."""
+    made = policy.__init__  # type: ignore[misc]
+    known = [field.name for field in dataclasses.fields(policy)]
+
+    @functools.wraps(made)
+    def make(self: object, *args: object, **answers: object) -> None:
+        for name in answers:
+            if name not in known:
+                raise ConfigError(
+                    f"SchedulerPolicy has no {name!r}; {did_you_mean(name, known)}it takes {', '.join(known)}"
+                )
+        made(self, *args, **answers)
+
+    policy.__init__ = make  # type: ignore[misc]
+    return policy
+
+
+@_knows_its_questions
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerPolicy:
-    """One policy per question; the defaults are today's vLLM's (V1).
+    """One policy per question; the defaults are today's vLLM's (V1), and not `adaptive`'s.
+
+    To change answers of `adaptive`, give the class alone (`jaxllm.sched.presets.as_policy`), or replace
+    fields of `make_preset("adaptive", costs)`.
 
     Args:
         priority, admission, iterations, victim, action, resume, restore, offload, retention, hold: see the
@@ -287,7 +313,8 @@ class SchedulerPolicy:
             as long as anybody else can be preempted: so every request ends. None bounds nothing.
 
     Raises:
-        ConfigError: a part lacks what it is asked, or `patience` is no positive integer.
+        ConfigError: a part lacks what it is asked, there is no such question, or `patience` is no positive
+            integer.
     """
 
     priority: PriorityPolicy = dataclasses.field(default_factory=FCFSPriority)

@@ -1,14 +1,13 @@
-"""A user's own policy, named by its import path."""
+"""A user's own policy: an object, a class or a function, or the import path of one."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.policies import (
     QUESTIONS,
@@ -19,43 +18,49 @@ from jaxllm.sched.policies import (
     is_policy,
     members_of,
 )
+from jaxllm.system.import_path import imported
 
 
 def import_policy(
     path: str, base: Callable[[], SchedulerPolicy], costs: CostModel | None
 ) -> SchedulingPolicy:
-    """The policy that an import path names.
+    """The policy that an import path, "module:attribute", names; see `own_policy`.
+
+    Raises:
+        ConfigError: there is no such attribute, importing or calling it fails, or it is no policy.
+    """
+    return own_policy(imported(path, "the policy"), repr(path), base, costs)
+
+
+def own_policy(
+    found: Any, name: str, base: Callable[[], SchedulerPolicy], costs: CostModel | None
+) -> SchedulingPolicy:
+    """The policy that an object stands for.
 
     Args:
-        path: "module:attribute", where the attribute is a `SchedulerPolicy` (or a baseline), a class or
-            object that answers one question (`jaxllm.sched.policies`), or a function that returns either. A
-            function gets the costs if it takes an argument, a class if that is named `costs` or has no
-            default.
+        found: a `SchedulerPolicy` (or a baseline), a class or object that answers one question
+            (`jaxllm.sched.policies`), or a function that returns either. A function gets the costs if it
+            takes an argument, a class if that is named `costs` or has no default.
+        name: what messages call it.
         base: makes what answers the other questions beside one class. A priority is also what victims are
             chosen by, and what decides whether requests start or resume.
         costs: predicted seconds, or None.
 
     Raises:
-        ConfigError: there is no such attribute, importing or calling it fails, or it is no policy.
+        ConfigError: calling it fails, or it is no policy.
     """
-    module, _, attribute = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        where = "; a module of your own must be in the current folder, on PYTHONPATH, or installed"
-        hint = where if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"cannot import the policy {path!r}: {_message(error)}{hint}") from error
     is_answer = isinstance(found, SchedulingPolicy) or _question(found) is not None
     if inspect.isclass(found) or (callable(found) and not is_answer):
-        found = _called(path, found, costs)
+        found = _called(name, found, costs)
     if is_policy(found):
         return found
     question = _question(found)
     if question is None:
         raise ConfigError(
-            f"{path!r} must be a SchedulerPolicy, a policy class, or a function of the costs that returns "
+            f"{name} must be a preset's name, a SchedulerPolicy, a policy class, or a function that returns "
             f"one; it is or returned a {type(found).__name__}, which has what none, or several, of these ask "
             f"for: {', '.join(protocol.__name__ for protocol in QUESTIONS.values())} (jaxllm.sched.policies)"
+            f"{_nearest(found)}"
         )
     changes: dict[str, Any] = {question: found}
     if question == "priority":
@@ -63,7 +68,7 @@ def import_policy(
     return dataclasses.replace(base(), **changes)
 
 
-def _called(path: str, found: Any, costs: CostModel | None) -> Any:
+def _called(name: str, found: Any, costs: CostModel | None) -> Any:
     """What a class or function makes of the costs, if it takes them."""
     arguments: tuple[CostModel | None, ...] = ()
     try:
@@ -75,31 +80,47 @@ def _called(path: str, found: Any, costs: CostModel | None) -> Any:
             break
         signature.bind(*arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the policy {path!r} must take the costs or nothing: {error}") from error
+        raise ConfigError(f"the policy {name} must take the costs or nothing: {error}") from error
     try:
         return found(*arguments)
     except Exception as error:
-        raise ConfigError(f"the policy {path!r} failed: {_message(error)}") from error
+        raise ConfigError(f"the policy {name} failed: {type(error).__name__}: {error}") from error
 
 
 def _question(found: Any) -> str | None:
     """The one question that an object answers."""
-    answered = [question for question, protocol in QUESTIONS.items() if _answers(found, protocol)]
+    answered = [question for question, protocol in QUESTIONS.items() if not _lacks(found, protocol)]
     return answered[0] if len(answered) == 1 else None
 
 
-def _answers(found: Any, protocol: type) -> bool:
-    """Whether an object has what the protocol asks, with as many arguments."""
+def _lacks(found: Any, protocol: type) -> list[str]:
+    """What the protocol asks, and an object has not, or not with as many arguments."""
+    lacking = []
     for name, member in members_of(protocol).items():
         try:
             answer = getattr(found, name)
             if inspect.isfunction(member):
                 num_arguments = len(inspect.signature(member).parameters) - 1  # without self
                 inspect.signature(answer).bind(*range(num_arguments))
-        except (AttributeError, TypeError, ValueError):
-            return False
-    return True
+        except AttributeError:
+            lacking.append(name)
+        except (TypeError, ValueError):
+            lacking.append(f"{name}{inspect.signature(member)}".replace("(self, ", "("))
+    return lacking
 
 
-def _message(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _nearest(found: Any) -> str:
+    """Of the protocol that an object answers in part, what it lacks."""
+    asked = {protocol: _lacks(found, protocol) for protocol in QUESTIONS.values()}
+    in_part = {one: lacking for one, lacking in asked.items() if 0 < len(lacking) < len(members_of(one))}
+    if not in_part:
+        return ""
+    protocol, lacking = min(in_part.items(), key=lambda one: len(one[1]))
+    return f"; for {protocol.__name__} it lacks {', '.join(lacking)}"
+
+
+def describe(choice: object) -> str:
+    """What messages and records call a policy that was given as an object."""
+    named = choice if hasattr(choice, "__qualname__") else type(choice)
+    module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", None)
+    return shown(choice) if module in (None, "builtins") else f"{module}:{name}"

@@ -24,6 +24,7 @@ from jaxllm.system.output_files import add_overwrite, check_writable
 _DEFAULT_HOST_BLOCKS = 64
 _REFUSED = {
     "profile_seconds": "--seconds is the time to measure",
+    "costs": "they are what is measured",
     "scheduler_policy": "steps and copies are measured one by one",
     "ledger": "nobody is preempted",
     "async_scheduling": "a step is always dispatched while the one before it runs",

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxllm.errors import ConfigError, did_you_mean
+from jaxllm.errors import ConfigError
 from jaxllm.research.bench.serving.measure import Load, Measured, measure
 from jaxllm.research.bench.serving.server_process import running_server
 from jaxllm.research.bench.serving.workload import with_new_prompts
-from jaxllm.sched.presets import PRESETS
+from jaxllm.sched.presets import check_word
 from jaxllm.system import hardware
 
 _SERVER_DEFAULTS = ("--warm-up=all", "--no-log-requests", "--shutdown-timeout=5")
@@ -52,11 +52,7 @@ class Sweep:
         if not 0 < self.start_timeout < float("inf"):
             raise ConfigError(f"start_timeout={self.start_timeout:g} must be seconds above 0")
         for name in self.policies:
-            if name not in PRESETS and ":" not in name:
-                raise ConfigError(
-                    f"there is no preset {name!r}; {did_you_mean(name, PRESETS)}presets: "
-                    f"{', '.join(sorted(PRESETS))}"
-                )
+            check_word(name)
         if len(set(self.policies)) < len(self.policies):
             raise ConfigError(f"a policy is named twice in {','.join(self.policies)}; use repetitions")
         if not self.policies and self.num_runs > 1:
