@@ -126,11 +126,10 @@ def same_tokens(run: Run, name: str, out: Path, seconds: float) -> list[str]:
 
 
 def _compare(run: Run, model: Path, workload: str, out: Path) -> list[str]:
-    script = str(SCRIPTS / "compare_frameworks.py")
     where = ("cpu", "float32") if run.is_rehearsal else ("gpu", "bfloat16")
     threads = str(os.cpu_count() or 1)
     return [
-        *(sys.executable, script, str(model), workload, "--out", str(out)),
+        *(sys.executable, "-m", "jaxllm", "compare", str(model), workload, "--out", str(out)),
         *("--device", where[0], "--dtype", where[1], "--threads", threads),
     ]
 
@@ -180,7 +179,7 @@ class Results:
     def merge(self, name: str, path: Path, **facts: Any) -> None:
         """Take over what a part has written so far, and facts of its process."""
         part = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        for row in part.get("rows", []):  # of `compare_frameworks.py`
+        for row in part.get("rows", []):  # of `jaxllm compare`
             if row["error"] is not None:
                 part.setdefault("missing", {})[row["backend"]] = row["error"]
         if "versions" in part:

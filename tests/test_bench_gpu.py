@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.cli.main import build_parser
 from jaxllm.errors import EngineError
 from jaxllm.executor import compile_stats
+from jaxllm.research.commands import compare
+from jaxllm.research.compare.workloads import get_workload
 from jaxllm.system import hardware
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_gpu
-import compare_frameworks
-from compare.workloads import get_workload
 from gpu import engine, kernels, parts
 from gpu.inputs import CONFIGS, REHEARSAL, Sizes, sharegpt_like
 from gpu.report import Report, attempt
@@ -234,12 +235,12 @@ def test_a_failed_check_and_a_failed_framework_are_problems(tmp_path):
 def test_comparison_commands_are_taken(sizes, tmp_path):
     run = bench_gpu.Run(tmp_path, sizes, ())
     command = bench_gpu.against_transformers(run, "n", tmp_path / "o.json", 60.0)
-    _, share, _, script, *words = command
-    assert Path(script).is_file()
-    args = compare_frameworks.parse_args(words)
+    _, share, _, _, module, *words = command
+    assert (module, words[0]) == ("jaxllm", "compare")
+    args = build_parser("compare").parse_args(words)
     config = CONFIGS[sizes.llama]
     workload = get_workload(args.workload, num_requests=1, vocab_size=config["vocab_size"], seed=0)
-    job = compare_frameworks.make_job(args, config, workload)
+    job = compare.make_job(args, config, workload)
     assert (job["max_num_seqs"], job["dummy_weights"]) == (sizes.compare_seqs, True)
     assert len(workload.prompts) == sizes.compare_requests
     assert workload.longest <= 2 * sizes.longest

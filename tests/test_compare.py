@@ -1,4 +1,4 @@
-"""scripts/compare_frameworks.py and `jaxllm make-model`, with fake back-ends."""
+"""`jaxllm compare` and `jaxllm make-model`, with fake back-ends."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import compare_frameworks  # noqa: E402
-from compare import report  # noqa: E402
-from compare.agreement import agreement, divergences  # noqa: E402
-from compare.backends import BACKENDS, WORKERS, Backend, get_backends, interpreters  # noqa: E402
-from compare.process import Worker, WorkerError  # noqa: E402
-from compare.runner import Comparison  # noqa: E402
-from compare.workloads import (  # noqa: E402
+from jaxllm.cli.main import main
+from jaxllm.errors import ConfigError
+from jaxllm.research.bench.results import command_line
+from jaxllm.research.commands import make_model
+from jaxllm.research.commands.compare import MAX_MODEL_LEN
+from jaxllm.research.compare import report
+from jaxllm.research.compare.agreement import agreement, divergences
+from jaxllm.research.compare.backends import BACKENDS, WORKERS, Backend, get_backends, interpreters
+from jaxllm.research.compare.process import Worker, WorkerError
+from jaxllm.research.compare.runner import Comparison
+from jaxllm.research.compare.workloads import (
     PROMPT_LENGTHS,
     Workload,
     get_workload,
     make_workload,
     save_workload,
 )
-
-from jaxllm.research.commands import make_model  # noqa: E402
 
 TIMEOUT = 20.0
 
@@ -96,7 +95,7 @@ def test_named_workloads(name):
     assert {token for prompt in workload.prompts for token in prompt} == set(range(100))
     assert workload == make_workload(name, num_requests=64, vocab_size=100, seed=3)
     assert workload != make_workload(name, num_requests=64, vocab_size=100, seed=4)
-    assert workload.longest <= compare_frameworks.MAX_MODEL_LEN
+    assert workload.longest <= MAX_MODEL_LEN
 
 
 def test_pool_holds_the_longest_requests():
@@ -110,15 +109,15 @@ def test_workload_file_round_trip(tmp_path):
     save_workload(workload, tmp_path / "short.json")
     options = {"num_requests": 9, "seed": 9}
     assert get_workload(str(tmp_path / "short.json"), vocab_size=50, **options) == workload
-    with pytest.raises(ValueError, match="vocabulary of 5"):
+    with pytest.raises(ConfigError, match="vocabulary of 5"):
         get_workload(str(tmp_path / "short.json"), vocab_size=5, **options)
-    with pytest.raises(ValueError, match="neither a file nor one of"):
+    with pytest.raises(ConfigError, match="neither a file nor one of"):
         get_workload("medium", vocab_size=50, **options)
 
 
 @pytest.mark.parametrize(("prompts", "max_tokens"), [([], []), ([[1]], [1, 2]), ([[]], [1]), ([[1]], [0])])
 def test_invalid_workloads(prompts, max_tokens):
-    with pytest.raises(ValueError, match="max_tokens"):
+    with pytest.raises(ConfigError, match="max_tokens"):
         Workload("w", prompts, max_tokens)
 
 
@@ -130,8 +129,13 @@ def test_registry():
     ]
     assert all(backend.worker.is_file() for backend in BACKENDS.values())
     assert [backend.name for backend in get_backends("vllm, jaxllm")] == ["vllm", "jaxllm"]
-    for names in ("", "jaxllm,jaxllm", "jaxllm,tgi"):
-        with pytest.raises(ValueError, match="at most once"):
+    for names, message in (
+        ("", "one at least"),
+        ("jaxllm,jaxllm", "at most once"),
+        ("jaxllm,vlm", "did you mean vllm"),
+        ("tgi", "--server NAME=URL"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             get_backends(names)
 
 
@@ -226,17 +230,22 @@ def test_openvino_worker_asks_for_what_the_job_says(monkeypatch, tmp_path):
             openvino_worker.OpenvinoEngine(values | change).load()
 
 
-def test_interpreters():
+def test_interpreters(tmp_path):
     backends = get_backends("jaxllm,transformers-cb,vllm")
     environ = {"JAXLLM_COMPARE_PYTHON_TRANSFORMERS_CB": "a", "JAXLLM_COMPARE_PYTHON_VLLM": "b"}
-    assert interpreters(["vllm=c", "transformers=d"], backends, environ) == {
+    assert interpreters(["vllm=c", "transformers=d"], backends, tmp_path, environ) == {
         "jaxllm": sys.executable,
         "transformers-cb": "a",
         "vllm": "c",
     }
     for option in ("vllm", "vllm=", "tgi=python"):
-        with pytest.raises(ValueError, match="NAME=PATH"):
-            interpreters([option], backends, environ)
+        with pytest.raises(ConfigError, match="NAME=PATH"):
+            interpreters([option], backends, tmp_path, environ)
+    home = tmp_path / "jaxllm"
+    (home / "bin").mkdir(parents=True)
+    assert interpreters([], backends, tmp_path, environ)["jaxllm"] == sys.executable
+    (home / "complete").touch()  # what is half installed does not count
+    assert interpreters([], backends, tmp_path, environ)["jaxllm"] == str(home / "bin" / "python")
 
 
 def test_static_batch_sizes():
@@ -320,7 +329,9 @@ def compare(monkeypatch, tmp_path, checkpoint, backends, *options, workloads=("w
 
     Each workload has 10 requests of 3 tokens, with prompts that tell the workloads apart.
     """
-    monkeypatch.setattr("compare.backends.BACKENDS", {backend.name: backend for backend in backends})
+    monkeypatch.setattr(
+        "jaxllm.research.compare.backends.BACKENDS", {backend.name: backend for backend in backends}
+    )
     names = ",".join(backend.name for backend in backends)
     out = tmp_path / "out.json"
     paths = [tmp_path / f"{name}.json" for name in workloads]
@@ -328,8 +339,7 @@ def compare(monkeypatch, tmp_path, checkpoint, backends, *options, workloads=("w
         prompts = [[place, 7 + number] for place in range(10)]
         save_workload(Workload(path.stem, prompts, [3] * 10), path)
     arguments = [str(checkpoint), ",".join(map(str, paths)), "--backends", names, "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["compare_frameworks.py", *arguments, "--threads", "1", *options])
-    status = compare_frameworks.main()
+    status = main(["compare", *arguments, "--threads", "1", "--overwrite", *options])
     return status, json.loads(out.read_text())
 
 
@@ -423,7 +433,7 @@ def test_a_failure_lasts_and_spares_earlier_workloads(monkeypatch, tmp_path):
 
     Failing.log.write_text("")
     worker = Failing({None: [1.0]})
-    monkeypatch.setattr("compare.runner.Worker", lambda *_: worker)
+    monkeypatch.setattr("jaxllm.research.compare.runner.Worker", lambda *_: worker)
     errors = []
     with Comparison([BACKENDS["vllm"]], {"vllm": "python"}, job(), tmp_path, TIMEOUT) as comparison:
         for name in "abc":
@@ -482,7 +492,7 @@ class ScriptedWorker:
 
 def test_slow_batch_sizes_are_not_repeated(monkeypatch, tmp_path):
     worker = ScriptedWorker({32: [1.0, 9.0, 1.0], 16: [1.25, 1.5, 9.0], 8: [2.0]})
-    monkeypatch.setattr("compare.runner.Worker", lambda *_: worker)
+    monkeypatch.setattr("jaxllm.research.compare.runner.Worker", lambda *_: worker)
     backend = fake_backend(tmp_path, "transformers", batched=True)
     variants = {"transformers": [32, 16, 8, 4]}
     with Comparison([backend], {"transformers": "python"}, job(), tmp_path, TIMEOUT) as comparison:
@@ -523,7 +533,7 @@ def fake_results():
     ]
     report.set_ratios(rows)
     return {
-        "command": "python compare_frameworks.py m mixed",
+        "command": "jaxllm compare m mixed",
         "model": {"name": "m"},
         "workloads": [
             make_workload("mixed", num_requests=4, vocab_size=9, seed=0).summary() | {"repetitions": 3}
@@ -543,7 +553,7 @@ def short_samples(monkeypatch):
 
 def test_table():
     lines = report.table(fake_results()).splitlines()
-    assert lines[2] == "| jaxllm | 300.0 | 295.0..310.0 | 3.00x | - | 3.00 | 1.5 | 20.2 |"
+    assert lines[2] == "| jaxllm | 300.0 | 295.0..310.0 | 3.00x | - | - | 3.00 | 3.0 | 1.5 | 20.2 | - |"
     assert lines[4].startswith("| transformers, batch 16 (best static) | 100.0 | 95.0..110.0 | 1.00x |")
     assert lines[5].startswith("| vllm | failed | - | - |")
     assert "- vllm failed: RuntimeError: no kernel" in lines
@@ -566,29 +576,33 @@ def test_a_busy_machine_is_told():
 def test_from_json_draws_again(monkeypatch, tmp_path, capsys):
     (tmp_path / "r.json").write_text(json.dumps(fake_results()))
     arguments = ["--from-json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-    monkeypatch.setattr(sys, "argv", ["compare_frameworks.py", *arguments])
-    assert compare_frameworks.main() == 0
+    assert main(["compare", *arguments]) == 0
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert "| jaxllm | 300.0 |" in capsys.readouterr().out
 
 
 def test_command_line_has_no_machine_paths():
-    words = ["python", "scripts/compare_frameworks.py", "/a/b/model", "mixed", "--python", "vllm=/c/d/python"]
-    shown = compare_frameworks.command_line(words)
-    assert shown == "python scripts/compare_frameworks.py model mixed --python vllm=python"
+    words = ["jaxllm", "compare", "/a/b/model", "mixed", "--python", "vllm=/c/d/python"]
+    assert command_line(words) == "jaxllm compare model mixed --python vllm=python"
 
 
-def test_wrong_arguments(monkeypatch, checkpoint, capsys):
+def test_wrong_arguments(checkpoint, capsys):
     for arguments, message in (
-        ([str(checkpoint / "nowhere"), "mixed"], "FileNotFoundError"),
+        ([str(checkpoint / "nowhere"), "mixed"], "has no config.json"),
+        ([], "name a checkpoint folder and a workload"),
+        ([str(checkpoint), "mixed", "--threads", "4096"], "cores that this process may use"),
+        ([str(checkpoint), "mixed", "--rate", "0"], "a trace's own times, and 'mixed' has none"),
+        ([str(checkpoint), "mixed", "--rate", "nan"], "--rate nan must be requests a second"),
+        ([str(checkpoint), "mixed", "--server", "sglang"], "must be NAME=URL"),
+        (["--from-json", str(checkpoint / "config.json")], "holds no results"),
+        (["--install", "sglang"], "there are recipes for"),
         ([str(checkpoint), "medium"], "neither a file"),
         ([str(checkpoint), "mixed", "--static-batch-sizes", "0"], "at least 1"),
-        ([str(checkpoint), "mixed", "--backends", "tgi"], "at most once"),
+        ([str(checkpoint), "mixed", "--backends", "tgi"], "is none of"),
         ([str(checkpoint), "mixed,short,mixed"], "give each name once"),
         ([str(checkpoint), "mixed,short", "--save-workload", "w.json"], "takes one workload"),
     ):
-        monkeypatch.setattr(sys, "argv", ["compare_frameworks.py", *arguments])
-        assert compare_frameworks.main() == 2
+        assert main(["compare", *arguments]) == 2
         assert message in capsys.readouterr().err
 
 

@@ -24,7 +24,7 @@ def test_wheel_holds_every_module_and_all_import(tmp_path):
     modules = sorted(
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in names
-        if not name.endswith(("__main__.py", *NEED_EXTRAS))
+        if not name.endswith(("__main__.py", *NEED_EXTRAS)) and "/workers/" not in name  # run as scripts
     )
     assert {"jaxllm.sched.scheduler", "jaxllm.predictors", "jaxllm.pallas_kernels.api"} <= set(modules)
     sources = {

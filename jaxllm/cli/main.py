@@ -38,6 +38,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "jaxllm.research.commands.make_model",
         "write a checkpoint of random weights",
     ),
+    "compare": ("jaxllm.research.commands.compare", "measure frameworks side by side"),
     "validate-costs": (
         "jaxllm.research.commands.validate_costs",
         "costs from measured kernels against measured servers",

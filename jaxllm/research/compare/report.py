@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from compare.agreement import agreement
-from compare.backends import REFERENCE
-from compare.runner import Comparison, Measurement
-from compare.workloads import Workload
+from jaxllm.research.compare.agreement import agreement
+from jaxllm.research.compare.backends import REFERENCE
+from jaxllm.research.compare.runner import Comparison, Measurement
+from jaxllm.research.compare.workloads import Workload
+from jaxllm.research.figures import import_pyplot, save
+from jaxllm.research.intervals import ratio_interval
 
 _MAX_GAPS = 16  # divergences whose logits are looked at, per back-end
 _BUSY = 0.1  # share of the processors' time above which the numbers are worth little
@@ -24,10 +26,23 @@ _COLUMNS = (
     "output tokens/s",
     "min..max",
     "vs best static",
+    "jaxllm over it",
     "requests equal",
     "peak RSS, GiB",
+    "start, s",
     "load, s",
     "compile, s",
+    "J a token",
+)
+_LATENCY_COLUMNS = (
+    "back-end",
+    "first token p50, s",
+    "p99",
+    "per token p50, ms",
+    "p99",
+    "request p50, s",
+    "p99",
+    "output tokens/s",
 )
 
 
@@ -81,7 +96,7 @@ def collect(
 ) -> list[dict[str, Any]]:
     """One JSON object for each back-end and variant: the workload's throughput, agreement and costs."""
     measurements = comparison.measurements
-    done = [measurement for measurement in measurements if measurement.outputs]
+    done = [measurement for measurement in measurements if measurement.tokens]
     reference = next((one for one in done if one.backend == REFERENCE), done[0] if done else None)
     if not compares_tokens:
         reference = None
@@ -90,19 +105,43 @@ def collect(
         found = (row["agreement"] or {}).get("divergences", [])[:_MAX_GAPS]
         if reference is not None and reference.backend == REFERENCE and found:
             sequences = [
-                workload.prompts[entry["request"]]
-                + reference.outputs[0][entry["request"]][: entry["position"]]
+                workload.prompts[entry["request"]] + reference.tokens[entry["request"]][: entry["position"]]
                 for entry in found
             ]
             for entry, gap in zip(found, comparison.top2_gaps(REFERENCE, sequences) or [], strict=False):
                 entry["gap"] = gap
     set_ratios(rows)
+    set_pairs(rows)
     return rows
+
+
+def set_pairs(rows: Sequence[dict[str, Any]]) -> None:
+    """Set each row's `jaxllm_over_it`: how many times as fast jaxllm was in the same repetitions.
+
+    The geometric mean of the ratios with Student's 95 % interval (`jaxllm.research.intervals`).
+    """
+    ours: list[float] = next(
+        (row["seconds"] for row in rows if row["backend"] == "jaxllm" and row["seconds"]), []
+    )
+    for row in rows:
+        pairs = list(zip(row["seconds"], ours, strict=False))
+        if not pairs or row["backend"] == "jaxllm":
+            row["jaxllm_over_it"] = None
+            continue
+        interval = ratio_interval([theirs / own for theirs, own in pairs])
+        known = len(pairs) > 1
+        row["jaxllm_over_it"] = {
+            "mean": interval.mean,
+            "low": interval.low if known else None,
+            "high": interval.high if known else None,
+            "num_pairs": len(pairs),
+        }
 
 
 def _row(measurement: Measurement, reference: Measurement | None, workload: Workload) -> dict[str, Any]:
     rates = [workload.num_output_tokens / seconds for seconds in measurement.seconds]
-    comparable = bool(measurement.outputs) and reference is not None and measurement is not reference
+    comparable = bool(measurement.tokens) and reference is not None and measurement is not reference
+    joules = [one for one in measurement.joules if one is not None]
     return {
         "workload": workload.name,
         "backend": measurement.backend,
@@ -118,11 +157,13 @@ def _row(measurement: Measurement, reference: Measurement | None, workload: Work
         "partial": measurement.partial,
         "same_tokens_every_repetition": all(one == measurement.outputs[0] for one in measurement.outputs),
         "agreement": agreement(
-            _name(reference.backend, reference.variant), reference.outputs[0], measurement.outputs[0]
+            _name(reference.backend, reference.variant), reference.tokens, measurement.tokens
         )
         if comparable and reference is not None
         else None,
         "peak_rss_bytes": measurement.peak_rss_bytes,
+        "joules_per_token": statistics.median(joules) / workload.num_output_tokens if joules else None,
+        "latency": measurement.latency,
         **{
             key: measurement.loaded.get(key)
             for key in ("start_up_seconds", "export_seconds", "load_seconds", "compile_seconds")
@@ -165,6 +206,12 @@ def table(results: dict[str, Any]) -> str:
     for workload, rows in workloads:
         heading = f"Workload {workload['name']}:\n\n" if several else ""
         parts.append(heading + _markdown(_COLUMNS, [_cells(row) for row in rows]))
+        if any(row.get("latency") for row in rows):
+            rate = workload["latency_requests_per_second"]
+            parts.append(
+                f"Workload {workload['name']}, {rate:.3g} requests a second:\n\n"
+                + _markdown(_LATENCY_COLUMNS, [_latency_cells(row) for row in rows if row.get("latency")])
+            )
     memory = machine["memory_bytes"]
     notes = [
         f"Workload {workload['name']}: {workload['num_requests']} requests at time 0, "
@@ -229,45 +276,90 @@ def _row_notes(workload: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list
         for row in rows
         if row.get("partial")
     ]
+    notes += [
+        f"{_label(row)} has no latency at a rate: {row['latency']['unsupported']}."
+        for row in rows
+        if "unsupported" in (row.get("latency") or {})
+    ]
     return notes + [f"{_label(row)} failed: {row['error']}" for row in rows if row["error"]]
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draw a bar for each row: the median, with a line from the slowest to the fastest repetition."""
-    import matplotlib
+    """One page: a bar for each row and repetition's range, and waiting at a rate where it was measured.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    Raises:
+        ConfigError: matplotlib is missing, or writes no such files.
+    """
+    pyplot = import_pyplot()
     workloads = [
         (workload, [row for row in rows if row["output_tokens_per_second"]])
         for workload, rows in _workloads(results)
     ]
     heights = [1.2 + 0.45 * len(rows) for _, rows in workloads]
+    has_latency = any(_is_timed(row) for _, rows in workloads for row in rows)
     figure, panels = pyplot.subplots(
-        len(workloads), figsize=(8, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
+        len(workloads),
+        3 if has_latency else 1,
+        figsize=(14 if has_latency else 8, sum(heights)),
+        layout="constrained",
+        squeeze=False,
+        height_ratios=heights,
     )
-    for axes, (workload, rows) in zip(panels[:, 0], workloads, strict=True):
-        rates = [row["output_tokens_per_second"] for row in rows]
-        medians = [rate["median"] for rate in rates]
-        spread = [
-            [rate["median"] - rate["min"] for rate in rates],
-            [rate["max"] - rate["median"] for rate in rates],
-        ]
-        colors = ["#d1642e" if row["backend"] == "jaxllm" else "#7a8ca3" for row in rows]
-        axes.barh([_label(row) for row in rows], medians, xerr=spread, color=colors, capsize=3)
-        axes.bar_label(axes.containers[-1], fmt="%.0f", padding=6)
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.set_xlabel(f"output tokens/s, median and range of {workload['repetitions']}")
-        axes.set_title(f"{results['model']['name']}, workload {workload['name']}", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
+    for line, (workload, rows) in zip(panels, workloads, strict=True):
+        _draw_rates(line[0], workload, rows)
+        for panel, (name, factor, label) in zip(line[1:], _WAITS, strict=False):
+            _draw_waits(panel, [row for row in rows if _is_timed(row)], name, factor, label)
+        line[0].set_title(f"{results['model']['name']}, workload {workload['name']}", fontsize=10)
+    busy = results["hardware"]["busy_share_at_start"] or 0.0
+    warning = "; others kept the machine busy" if busy > _BUSY else ""
     figure.suptitle(
-        f"{results['hardware']['cpu']}, {results['threads']} threads, {results.get('dtype', 'float32')}",
+        f"measured: {results['hardware']['cpu']}, {results['threads']} threads, "
+        f"{results.get('dtype', 'float32')}{warning}",
         fontsize=10,
     )
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)
+
+
+_WAITS = (
+    ("first_token_seconds", 1, "seconds to the first token"),
+    ("seconds_per_token", 1e3, "milliseconds per token"),
+)
+
+
+def _is_timed(row: dict[str, Any]) -> bool:
+    return bool(row.get("latency")) and "unsupported" not in row["latency"]
+
+
+def _draw_rates(axes: Any, workload: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    rates = [row["output_tokens_per_second"] for row in rows]
+    medians = [rate["median"] for rate in rates]
+    spread = [
+        [rate["median"] - rate["min"] for rate in rates],
+        [rate["max"] - rate["median"] for rate in rates],
+    ]
+    colors = [_colour(row) for row in rows]
+    axes.barh([_label(row) for row in rows], medians, xerr=spread, color=colors, capsize=3)
+    axes.bar_label(axes.containers[-1], fmt="%.0f", padding=6)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"output tokens/s, median and range of {workload['repetitions']}")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_waits(axes: Any, rows: Sequence[dict[str, Any]], name: str, factor: float, label: str) -> None:
+    """A bar to the median and a mark at the 99th percentile."""
+    found = [row["latency"][name] for row in rows]
+    names = [_label(row) for row in rows]
+    axes.barh(names, [factor * one["p50"] for one in found], color=[_colour(row) for row in rows])
+    axes.plot([factor * one["p99"] for one in found], names, "k|", markersize=14)
+    axes.invert_yaxis()
+    axes.set_xlim(0)
+    axes.set_xlabel(f"{label}: median, and 99th percentile as a mark")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _colour(row: dict[str, Any]) -> str:
+    return "#d55e00" if row["backend"] == "jaxllm" else "#7a8ca3"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -278,10 +370,34 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{rate['median']:.1f}" if rate else _without_rate(row),
         f"{rate['min']:.1f}..{rate['max']:.1f}" if rate else "-",
         "-" if ratio is None else f"{ratio:.2f}x",
+        _paired(row.get("jaxllm_over_it")),
         f"{compared['num_matching']}/{compared['num_requests']}" if compared else "-",
         "-" if peak is None else f"{peak / 2**30:.2f}",
-        *("-" if row[key] is None else f"{row[key]:.1f}" for key in ("load_seconds", "compile_seconds")),
+        *(
+            "-" if row[key] is None else f"{row[key]:.1f}"
+            for key in ("start_up_seconds", "load_seconds", "compile_seconds")
+        ),
+        "-" if row.get("joules_per_token") is None else f"{row['joules_per_token']:.3g}",
     ]
+
+
+def _paired(ratio: dict[str, Any] | None) -> str:
+    """How many times as fast jaxllm was, with its interval."""
+    if ratio is None:
+        return "-"
+    if ratio["low"] is None:
+        return f"{ratio['mean']:.2f}x"
+    return f"{ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def _latency_cells(row: dict[str, Any]) -> list[str]:
+    found = row["latency"]
+    if "unsupported" in found:
+        return [_label(row), *["-"] * (len(_LATENCY_COLUMNS) - 1)]
+    cells = [_label(row)]
+    for name, factor in (("first_token_seconds", 1), ("seconds_per_token", 1e3), ("request_seconds", 1)):
+        cells += [f"{factor * found[name][key]:.3g}" if found[name] else "-" for key in ("p50", "p99")]
+    return [*cells, f"{found['output_tokens_per_second']:.1f}"]
 
 
 def _percent(share: float | None) -> str:

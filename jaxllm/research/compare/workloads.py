@@ -1,4 +1,4 @@
-"""Workloads of `compare_frameworks.py`: token ids and output lengths, drawn from a seed."""
+"""Workloads of `jaxllm compare`: token ids and output lengths, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+
+from jaxllm.errors import ConfigError
 
 MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS = 16, 256
 BLOCK_SIZE = 16
@@ -25,14 +27,16 @@ class Workload:
     name: str
     prompts: list[list[int]]
     max_tokens: list[int]
+    arrivals: list[float] | None = None
+    """When requests come in a measurement of latency, if a trace says so; in seconds."""
 
     def __post_init__(self) -> None:
         if not self.prompts or len(self.prompts) != len(self.max_tokens):
-            raise ValueError(
+            raise ConfigError(
                 f"{len(self.prompts)} prompts, {len(self.max_tokens)} max_tokens; one of each per request"
             )
         if not all(self.prompts) or min(self.max_tokens) < 1:
-            raise ValueError("every prompt and every max_tokens must be at least 1 token")
+            raise ConfigError("every prompt and every max_tokens must be at least 1 token")
 
     @property
     def num_output_tokens(self) -> int:
@@ -83,32 +87,76 @@ def make_workload(name: str, *, num_requests: int, vocab_size: int, seed: int) -
     return Workload(name, prompts, max_tokens)
 
 
-def load_workload(path: Path) -> Workload:
-    """Read `{"prompts": [[token id, ...], ...], "max_tokens": [count, ...]}`."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return Workload(path.stem, content["prompts"], content["max_tokens"])
-
-
 def save_workload(workload: Workload, path: Path) -> None:
-    """Write what `load_workload` reads."""
+    """Write `{"prompts": [[token id, ...], ...], "max_tokens": [count, ...]}`."""
     content = {"prompts": workload.prompts, "max_tokens": workload.max_tokens}
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def get_workload(name_or_path: str, *, num_requests: int, vocab_size: int, seed: int) -> Workload:
+def get_workload(
+    name_or_path: str, *, num_requests: int, vocab_size: int, seed: int, tokenizer: str | None = None
+) -> Workload:
     """A named workload, or the one in a file.
 
+    Args:
+        name_or_path: one of `PROMPT_LENGTHS`; or a file, `{"prompts": [...], "max_tokens": [counts]}` with
+            prompts of token ids or text, or a trace that `jaxllm.research.workloads.load_trace` reads.
+        num_requests: of a named workload, and the most of a trace.
+        vocab_size: of the model.
+        seed: of what is drawn.
+        tokenizer: a folder with one, for prompts of text.
+
     Raises:
-        ValueError: the name is unknown, or a token id is not in the vocabulary.
+        ConfigError: there is no such workload, or it does not fit the model.
     """
     if name_or_path in PROMPT_LENGTHS:
         return make_workload(name_or_path, num_requests=num_requests, vocab_size=vocab_size, seed=seed)
     path = Path(name_or_path)
     if not path.is_file():
         names = ", ".join(PROMPT_LENGTHS)
-        raise ValueError(f"workload {name_or_path!r} is neither a file nor one of {names}")
-    workload = load_workload(path)
+        raise ConfigError(f"workload {name_or_path!r} is neither a file nor one of {names}")
+    workload = _prompts_of(path, tokenizer) or _of_trace(path, num_requests, vocab_size, seed, tokenizer)
     largest = max(map(max, workload.prompts))
     if largest >= vocab_size or min(map(min, workload.prompts)) < 0:
-        raise ValueError(f"{name_or_path!r} has token ids outside the model's vocabulary of {vocab_size}")
+        raise ConfigError(f"{name_or_path!r} has token ids outside the model's vocabulary of {vocab_size}")
     return workload
+
+
+def _prompts_of(path: Path, tokenizer: str | None) -> Workload | None:
+    """The workload of a file of prompts; None if it is no such file.
+
+    Raises:
+        ConfigError: prompts are text, and there is no tokenizer.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        prompts, max_tokens = content["prompts"], content["max_tokens"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if any(isinstance(prompt, str) for prompt in prompts):
+        if tokenizer is None:
+            raise ConfigError(
+                f"{str(path)!r} has prompts of text: name a folder with a tokenizer, --tokenizer"
+            )
+        from jaxllm.text.tokenizer import encode, load_tokenizer
+
+        loaded = load_tokenizer(Path(tokenizer))
+        prompts = [list(encode(loaded, one)) if isinstance(one, str) else one for one in prompts]
+    return Workload(path.stem, prompts, max_tokens)
+
+
+def _of_trace(path: Path, num_requests: int, vocab_size: int, seed: int, tokenizer: str | None) -> Workload:
+    """The workload of a recorded trace."""
+    from jaxllm.research.workloads import load_trace
+
+    loaded = None
+    if tokenizer is not None:
+        from jaxllm.text.tokenizer import load_tokenizer
+
+        loaded = load_tokenizer(Path(tokenizer))
+    trace = load_trace(path, limit=num_requests, seed=seed, tokenizer=loaded)
+    prompts = [trace.token_ids(index, vocab_size) for index in range(len(trace))]
+    arrivals = [float(time) for time in trace.arrival_times]
+    return Workload(
+        path.stem, prompts, [int(count) for count in trace.output_lens], arrivals if any(arrivals) else None
+    )

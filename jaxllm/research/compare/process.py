@@ -25,7 +25,7 @@ class Worker:
 
     Args:
         python: interpreter to run the script with.
-        script: one of `compare/workers`.
+        script: one of `workers`.
         job: what the worker is to set up, as JSON.
         folder: for the job, the replies and the log; must exist.
     """

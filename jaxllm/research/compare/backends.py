@@ -8,6 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jaxllm.errors import ConfigError, did_you_mean
+from jaxllm.research.compare.install import python_of
+
 WORKERS = Path(__file__).resolve().parent / "workers"
 REFERENCE = "transformers"
 """The back-end whose tokens the others are compared with, and whose best variant is the ratio's base."""
@@ -18,13 +21,15 @@ class Backend:
     """One framework.
 
     `worker` is a script that imports nothing of this package, so that it runs in an environment with
-    only that framework. `batched` back-ends are measured once per static batch size.
+    only that framework. `batched` back-ends are measured once per static batch size. `server` is the base
+    URL of one that runs already.
     """
 
     name: str
     worker: Path
     packages: tuple[str, ...]
     batched: bool = False
+    server: str | None = None
 
     @property
     def environment_variable(self) -> str:
@@ -60,32 +65,64 @@ BACKENDS = {
 }
 
 
-def get_backends(names: str) -> list[Backend]:
-    """The back-ends of a comma-separated list.
+def get_backends(names: str, servers: Sequence[str] = ()) -> list[Backend]:
+    """The back-ends of a comma-separated list, and after them servers that run already.
+
+    Args:
+        names: of `BACKENDS`.
+        servers: `NAME=URL` of each, the URL up to `/v1`.
 
     Raises:
-        ValueError: a name is unknown or given twice.
+        ConfigError: a name is unknown or given twice, or a server has no URL.
     """
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in BACKENDS]
-    if unknown or not wanted or len(set(wanted)) < len(wanted):
-        raise ValueError(f"backends {names!r}: name each of {', '.join(BACKENDS)} at most once")
-    return [BACKENDS[name] for name in wanted]
+    for name in wanted:
+        if name not in BACKENDS:
+            raise ConfigError(
+                f"--backends {name!r} is none of {', '.join(BACKENDS)}; {did_you_mean(name, BACKENDS)}a "
+                "server is named with --server NAME=URL"
+            )
+    found = [BACKENDS[name] for name in wanted]
+    for server in servers:
+        name, _, url = server.partition("=")
+        if not name or not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--server {server!r} must be NAME=URL, such as sglang=http://127.0.0.1:30000/v1"
+            )
+        found.append(Backend(name, WORKERS / "openai_worker.py", (), server=url))
+    names_found = [backend.name for backend in found]
+    if not found or len(set(names_found)) < len(found):
+        raise ConfigError(f"--backends {names!r}: name each at most once, and one at least")
+    return found
 
 
 def interpreters(
-    options: Sequence[str], backends: Sequence[Backend], environ: Mapping[str, str] = os.environ
+    options: Sequence[str],
+    backends: Sequence[Backend],
+    folder: Path,
+    environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """The Python of each back-end: `NAME=PATH` options first, then the environment, then this one.
+    """The Python of each back-end.
+
+    `NAME=PATH` options go first, then the environment's variables, what `install` has made, and this one.
+
+    Args:
+        options: `NAME=PATH`.
+        backends: whose Pythons are wanted.
+        folder: of the environments that were installed.
+        environ: of the process.
 
     Raises:
-        ValueError: an option has no `=`, or names no back-end.
+        ConfigError: an option has no `=`, or names no back-end.
     """
-    chosen = {backend.name: environ.get(backend.environment_variable, sys.executable) for backend in backends}
+    chosen = {
+        one.name: environ.get(one.environment_variable) or python_of(one.name, folder) or sys.executable
+        for one in backends
+    }
     for option in options:
         name, separator, path = option.partition("=")
         if not separator or not path or name not in BACKENDS:
-            raise ValueError(f"--python {option!r}: write NAME=PATH with NAME one of {', '.join(BACKENDS)}")
+            raise ConfigError(f"--python {option!r}: write NAME=PATH with NAME one of {', '.join(BACKENDS)}")
         if name in chosen:
             chosen[name] = path
     return chosen

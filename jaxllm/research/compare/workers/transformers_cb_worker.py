@@ -1,4 +1,4 @@
-"""transformers' continuous batching (5.x), as a worker of `compare_frameworks.py`."""
+"""transformers' continuous batching (5.x), as a worker of `jaxllm compare`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,28 @@ class ContinuousEngine(protocol.Engine):
                 unfinished.discard(result.request_id)
                 outputs[places[result.request_id]] = list(result.generated_tokens)
         return outputs
+
+    def serve_at(
+        self, prompts: list[list[int]], max_tokens: list[int], arrivals: list[float]
+    ) -> list[tuple[float, float]]:
+        """Requests as they come, on the manager's thread."""
+        watch = protocol.Watch(arrivals, max_tokens)
+        places: dict[str, int] = {}
+        while not watch.is_over:
+            for place in watch.due():
+                request_id = self._manager.add_request(
+                    prompts[place], max_new_tokens=max_tokens[place], eos_token_id=-1, streaming=True
+                )
+                places[request_id] = place
+            result = self._manager.get_result(timeout=0.002)
+            if result is None:
+                if not self._manager.is_running():
+                    raise RuntimeError("the generation thread ended; the worker's log says why")
+            elif result.error is not None:
+                raise RuntimeError(result.error)
+            else:
+                watch.note(places[result.request_id], len(result.generated_tokens))
+        return watch.times()
 
     def close(self) -> None:
         """End the generation thread."""

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compare.backends import Backend
-from compare.process import Worker, WorkerError
-from compare.workloads import Workload, save_workload
+from jaxllm.research.compare.backends import Backend
+from jaxllm.research.compare.energy import EnergyMeter
+from jaxllm.research.compare.latency import summarise
+from jaxllm.research.compare.process import Worker, WorkerError
+from jaxllm.research.compare.workloads import Workload, save_workload
 
 _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 8, 4
 
@@ -22,11 +24,18 @@ class Measurement:
     backend: str
     variant: int | None
     seconds: list[float] = dataclasses.field(default_factory=list)
-    outputs: list[list[list[int]]] = dataclasses.field(default_factory=list)
+    outputs: list[list[list[int]] | None] = dataclasses.field(default_factory=list)
+    joules: list[float | None] = dataclasses.field(default_factory=list)
+    latency: dict[str, Any] | None = None
     partial: dict[str, Any] | None = None
     peak_rss_bytes: int | None = None
     loaded: dict[str, Any] = dataclasses.field(default_factory=dict)
     error: str | None = None
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Of the first repetition, by request; empty if there are none, or the back-end tells text alone."""
+        return (self.outputs[0] if self.outputs else None) or []
 
 
 class Comparison:
@@ -53,13 +62,14 @@ class Comparison:
         self._workers: dict[str, Worker] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._errors: dict[str, str] = {}
+        self._meter = EnergyMeter()
         self.measurements: list[Measurement] = []
         """Those of the present workload."""
         try:
             for backend in backends:
                 home = folder / backend.name
                 home.mkdir()
-                own_job = {**job, "packages": backend.packages}
+                own_job = {**job, "packages": backend.packages, "server": backend.server}
                 try:
                     worker = Worker(pythons[backend.name], backend.worker, own_job, home)
                 except OSError as error:
@@ -117,6 +127,7 @@ class Comparison:
                 limit = self._limit(measurement.backend, repeat_within, give_up_factor)
                 if measurement.partial or (measurement.seconds and measurement.seconds[0] > limit):
                     continue
+                self._meter.joules()
                 reply = self._call(
                     measurement.backend,
                     "run",
@@ -131,12 +142,29 @@ class Comparison:
                     measurement.partial = reply
                     _say(f"{turn}, {_label(measurement)}: stopped after {reply['seconds']:.2f} s")
                     continue
+                measurement.joules.append(self._meter.joules())
                 measurement.seconds.append(reply["seconds"])
                 measurement.outputs.append(reply["token_ids"])
                 if measurement.peak_rss_bytes is None:
                     measurement.peak_rss_bytes = reply["peak_rss_bytes"]
                 _say(f"{turn}, {_label(measurement)}: {reply['seconds']:.2f} s")
             yield repetition + 1
+
+    def measure_latency(self, workload: Workload, arrivals: Sequence[float]) -> None:
+        """Send the workload's requests one after another at given times, to each back-end in turn."""
+        path = self._folder / "workload.json"
+        save_workload(workload, path)
+        for name in dict.fromkeys(one.backend for one in self.measurements):
+            best = min(
+                (one for one in self._of(name) if one.seconds), key=lambda one: one.seconds[0], default=None
+            )
+            if best is None:
+                continue
+            reply = self._call(name, "latency", workload=str(path), arrivals=list(arrivals))
+            if reply is not None:
+                is_there = "unsupported" not in reply
+                best.latency = summarise(reply, workload.max_tokens) if is_there else reply
+                _say(f"{workload.name}, {name}: {'latency measured' if is_there else reply['unsupported']}")
 
     def _limit(self, backend: str, repeat_within: float, give_up_factor: float) -> float:
         """Seconds that a variant may take: by the back-end's best one, and by the fastest other back-end."""

@@ -1,4 +1,4 @@
-"""vLLM, the GPU or the CPU build, as a worker of `compare_frameworks.py`. Needs neither jaxllm nor jax."""
+"""vLLM, the GPU or the CPU build, as a worker of `jaxllm compare`. Needs neither jaxllm nor jax."""
 
 from __future__ import annotations
 
@@ -54,6 +54,25 @@ class VllmEngine(protocol.Engine):
             [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
         )
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def serve_at(
+        self, prompts: list[list[int]], max_tokens: list[int], arrivals: list[float]
+    ) -> list[tuple[float, float]]:
+        """Requests as they come, on the engine itself."""
+        from vllm import SamplingParams
+
+        engine, watch = self._llm.llm_engine, protocol.Watch(arrivals, max_tokens)
+        while not watch.is_over:
+            for place in watch.due():
+                count = max_tokens[place]
+                params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+                engine.add_request(str(place), {"prompt_token_ids": prompts[place]}, params)
+            if not engine.has_unfinished_requests():
+                watch.rest()
+                continue
+            for output in engine.step():
+                watch.note(int(output.request_id), len(output.outputs[0].token_ids))
+        return watch.times()
 
 
 if __name__ == "__main__":

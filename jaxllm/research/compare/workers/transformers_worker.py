@@ -1,4 +1,4 @@
-"""transformers' `generate` on static batches, as a worker of `compare_frameworks.py`."""
+"""transformers' `generate` on static batches, as a worker of `jaxllm compare`."""
 
 from __future__ import annotations
 

@@ -32,9 +32,22 @@ class Engine:
 
     def generate(
         self, prompts: list[list[int]], max_tokens: list[int], variant: int | None
-    ) -> list[list[int]]:
-        """Greedy output token ids of each prompt: exactly `max_tokens` of them, end of sequence ignored."""
+    ) -> list[list[int]] | None:
+        """Greedy output token ids of each prompt: exactly `max_tokens` of them, end of sequence ignored.
+
+        None where the framework tells text alone: then it has made sure of their number.
+        """
         raise NotImplementedError
+
+    def serve_at(
+        self, prompts: list[list[int]], max_tokens: list[int], arrivals: list[float]
+    ) -> list[tuple[float, float]]:
+        """Requests as they come: seconds from the beginning to each one's first and last token.
+
+        Raises:
+            Unsupported: this framework answers no requests while others run.
+        """
+        raise Unsupported("it takes whole batches, not requests as they come")
 
     def top2_gaps(self, sequences: list[list[int]]) -> list[float]:
         """How far the best next token's logit leads the second best, after each sequence."""
@@ -42,6 +55,10 @@ class Engine:
 
     def close(self) -> None:
         """Stop background threads."""
+
+
+class Unsupported(Exception):
+    """A framework cannot do what was asked for; the message says why. What else it does goes on."""
 
 
 class GaveUp(Exception):
@@ -83,6 +100,16 @@ def _answer(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
     if command["command"] == "gaps":
         return {"gaps": engine.top2_gaps(command["sequences"])}
     workload = json.loads(Path(command["workload"]).read_text(encoding="utf-8"))
+    if command["command"] == "latency":
+        try:
+            waits = engine.serve_at(workload["prompts"], workload["max_tokens"], command["arrivals"])
+        except Unsupported as reason:
+            return {"unsupported": str(reason)}
+        return {
+            "arrivals": command["arrivals"],
+            "first": [first for first, _ in waits],
+            "last": [last for _, last in waits],
+        }
     started = time.perf_counter()
     limit = command.get("give_up_after")
     engine.give_up_at = None if limit is None else started + limit
@@ -94,14 +121,57 @@ def _answer(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
             "gave_up_after_tokens": gave_up.num_output_tokens,
         }
     seconds = time.perf_counter() - started
-    for place, (output, count) in enumerate(zip(outputs, workload["max_tokens"], strict=True)):
-        if len(output) != count:
-            raise RuntimeError(f"request {place} gave {len(output)} tokens instead of {count}")
+    if outputs is not None:
+        for place, (output, count) in enumerate(zip(outputs, workload["max_tokens"], strict=True)):
+            if len(output) != count:
+                raise RuntimeError(f"request {place} gave {len(output)} tokens instead of {count}")
+        outputs = [[int(token) for token in output] for output in outputs]
     return {
         "seconds": seconds,
-        "token_ids": [[int(token) for token in output] for output in outputs],
+        "token_ids": outputs,
         "peak_rss_bytes": peak_rss_bytes(os.getpid()),
     }
+
+
+class Watch:
+    """When the first and the last token of each request came, for engines that are driven step by step."""
+
+    def __init__(self, arrivals: list[float], max_tokens: list[int]) -> None:
+        self._arrivals, self._max_tokens = arrivals, max_tokens
+        self._began = time.perf_counter()
+        self._num_sent = 0
+        self.first: list[float | None] = [None] * len(arrivals)
+        self.last: list[float | None] = [None] * len(arrivals)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all requests have had their last token."""
+        return None not in self.last
+
+    def due(self) -> list[int]:
+        """Places of the requests that have come since the last call."""
+        first = self._num_sent
+        now = time.perf_counter() - self._began
+        while self._num_sent < len(self._arrivals) and self._arrivals[self._num_sent] <= now:
+            self._num_sent += 1
+        return list(range(first, self._num_sent))
+
+    def rest(self) -> None:
+        """Wait for the next request, where there is nothing to do before it."""
+        if self._num_sent < len(self._arrivals):
+            time.sleep(max(0.0, self._began + self._arrivals[self._num_sent] - time.perf_counter()))
+
+    def note(self, place: int, num_tokens: int) -> None:
+        """Note that a request has so many tokens now."""
+        now = time.perf_counter() - self._began
+        if num_tokens and self.first[place] is None:
+            self.first[place] = now
+        if num_tokens >= self._max_tokens[place] and self.last[place] is None:
+            self.last[place] = now
+
+    def times(self) -> list[tuple[float, float]]:
+        """What `Engine.serve_at` returns."""
+        return list(zip(self.first, self.last, strict=True))  # type: ignore[arg-type]
 
 
 def _set_environment(job: dict[str, Any]) -> None:

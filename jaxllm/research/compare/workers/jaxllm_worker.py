@@ -1,4 +1,4 @@
-"""jaxllm as a worker of `compare_frameworks.py`."""
+"""jaxllm as a worker of `jaxllm compare`."""
 
 from __future__ import annotations
 
@@ -48,6 +48,24 @@ class JaxllmEngine(protocol.Engine):
             [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
         )
         return [list(output.token_ids) for output in outputs]
+
+    def serve_at(
+        self, prompts: list[list[int]], max_tokens: list[int], arrivals: list[float]
+    ) -> list[tuple[float, float]]:
+        """Requests as they come, on the engine itself."""
+        from jaxllm import SamplingParams
+
+        engine, watch = self._llm.engine, protocol.Watch(arrivals, max_tokens)
+        while not watch.is_over:
+            for place in watch.due():
+                params = SamplingParams(temperature=0.0, max_tokens=max_tokens[place], ignore_eos=True)
+                engine.add_request(str(place), {"prompt_token_ids": prompts[place]}, params, stream=True)
+            if not engine.has_unfinished_requests:
+                watch.rest()
+                continue
+            for output in engine.step():
+                watch.note(int(output.request_id), len(output.outputs[0].token_ids))
+        return watch.times()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching on a CPU, as a worker of `compare_frameworks.py`."""
+"""OpenVINO GenAI's continuous batching on a CPU, as a worker of `jaxllm compare`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import protocol
 
@@ -54,17 +55,46 @@ class OpenvinoEngine(protocol.Engine):
         self, prompts: list[list[int]], max_tokens: list[int], variant: int | None
     ) -> list[list[int]]:
         """All requests at once; the scheduler does the rest."""
-        import numpy as np
-        import openvino
-        from openvino_genai import GenerationConfig
-
-        inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
-        # Without an end-of-sequence token it would be -1, which is refused although it is ignored.
-        configs = [
-            GenerationConfig(max_new_tokens=count, do_sample=False, ignore_eos=True, eos_token_id=0)
-            for count in max_tokens
-        ]
+        inputs = [_as_tensor(prompt) for prompt in prompts]
+        configs = [_config(count) for count in max_tokens]
         return [result.m_generation_ids[0] for result in self._pipeline.generate(inputs, configs)]
+
+    def serve_at(
+        self, prompts: list[list[int]], max_tokens: list[int], arrivals: list[float]
+    ) -> list[tuple[float, float]]:
+        """Requests as they come, step by step."""
+        watch = protocol.Watch(arrivals, max_tokens)
+        live: dict[int, tuple[Any, int]] = {}
+        while not watch.is_over:
+            for place in watch.due():
+                tensor, config = _as_tensor(prompts[place]), _config(max_tokens[place])
+                live[place] = self._pipeline.add_request(place, tensor, config), 0
+            if not live:
+                watch.rest()
+                continue
+            self._pipeline.step()
+            for place, (handle, count) in list(live.items()):
+                while handle.can_read():
+                    count += sum(len(one.generated_ids) for one in handle.read().values())
+                live[place] = handle, count
+                watch.note(place, count)
+                if count >= max_tokens[place]:
+                    del live[place]
+        return watch.times()
+
+
+def _as_tensor(prompt: list[int]) -> Any:
+    import numpy as np
+    import openvino
+
+    return openvino.Tensor(np.array([prompt], dtype=np.int64))
+
+
+def _config(count: int) -> Any:
+    """Greedy. Without an end-of-sequence token it would be -1, which is refused although it is ignored."""
+    from openvino_genai import GenerationConfig
+
+    return GenerationConfig(max_new_tokens=count, do_sample=False, ignore_eos=True, eos_token_id=0)
 
 
 def num_blocks(num_tokens: int) -> int:
