@@ -197,7 +197,7 @@ def test_a_step_that_fails_leaves_no_environment(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"--install vllm: .* ended with status 3"):
         install("vllm", tmp_path)
     assert python_of("vllm", tmp_path) is None
-    with pytest.raises(ConfigError, match="transformers, transformers-cb, vllm on a gpu"):
+    with pytest.raises(ConfigError, match="recipes for transformers, vllm on a gpu"):
         install("openvino", tmp_path, device="gpu")
 
 

@@ -1,5 +1,6 @@
 """What JAX does with the pure functions: gradients, batches of batches, programs for other processes."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType, PartitionSpec
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import functional as F
@@ -124,17 +124,32 @@ def test_models_side_by_side(model, tokens):
         close(found[i], alone, atol=1e-4)
 
 
-def test_rows_over_devices(model, tokens):
-    config, params = model
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    split = jax.shard_map(
-        lambda p, t: jax.lax.pmean(F.loss(p, config, t), "data"),
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("data")),
-        out_specs=PartitionSpec(),
-    )
-    found = jax.jit(jax.value_and_grad(split))(params, tokens)
-    close(found, jax.jit(jax.value_and_grad(lambda p: F.loss(p, config, tokens)))(params))
+def test_rows_over_devices(tmp_path):
+    """Two devices, which a process has to be started with."""
+    code = f"""
+        import jax, numpy as np
+        from jax.sharding import AxisType, PartitionSpec as P
+        from jaxllm import functional as F
+        from jaxllm.loading import load_params
+        from jaxllm.models.config import config_from_dict, read_hf_config
+        folder = {str(golden_checkpoint(NAME))!r}
+        config = config_from_dict(read_hf_config(folder))
+        params = jax.device_get(load_params(folder, config, "float32"))
+        tokens = np.random.default_rng(0).integers(1, config.vocab_size, (4, 12))
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+        split = jax.shard_map(
+            lambda p, t: jax.lax.pmean(F.loss(p, config, t), "data"),
+            mesh=mesh, in_specs=(P(), P("data")), out_specs=P(),
+        )
+        found = jax.jit(jax.value_and_grad(split))(params, tokens)
+        whole = jax.jit(jax.value_and_grad(lambda p: F.loss(p, config, tokens)))(params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), found, whole)
+        print(len(found[1]), "gradients")
+    """
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env={**os.environ, **flags}, check=True, capture_output=True, text=True)
+    assert int(done.stdout.split()[0]) > 10
 
 
 def test_an_exported_program_gives_the_same_logits_elsewhere(model, tokens, tmp_path):

