@@ -125,7 +125,7 @@ def test_registry():
     assert list(BACKENDS) == [
         *("jaxllm", "jaxllm-other"),
         *("transformers", "transformers-cb"),
-        *("vllm", "openvino"),
+        *("vllm", "openvino", "ctranslate2"),
     ]
     assert all(backend.worker.is_file() for backend in BACKENDS.values())
     assert [backend.name for backend in get_backends("vllm, jaxllm")] == ["vllm", "jaxllm"]
@@ -140,7 +140,7 @@ def test_registry():
 
 
 def test_workers_import_only_the_standard_library_at_the_top():
-    allowed = set(sys.stdlib_module_names) | {"hf_model", "protocol"}
+    allowed = set(sys.stdlib_module_names) | {"exporting", "hf_model", "protocol"}
     for path in WORKERS.glob("*.py"):
         tops = [
             line.split()[1].split(".")[0]
@@ -150,30 +150,40 @@ def test_workers_import_only_the_standard_library_at_the_top():
         assert set(tops) <= allowed, path.name
 
 
-def test_openvino_exports_once(monkeypatch, tmp_path):
+def test_checkpoints_are_exported_once(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(WORKERS))
-    import openvino_worker
+    from exporting import exported
 
-    commands = []
+    written = []
 
-    def run(command, **options):
-        commands.append(command)
-        Path(command[-1]).mkdir()
-        (Path(command[-1]) / "openvino_model.xml").write_text("<net/>")
+    def write(folder):
+        written.append(folder)
+        folder.mkdir()
+        (folder / "model.xml").write_text("<net/>")
 
-    monkeypatch.setattr("subprocess.run", run)
     checkpoint = tmp_path / "m"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
     os.utime(checkpoint / "config.json", (1e9, 1e9))
     for _ in range(2):
-        assert openvino_worker.exported(checkpoint) == tmp_path / "m-openvino"
-    assert len(commands) == 1
+        assert exported(checkpoint, "openvino", "model.xml", write) == tmp_path / "m-openvino"
+    assert len(written) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m-openvino"]
     os.utime(checkpoint / "config.json", (4e9, 4e9))
-    openvino_worker.exported(checkpoint)
-    assert len(commands) == 2  # the checkpoint is newer
-    assert (tmp_path / "m-openvino" / "openvino_model.xml").is_file()
+    exported(checkpoint, "openvino", "model.xml", write)
+    assert len(written) == 2  # the checkpoint is newer
+    assert (tmp_path / "m-openvino" / "model.xml").is_file()
+
+
+def test_openvino_writes_in_a_process_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(WORKERS))
+    import openvino_worker
+
+    commands = []
+    monkeypatch.setattr("subprocess.run", lambda command, **options: commands.append(command))
+    openvino_worker.write_export(tmp_path, tmp_path / "out")
+    assert commands[0][-1] == str(tmp_path / "out")
+    assert "fp32" in commands[0]
 
 
 def test_openvino_worker_asks_for_what_the_job_says(monkeypatch, tmp_path):
@@ -198,7 +208,7 @@ def test_openvino_worker_asks_for_what_the_job_says(monkeypatch, tmp_path):
     )
     monkeypatch.setitem(sys.modules, "openvino_genai", fake)
     monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array))
-    monkeypatch.setattr(openvino_worker, "exported", lambda checkpoint: checkpoint)
+    monkeypatch.setattr(openvino_worker, "exported", lambda checkpoint, *_: checkpoint)
     monkeypatch.setenv("CI", "")
     values = job(
         dummy_weights=False,

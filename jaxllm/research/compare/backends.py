@@ -61,6 +61,7 @@ BACKENDS = {
             WORKERS / "openvino_worker.py",
             ("openvino-genai", "openvino", "optimum-intel", "nncf", "transformers", "torch"),
         ),
+        Backend("ctranslate2", WORKERS / "ctranslate2_worker.py", ("ctranslate2", "torch"), batched=True),
     )
 }
 

@@ -57,6 +57,7 @@ RECIPES: Mapping[str, Recipe] = {
         ),
         "openvino_genai, optimum",
     ),
+    "ctranslate2": Recipe(((_TORCH,), ("transformers>=5.23", "ctranslate2==4.8.5")), "ctranslate2"),
 }
 """By back-end, for CPUs."""
 GPU_RECIPES: Mapping[str, Recipe] = {

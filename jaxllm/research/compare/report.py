@@ -354,7 +354,7 @@ def _draw_waits(axes: Any, rows: Sequence[dict[str, Any]], name: str, factor: fl
     axes.plot([factor * one["p99"] for one in found], names, "k|", markersize=14)
     axes.invert_yaxis()
     axes.set_xlim(0)
-    axes.set_xlabel(f"{label}: median, and 99th percentile as a mark")
+    axes.set_xlabel(f"{label}; mark: 99th percentile")
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import protocol
+from exporting import exported
 
 _BLOCK_SIZE = 32  # tokens; fixed in the plug-in for CPUs
 
@@ -28,7 +29,9 @@ class OpenvinoEngine(protocol.Engine):
             raise ValueError("this back-end runs checkpoints in float32 on CPUs only")
         os.environ["CI"] = "true"  # where OpenVINO and its exporter send no usage reports
         started = time.perf_counter()
-        folder = exported(Path(self.job["model"]))
+        model = Path(self.job["model"])
+        write = functools.partial(write_export, model)
+        folder = exported(model, "openvino", "openvino_model.xml", write)
         export_seconds = time.perf_counter() - started
 
         import openvino_genai
@@ -102,32 +105,17 @@ def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // _BLOCK_SIZE)
 
 
-def exported(checkpoint: Path) -> Path:
-    """The folder beside the checkpoint that holds it in OpenVINO's form, written anew if older than it.
-
-    A process of its own exports, so that its memory does not count as the engine's.
+def write_export(checkpoint: Path, folder: Path) -> None:
+    """Write a checkpoint in OpenVINO's form.
 
     Raises:
         subprocess.CalledProcessError: the export failed; what it printed says why.
     """
-    folder = checkpoint.with_name(f"{checkpoint.name}-openvino")
-    model = folder / "openvino_model.xml"
-    newest = max(path.stat().st_mtime for path in checkpoint.iterdir())
-    if model.is_file() and model.stat().st_mtime > newest:
-        return folder
-    unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
     command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
     command += ["--model", str(checkpoint), "--library", "transformers", "--framework", "pt"]
     command += ["--task", "text-generation-with-past", "--weight-format", "fp32"]
-    try:
-        subprocess.run(
-            [*command, "--disable-convert-tokenizer", str(unfinished)], check=True, stdin=subprocess.DEVNULL
-        )
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
+    command += ["--disable-convert-tokenizer", str(folder)]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
