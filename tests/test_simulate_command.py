@@ -20,7 +20,7 @@ from jaxllm.research.simulator.drawing import queue_of
 from jaxllm.research.simulator.gpu import pool_blocks
 from jaxllm.research.simulator.study import FIGURES, policies_of
 from jaxllm.research.simulator.system import make_system
-from jaxllm.research.workloads import Poisson, Trace, UniformLengths, make_trace
+from jaxllm.research.workloads import Poisson, Trace, UniformLengths, make_conversations, make_trace
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import LeastUrgentVictim, SchedulerPolicy
 from jaxllm.sched.presets import make_preset
@@ -156,6 +156,24 @@ def test_a_rate_stretches_a_trace_or_is_poisson():
     assert max(under_way) == 2
 
 
+def test_conversations_begin_at_a_rate():
+    said = UniformLengths(shortest=5, longest=20)
+    talks = make_conversations(8, messages=said, answers=said, mean_turns=3, mean_think=0.1)
+    found = simulate(talks, rate=2, seeds=2, policies="vllm_v1", num_gpu_blocks=64)
+    firsts = talks.follows < 0
+    began = [run.result.arrival_times[firsts] for run in found.runs]
+    for run, times in zip(found.runs, began, strict=True):
+        assert np.all(np.diff(times) >= 0)
+        assert np.all(np.diff(times) > 0) or len(times) == 1
+        after = run.result.arrival_times[~firsts] >= run.result.finish_times[talks.follows[~firsts]]
+        assert after.all()
+    assert not np.array_equal(*began)
+    with pytest.raises(ConfigError, match="come after each other"):
+        simulate(talks, closed=2, num_gpu_blocks=64)
+    with pytest.raises(ConfigError, match="another seed changes nothing"):
+        simulate(talks, seeds=2, num_gpu_blocks=64)
+
+
 def test_prefixes_are_cached_where_prompts_share_them():
     named = trace(prompt_lens=np.full(6, 40), hash_ids=[(7, index) for index in range(6)], hash_block_len=32)
     found = simulate(named, policies="vllm_v1", num_gpu_blocks=64)
@@ -163,6 +181,10 @@ def test_prefixes_are_cached_where_prompts_share_them():
     assert found.runs[0].figures["cached_share"] == 5 * 32 / 240
     assert "found in the cache" in found.table()
     assert "found in the cache" not in simulate(trace(), policies="vllm_v1", num_gpu_blocks=64).table()
+    both = simulate(named, policies="vllm,vllm_v1", num_gpu_blocks=64)
+    assert [run.figures["cached_share"] for run in both.runs] == [0, 5 * 32 / 240]
+    with pytest.raises(ConfigError, match="plans without a prefix cache"):
+        simulate(named, policies="vllm", num_gpu_blocks=64, enable_prefix_caching=True)
     without = simulate(named, policies="vllm_v1", num_gpu_blocks=64, enable_prefix_caching=False)
     assert without.runs[0].figures["cached_share"] == 0
 

@@ -87,7 +87,8 @@ class Simulation:
 
     Args:
         system: what was simulated.
-        config: the scheduler's limits; a policy that never swaps had no host memory.
+        config: the scheduler's limits; a policy that never swaps had no host memory, and one that plans
+            without a prefix cache had none.
         load: the trace, for people.
         runs: of each policy all seeds, in the order of the policies.
     """
@@ -244,7 +245,8 @@ def simulate(
         max_model_len: tokens of a request, prompt and output together; None takes the model's, and at most
             what the pool holds.
         max_num_seqs, max_num_batched_tokens: of a step.
-        enable_prefix_caching: None caches where prompts of the trace may begin alike.
+        enable_prefix_caching: None caches where prompts of the trace may begin alike, and the policy plans
+            with a cache.
         overlap_swaps: whether copies run beside computation, or stop it.
         too_long: what becomes of requests that do not fit: see `fit_trace`.
         reading: further arguments of `load_trace`, such as `tokenizer`.
@@ -281,8 +283,7 @@ def simulate(
     numbers = _seeds(seeds)
     limit, limit_name = _limit(system, max_model_len)
     traces = [fit_trace(drawn, limit, too_long, limit_name=limit_name) for drawn in load.draws(numbers)]
-    if enable_prefix_caching is None:
-        enable_prefix_caching = traces[0].shares_prefixes
+    caches = traces[0].shares_prefixes if enable_prefix_caching is None else enable_prefix_caching
     config = SchedulerConfig(
         num_gpu_blocks=system.num_gpu_blocks,
         block_size=system.block_size,
@@ -290,13 +291,17 @@ def simulate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_host_blocks=system.num_host_blocks,
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=caches,
     )
     runs = []
     for name, make in chosen.items():
         for seed, drawn in zip(numbers, traces, strict=True):
             policy = make(system.costs)
-            own = config if policy.may_swap else dataclasses.replace(config, num_host_blocks=0)
+            own = dataclasses.replace(
+                config,
+                num_host_blocks=config.num_host_blocks if policy.may_swap else 0,
+                enable_prefix_caching=caches and (policy.shares_prefixes or enable_prefix_caching is True),
+            )
             result = play(drawn, own, policy, system.costs, overlap_swaps=overlap_swaps)
             runs.append(Run(name, seed, result, figures_of(result, drawn)))
     return Simulation(system, config, load.described(traces[0]), tuple(runs))
