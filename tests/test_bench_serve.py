@@ -225,6 +225,21 @@ def test_recorded_arrivals(tmp_path, capsys):
     )
 
 
+def test_prompts_of_a_trace_share_what_its_hashes_say(tmp_path):
+    rows = [
+        {"timestamp": 10 * number, "input_length": 600, "output_length": 2, "hash_ids": [1, 2 + number]}
+        for number in range(3)
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with FakeServer(as_asked) as server:
+        assert main(["bench", "serve", "--base-url", server.url, f"--trace={path}", "--num-warmups=0"]) == 0
+    prompts = [body["prompt"] for body in server.bodies]
+    assert [len(prompt) for prompt in prompts] == [600] * 3
+    assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[512:]) for prompt in prompts}) == 3
+
+
 def conversation():
     """Three turns of one conversation, and one of another."""
     return Trace(

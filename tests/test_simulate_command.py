@@ -1,14 +1,16 @@
 """`jaxllm.research.simulate` and its command: named settings, tables, pictures and errors."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scheduler_helpers import LinearCosts
+from test_predictors_store import PROFILE
 
 from jaxllm.cli.main import main
-from jaxllm.errors import CapacityError, ConfigError, RequestTooLargeError
+from jaxllm.errors import CapacityError, ConfigError, JaxllmError, RequestTooLargeError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
@@ -110,6 +112,38 @@ def test_costs_of_ones_own():
         make_system("llama-3-8b", costs="sillicon")
     with pytest.raises(ConfigError, match="or a CostModel"):
         make_system("llama-3-8b", costs=3)
+
+
+def test_a_profile_is_costs_and_names_its_model_and_device(tmp_path):
+    path = PROFILE.save(tmp_path)
+    system = make_system(costs=path)
+    assert (system.model, system.device) == (PROFILE.model, "H100-SXM")
+    assert system.source == f"the profile {path.name}"
+    assert system.costs.step_seconds(4, 100) == PROFILE.table.step_seconds(4, 100)
+    found = simulate(costs=path, policies="adaptive", num_prompts=4, output_len=4, num_gpu_blocks=32)
+    assert "on H100-SXM, seconds from the profile" in found.caption()
+    for asked, message in (
+        ({"device": "a100"}, "device is part of what a profile measured"),
+        ({"link": 1e9}, "link is part of what a profile measured"),
+        ({"tensor_parallel": 2}, "tensor_parallel is part of"),
+        ({"model": "llama-3-8b"}, "the profile was measured with model.name"),
+    ):
+        with pytest.raises(JaxllmError, match=message):
+            make_system(**({"costs": path} | asked))
+    unknown = dataclasses.replace(PROFILE, device="a toaster").save(tmp_path)
+    with pytest.raises(ConfigError, match="pass num_gpu_blocks"):
+        make_system(costs=unknown)
+    assert make_system(costs=unknown, num_gpu_blocks=9).device == "unknown"
+
+
+def test_figures_are_asked_for_by_names_that_are_there():
+    found = simulate(trace(), policies="vllm_v1,vllm", num_gpu_blocks=64)
+    with pytest.raises(ConfigError, match="policy 'paper' was not simulated; these were: vllm_v1, vllm"):
+        found.of("paper")
+    with pytest.raises(ConfigError, match="figure='speed' is unknown; choose from tokens_per_second"):
+        found.figure("vllm", "speed")
+    with pytest.raises(ConfigError, match="swaps is 0 in some run"):
+        found.over("vllm", "vllm_v1", "swaps")
 
 
 def test_seeds_give_intervals():
@@ -241,6 +275,10 @@ def test_requests_that_do_not_fit():
         ({"seeds": 0}, r"seeds must lie in \[1, 1000\]"),
         ({"seeds": [1, 1]}, "must be different"),
         ({"tokenizer": "x"}, "tokenizer: there is no file to read"),
+        ({"device": 3}, "device=3 must be a name"),
+        ({"model": 3}, "model=3 must be a published shape's name"),
+        ({"dataset": 3}, "dataset=3 is neither"),
+        ({"output_len": "long"}, "must be an integer, got 'long'"),
         ({"device": "a101"}, "device 'a101' is not in the table"),
         ({"policies": "adaptif"}, "did you mean adaptive"),
         ({"num_host_blocks": 1, "host_memory": 1e9}, "say the same"),

@@ -20,6 +20,7 @@ from jaxllm.research.simulator.load import Load
 from jaxllm.research.simulator.run import simulate as play
 from jaxllm.research.simulator.system import System, make_system
 from jaxllm.research.workloads import ArrivalProcess, LognormalLengths, PromptDataset, Trace, UniformLengths
+from jaxllm.research.workloads.checks import check_choice
 from jaxllm.research.workloads.fitting import TooLong, fit_trace
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
@@ -109,17 +110,39 @@ class Simulation:
         return tuple(dict.fromkeys(run.seed for run in self.runs))
 
     def of(self, policy: str) -> tuple[Run, ...]:
-        """The runs of a policy, by seed."""
-        return tuple(run for run in self.runs if run.policy == policy)
+        """The runs of a policy, by seed.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        found = tuple(run for run in self.runs if run.policy == policy)
+        if not found:
+            raise ConfigError(f"policy {policy!r} was not simulated; these were: {', '.join(self.policies)}")
+        return found
 
     def figure(self, policy: str, name: str) -> Interval:
-        """The mean over seeds of one of `FIGURES`, with its 95 % interval (Student's)."""
+        """The mean over seeds of one of `FIGURES`, with its 95 % interval (Student's).
+
+        Raises:
+            ConfigError: there is no such policy or figure.
+        """
+        check_choice("figure", name, tuple(FIGURES))
         return mean_interval([run.figures[name] for run in self.of(policy)])
 
     def over(self, policy: str, base: str, name: str = "tokens_per_second") -> Interval:
-        """The ratio of a figure to that of another policy on the same seeds, with its 95 % interval."""
-        pairs = zip(self.of(policy), self.of(base), strict=True)
-        return ratio_interval([one.figures[name] / other.figures[name] for one, other in pairs])
+        """The ratio of a figure to that of another policy on the same seeds, with its 95 % interval.
+
+        Raises:
+            ConfigError: there is no such policy or figure, or it is 0 in a run.
+        """
+        check_choice("figure", name, tuple(FIGURES))
+        pairs = [
+            (one.figures[name], other.figures[name])
+            for one, other in zip(self.of(policy), self.of(base), strict=True)
+        ]
+        if not all(min(pair) > 0 for pair in pairs):
+            raise ConfigError(f"{name} is 0 in some run, so that it has no ratio; look at figure() of each")
+        return ratio_interval([one / other for one, other in pairs])
 
     def table(self) -> str:
         """Markdown: a row for each policy, means and half their 95 % intervals over seeds."""
