@@ -2,6 +2,7 @@
 
     python scripts/reproduce_paper.py --samples benchmarks/profile-cpu-samples.json --out-dir out/paper
     python scripts/reproduce_paper.py --parts fig4 --requests 200 --out-dir out/quick
+    python scripts/reproduce_paper.py --model llama-3-8b --device h100 --gpu-blocks 512 --out-dir out/h100
     python scripts/reproduce_paper.py --executor jax --model DIR --requests 100 --out-dir out/real
     python scripts/reproduce_paper.py --executor jax --model opt-13b --load-format dummy --out-dir out/gpu
 
@@ -17,9 +18,11 @@ A800-80GB-PCIe from data-sheet constants and stated efficiencies (`jaxllm.predic
 `--costs silicon` kernels measured on an A100 (`jaxllm.predictors.silicon`; an A800 is one with a slower
 NVLink). Nothing is fitted to the paper's figures. With --samples it is as noisy as the profile they are from,
 and predictors are fitted to other noisy samples and corrected while they run, as the engine's are; without,
-predictions are exact. Interrupted, it goes on where it was (`cells.jsonl`). `--executor jax` runs the engine,
-in pools of the same size, on every --model: checkpoint folders, or with `--load-format dummy` folders that
-hold only a config.json, or names of the paper's models.
+predictions are exact. Other settings than the paper's are those of `jaxllm simulate`, in its words: any
+--model with a shape, --device, --link, --gpu-blocks, --host-blocks, --policies, and for fig4 a --trace in
+place of the data sets. Interrupted, it goes on where it was (`cells.jsonl`). `--executor jax` runs the
+engine, in pools of the same size, on every --model: checkpoint folders, or with `--load-format dummy` folders
+that hold only a config.json, or names of the paper's models.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 import time
@@ -42,12 +46,16 @@ from paper.cells import (
     DATASETS,
     MAX_NUM_SEQS,
     MODELS,
+    OWN,
     PARTS,
     PRESETS,
+    RECORDED,
     Cell,
     load_engine,
     make_cells,
+    policy_of,
     prompts_of,
+    recorded,
     run_cell,
     simulate_cell,
 )
@@ -55,15 +63,27 @@ from paper.control import control, time_control
 from paper.models import model_folder
 from paper.page import html_of
 from sweep.options import list_of
-from sweep.simulated import COSTS, DEVICE, MEASURED_DEVICE, Device, run_all
+from sweep.simulated import (
+    COSTS,
+    DEVICE,
+    MEASURED_DEVICE,
+    NUM_GPU_BLOCKS,
+    NUM_HOST_BLOCKS,
+    Device,
+    run_all,
+)
 
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.engine.scheduling import UnknownCosts
+from jaxllm.errors import CapacityError, ConfigError, RequestError
 from jaxllm.predictors.samples import load_samples
 from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.shapes import load_shape
 from jaxllm.research.workloads import parse_arrivals
 from jaxllm.system.output_files import NewFolder, OutputParser
 
 SIMULATED_ONLY = ("readings", "swap_both")
+OF_TRACES = ("fig4",)
+"""Parts that do not vary the outputs' lengths."""
 
 
 def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
@@ -106,8 +126,10 @@ def run_on_engine(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     return rows, facts
 
 
-def simulated_facts(samples: str | None, costs: str) -> str:
+def simulated_facts(args: argparse.Namespace) -> str:
     """What a simulation ran on."""
+    samples, costs = args.samples, args.costs
+    found = dataclasses.replace(simulated_device(args), samples=None)
     noise = (
         "Predictions know it exactly, so no loss here comes from wrong predictions."
         if samples is None
@@ -116,14 +138,28 @@ def simulated_facts(samples: str | None, costs: str) -> str:
         "what steps took, and by what copies took that ran beside them, as the engine's are."
     )
     device = (
-        f"a roofline, not a measurement. `{Device(MODELS[0]).costs()!r}`"
+        f"a roofline, not a measurement. `{found.costs()!r}`"
         if costs == "roofline"
-        else f"simulated from kernels measured on an {MEASURED_DEVICE} (`jaxllm.predictors.silicon`)"
+        else f"simulated from kernels measured on an {found.spec().name} (`jaxllm.predictors.silicon`)"
     )
     return (
         f"Device: {device}. {noise} Copies stop the device, as in the published systems, except under "
         "`adaptive`, which runs them beside computation."
     )
+
+
+def simulated_device(args: argparse.Namespace) -> Device:
+    """That of the first model."""
+    own = {name: getattr(args, name) for name in ("device", "link", "num_gpu_blocks", "num_host_blocks")}
+    return Device(args.models[0], source=args.costs, **own)
+
+
+def pools_of(args: argparse.Namespace) -> tuple[int, int]:
+    """Blocks of device and host."""
+    if args.executor != "sim":
+        return NUM_GPU_BLOCKS, NUM_HOST_BLOCKS
+    system = simulated_device(args).system()
+    return system.num_gpu_blocks, system.num_host_blocks
 
 
 def cells_of(args: argparse.Namespace, parts: Sequence[str], models: Sequence[str]) -> list[Cell]:
@@ -141,6 +177,7 @@ def cells_of(args: argparse.Namespace, parts: Sequence[str], models: Sequence[st
         samples=args.samples,
         data=args.data,
         costs=args.costs,
+        own={name: getattr(args, name) for name in OWN if getattr(args, name) is not None},
     )
 
 
@@ -150,7 +187,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", type=list_of(str), help="default: all that the executor has")
     parser.add_argument("--executor", choices=("sim", "jax"), default="sim")
     parser.add_argument(
-        "--model", dest="models", action="append", default=[], help="may be repeated; sim takes the paper's"
+        "--model",
+        dest="models",
+        action="append",
+        default=[],
+        help="may be repeated; with sim shapes by name or config.json (default: the paper's)",
     )
     parser.add_argument("--load-format", default="auto", help="with jax: dummy for random weights")
     parser.add_argument("--dtype", default="auto", help="with jax")
@@ -167,20 +208,32 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--arrivals",
         type=list_of(str),
-        default=f"{CLOSED_LOOP},all",
         help="all, poisson:RATE, gamma:RATE:CV, closed:CLIENTS[:THINK]; fig3 and the other parts that have "
-        "one take the first (default: %(default)s)",
+        "one take the first (default: " + f"{CLOSED_LOOP},all, or as --trace says)",
     )
     parser.add_argument(
-        "--presets", type=list_of(str), default=",".join(PRESETS), help="default: %(default)s"
+        "--presets",
+        "--policies",
+        type=list_of(str),
+        default=",".join(PRESETS),
+        help="also others, and module:attribute, where the part is not table3 (default: %(default)s)",
     )
+    own = parser.add_argument_group("with sim, other settings than the paper's; as of `jaxllm simulate`")
+    own.add_argument("--device", metavar="NAME", help=f"default: {DEVICE}, or {MEASURED_DEVICE} of silicon")
+    own.add_argument("--link", type=float, metavar="GB/s", help="that copies reach (default: the device's)")
+    own.add_argument("--gpu-blocks", dest="num_gpu_blocks", type=int, metavar="N", help="default: 128")
+    own.add_argument("--host-blocks", dest="num_host_blocks", type=int, metavar="N", help="default: 64")
+    own.add_argument("--trace", metavar="FILE", help="requests, in place of --datasets")
+    too_long = own.add_mutually_exclusive_group()
+    for way in ("clip", "skip"):
+        too_long.add_argument(f"--{way}", dest="too_long", action="store_const", const=way)
     parser.add_argument(
         "--batch-limits",
         type=list_of(int),
         help=f"of fig4, those within --max-num-seqs (default: {','.join(map(str, BATCH_LIMITS))})",
     )
     parser.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="default: %(default)s")
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--requests", type=int, help="default: 1000, or all of --trace")
     parser.add_argument(
         "--seeds", type=list_of(int), default="0", help="comma-separated (default: %(default)s)"
     )
@@ -194,9 +247,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
     )
     args = parser.parse_args(argv)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a user's own policy is imported from
     try:
         check(args)
-    except (ConfigError, RequestError) as error:
+    except (CapacityError, ConfigError, RequestError) as error:
         parser.error(str(error))
     return args
 
@@ -211,12 +266,12 @@ def check(args: argparse.Namespace) -> None:
     if not is_simulated and args.costs is not None:
         raise ConfigError("--costs is for --executor sim: the engine has its own")
     args.costs = args.costs or "roofline"
-    own = [part for part in PARTS if is_simulated or part not in SIMULATED_ONLY]
-    if args.costs == "silicon":  # readings vary a roofline's layout and host
-        own.remove("readings")
+    own = check_own(args, is_simulated)
     if args.parts is None:
         args.parts = own
-    for name, known in (("parts", own), ("datasets", DATASETS), ("presets", PRESETS)):
+    for preset in set(args.presets) - set(PRESETS):
+        policy_of(preset, UnknownCosts())
+    for name, known in (("parts", own), ("datasets", args.datasets if args.trace else DATASETS)):
         unknown = sorted(set(getattr(args, name)) - set(known))
         if unknown:
             raise ConfigError(f"--{name}: there is no {', '.join(unknown)}; choose of {', '.join(known)}")
@@ -227,8 +282,9 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--requests, --jobs and --max-num-seqs must be at least 1")
     if is_simulated:
         args.models = args.models or list(MODELS)
-        if not set(args.models) <= set(MODELS):
-            raise ConfigError(f"--model {args.models}: --executor sim has {', '.join(MODELS)}")
+        for model in args.models:
+            load_shape(model, "float16")
+        simulated_device(args).costs()
         if (args.load_format, args.dtype) != ("auto", "auto"):
             raise ConfigError("--load-format and --dtype are for --executor jax")
     elif not args.models:
@@ -247,7 +303,8 @@ def check(args: argparse.Namespace) -> None:
     if "table3" in args.parts and set(args.presets) != set(PRESETS):
         raise ConfigError("--parts table3 compares all presets: leave --presets out, or name other parts")
     for arrivals in args.arrivals:
-        parse_arrivals(arrivals)
+        if arrivals != RECORDED or not args.trace:
+            parse_arrivals(arrivals)
     if args.samples is not None:
         load_samples(args.samples)
     if args.measured is not None and not args.measured.is_dir():
@@ -263,6 +320,35 @@ def check(args: argparse.Namespace) -> None:
                 f"--data {item}: has {len(prompts_of(item))} prompts, --requests {args.requests}"
             )
     args.data = data
+
+
+def check_own(args: argparse.Namespace, is_simulated: bool) -> list[str]:
+    """Set what depends on the options that are not of the paper's setting; returns the parts that there are.
+
+    Raises:
+        ConfigError: the engine has no such options, or they are at odds.
+    """
+    parts = [part for part in PARTS if is_simulated or part not in SIMULATED_ONLY]
+    given = [
+        f"--{name.replace('_', '-').removeprefix('num-')}" for name in OWN if getattr(args, name) is not None
+    ]
+    if given and not is_simulated:
+        raise ConfigError(f"{', '.join(given)}: of --executor sim; the engine runs in the paper's pools")
+    if args.costs == "silicon":  # readings vary a roofline's layout and host
+        parts.remove("readings")
+    if args.link is not None:
+        args.link *= 1e9
+    arrivals = f"{CLOSED_LOOP},all"
+    if args.trace is not None:  # whose lengths are its own
+        parts = [part for part in parts if part in OF_TRACES]
+        trace = recorded(args.trace)
+        args.datasets, arrivals = [trace.name], RECORDED
+        args.requests = len(trace) if args.requests is None else args.requests
+    elif args.too_long is not None:
+        raise ConfigError(f"--{args.too_long} is of --trace: leave it out")
+    args.requests = 1000 if args.requests is None else args.requests
+    args.arrivals = arrivals.split(",") if args.arrivals is None else args.arrivals
+    return parts
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -281,11 +367,15 @@ def main(argv: list[str] | None = None) -> None:
         rows = [{**row, "part": cell.part} for row, cell in zip(found, cells, strict=True)]
         if "control" in args.parts:  # alone, after the other processes have ended
             rows += time_control(cells_of(args, ["control"], args.models))
-        facts = simulated_facts(args.samples, args.costs)
+        facts = simulated_facts(args)
     else:
         rows, facts = run_on_engine(args)
     lines = sections.introduction(
-        command, f"{facts} {sections.prompts(args.datasets, args.data)}", args.seeds, args.requests
+        command,
+        f"{facts} {sections.prompts(args.datasets, args.data, args.trace)}",
+        args.seeds,
+        args.requests,
+        pools_of(args),
     )
     behind = ["# AdaptiveLLM's evaluation: the long tables", "", "Of the runs of [report.md](report.md).", ""]
     if "table3" in args.parts:
@@ -302,7 +392,8 @@ def main(argv: list[str] | None = None) -> None:
         lines += control(rows, is_simulated)
     if args.measured is not None:
         lines += measured.measured(args.measured, folder)
-    lines += sections.datasets(args.data)
+    if args.trace is None:
+        lines += sections.datasets(args.data)
     behind += appendix.figures(rows)
     if "swap_both" in args.parts:
         behind += appendix.swapping(rows)
@@ -310,7 +401,7 @@ def main(argv: list[str] | None = None) -> None:
         behind += measured.candidates(args.measured)
     values = {
         "command": command,
-        "device": (MEASURED_DEVICE if args.costs == "silicon" else DEVICE) if is_simulated else facts,
+        "device": simulated_device(args).spec().name if is_simulated else facts,
         "seconds_of_last_start": round(time.perf_counter() - started, 1),
         "versions": {"jaxllm": version("jaxllm"), "python": sys.version.split()[0]},
         "cells": rows,

@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 import jax
 import plots
 from policies.cells import CHANGED, COMBINED, policy_of
-from sweep.intervals import interval
 from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
 
 from jaxllm import LLM
@@ -50,6 +49,7 @@ from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.table import TableCostModel
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.intervals import ratio_interval
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import Trace, UniformLengths, make_trace
 from jaxllm.research.workloads.result import RunResult
@@ -200,7 +200,7 @@ def ratios(row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     for prefix in ("", "simulated_"):
         for name, ours, theirs in (("speed", first, row), ("turnaround", row, first)):
             value = prefix + ("seconds" if name == "speed" else "weighted_turnaround")
-            found[prefix + name] = interval(
+            found[prefix + name] = ratio_interval(
                 [one / other for one, other in zip(ours[value], theirs[value], strict=True)]
             )
     return found
@@ -214,7 +214,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for one, other in itertools.combinations(rows, 2):
         real, simulated = (
-            interval([b / a for a, b in zip(one[name], other[name], strict=True)])
+            ratio_interval([b / a for a, b in zip(one[name], other[name], strict=True)])
             for name in ("seconds", "simulated_seconds")
         )
         is_decided = not real[1] <= 1.0 <= real[2]

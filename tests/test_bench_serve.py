@@ -225,6 +225,27 @@ def test_recorded_arrivals(tmp_path, capsys):
     )
 
 
+def test_prompts_of_a_trace_share_what_its_hashes_say(tmp_path, capsys):
+    rows = [
+        {"timestamp": 10 * number, "input_length": 600, "output_length": 2, "hash_ids": [1, 2 + number]}
+        for number in range(3)
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with FakeServer(as_asked) as server:
+        assert main(["bench", "serve", "--base-url", server.url, f"--trace={path}", "--num-warmups=0"]) == 0
+        capsys.readouterr()
+        command = ["bench", "serve", "--base-url", server.url, f"--trace={path}", "--max-model-len=500"]
+        assert main(command) == 2
+        assert "request 0 of trace 'mooncake' has 600 prompt and 2 output tokens" in one_error(capsys)
+        assert main([*command, "--clip", "--num-warmups=0"]) == 0
+    assert [len(body["prompt"]) for body in server.bodies[3:]] == [498] * 3
+    prompts = [body["prompt"] for body in server.bodies[:3]]
+    assert [len(prompt) for prompt in prompts] == [600] * 3
+    assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[512:]) for prompt in prompts}) == 3
+
+
 def conversation():
     """Three turns of one conversation, and one of another."""
     return Trace(
@@ -423,6 +444,8 @@ def test_a_run_that_fails_leaves_no_empty_file(tmp_path, capsys):
         (["--endpoint=chat"], "--tokenizer"),
         (["--send-text"], "--tokenizer"),
         (["--trace=t.json", "--arrivals=all"], "drop --arrivals"),
+        (["--trace=t.json", "--skip"], "--skip needs --max-model-len"),
+        (["--max-model-len=9"], "--max-model-len is of --trace"),
         (["--trace=t.json"], "cannot read"),
         (["--trace=t.csv"], "cannot read"),
         (["--column=text"], "--column is of --dataset"),

@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import sweep_engine
 import validate_simulator
-from sweep.intervals import interval
 from sweep.report import Place
 
 from jaxllm.engine.profiling import Profiler
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.table import TableAxes, TableCostModel
+from jaxllm.research.intervals import ratio_interval
 
 OPTIONS = ["--requests", "8", "--gpu-blocks", "12", "--host-blocks", "12", "--max-num-seqs", "4"]
 OPTIONS += ["--profile-seconds", "1"]
@@ -104,7 +104,7 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     first, second = (row["over_first"] for row in report["rows"])
     assert first["speed"] == first["turnaround"] == [1.0, 1.0, 1.0]
     speeds = [one / other for one, other in zip(*(row["seconds"] for row in report["rows"]), strict=True)]
-    assert second["speed"] == pytest.approx(interval(speeds), rel=1e-4)
+    assert second["speed"] == pytest.approx(ratio_interval(speeds), rel=1e-4)
     assert capsys.readouterr().out.startswith("vllm: real ")
 
 
@@ -157,10 +157,10 @@ def test_simulations_take_the_mean_of_what_was_measured():
 
 
 def test_an_interval_is_students():
-    mean, low, high = interval([1.0, 4.0])
+    mean, low, high = ratio_interval([1.0, 4.0])
     assert mean == pytest.approx(2.0)
     assert (low, high) == pytest.approx((2.0 / 2**12.706, 2.0 * 2**12.706), rel=1e-3)
-    assert interval([3.0]) == (pytest.approx(3.0), 0.0, float("inf"))
+    assert ratio_interval([3.0]) == (pytest.approx(3.0), 0.0, float("inf"))
 
 
 @pytest.mark.parametrize(

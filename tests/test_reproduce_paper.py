@@ -21,11 +21,12 @@ from paper.report import Cells
 from paper.report_readings import nearest
 
 from jaxllm.engine.costs import shape_of
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, RequestTooLargeError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.samples import save_samples
+from jaxllm.research import simulate
 from jaxllm.research.workloads import make_trace
 
 
@@ -45,7 +46,11 @@ def test_the_evaluation_runs_on_measured_kernels(tmp_path):
     assert {cell["costs"] for cell in results["cells"]} == {"silicon"}
     vllm = next(cell for cell in results["cells"] if cell["preset"] == "vllm")
     same = paper.cells.Cell(
-        **{field.name: vllm[field.name] for field in dataclasses.fields(paper.cells.Cell)}
+        **{
+            field.name: vllm[field.name]
+            for field in dataclasses.fields(paper.cells.Cell)
+            if field.name in vllm
+        }
     )
     on_roofline = paper.cells.simulate_cell(dataclasses.replace(same, costs="roofline"))
     assert on_roofline["output_tokens_per_second"] != vllm["output_tokens_per_second"]
@@ -192,7 +197,7 @@ def test_a_choice_of_presets_limits_and_arrivals(tmp_path, capsys):
     assert "### Poisson arrivals, 3 a second" in report
     for wrong, message in (
         (["--batch-limits", "48", "--parts", "fig4"], "choose of (8, 16"),
-        (["--presets", "mine"], "there is no mine"),
+        (["--presets", "mine"], "there is no preset 'mine'"),
         (["--presets", "vllm"], "table3 compares all presets"),
         (["--arrivals", "closed:0"], "num_clients must lie in"),
         (["--data", "alpaca=x:y:z"], "write NAME=FILE:COLUMN:TOKENIZER, of chatbot"),
@@ -367,7 +372,7 @@ def test_wrong_arguments(tmp_path, capsys):
         (["--parts", "table4"], "there is no table4"),
         (["--executor", "jax"], "--executor jax needs --model"),
         (["--executor", "jax", "--model", "x", "--parts", "readings"], "there is no readings"),
-        (["--model", "x"], "--executor sim has opt-13b"),
+        (["--model", "x"], "published shapes: opt-13b"),
         (["--dtype", "float16"], "are for --executor jax"),
         (["--jobs", "0"], "must be at least 1"),
         (["--seeds", "a"], "--seeds: 'a' is no list with commas"),
@@ -422,3 +427,64 @@ def test_prompts_are_cut_to_a_models_positions():
     assert paper.cells.fitting(trace, 4096).prompt_lens.tolist() == trace.prompt_lens.tolist()
     with pytest.raises(ConfigError, match="leave no prompt in 64 positions"):
         paper.cells.fitting(trace, 64)
+
+
+def fig4_rows(folder, *options):
+    chosen = ["--parts", "fig4", "--requests", "12", "--jobs", "1", "--batch-limits", "8", *options]
+    reproduce_paper.main([*chosen, "--overwrite", "--out-dir", str(folder)])
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_settings_other_than_the_papers(tmp_path):
+    options = ["--model", "llama-3-8b", "--datasets", "summary", "--arrivals", "all"]
+    own = ["--device", "h100", "--link", "20", "--gpu-blocks", "40", "--host-blocks", "16"]
+    results = fig4_rows(tmp_path / "own", *options, *own, "--policies", "vllm_v1,hicache")
+    assert results["device"] == "H100-SXM"
+    found = {cell["preset"]: cell for cell in results["cells"]}
+    assert found.keys() == {"vllm_v1", "hicache"}
+    cell = found["vllm_v1"]
+    assert (cell["num_gpu_blocks"], cell["num_host_blocks"], cell["link"]) == (40, 16, 20e9)
+    assert "trace" not in cell
+    report = (tmp_path / "own" / "report.md").read_text()
+    assert "40 device and 16 host blocks" in report
+    assert "H100-SXM" in report
+    alone = fig4_rows(tmp_path / "alone", *options, "--policies", "vllm_v1")["cells"][0]
+    assert not set(paper.cells.OWN) & alone.keys()
+    assert alone["output_tokens_per_second"] != cell["output_tokens_per_second"]
+
+
+def test_the_evaluation_takes_a_trace_and_the_commands_machinery(tmp_path, capsys):
+    rows = [
+        {"timestamp": number / 4, "input_length": 20 + number, "output_length": 9} for number in range(12)
+    ]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--model", "opt-13b", "--trace", str(path), "--policies", "vllm_v1"]
+    (cell,) = fig4_rows(tmp_path / "out", *options)["cells"]
+    assert (cell["dataset"], cell["arrivals"]) == ("mine", "recorded")
+    assert "### Arrivals as recorded" in (tmp_path / "out" / "report.md").read_text()
+    found = simulate(
+        path,
+        model="opt-13b",
+        dtype="float16",
+        device="A800-80GB-PCIe",
+        costs="roofline",
+        policies="vllm_v1",
+        num_gpu_blocks=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=2560,
+        overlap_swaps=False,
+    )
+    assert cell["output_tokens_per_second"] == pytest.approx(found.runs[0].figures["tokens_per_second"])
+    for wrong, message in (
+        (["--parts", "fig3"], "there is no fig3"),
+        (["--gpu-blocks", "2"], "--clip"),
+        (["--policies", "nobody"], "there is no preset 'nobody'"),
+        (["--device", "h101"], "is not in the table"),
+        (["--executor", "jax"], "--trace: of --executor sim"),
+    ):
+        with pytest.raises((SystemExit, RequestTooLargeError)) as raised:
+            fig4_rows(tmp_path / "wrong", *options, *wrong)
+        assert message in f"{capsys.readouterr().err} {raised.value}"
+    clipped = fig4_rows(tmp_path / "clipped", *options, "--gpu-blocks", "2", "--clip")["cells"][0]
+    assert (clipped["num_gpu_blocks"], clipped["too_long"]) == (2, "clip")

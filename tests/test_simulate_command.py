@@ -1,14 +1,16 @@
 """`jaxllm.research.simulate` and its command: named settings, tables, pictures and errors."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scheduler_helpers import LinearCosts
+from test_predictors_store import PROFILE
 
 from jaxllm.cli.main import main
-from jaxllm.errors import CapacityError, ConfigError, RequestTooLargeError
+from jaxllm.errors import CapacityError, ConfigError, JaxllmError, RequestTooLargeError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
@@ -20,7 +22,7 @@ from jaxllm.research.simulator.drawing import queue_of
 from jaxllm.research.simulator.gpu import pool_blocks
 from jaxllm.research.simulator.study import FIGURES, policies_of
 from jaxllm.research.simulator.system import make_system
-from jaxllm.research.workloads import Poisson, Trace, UniformLengths, make_trace
+from jaxllm.research.workloads import Poisson, Trace, UniformLengths, make_conversations, make_trace
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import LeastUrgentVictim, SchedulerPolicy
 from jaxllm.sched.presets import make_preset
@@ -112,6 +114,38 @@ def test_costs_of_ones_own():
         make_system("llama-3-8b", costs=3)
 
 
+def test_a_profile_is_costs_and_names_its_model_and_device(tmp_path):
+    path = PROFILE.save(tmp_path)
+    system = make_system(costs=path)
+    assert (system.model, system.device) == (PROFILE.model, "H100-SXM")
+    assert system.source == f"the profile {path.name}"
+    assert system.costs.step_seconds(4, 100) == PROFILE.table.step_seconds(4, 100)
+    found = simulate(costs=path, policies="adaptive", num_prompts=4, output_len=4, num_gpu_blocks=32)
+    assert "on H100-SXM, seconds from the profile" in found.caption()
+    for asked, message in (
+        ({"device": "a100"}, "device is part of what a profile measured"),
+        ({"link": 1e9}, "link is part of what a profile measured"),
+        ({"tensor_parallel": 2}, "tensor_parallel is part of"),
+        ({"model": "llama-3-8b"}, "the profile was measured with model.name"),
+    ):
+        with pytest.raises(JaxllmError, match=message):
+            make_system(**({"costs": path} | asked))
+    unknown = dataclasses.replace(PROFILE, device="a toaster").save(tmp_path)
+    with pytest.raises(ConfigError, match="pass num_gpu_blocks"):
+        make_system(costs=unknown)
+    assert make_system(costs=unknown, num_gpu_blocks=9).device == "unknown"
+
+
+def test_figures_are_asked_for_by_names_that_are_there():
+    found = simulate(trace(), policies="vllm_v1,vllm", num_gpu_blocks=64)
+    with pytest.raises(ConfigError, match="policy 'paper' was not simulated; these were: vllm_v1, vllm"):
+        found.of("paper")
+    with pytest.raises(ConfigError, match="figure='speed' is unknown; choose from tokens_per_second"):
+        found.figure("vllm", "speed")
+    with pytest.raises(ConfigError, match="swaps is 0 in some run"):
+        found.over("vllm", "vllm_v1", "swaps")
+
+
 def test_seeds_give_intervals():
     found = simulate(seeds=3, policies="vllm_v1,vllm", arrivals="poisson:20", **SMALL)
     assert found.seeds == (0, 1, 2)
@@ -156,6 +190,24 @@ def test_a_rate_stretches_a_trace_or_is_poisson():
     assert max(under_way) == 2
 
 
+def test_conversations_begin_at_a_rate():
+    said = UniformLengths(shortest=5, longest=20)
+    talks = make_conversations(8, messages=said, answers=said, mean_turns=3, mean_think=0.1)
+    found = simulate(talks, rate=2, seeds=2, policies="vllm_v1", num_gpu_blocks=64)
+    firsts = talks.follows < 0
+    began = [run.result.arrival_times[firsts] for run in found.runs]
+    for run, times in zip(found.runs, began, strict=True):
+        assert np.all(np.diff(times) >= 0)
+        assert np.all(np.diff(times) > 0) or len(times) == 1
+        after = run.result.arrival_times[~firsts] >= run.result.finish_times[talks.follows[~firsts]]
+        assert after.all()
+    assert not np.array_equal(*began)
+    with pytest.raises(ConfigError, match="come after each other"):
+        simulate(talks, closed=2, num_gpu_blocks=64)
+    with pytest.raises(ConfigError, match="another seed changes nothing"):
+        simulate(talks, seeds=2, num_gpu_blocks=64)
+
+
 def test_prefixes_are_cached_where_prompts_share_them():
     named = trace(prompt_lens=np.full(6, 40), hash_ids=[(7, index) for index in range(6)], hash_block_len=32)
     found = simulate(named, policies="vllm_v1", num_gpu_blocks=64)
@@ -163,6 +215,10 @@ def test_prefixes_are_cached_where_prompts_share_them():
     assert found.runs[0].figures["cached_share"] == 5 * 32 / 240
     assert "found in the cache" in found.table()
     assert "found in the cache" not in simulate(trace(), policies="vllm_v1", num_gpu_blocks=64).table()
+    both = simulate(named, policies="vllm,vllm_v1", num_gpu_blocks=64)
+    assert [run.figures["cached_share"] for run in both.runs] == [0, 5 * 32 / 240]
+    with pytest.raises(ConfigError, match="plans without a prefix cache"):
+        simulate(named, policies="vllm", num_gpu_blocks=64, enable_prefix_caching=True)
     without = simulate(named, policies="vllm_v1", num_gpu_blocks=64, enable_prefix_caching=False)
     assert without.runs[0].figures["cached_share"] == 0
 
@@ -219,6 +275,10 @@ def test_requests_that_do_not_fit():
         ({"seeds": 0}, r"seeds must lie in \[1, 1000\]"),
         ({"seeds": [1, 1]}, "must be different"),
         ({"tokenizer": "x"}, "tokenizer: there is no file to read"),
+        ({"device": 3}, "device=3 must be a name"),
+        ({"model": 3}, "model=3 must be a published shape's name"),
+        ({"dataset": 3}, "dataset=3 is neither"),
+        ({"output_len": "long"}, "must be an integer, got 'long'"),
         ({"device": "a101"}, "device 'a101' is not in the table"),
         ({"policies": "adaptif"}, "did you mean adaptive"),
         ({"num_host_blocks": 1, "host_memory": 1e9}, "say the same"),

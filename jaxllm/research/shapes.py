@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxllm.errors import ConfigError, did_you_mean
+from jaxllm.errors import ConfigError, did_you_mean, shown
 from jaxllm.predictors.base import MODEL_SHAPES, ModelShape, model_shape
 from jaxllm.system.dtypes import dtype_of
 
@@ -34,6 +34,11 @@ def read_model(model: str | os.PathLike[str], dtype: str) -> tuple[ModelConfig |
     Raises:
         ConfigError: as `load_shape`.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"model={shown(model)} must be a published shape's name, a checkpoint or a config.json; such as "
+            "'llama-3-8b'"
+        )
     name, dtype = os.fspath(model), dtype_of("dtype", dtype)
     path = Path(name)
     if name in MODEL_SHAPES and not path.exists():

@@ -22,7 +22,16 @@ from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS
-from jaxllm.research.workloads import PromptDataset, Trace, load_dataset_file, make_trace, parse_arrivals
+from jaxllm.research.simulator.load import sent
+from jaxllm.research.workloads import (
+    PromptDataset,
+    Trace,
+    fit_trace,
+    load_dataset_file,
+    load_trace,
+    make_trace,
+    parse_arrivals,
+)
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import (
     AdaptiveAction,
@@ -122,6 +131,10 @@ class Reading(NamedTuple):
 
 
 _EAGER = 15e-3
+OWN = ("device", "link", "num_gpu_blocks", "num_host_blocks", "trace", "too_long")
+"""Fields of a `Cell` that are of settings other than the paper's."""
+RECORDED = "recorded"
+"""Arrivals of a trace, as they are."""
 READINGS = (
     Reading("scheduler and strategy, all at once", "paper", "all", "all requests sent before the first step"),
     Reading(
@@ -184,7 +197,9 @@ READINGS = (
 class Cell:
     """One run; `layout`, `overhead` and `overlap` as in `Reading`, `data` as for `prompts_of`.
 
-    `costs` is the simulated device's (`sweep.simulated.COSTS`).
+    `costs` is the simulated device's (`sweep.simulated.COSTS`). What follows it is None in the paper's own
+    setting: the device's name, the bytes per second of its link, its pools, and a trace's file in place of a
+    data set, with what becomes of its requests that are too long (`fit_trace`).
     """
 
     part: str
@@ -203,6 +218,32 @@ class Cell:
     layout: str = "block"
     overhead: float = DEFAULT_STEP_OVERHEAD_SECONDS
     costs: str = "roofline"
+    device: str | None = None
+    link: float | None = None
+    num_gpu_blocks: int | None = None
+    num_host_blocks: int | None = None
+    trace: str | None = None
+    too_long: str | None = None
+
+    def simulated(self) -> Device:
+        """What it runs on."""
+        return Device(
+            self.model,
+            self.layout,
+            step_overhead=self.overhead,
+            samples=self.samples,
+            seed=self.seed,
+            source=self.costs,
+            device=self.device,
+            link=self.link,
+            num_gpu_blocks=self.num_gpu_blocks,
+            num_host_blocks=self.num_host_blocks,
+        )
+
+    def values(self) -> dict[str, Any]:
+        """Its fields, without those of settings other than the paper's where it has none."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if name not in OWN or value is not None}
 
 
 def make_cells(
@@ -219,8 +260,9 @@ def make_cells(
     samples: str | None = None,
     data: Mapping[str, str] = MappingProxyType({}),
     costs: str = "roofline",
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Cell]:
-    """Every run of the parts (`PARTS`); `data` has files of prompts by data set.
+    """Every run of the parts (`PARTS`); `data` has files of prompts by data set, `own` of `OWN` what is set.
 
     Fig. 4 has all models for the first of the arrivals, and the first model for the others.
     """
@@ -248,6 +290,7 @@ def make_cells(
                     samples=samples,
                     data=data.get(dataset),
                     costs=costs,
+                    **own,
                     **changes,
                 )
             )
@@ -298,7 +341,19 @@ def prompts_of(data: str) -> PromptDataset:
     return load_dataset_file(path, rest[0], tokenizer, max_prompt_len=MAX_PROMPT_LEN, on_bad="skip")
 
 
+@functools.lru_cache(maxsize=2)
+def recorded(path: str) -> Trace:
+    """The trace of a file."""
+    return load_trace(path)
+
+
 def _trace(cell: Cell) -> Trace:
+    if cell.trace is not None:
+        found = recorded(cell.trace)
+        found = found.head(min(cell.num_requests, len(found)))
+        pool = cell.simulated().system().num_gpu_blocks * BLOCK_SIZE
+        found = fit_trace(found, pool, cell.too_long or "raise", limit_name="--gpu-blocks x block size")
+        return found if cell.arrivals == RECORDED else sent(found, cell.arrivals, cell.seed)
     return make_trace(
         cell.dataset if cell.data is None else prompts_of(cell.data),
         cell.num_requests,
@@ -332,23 +387,17 @@ def fitting(trace: Trace, max_model_len: int) -> Trace:
 
 def simulate_cell(cell: Cell, *, is_table: bool = False) -> dict[str, Any]:
     """Simulate one cell; the result holds its fields and the summary; `is_table` as in `Device.run`."""
-    device = Device(
-        cell.model,
-        cell.layout,
-        step_overhead=cell.overhead,
-        samples=cell.samples,
-        seed=cell.seed,
-        source=cell.costs,
-    )
-    result = device.run(
-        _trace(cell),
+    trace = _trace(cell)
+    result = cell.simulated().run(
+        trace,
         lambda costs: policy_of(cell.preset, costs),
         overlap=cell.overlap,
         max_num_seqs=cell.max_num_seqs,
         is_table=is_table,
+        caches=cell.trace is not None and trace.shares_prefixes,
     )
     return {
-        **dataclasses.asdict(cell),
+        **cell.values(),
         **result.summary(),
         "scheduling_seconds": result.scheduling_seconds,
     }
@@ -375,7 +424,7 @@ def run_cell(cell: Cell, llm: LLM) -> dict[str, Any]:
     policy = policy_of(cell.preset, costs)
     result = replay(llm, trace, config, policy, costs=costs, ledger=Ledger())
     return {
-        **dataclasses.asdict(cell),
+        **cell.values(),
         **{"overlap": True, "layout": None, "overhead": None, "costs": None},
         **result.summary(),
         "num_cut": int((trace.prompt_lens < asked.prompt_lens).sum()),

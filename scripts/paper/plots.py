@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from plots import COLOURS
+
 from paper import published
 from paper.cells import PRESETS
 
@@ -85,11 +87,13 @@ def grid(
     figure, panels = pyplot.subplots(
         len(models), len(datasets), figsize=size, layout="constrained", squeeze=False, sharex=True
     )
-    presets = [preset for preset in PRESETS if preset in cells.values("preset")]
+    known = cells.values("preset")
+    presets = [*(one for one in PRESETS if one in known), *(one for one in known if one not in PRESETS)]
+    others = {one: (COLOURS[place % len(COLOURS)], "x", one) for place, one in enumerate(presets)}
     for model, row in zip(models, panels, strict=True):
         for dataset, panel in zip(datasets, row, strict=True):
             for preset in presets:
-                color, marker, label = STYLES[preset]
+                color, marker, label = STYLES.get(preset) or others[preset]
                 group = {"model": model, "dataset": dataset, "preset": preset}
                 ys = [cells.median(y[0], **group, **{x[0]: value}) for value in values]
                 panel.plot(values, ys, color=color, marker=marker, markersize=4, linewidth=1.3, label=label)

@@ -14,7 +14,7 @@ from sweep.simulated import BLOCK_SIZE, NUM_GPU_BLOCKS, NUM_HOST_BLOCKS
 from jaxllm.research.workloads import DATASETS as SHAPES
 from paper import published
 from paper.bound import most_tokens_per_second
-from paper.cells import PRESETS, prompts_of
+from paper.cells import OWN, PRESETS, prompts_of, recorded
 
 Row = Mapping[str, Any]
 RATE, TURNAROUND = "output_tokens_per_second", "mean_weighted_turnaround"
@@ -47,13 +47,19 @@ class Cells:
         return list(itertools.product(self.values("model"), self.values("dataset")))
 
 
-def introduction(command: str, facts: str, seeds: Sequence[int], requests: int) -> list[str]:
-    """What was run."""
+def introduction(
+    command: str,
+    facts: str,
+    seeds: Sequence[int],
+    requests: int,
+    pools: tuple[int, int] = (NUM_GPU_BLOCKS, NUM_HOST_BLOCKS),
+) -> list[str]:
+    """What was run; `pools` are blocks of device and host."""
     return [
         "# AdaptiveLLM's evaluation",
         "",
         f"Command: `{command}`. {requests} requests a run; seeds {list(seeds)}, medians over them. "
-        f"{NUM_GPU_BLOCKS} device and {NUM_HOST_BLOCKS} host blocks of {BLOCK_SIZE} tokens.",
+        f"{pools[0]} device and {pools[1]} host blocks of {BLOCK_SIZE} tokens.",
         "",
         facts,
         "",
@@ -69,8 +75,10 @@ def introduction(command: str, facts: str, seeds: Sequence[int], requests: int) 
     ]
 
 
-def prompts(datasets: Sequence[str], data: Mapping[str, str]) -> str:
-    """Where the prompts are from; `data` has files by data set, as for `prompts_of`."""
+def prompts(datasets: Sequence[str], data: Mapping[str, str], trace: str | None = None) -> str:
+    """Where the prompts are from; `data` has files by data set, as for `prompts_of`, `trace` a file."""
+    if trace is not None:
+        return f"Requests of {', '.join(datasets)}: {'; '.join(recorded(trace).notes)}."
     found = [f"{name}: {_of_file(data[name])}" for name in datasets if name in data]
     assumed = [name for name in datasets if name not in data]
     if assumed:
@@ -181,7 +189,8 @@ def memory_bound(cells: Cells, max_output_len: int = 64) -> float | None:
     """Output tokens/s, median over seeds; None for models and data that are not the paper's."""
     found = {}
     for row in cells.rows:
-        if row["model"] not in published.TABLE3 or row["data"] is not None:
+        is_own = any(row.get(name) is not None for name in OWN)
+        if row["model"] not in published.TABLE3 or row["data"] is not None or is_own:
             return None
         of_row = row["model"], row["dataset"], row["outputs"], row["num_requests"], row["seed"]
         source = row["costs"] or "roofline"

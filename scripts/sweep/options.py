@@ -47,4 +47,4 @@ def in_words(arrivals: str) -> str:
         return f"Poisson arrivals, {numbers[0]} a second"
     if kind == "gamma":
         return f"gamma arrivals, {numbers[0]} a second, coefficient of variation {numbers[1]}"
-    return "all requests at once"
+    return "arrivals as recorded" if kind == "recorded" else "all requests at once"

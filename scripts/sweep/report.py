@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from jaxllm.research.intervals import ratio_interval
 from sweep.cells import MORE_REQUESTS, ORACLE_HOST_BLOCKS
-from sweep.intervals import interval
 from sweep.options import in_words
 from sweep.simulated import BLOCK_SIZE, DEVICE, NUM_GPU_BLOCKS
 
@@ -57,7 +57,7 @@ class Place:
     def interval(self, action: str, other: str) -> tuple[float, float, float]:
         """Geometric mean over seeds of the ratio of throughputs, and the ends of its 95 % interval."""
         rates, others = self.rates[action], self.rates[other]
-        return interval([rates[seed] / others[seed] for seed in rates])
+        return ratio_interval([rates[seed] / others[seed] for seed in rates])
 
     @property
     def advantage(self) -> float:

@@ -1,4 +1,4 @@
-"""A simulated A800 with the paper's pools, its noise, and runs on it that an interruption does not lose."""
+"""A simulated device, by default an A800 with the paper's pools; runs that an interruption does not lose."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jaxllm
-from jaxllm.predictors.base import CostModel, model_shape
-from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.base import CostModel, ModelShape
+from jaxllm.predictors.devices import DeviceSpec, device_spec
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.roofline import DEFAULT_STEP_OVERHEAD_SECONDS, RooflineCostModel
-from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.predictors.table import TableAxes, TableCostModel
+from jaxllm.research.shapes import load_shape
 from jaxllm.research.simulator.fitted import noise_and_predictor
 from jaxllm.research.simulator.run import simulate
+from jaxllm.research.simulator.system import System, make_system
 from jaxllm.research.simulator.truth import Residuals
 from jaxllm.research.workloads import Trace
 from jaxllm.research.workloads.result import RunResult
@@ -50,6 +51,9 @@ class Device:
         samples: file of a real profile's measurements, whose noise to take; None for none.
         seed: of the noise, and of what the predictors are fitted to.
         source: of the costs, of `COSTS`; measured kernels have only the layout "block".
+        device: its name; None is an A800, or of measured kernels an A100.
+        link: bytes per second that copies reach, before `link_speed`; None is the device's.
+        num_gpu_blocks, num_host_blocks: its pools; None are the paper's.
     """
 
     model: str
@@ -59,19 +63,35 @@ class Device:
     samples: str | None = None
     seed: int = 0
     source: str = "roofline"
+    device: str | None = None
+    link: float | None = None
+    num_gpu_blocks: int | None = None
+    num_host_blocks: int | None = None
 
-    def costs(self) -> RooflineCostModel | SiliconCostModel:
-        """Without noise."""
-        if self.source == "silicon":
-            return _silicon(self.model, self.link_speed)
-        shape, device = model_shape(self.model), device_spec(DEVICE)
-        return RooflineCostModel(
-            shape,
-            dataclasses.replace(device, host_bandwidth=device.host_bandwidth * self.link_speed),
-            block_size=BLOCK_SIZE,
-            step_overhead_seconds=self.step_overhead,
-            pieces_per_block=2 * shape.num_layers if self.layout == "layer" else 0,
+    @property
+    def shape(self) -> ModelShape:
+        """The model's, in 16 bits."""
+        return load_shape(self.model, "float16")
+
+    def spec(self) -> DeviceSpec:
+        """The device, from the table."""
+        return device_spec(self.device or (MEASURED_DEVICE if self.source == "silicon" else DEVICE))
+
+    def system(self) -> System:
+        """What `jaxllm.research.simulate` runs on, too; without noise."""
+        pools = self.num_gpu_blocks, self.num_host_blocks
+        filled = dataclasses.replace(
+            self,
+            samples=None,
+            seed=0,
+            num_gpu_blocks=NUM_GPU_BLOCKS if pools[0] is None else pools[0],
+            num_host_blocks=NUM_HOST_BLOCKS if pools[1] is None else pools[1],
         )
+        return _system(filled)
+
+    def costs(self) -> CostModel:
+        """Without noise."""
+        return self.system().costs
 
     def run(
         self,
@@ -79,32 +99,37 @@ class Device:
         policy: Callable[[CostModel], SchedulingPolicy],
         *,
         overlap: bool,
-        num_host_blocks: int = NUM_HOST_BLOCKS,
+        num_host_blocks: int | None = None,
         max_num_seqs: int = MAX_NUM_SEQS,
         is_table: bool = False,
+        caches: bool = False,
     ) -> RunResult:
         """Simulate; the policy knows costs through predictors alone, corrected while it runs.
 
         Without noise costs are known exactly; with `is_table`, be there noise or not, through a table of
-        them, which is what an engine looks costs up in.
+        them, which is what an engine looks costs up in. With `caches` policies that can have a prefix cache.
         """
         residuals, predicted = _noise_and_predictor(self)
         if is_table:
             predicted = _table(self)
         calibration = OnlineCalibration(predicted) if is_table or self.samples is not None else None
+        system = self.system()
         config = SchedulerConfig(
-            num_gpu_blocks=NUM_GPU_BLOCKS,
-            block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
+            num_gpu_blocks=system.num_gpu_blocks,
+            block_size=system.block_size,
+            max_model_len=max(MAX_MODEL_LEN, int((trace.prompt_lens + trace.output_lens).max())),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            num_host_blocks=num_host_blocks,
+            num_host_blocks=system.num_host_blocks if num_host_blocks is None else num_host_blocks,
         )
+        chosen = policy(calibration or predicted)
+        if caches and chosen.shares_prefixes:
+            config = dataclasses.replace(config, enable_prefix_caching=True)
         return simulate(
             trace,
             config,
-            policy(calibration or predicted),
-            self.costs(),
+            chosen,
+            system.costs,
             overlap_swaps=overlap,
             residuals=residuals,
             calibration=calibration,
@@ -117,20 +142,42 @@ def noise_of(device: Device) -> Residuals:
 
 
 @functools.lru_cache(maxsize=8)
-def _silicon(model: str, link_speed: float) -> SiliconCostModel:
-    link = device_spec(MEASURED_DEVICE).copied_per_second * link_speed
-    return SiliconCostModel(model_shape(model), MEASURED_DEVICE, block_size=BLOCK_SIZE, link=link)
+def _system(device: Device) -> System:
+    spec, link = device.spec(), device.link
+    costs: CostModel | str = device.source
+    if device.source == "silicon":
+        link = (spec.copied_per_second if link is None else link) * device.link_speed
+    else:
+        rate = (spec.host_bandwidth if link is None else link) * device.link_speed
+        costs = RooflineCostModel(
+            device.shape,
+            dataclasses.replace(spec, host_bandwidth=rate),
+            block_size=BLOCK_SIZE,
+            link_efficiency=None if link is None else 1.0,
+            step_overhead_seconds=device.step_overhead,
+            pieces_per_block=2 * device.shape.num_layers if device.layout == "layer" else 0,
+        )
+        link = None
+    return make_system(
+        device.shape,
+        device=spec,
+        costs=costs,
+        link=link,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=device.num_gpu_blocks,
+        num_host_blocks=device.num_host_blocks,
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def _noise_and_predictor(device: Device) -> tuple[Residuals, CostModel]:
     return noise_and_predictor(
         device.costs(),
-        model_shape(device.model),
+        device.shape,
         device.samples,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_num_seqs=MAX_NUM_SEQS,
-        num_gpu_blocks=NUM_GPU_BLOCKS,
+        num_gpu_blocks=device.system().num_gpu_blocks,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         seed=device.seed,
@@ -139,11 +186,12 @@ def _noise_and_predictor(device: Device) -> tuple[Residuals, CostModel]:
 
 @functools.lru_cache(maxsize=8)
 def _table(device: Device) -> TableCostModel:
+    num_gpu_blocks = device.system().num_gpu_blocks
     axes = TableAxes.geometric(
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_num_seqs=MAX_NUM_SEQS,
-        max_context_tokens=NUM_GPU_BLOCKS * BLOCK_SIZE,
-        max_num_blocks=NUM_GPU_BLOCKS,
+        max_context_tokens=num_gpu_blocks * BLOCK_SIZE,
+        max_num_blocks=num_gpu_blocks,
         max_prefill_context_tokens=MAX_MODEL_LEN,
     )
     return TableCostModel.distil(device.costs(), axes)
@@ -214,7 +262,7 @@ def source_files() -> list[pathlib.Path]:
 
 def _files_hash(cells: Sequence[Any]) -> str:
     """Of what the files hold that cells name."""
-    named = {getattr(cell, "samples", None) for cell in cells}
+    named = {getattr(cell, field, None) for cell in cells for field in ("samples", "trace")}
     for data in {getattr(cell, "data", None) for cell in cells} - {None}:
         file, _, tokenizer = data.rsplit(":", 2)
         named |= {file, *map(str, pathlib.Path(tokenizer).glob("tokenizer*"))}

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.research.workloads import load_trace
 from jaxllm.sampling.params import SamplingParams
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 16
@@ -36,6 +37,9 @@ def benchmark(url, run_client, tmp_path):
             for request in one["requests"]["successful"]:
                 assert request["output_tokens"] == OUTPUT_TOKENS
                 assert request["input_metrics"]["text_tokens"] == request["prompt_tokens"]
+        trace = load_trace(tmp_path / "report.json", benchmark=0)
+        rows = sorted(parts[0]["requests"]["successful"], key=lambda row: row["request_start_time"])
+        assert trace.prompt_lens.tolist() == [row["prompt_tokens"] for row in rows]
         return parts
 
     return run

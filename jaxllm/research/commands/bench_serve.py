@@ -73,6 +73,7 @@ _WHERE: _Options = {
 }
 _WORKLOAD: _Options = {
     "trace": (str, None, "FILE", "recorded arrivals and lengths, in any form that `jaxllm simulate` takes"),
+    "max-model-len": (int, None, "N", "tokens that a request of --trace may have (default: any)"),
     "num-prompts": (int, None, "N", f"requests (default: {_NUM_PROMPTS}, or all of --trace)"),
     "input-len": (
         length_range,
@@ -156,6 +157,9 @@ def add_measurement(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="make outputs as long as they may be (default: on, but for --dataset)",
     )
     add_overwrite(parser)
+    too_long = parser.add_mutually_exclusive_group()
+    too_long.add_argument("--clip", action="store_true", help="cut requests of more than --max-model-len")
+    too_long.add_argument("--skip", action="store_true", help="leave them out")
     parser.add_argument(
         "--goodput",
         nargs="+",
@@ -273,7 +277,10 @@ def _loads(args: argparse.Namespace) -> dict[str, Load]:
         "keep_details": args.save_detailed,
     }
     if args.trace is not None:
-        trace = load_trace(args.trace, tokenizer=tokenizer, seed=args.seed)
+        how: Any = "clip" if args.clip else "skip" if args.skip else "raise"
+        trace = load_trace(
+            args.trace, tokenizer=tokenizer, seed=args.seed, max_len=args.max_model_len, too_long=how
+        )
         trace = trace if args.num_prompts is None else trace.head(args.num_prompts)
         return {Path(args.trace).name: Load(trace=trace, arrivals=None, **common)}
     names = args.arrivals or ["all"]
@@ -301,6 +308,10 @@ def _drawn(args: argparse.Namespace, arrivals: Sequence[Any], tokenizer: Any) ->
 
 def _check_workload(args: argparse.Namespace) -> None:
     """Verify that options do not contradict each other."""
+    if args.trace is None and args.max_model_len is not None:
+        raise ConfigError("--max-model-len is of --trace: leave it out")
+    if (args.clip or args.skip) and args.max_model_len is None:
+        raise ConfigError(f"--{'clip' if args.clip else 'skip'} needs --max-model-len, the most that fits")
     for name in ("arrivals", "input_len", "output_len", "dataset"):
         if args.trace is not None and getattr(args, name) is not None:
             raise ConfigError(

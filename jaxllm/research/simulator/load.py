@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxllm.errors import ConfigError, shown
 from jaxllm.research.workloads import (
@@ -74,11 +75,11 @@ class Load:
         """
         if self._trace is None:
             return [self._drawn(seed) for seed in seeds]
-        sent = [self._sent(self._trace, seed) for seed in seeds]
-        if len(seeds) > 1 and all(one == sent[0] for one in sent[1:]):
+        found = [self._sent(self._trace, seed) for seed in seeds]
+        if len(seeds) > 1 and all(one == found[0] for one in found[1:]):
             self._is_resampled = True
-            return [_resampled(one, seed) for one, seed in zip(sent, seeds, strict=True)]
-        return sent
+            return [_resampled(one, seed) for one, seed in zip(found, seeds, strict=True)]
+        return found
 
     def described(self, trace: Trace) -> str:
         """The load, for people."""
@@ -112,20 +113,49 @@ class Load:
             times = trace.arrival_times - trace.arrival_times[0]
             times = times * ((len(trace) - 1) / float(times[-1]) / self._rate)
             return dataclasses.replace(trace, arrival_times=times)
-        arrivals = self._arrivals
-        if arrivals is None:
-            return trace
-        if trace.follows is not None:
+        return trace if self._arrivals is None else sent(trace, self._arrivals, seed)
+
+
+def sent(trace: Trace, arrivals: ArrivalProcess | str, seed: int) -> Trace:
+    """The requests of a trace, sent otherwise.
+
+    Args:
+        trace: whose requests; of conversations the first turns are sent so.
+        arrivals: a process, or what `parse_arrivals` reads.
+        seed: of the process.
+
+    Raises:
+        ConfigError: there are no such arrivals, or conversations are to come from clients.
+    """
+    if isinstance(arrivals, str):
+        arrivals = parse_arrivals(arrivals)
+    rng, loop = generator(seed, Stream.ARRIVALS), arrivals if isinstance(arrivals, ClosedLoop) else None
+    if trace.follows is not None:
+        if loop is not None:
             raise ConfigError(
-                f"the turns of {trace.name!r} come after each other: leave out arrivals, rate and closed"
+                f"the turns of {trace.name!r} come after each other, not from {loop}: pass a rate, or leave "
+                "closed out"
             )
-        rng, loop = generator(seed, Stream.ARRIVALS), arrivals if isinstance(arrivals, ClosedLoop) else None
-        return dataclasses.replace(
-            trace,
-            arrival_times=arrivals.times(len(trace), rng),
-            num_clients=0 if loop is None else loop.num_clients,
-            think_times=None if loop is None or not loop.think else loop.think_times(len(trace), rng),
-        )
+        return dataclasses.replace(trace, arrival_times=_begun(trace, arrivals, rng))
+    return dataclasses.replace(
+        trace,
+        arrival_times=arrivals.times(len(trace), rng),
+        num_clients=0 if loop is None else loop.num_clients,
+        think_times=None if loop is None or not loop.think else loop.think_times(len(trace), rng),
+    )
+
+
+def _begun(trace: Trace, arrivals: ArrivalProcess, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    """When each turn's conversation begins, which is what arrives."""
+    assert trace.follows is not None
+    times = arrivals.times(int((trace.follows < 0).sum()), rng)
+    numbers = np.cumsum(trace.follows < 0) - 1  # of conversations, of turns that follow none
+    for index, followed in enumerate(trace.follows.tolist()):
+        if followed >= 0:
+            numbers[index] = numbers[followed]
+    if (np.diff(numbers) < 0).any():
+        raise ConfigError(f"turns of {trace.name!r} are mixed: sort them by conversation, or leave out rates")
+    return times[numbers]
 
 
 def _arrivals(

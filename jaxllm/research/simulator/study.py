@@ -20,6 +20,7 @@ from jaxllm.research.simulator.load import Load
 from jaxllm.research.simulator.run import simulate as play
 from jaxllm.research.simulator.system import System, make_system
 from jaxllm.research.workloads import ArrivalProcess, LognormalLengths, PromptDataset, Trace, UniformLengths
+from jaxllm.research.workloads.checks import check_choice
 from jaxllm.research.workloads.fitting import TooLong, fit_trace
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
@@ -87,7 +88,8 @@ class Simulation:
 
     Args:
         system: what was simulated.
-        config: the scheduler's limits; a policy that never swaps had no host memory.
+        config: the scheduler's limits; a policy that never swaps had no host memory, and one that plans
+            without a prefix cache had none.
         load: the trace, for people.
         runs: of each policy all seeds, in the order of the policies.
     """
@@ -108,17 +110,39 @@ class Simulation:
         return tuple(dict.fromkeys(run.seed for run in self.runs))
 
     def of(self, policy: str) -> tuple[Run, ...]:
-        """The runs of a policy, by seed."""
-        return tuple(run for run in self.runs if run.policy == policy)
+        """The runs of a policy, by seed.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        found = tuple(run for run in self.runs if run.policy == policy)
+        if not found:
+            raise ConfigError(f"policy {policy!r} was not simulated; these were: {', '.join(self.policies)}")
+        return found
 
     def figure(self, policy: str, name: str) -> Interval:
-        """The mean over seeds of one of `FIGURES`, with its 95 % interval (Student's)."""
+        """The mean over seeds of one of `FIGURES`, with its 95 % interval (Student's).
+
+        Raises:
+            ConfigError: there is no such policy or figure.
+        """
+        check_choice("figure", name, tuple(FIGURES))
         return mean_interval([run.figures[name] for run in self.of(policy)])
 
     def over(self, policy: str, base: str, name: str = "tokens_per_second") -> Interval:
-        """The ratio of a figure to that of another policy on the same seeds, with its 95 % interval."""
-        pairs = zip(self.of(policy), self.of(base), strict=True)
-        return ratio_interval([one.figures[name] / other.figures[name] for one, other in pairs])
+        """The ratio of a figure to that of another policy on the same seeds, with its 95 % interval.
+
+        Raises:
+            ConfigError: there is no such policy or figure, or it is 0 in a run.
+        """
+        check_choice("figure", name, tuple(FIGURES))
+        pairs = [
+            (one.figures[name], other.figures[name])
+            for one, other in zip(self.of(policy), self.of(base), strict=True)
+        ]
+        if not all(min(pair) > 0 for pair in pairs):
+            raise ConfigError(f"{name} is 0 in some run, so that it has no ratio; look at figure() of each")
+        return ratio_interval([one / other for one, other in pairs])
 
     def table(self) -> str:
         """Markdown: a row for each policy, means and half their 95 % intervals over seeds."""
@@ -244,7 +268,8 @@ def simulate(
         max_model_len: tokens of a request, prompt and output together; None takes the model's, and at most
             what the pool holds.
         max_num_seqs, max_num_batched_tokens: of a step.
-        enable_prefix_caching: None caches where prompts of the trace may begin alike.
+        enable_prefix_caching: None caches where prompts of the trace may begin alike, and the policy plans
+            with a cache.
         overlap_swaps: whether copies run beside computation, or stop it.
         too_long: what becomes of requests that do not fit: see `fit_trace`.
         reading: further arguments of `load_trace`, such as `tokenizer`.
@@ -281,8 +306,7 @@ def simulate(
     numbers = _seeds(seeds)
     limit, limit_name = _limit(system, max_model_len)
     traces = [fit_trace(drawn, limit, too_long, limit_name=limit_name) for drawn in load.draws(numbers)]
-    if enable_prefix_caching is None:
-        enable_prefix_caching = traces[0].shares_prefixes
+    caches = traces[0].shares_prefixes if enable_prefix_caching is None else enable_prefix_caching
     config = SchedulerConfig(
         num_gpu_blocks=system.num_gpu_blocks,
         block_size=system.block_size,
@@ -290,13 +314,17 @@ def simulate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_host_blocks=system.num_host_blocks,
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=caches,
     )
     runs = []
     for name, make in chosen.items():
         for seed, drawn in zip(numbers, traces, strict=True):
             policy = make(system.costs)
-            own = config if policy.may_swap else dataclasses.replace(config, num_host_blocks=0)
+            own = dataclasses.replace(
+                config,
+                num_host_blocks=config.num_host_blocks if policy.may_swap else 0,
+                enable_prefix_caching=caches and (policy.shares_prefixes or enable_prefix_caching is True),
+            )
             result = play(drawn, own, policy, system.costs, overlap_swaps=overlap_swaps)
             runs.append(Run(name, seed, result, figures_of(result, drawn)))
     return Simulation(system, config, load.described(traces[0]), tuple(runs))

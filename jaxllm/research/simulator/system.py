@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.errors import CapacityError, ConfigError, shown
 from jaxllm.predictors.base import CostModel, ModelShape, check_integer, check_number
 from jaxllm.predictors.devices import DeviceSpec, device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -157,6 +157,8 @@ def _device(device: str | DeviceSpec | None, profile: Profile | None) -> DeviceS
         from jaxllm.engine.costs import DATA_SHEETS  # whose module imports JAX
 
         return device_spec(DATA_SHEETS[profile.device]) if profile.device in DATA_SHEETS else None
+    if device is not None and not isinstance(device, str):
+        raise ConfigError(f"device={shown(device)} must be a name, such as 'a100', or a DeviceSpec")
     return device_spec(DEFAULT_DEVICE if device is None else device)
 
 

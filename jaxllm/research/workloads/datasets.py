@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from jaxllm.errors import ConfigError, JaxllmError, RequestError, shown
 from jaxllm.research.workloads.checks import MAX_LEN, MAX_REQUESTS, BadRows, check_choice, check_integer
-from jaxllm.research.workloads.trace import as_lengths, as_texts, as_token_ids
+from jaxllm.research.workloads.columns import as_lengths, as_texts, as_token_ids
 from jaxllm.text.tokenizer import encode
 
 if TYPE_CHECKING:

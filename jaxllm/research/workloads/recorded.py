@@ -91,6 +91,8 @@ def load_trace(
         RequestError: a bad row, with file and line; or no row is usable.
         RequestTooLargeError: a request has more than `max_len` tokens.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"the path of a trace must be a string or a path, got {shown(path)}")
     file = Path(path)
     if form is not None:
         check_choice("form", form, FORMS)
