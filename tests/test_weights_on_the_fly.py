@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import threading
 
 import jax
@@ -237,6 +238,22 @@ def test_weights_that_were_given_are_given_again(others, params):
     assert not llm.is_sleeping
     assert tokens(answers(llm)) == before
     llm.close()
+
+
+def test_a_folder_without_weights_will_do(others, params, tmp_path):
+    shutil.copy(demo_model_path() / "config.json", tmp_path)
+    with LLM(tmp_path, params=others, skip_tokenizer_init=True, **SIZES) as llm:
+        (output,) = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    assert len(output.token_ids) == 12
+    with pytest.raises(ConfigError, match="load_format='dummy' is of the checkpoint's weights"):
+        LLM(tmp_path, params=others, load_format="dummy", **SIZES)
+
+
+def test_waking_what_is_awake_changes_nothing(llm):
+    stream = llm.stream(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
+    next(stream)
+    llm.wake_up()
+    stream.close()
 
 
 def test_bad_levels_and_tags(llm):

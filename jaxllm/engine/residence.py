@@ -72,7 +72,12 @@ class Residence:
         if isinstance(tags, str) or not all(tag in (WEIGHTS, KV_CACHE) for tag in wanted):
             raise ConfigError(f"tags={shown(tags)} must be a list of {WEIGHTS!r} and {KV_CACHE!r}, or None")
         executor, reload = self._executor, self._reload
+        if self._engine.is_closed:
+            self._change(lambda: None)  # which says why
         needs_weights = WEIGHTS in wanted and not executor.has_weights
+        needs_pool = KV_CACHE in wanted and not executor.has_pool
+        if not (needs_weights or needs_pool):
+            return
         if needs_weights and reload is None:
             raise ConfigError(
                 "the weights were given, and are gone since sleep(level=2): call update_weights(params), and "
@@ -82,7 +87,7 @@ class Residence:
         def change() -> None:
             if needs_weights and reload is not None:
                 executor.replace_weights(reload())
-            if KV_CACHE in wanted and not executor.has_pool:
+            if needs_pool:
                 executor.remake_pool()
 
         self._change(change)

@@ -127,6 +127,11 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
     hf_config = read_hf_config(folder)
     model_config = config_from_dict(hf_config, config.hf_overrides)
     if params is not None:
+        if config.load_format != "auto":
+            raise ConfigError(
+                f"load_format={config.load_format!r} is of the checkpoint's weights, and params are given "
+                "instead: leave one of them out"
+            )
         check_given(model_config, params)
         hf_config = {**hf_config, "dtype": find_dtype(next(iter(params.values())).dtype) or "float32"}
     dtype = settle_dtype(config, folder, hf_config, device.platform)
