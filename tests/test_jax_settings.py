@@ -63,7 +63,9 @@ def call():
     cache, logits = F.prefill(params, config, cache, tokens, lengths)
     _, more = F.decode(params, config, cache, newest, longer)
     made = jax.jit(lambda *given: F.generate(given[0], config, *given[1:3], 5, given[3], temperature=0.7))
-    return [np.asarray(one) for one in (logits, more, made(params, tokens, lengths, key).tokens)]
+    all_logits, gradients = F.logits(params, config, tokens), jax.jit(jax.grad(F.loss), static_argnums=1)
+    found = logits, more, made(params, tokens, lengths, key).tokens, all_logits
+    return [np.asarray(one) for one in (*found, *gradients(params, config, tokens).values())]
 
 
 @pytest.fixture(scope="module")
