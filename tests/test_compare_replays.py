@@ -76,7 +76,9 @@ def test_arms_are_warmed_and_take_turns(llm, monkeypatch, tmp_path):
     assert found.smallest_difference > 0
     lines = str(found).splitlines()
     assert lines[0].endswith("tokens/s, median of 4")
-    assert lines[1].endswith("] of v1")
+    mine = found.arms["mine"]
+    is_near = abs(mine.ratio - 1.0) < found.smallest_difference
+    assert lines[1].endswith("] of v1: too near to tell" if is_near else "] of v1")
     assert "cannot be seen here; the machine was " in lines[-1]
     assert json.loads(json.dumps(found.to_dict()))["arms"]["paper"]["ratio"] == found.arms["paper"].ratio
     found.plot(tmp_path / "compared.png")
@@ -110,13 +112,14 @@ def test_pairs_are_compared_and_not_means():
     assert "other processes' share not known" in unknown.caveat
 
 
-def test_an_interval_holds_the_mean_of_most_samples():
+@pytest.mark.parametrize(("count", "least", "most"), [(3, 0.65, 0.85), (6, 0.9, 1.0), (30, 0.9, 0.99)])
+def test_an_interval_holds_the_mean_of_most_samples(count, least, most):
     rng = np.random.default_rng(1)
     held = 0
-    for seed in range(200):
-        low, high = bootstrap_interval(rng.normal(0.05, 0.1, 30), seed, 300)
+    for seed in range(400):
+        low, high = bootstrap_interval(rng.normal(0.05, 0.1, count), seed, 1000)
         held += low <= math.exp(0.05) <= high
-    assert 0.85 < held / 200 <= 1.0
+    assert least < held / 400 < most
 
 
 def test_a_difference_as_small_as_said_is_found_in_four_cases_of_five():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from scipy.stats import norm
 from scipy.stats import t as student_t
 
 from jaxllm.errors import ConfigError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from jaxllm.sched.config import SchedulerConfig
 
 _Arm = TypeVar("_Arm")
-_FEWEST, _NUM_DRAWN = 3, 2000
+_FEWEST, _NUM_DRAWN = 3, 10_000
 _BUSY_SHARE = 0.1
 _POWER = 0.8
 _LONGEST_COMPILE = 120.0
@@ -46,11 +47,13 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Ends of the 95 % interval of exp(mean of `logarithms`), by drawing as many of them with replacement.
 
-    Of a few it is too narrow: of three it hardly leaves their range.
+    It is widened for few of them (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", expanded
+    percentiles), but never leaves their range: of three it holds the truth in three cases of four.
     """
-    values = np.asarray(logarithms)
-    drawn = np.random.default_rng(seed).choice(values, size=(num_drawn, len(values)))
-    low, high = np.percentile(drawn.mean(axis=1), [2.5, 97.5])
+    values, count = np.asarray(logarithms), len(logarithms)
+    tail = 100 * float(norm.cdf(-math.sqrt(count / (count - 1)) * student_t.ppf(0.975, count - 1)))
+    drawn = np.random.default_rng(seed).choice(values, size=(num_drawn, count))
+    low, high = np.percentile(drawn.mean(axis=1), [tail, 100 - tail])
     return math.exp(low), math.exp(high)
 
 
@@ -158,6 +161,8 @@ class ReplayComparison:
         for name, arm in self.arms.items():
             low, high = arm.interval
             against = "" if name == baseline else f", {arm.ratio:.3f} [{low:.3f}, {high:.3f}] of {baseline}"
+            if against and abs(arm.ratio - 1.0) < self.smallest_difference:
+                against += ": too near to tell"
             median = statistics.median(arm.tokens_per_second)
             lines.append(f"{name}: {median:.0f} tokens/s, median of {len(arm.runs)}{against}")
         return "\n".join([*lines, self.caveat])
