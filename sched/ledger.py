@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import KindReport, OnlineCalibration
 from jaxllm.sched.policies import Decision, ResumeDecision
@@ -15,6 +20,25 @@ from jaxllm.sched.policies.actions import serial_costs
 from jaxllm.types import Request
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeaderRecord:
+    """What wrote a ledger: its file's first line.
+
+    `jaxllm` and `jax` are versions, the latter None of a simulation; `device` is what JAX calls it. `policy`
+    is what was asked for, by name or import path or class, and `costs_source` where predicted costs come
+    from, None if nothing is known. `settings` are those of the engine (`EngineConfig`), as they were given,
+    and `limits` those of its scheduler (`SchedulerConfig`), as they were settled.
+    """
+
+    jaxllm: str
+    jax: str | None
+    device: str
+    policy: str
+    costs_source: str | None
+    settings: dict[str, Any]
+    limits: dict[str, Any]
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,7 +121,12 @@ class StepRecord:
     num_blocks_in: int = 0
 
 
-Record = PreemptionRecord | StepRecord | KindReport
+Record = HeaderRecord | PreemptionRecord | StepRecord | KindReport
+TABLES = ("preemptions", "steps", "predictions")
+"""What `Ledger.columns` makes arrays of."""
+
+
+_DERIVED = ("predicted_seconds", "regret_seconds", "regret_bound_seconds")
 
 
 class Ledger:
@@ -105,7 +134,7 @@ class Ledger:
 
     A preemption is written when its request ends, or an iteration after it was preempted again, or when the
     ledger is closed; a step at once; how well costs were predicted when it is closed. Each line has a
-    `record` field, "preemption", "step" or "predictions".
+    `record` field, "header", "preemption", "step" or "predictions". docs/ledger.md has all fields and units.
 
     Args:
         file: where to write; None keeps `preemptions` and `steps` in memory.
@@ -125,11 +154,53 @@ class Ledger:
         self.preemptions: list[PreemptionRecord] = []
         self.steps: list[StepRecord] = []
         self.predictions: dict[str, KindReport] = {}
+        self.header: HeaderRecord | None = None
         self._file, self._on_record = file, on_record
         self._is_broken = False
         self.costs = costs
         self._open: dict[str, PreemptionRecord] = {}
         self._replaced: dict[str, tuple[int, PreemptionRecord]] = {}  # and in which step
+
+    def begin(self, header: HeaderRecord) -> None:
+        """Say what writes it, before anything else."""
+        self.header = header
+        if self._file is not None:
+            self._write("header", header)
+
+    def columns(self, table: str = "preemptions") -> dict[str, NDArray[Any]]:
+        """A table as arrays of equal length: `pandas.DataFrame` and `polars.DataFrame` take them as they are.
+
+        Args:
+            table: "preemptions" (with `predicted_seconds`, `regret_seconds` and `regret_bound_seconds`),
+                "steps", or "predictions" (with the `kind` of each).
+
+        Returns:
+            By name integers, floats and texts. What is not known is nan or "", and integers of which some are
+            not known are floats. Scores are JSON.
+
+        Raises:
+            ConfigError: there is no such table.
+        """
+        rows: list[dict[str, Any]]
+        if table == "preemptions":
+            kind: type = PreemptionRecord
+            rows = [
+                {**dataclasses.asdict(one), **{name: getattr(one, name) for name in _DERIVED}}
+                for one in self.preemptions
+            ]
+        elif table == "steps":
+            kind, rows = StepRecord, [dataclasses.asdict(one) for one in self.steps]
+        elif table == "predictions":
+            kind = KindReport
+            rows = [{"kind": name, **dataclasses.asdict(one)} for name, one in self.predictions.items()]
+        else:
+            raise ConfigError(f"a ledger has no table {table!r}: use one of {', '.join(TABLES)}")
+        types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+        if kind is PreemptionRecord:
+            types |= dict.fromkeys(_DERIVED, "float | None")
+        elif kind is KindReport:
+            types = {"kind": "str", **types}
+        return {name: _column([row[name] for row in rows], of) for name, of in types.items()}
 
     def preempted(
         self,
@@ -243,3 +314,14 @@ class Ledger:
         except OSError as error:  # which is no reason to end requests
             self._is_broken = True
             _logger.error("the ledger ends here, what follows is not recorded: %s", error)
+
+
+def _column(values: list[Any], of: str) -> NDArray[Any]:
+    """The values of a field of this type."""
+    if of in ("int", "float"):
+        return np.array(values, dtype=np.int64 if of == "int" else np.float64)
+    if of.startswith("list"):
+        return np.array([json.dumps(value) for value in values], dtype=np.str_)
+    if of.startswith("str"):
+        return np.array(["" if value is None else value for value in values], dtype=np.str_)
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)

@@ -1,17 +1,24 @@
 """`jaxllm explain` on a ledger that a simulated run wrote."""
 
 import dataclasses
+import gc
 import json
 
+import jax
 import pytest
+from engine_helpers import make_llm
+from variants import golden_checkpoint
 
+import jaxllm
 from jaxllm.cli.main import main
 from jaxllm.engine.ledgers import read_ledger
+from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.commands.explain import summary, timeline
+from jaxllm.research.ledger_report import compare
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import make_trace
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
+from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.presets import make_preset
 
 
@@ -119,6 +126,7 @@ def test_a_summary_by_hand():
         "  recompute: 1 requests, 5 blocks",
         "  swap: 3 requests, 9 blocks; swapping predicted to add 0.004 s for 2; "
         "recomputing predicted to add 0.009 s for 3; added 0.005 s for 2",
+        "    of what was done: predicted 0.004 s, took 0.005 s, in 2; half off by at most 50% of the larger",
         "  regret against the other action's estimate: 0.001 s in 2 decisions",
         "most costly of them (3):",
         "  step 0: swap of 'r0', 9 tokens in 3 blocks; swapping predicted to add 2 ms, recomputing 3 ms, "
@@ -167,3 +175,111 @@ def test_explain_refuses_what_is_no_ledger(tmp_path, capsys):
     assert "--plot" in capsys.readouterr().err
     assert main(["explain", str(broken)]) == 0
     assert main(["explain", str(broken), "--width", "0"]) == 2
+
+
+HEADER = HeaderRecord("0.1.0", "0.10.2", "cpu", "paper", "mine:costs", {}, {})
+
+
+def written(path, records, header=HEADER):
+    with path.open("w") as file:
+        ledger = Ledger(file)
+        if header is not None:
+            ledger.begin(header)
+        for record in records:
+            line = {"record": "preemption", **dataclasses.asdict(record)}
+            file.write(json.dumps(line) + "\n")
+    return str(path)
+
+
+def test_a_summary_says_whose_predictions_decided():
+    ledger = Ledger(costs=OnlineCalibration(Costs()))
+    ledger.begin(HEADER)
+    ledger.costs.observe("decode", 1.0, 1.25)
+    ledger.preemptions += [preemption(0, measured_seconds=0.004), preemption(1, measured_seconds=0.0)]
+    ledger.close()
+    lines = summary(ledger, 1).splitlines()
+    assert lines[1] == "policy paper, costs mine:costs; jaxllm 0.1.0, jax 0.10.2 on cpu"
+    assert "predictions of mine:costs compared with what was measured:" in lines
+    said = (
+        "    of what was done: predicted 0.004 s, took 0.004 s, in 2; half off by at most 75% of the larger"
+    )
+    assert said in lines  # by a half of the larger, and by all of it
+
+
+def test_a_summary_is_json_too(ledger_file, tmp_path, capsys):
+    assert main(["explain", str(ledger_file), "--json", "-", "--top", "3"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    out = tmp_path / "summary.json"
+    assert main(["explain", str(ledger_file), "--json", str(out), "--top", "3"]) == 0
+    assert "preemptions" in capsys.readouterr().out
+    assert json.loads(out.read_text()) == printed
+    ledger = read_ledger(ledger_file)
+    assert printed["num_steps"] == len(ledger.steps)
+    assert len(printed["most_costly"]) == 3
+    swaps = [one for one in ledger.preemptions if one.is_swap]
+    assert printed["actions"]["swap"]["num_preemptions"] == len(swaps)
+    assert printed["actions"]["swap"]["accuracy"]["num_decisions"] == len(swaps)
+    assert printed["actions"]["swap"]["accuracy"]["median_error"] < 1e-9  # the simulator is exact
+    assert printed["regret_seconds"] == pytest.approx(sum(one.regret_seconds for one in ledger.preemptions))
+    assert main(["explain", str(ledger_file), "--json", str(out)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+
+def test_two_runs_are_compared_preemption_by_preemption(tmp_path, capsys):
+    first = [
+        preemption(1, request_id="a", measured_seconds=0.001),
+        preemption(5, request_id="a", measured_seconds=0.009),
+        preemption(2, request_id="b", measured_seconds=0.002),
+    ]
+    second = [
+        preemption(
+            9, request_id="a", action="recompute", measured_seconds=0.004
+        ),  # its second, written first
+        preemption(3, request_id="a", measured_seconds=0.001),
+        preemption(7, request_id="c", measured_seconds=0.003),
+    ]
+    found = compare(read_ledger(written(tmp_path / "1", first)), read_ledger(written(tmp_path / "2", second)))
+    assert found.num_same == 1
+    assert [(one.request_id, one.number) for one in found.differences] == [("a", 2), ("c", 1), ("b", 1)]
+    files = [str(tmp_path / "1"), str(tmp_path / "2")]
+    assert main(["explain", *files, "--top", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "first: 3 preemptions, which added 0.012 s in 3, regret 0.006 s in 3: policy paper"
+    )
+    assert lines[2] == (
+        "1 decisions are the same, 1 of another action, 1 in the first alone, 1 in the second alone"
+    )
+    assert (
+        lines[3]
+        == "  differing ones of the first: 2 preemptions, which added 0.011 s in 2, regret 0.006 s in 2"
+    )
+    assert (
+        lines[4]
+        == "  differing ones of the second: 2 preemptions, which added 0.007 s in 2, regret 0.002 s in 2"
+    )
+    assert lines[5] == "  preemption 2 of 'a':"
+    assert lines[6].startswith("    first: step 5: swap of 'a'")
+    assert lines[7].startswith("    second: step 9: recompute of 'a'")
+    assert lines[9] == "    first: none"
+    assert main(["explain", *files, "--json", "-"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["num_same"], values["num_other_action"], len(values["differences"])) == (1, 1, 3)
+    assert values["second"]["differing"]["measured_seconds"] == pytest.approx(0.007)
+    assert main(["explain", *files, "--plot", str(tmp_path / "x.png")]) == 2
+    assert "--plot draws one ledger" in capsys.readouterr().err
+
+
+def test_an_engines_ledger_says_what_wrote_it(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    llm = make_llm(golden_checkpoint("llama_tied"), ledger=str(path), costs=Costs(), scheduler_policy="paper")
+    blocks = llm.engine.scheduler.config.num_gpu_blocks
+    llm.close()
+    del llm
+    gc.collect()  # the file ends with the engine
+    header = read_ledger(path).header
+    assert (header.jaxllm, header.jax, header.device) == (jaxllm.__version__, jax.__version__, "cpu")
+    assert (header.policy, header.costs_source) == ("paper", f"{Costs.__module__}:Costs")
+    assert header.settings["costs"] == f"{Costs.__module__}:Costs"
+    assert header.settings["ledger"] == str(path)
+    assert header.limits["num_gpu_blocks"] == blocks

@@ -4,15 +4,17 @@ import dataclasses
 import io
 import json
 import math
+import re
 
 import pytest
+from docs_helpers import DOCS
 from scheduler_helpers import V1, LinearCosts, holder, make_request, make_scheduler, step
 
 from jaxllm.engine.ledgers import read_ledger
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.online import KindReport, OnlineCalibration
 from jaxllm.research.commands.explain import summary
-from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
+from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.policies import (
     AdaptiveAction,
     Decision,
@@ -357,3 +359,76 @@ def test_what_is_no_ledger_is_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_ledger(path)
+
+
+RECORDS = {
+    "header": HeaderRecord,
+    "preemption": PreemptionRecord,
+    "step": StepRecord,
+    "predictions": KindReport,
+}
+UNITS = {"-", "s", "tokens", "blocks", "requests", "comparisons", "share of the measurement", "the policy's"}
+
+
+def test_the_page_has_every_field_with_its_type_and_unit():
+    text = (DOCS / "ledger.md").read_text(encoding="utf-8")
+    sections = dict(zip(RECORDS, re.split(r"^## \w+$", text, flags=re.MULTILINE)[1:], strict=True))
+    for name, record in RECORDS.items():
+        rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+) \|$", sections[name], flags=re.MULTILINE)
+        fields = [(field.name, str(field.type).replace("|", r"\|")) for field in dataclasses.fields(record)]
+        assert [row[:2] for row in rows] == fields
+        for field, kind, unit, _ in rows:
+            assert unit in UNITS
+            is_time = field.endswith(("seconds", "time"))
+            assert (unit == "s") == is_time, (field, kind)
+            assert field.startswith("num_") <= (unit in ("tokens", "blocks", "requests", "comparisons"))
+
+
+HEADER = HeaderRecord("0.1.0", None, "simulated", "adaptive", "mine:costs", {"seed": 0}, {"block_size": 4})
+
+
+def test_a_file_begins_with_what_wrote_it(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    with path.open("w") as file:
+        ledger = Ledger(file)
+        ledger.begin(HEADER)
+        run(ledger)
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[0]) == {"record": "header", **dataclasses.asdict(HEADER)}
+    assert read_ledger(path).header == HEADER
+    path.write_text("\n".join(lines[1:]))
+    assert read_ledger(path).header is None  # as older versions wrote them
+    assert len(read_ledger(path).steps) == 3
+    path.write_text("\n".join([*lines, lines[0]]))
+    with pytest.raises(ConfigError, match="a header is a ledger's first line: two runs"):
+        read_ledger(path)
+    path.write_text(lines[0].replace('"adaptive"', "3"))
+    with pytest.raises(ConfigError, match="policy=3 is not str"):
+        read_ledger(path)
+
+
+def test_columns_are_arrays_of_plain_types():
+    ledger = Ledger(costs=OnlineCalibration(LinearCosts()))
+    run(ledger)
+    ledger.preempted(victim(7), 9, 4.0, [("r7", 0.5)], RECOMPUTE)
+    ledger.measured("r7", 4.5, 99)
+    ledger.close()
+    table = ledger.columns()
+    names = [field.name for field in dataclasses.fields(PreemptionRecord)]
+    assert list(table) == [*names, "predicted_seconds", "regret_seconds", "regret_bound_seconds"]
+    assert {len(column) for column in table.values()} == {2}
+    assert {column.dtype.kind for column in table.values()} == {"i", "f", "U"}
+    assert table["request_id"].tolist() == ["r1", "r7"]
+    assert table["resume_action"].tolist() == ["at once", ""]
+    assert table["resumed_step_id"][0] == 2.0
+    assert math.isnan(table["resumed_step_id"][1])
+    assert math.isnan(table["regret_seconds"][0])
+    assert table["regret_seconds"][1] == 0.5
+    assert json.loads(table["scores"][1]) == [["r7", 0.5]]
+    assert ledger.columns("steps")["num_running"].tolist() == [2, 1, 1]
+    predictions = ledger.columns("predictions")
+    assert predictions["kind"].tolist() == ["prefill", "decode", "mixed", "swap_out", "swap_in"]
+    assert math.isnan(predictions["error_before"][0])
+    assert {len(column) for column in Ledger().columns().values()} == {0}
+    with pytest.raises(ConfigError, match="no table 'step': use one of preemptions, steps, predictions"):
+        ledger.columns("step")

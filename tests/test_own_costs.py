@@ -26,7 +26,7 @@ def test_decisions_are_by_it(tmp_path, monkeypatch):
     ledger = tmp_path / "decisions.jsonl"
     llm = make_llm(
         golden_checkpoint("llama_gqa"),
-        scheduler_policy="own_costs:policy",
+        costs="own_costs:LinkAndWeights",
         num_gpu_blocks_override=30,
         num_host_blocks=30,
         ledger=str(ledger),

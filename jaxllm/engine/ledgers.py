@@ -7,13 +7,15 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.online import KindReport
-from jaxllm.sched.ledger import Ledger, PreemptionRecord, Record, StepRecord
+from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.policies import PreemptionAction, ResumeAction
+
+_Record = TypeVar("_Record", HeaderRecord, PreemptionRecord, StepRecord, KindReport)
 
 
 def read_ledger(path: str | Path) -> Ledger:
@@ -28,34 +30,41 @@ def read_ledger(path: str | Path) -> Ledger:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a ledger's, which are text in UTF-8: {error}") from None
-    last_time = -math.inf
     for number, values in _objects(lines, str(path)):
-        kind = values.pop("record", None)
-        values.pop("regret_seconds", None)
         try:
-            if kind == "preemption":
-                preemption = PreemptionRecord(**values)
-                _check_types(preemption)
-                ledger.preemptions.append(preemption)
-            elif kind == "step":
-                step = StepRecord(**values)
-                _check_types(step)
-                if step.time < last_time:
-                    raise TypeError(f"time={step.time} is before {last_time}, of the step before: two runs?")
-                last_time = step.time
-                ledger.steps.append(step)
-            elif kind == "predictions":
-                of_kind = values.pop("kind", None)
-                if of_kind not in COST_KINDS:
-                    raise TypeError(f"kind={of_kind!r} is none of {', '.join(COST_KINDS)}")
-                report = KindReport(**values)
-                _check_types(report)
-                ledger.predictions[of_kind] = report
-            else:
-                raise TypeError(f"record={kind!r} is neither 'preemption' nor 'step' nor 'predictions'")
+            _add(ledger, values, is_first=number == 1)
         except TypeError as error:
             raise ConfigError(f"{path}, line {number} is not a ledger's: {error}") from None
     return ledger
+
+
+def _add(ledger: Ledger, values: dict[str, Any], *, is_first: bool) -> None:
+    """Read a line into a ledger.
+
+    Raises:
+        TypeError: it is none that a run would have written there.
+    """
+    kind = values.pop("record", None)
+    values.pop("regret_seconds", None)
+    if kind == "preemption":
+        ledger.preemptions.append(_checked(PreemptionRecord(**values)))
+    elif kind == "step":
+        step = _checked(StepRecord(**values))
+        if ledger.steps and step.time < ledger.steps[-1].time:
+            last = ledger.steps[-1].time
+            raise TypeError(f"time={step.time} is before {last}, of the step before: two runs?")
+        ledger.steps.append(step)
+    elif kind == "header":
+        if not is_first:
+            raise TypeError("a header is a ledger's first line: two runs?")
+        ledger.header = _checked(HeaderRecord(**values))
+    elif kind == "predictions":
+        of_kind = values.pop("kind", None)
+        if of_kind not in COST_KINDS:
+            raise TypeError(f"kind={of_kind!r} is none of {', '.join(COST_KINDS)}")
+        ledger.predictions[of_kind] = _checked(KindReport(**values))
+    else:
+        raise TypeError(f"record={kind!r} is neither 'header', 'preemption', 'step' nor 'predictions'")
 
 
 def _objects(lines: Sequence[str], path: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -92,12 +101,13 @@ _IS_OF_TYPE: dict[str, Callable[[object], bool]] = {
     "int": lambda value: type(value) is int,
     "float": _is_number,
     "str": lambda value: isinstance(value, str),
+    "dict[str, Any]": lambda value: isinstance(value, dict),
     "list[tuple[str, float]]": _is_scores,
 }
 
 
-def _check_types(record: Record) -> None:
-    """Refuse fields that a run would not have written.
+def _checked(record: _Record) -> _Record:
+    """The record, but for fields that a run would not have written.
 
     Raises:
         TypeError: one is of another type, not finite, or no action.
@@ -112,6 +122,7 @@ def _check_types(record: Record) -> None:
             raise TypeError(f"action={record.action!r} is none of {', '.join(_ACTIONS)}")
         if record.resume_action not in _RESUME_ACTIONS:
             raise TypeError(f"resume_action={record.resume_action!r} is none of {_RESUME_ACTIONS}")
+    return record
 
 
 def open_ledger(

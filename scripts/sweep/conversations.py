@@ -16,6 +16,7 @@ from jaxllm.engine.costs import shape_of
 from jaxllm.engine.profiling import Profiler
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.research.bench.compare import turns
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.workloads import LognormalLengths, Poisson, Trace, make_conversations
 from jaxllm.research.workloads.result import RunResult
@@ -86,7 +87,7 @@ def play(
         )
         if not repetition:
             trace = trace.head(8)  # warms everything up, and counts for nothing
-        for name in order.sample(list(systems), len(systems)):
+        for _, name in turns(list(systems), 1, order):
             row = _run(llm, trace, systems[name], costs)
             if repetition:
                 print(f"repetition {repetition} of {repetitions}: {name}", file=sys.stderr)

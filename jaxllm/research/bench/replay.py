@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import numpy as np
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.observer import StepObserver, predicted_seconds
 from jaxllm.errors import ConfigError
+from jaxllm.executor import compile_stats
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.workloads import Feed, Trace
 from jaxllm.research.workloads.result import RunResult, TimeSpent
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from jaxllm.engine.outputs import RequestOutput
     from jaxllm.executor.model_executor import ModelExecutor
     from jaxllm.llm import LLM
+
+
+_logger = logging.getLogger(__name__)
 
 
 class Replay:
@@ -175,17 +180,32 @@ def replay(
     *,
     costs: OnlineCalibration | None = None,
     ledger: Ledger | None = None,
+    warns: bool = True,
 ) -> RunResult:
-    """A `Replay` from beginning to end.
+    """A `Replay` from beginning to end. It warms nothing up: `compare_replays` does.
+
+    A run in which programs were compiled says so in the log, with the seconds that compiling took: its
+    figures are not those of a second run. `warns=False` leaves that out.
 
     Raises:
         ConfigError: `llm` is busy, or `config` exceeds what it was built for.
         RequestTooLargeError: a request of the trace can never fit.
     """
+    compile_stats.start()
+    num_before, seconds_before = compile_stats.total()
     run = Replay(llm, trace, config, policy, costs=costs, ledger=ledger)
     while not run.is_over:
         run.advance()
-    return run.result()
+    result, (num_compiled, seconds) = run.result(), compile_stats.total()
+    if warns and num_compiled > num_before:
+        _logger.warning(
+            "%d programs were compiled during this replay of %.2f s, which took %.2f s: its figures are not "
+            "those of the policy; replay again, or use jaxllm.research.bench.compare.compare_replays",
+            num_compiled - num_before,
+            result.seconds,
+            seconds - seconds_before,
+        )
+    return result
 
 
 class Stopwatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +11,10 @@ from jaxllm.commands.options import check_distinct
 from jaxllm.engine.ledgers import read_ledger
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import KindReport
+from jaxllm.research.bench.results import to_json
 from jaxllm.research.figures import import_pyplot, save
-from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
+from jaxllm.research.ledger_report import ACTIONS, Comparison, accuracy, compare, most_costly, report
+from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
@@ -30,11 +32,16 @@ _SERIES: Sequence[tuple[str, Callable[[StepRecord], int]]] = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command, and add its options."""
-    parser.description = "Summarise a decision ledger and draw its timeline."
+    parser.description = (
+        "Summarise a decision ledger and draw its timeline; of two ledgers of one workload, say which "
+        "decisions differ and what that cost. docs/ledger.md has a ledger's fields."
+    )
     parser.add_argument("ledger", metavar="LEDGER", help="file that a run wrote")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="another run's, to compare with it")
     parser.add_argument("--top", type=int, metavar="N", default=5, help="decisions to list (default: 5)")
     parser.add_argument("--width", type=int, metavar="N", default=72, help="columns of the timeline")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the timeline with matplotlib too")
+    parser.add_argument("--json", metavar="FILE", help="write the summary as JSON too; - prints it instead")
     add_overwrite(parser)
     parser.set_defaults(run=run)
 
@@ -44,39 +51,110 @@ def run(args: argparse.Namespace) -> int:
     for name in ("top", "width"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
-    check_distinct({"LEDGER": args.ledger, "--plot": args.plot})
-    check_writable({"--plot": args.plot}, overwrite=args.overwrite)
-    try:
-        ledger = read_ledger(args.ledger)
-    except OSError as error:
-        raise ConfigError(f"cannot read {args.ledger!r}: {error.strerror}") from error
-    print(summary(ledger, args.top))
-    print(timeline(ledger.steps, args.width))
+    if args.other is not None and args.plot is not None:
+        raise ConfigError("--plot draws one ledger: leave OTHER out, or --plot")
+    files = {"--plot": args.plot, "--json": None if args.json == "-" else args.json}
+    check_distinct({"LEDGER": args.ledger, "OTHER": args.other, **files})
+    check_writable(files, overwrite=args.overwrite)
+    ledger = _read(args.ledger)
+    if args.other is not None:
+        compared = compare(ledger, _read(args.other))
+        _tell(args.json, compared.to_dict(args.top), comparison(compared, args.top))
+        return 0
+    _tell(
+        args.json,
+        report(ledger, args.top),
+        f"{summary(ledger, args.top)}\n{timeline(ledger.steps, args.width)}",
+    )
     if args.plot is not None:
         plot(ledger, Path(args.plot))
     return 0
 
 
+def _read(path: str) -> Ledger:
+    try:
+        return read_ledger(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path!r}: {error.strerror}") from error
+
+
+def _tell(path: str | None, values: Mapping[str, Any], text: str) -> None:
+    """Print text, and write values to a file; or print these."""
+    if path == "-":
+        print(to_json(values))
+        return
+    print(text)
+    if path is not None:
+        Path(path).write_text(to_json(values) + "\n", encoding="utf-8")
+
+
 def summary(ledger: Ledger, top: int) -> str:
-    """Counts, costs and regret by action, and the decisions that cost most."""
+    """Counts, costs, accuracy and regret by action, and the decisions that cost most."""
     records = ledger.preemptions
     lines = [f"{len(ledger.steps)} steps, {len(records)} preemptions"]
-    for action in ("recompute", "swap"):
+    if ledger.header is not None:
+        lines.append(_described(ledger.header))
+    for action in ACTIONS:
         of_action = [record for record in records if record.action == action]
         if of_action:
             lines.append(f"  {action}: {_costs(of_action)}")
-    known = [record for record in records if record.regret_seconds is not None]
-    if known:
-        total = sum(record.regret_seconds or 0.0 for record in known)
-        lines.append(f"  regret against the other action's estimate: {total:.4g} s in {len(known)} decisions")
-    if any(report.count for report in ledger.predictions.values()):
-        lines.append("predictions compared with what was measured:")
-        lines += [f"  {kind}: {_accuracy(report)}" for kind, report in ledger.predictions.items()]
-    costly = sorted(records, key=lambda record: -(record.measured_seconds or 0.0))[:top]
+        if (known := accuracy(of_action)) is not None:
+            lines.append(
+                f"    of what was done: predicted {known.predicted_seconds:.4g} s, took "
+                f"{known.measured_seconds:.4g} s, in {known.num_decisions}; half off by at most "
+                f"{known.median_error:.0%} of the larger"
+            )
+    regretted = [record for record in records if record.regret_seconds is not None]
+    if regretted:
+        total, count = sum(record.regret_seconds or 0.0 for record in regretted), len(regretted)
+        lines.append(f"  regret against the other action's estimate: {total:.4g} s in {count} decisions")
+    if any(found.count for found in ledger.predictions.values()):
+        source = "" if ledger.header is None else f" of {ledger.header.costs_source}"
+        lines.append(f"predictions{source} compared with what was measured:")
+        lines += [f"  {kind}: {_accuracy(found)}" for kind, found in ledger.predictions.items()]
+    costly = most_costly(records, top)
     if costly:
         lines.append(f"most costly of them ({len(costly)}):")
         lines += [f"  {_describe(record)}" for record in costly]
     return "\n".join(lines)
+
+
+def comparison(compared: Comparison, top: int) -> str:
+    """In which decisions two runs differ, and what these cost."""
+    values = compared.to_dict(top)
+    lines = []
+    for name, ledger in (("first", compared.first), ("second", compared.second)):
+        what = "" if ledger.header is None else f": {_described(ledger.header)}"
+        lines.append(f"{name}: {_totals(values[name]['all'])}{what}")
+    lines.append(
+        f"{compared.num_same} decisions are the same, {values['num_other_action']} of another action, "
+        f"{values['first']['num_alone']} in the first alone, {values['second']['num_alone']} in the second "
+        "alone"
+    )
+    lines += [
+        f"  differing ones of the {name}: {_totals(values[name]['differing'])}"
+        for name in ("first", "second")
+    ]
+    for one in compared.differences[:top]:
+        lines.append(f"  preemption {one.number} of {one.request_id!r}:")
+        for name, record in (("first", one.first), ("second", one.second)):
+            lines.append(f"    {name}: {'none' if record is None else _describe(record)}")
+    return "\n".join(lines)
+
+
+def _totals(values: Mapping[str, Any]) -> str:
+    return (
+        f"{values['num_preemptions']} preemptions, which added {values['measured_seconds']:.4g} s in "
+        f"{values['num_measured']}, regret {values['regret_seconds']:.4g} s in {values['num_regrets']}"
+    )
+
+
+def _described(header: HeaderRecord) -> str:
+    jax = "" if header.jax is None else f", jax {header.jax}"
+    return (
+        f"policy {header.policy}, costs {header.costs_source or 'unknown'}; jaxllm {header.jaxllm}{jax} on "
+        f"{header.device}"
+    )
 
 
 def timeline(steps: Sequence[StepRecord], width: int) -> str:
