@@ -358,3 +358,29 @@ def test_host_memory_stays_below_a_shard(tmp_path):
         peak(lambda: load_file(max(folder.glob("*.safetensors"), key=lambda f: f.stat().st_size))) > largest
     )
     assert peak(lambda: load_params(folder, config, "float32")) < 0.6 * largest
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (jnp.float32, "float32"),
+        (jnp.bfloat16, "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("torch.float16", "float16"),
+        (np.dtype("float16"), "float16"),
+        (jnp.dtype("bfloat16"), "bfloat16"),
+    ],
+)
+def test_dtypes_by_any_name(dtype, name):
+    folder = golden_checkpoint("llama_tied")
+    params = load_params(folder, config_from_dict(read_hf_config(folder)), dtype)
+    assert {str(weight.dtype) for weight in params.values()} == {name}
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float64, None, 5, object, "float8"])
+def test_other_dtypes_are_refused(dtype):
+    folder = golden_checkpoint("llama_tied")
+    with pytest.raises(
+        ConfigError, match="is not supported; pass dtype as one of float32, bfloat16, float16"
+    ):
+        load_params(folder, config_from_dict(read_hf_config(folder)), dtype)

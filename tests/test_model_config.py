@@ -382,3 +382,18 @@ def test_numbers_that_nothing_can_be_computed_with_are_refused(overrides, messag
         config_from_dict(
             {**read_hf_config(golden_checkpoint("llama_gqa")), "rope_parameters": None, **overrides}
         )
+
+
+@pytest.mark.parametrize("name", ["llama_llama3", "opt_post_norm", "gemma3", "phi3_longrope", "qwen2_yarn"])
+def test_configurations_of_transformers_are_taken(name):
+    """With all fields at their defaults, which config.json leaves out."""
+    from transformers import AutoConfig
+
+    folder = golden_checkpoint(name)
+    assert config_from_dict(AutoConfig.from_pretrained(folder)) == config_from_dict(read_hf_config(folder))
+
+
+@pytest.mark.parametrize("values", [None, "config.json", 3, ["llama"]])
+def test_what_is_no_configuration_is_refused(values):
+    with pytest.raises(ConfigError, match=r"must be a mapping of config\.json's fields"):
+        config_from_dict(values)
