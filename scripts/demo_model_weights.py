@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxllm import functional as F
 from jaxllm.models.llama import LlamaConfig
-from jaxllm.models.registry import bind
-from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 
 Weights = dict[str, jax.Array]
 
@@ -73,46 +72,7 @@ def fuse(config: LlamaConfig, weights: Weights) -> Weights:
     return params
 
 
-class DenseAttention:
-    """Causal attention of `batch` sequences of `length` tokens each, without a cache."""
-
-    num_rows = None
-
-    def __init__(self, config: LlamaConfig, batch: int, length: int) -> None:
-        """Of all sequences at once."""
-        self._config, self._shape = config, (batch, length)
-
-    def __call__(
-        self,
-        layer: int,
-        qkv: jax.Array,
-        rope: RopeTable | None,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-    ) -> jax.Array:
-        """See `jaxllm.models.layers.Attend`. The demo model has neither windows nor soft caps."""
-        del layer, window, soft_cap
-        batch, length = self._shape
-        kv_heads, size = self._config.num_kv_heads, self._config.head_dim
-        q, k, v = rotated_heads(qkv, rope, kv_heads, size)
-        q = q.reshape(batch, length, kv_heads, -1, size)
-        k = k.reshape(batch, length, kv_heads, size)
-        v = v.reshape(batch, length, kv_heads, size)
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q * scale, k)
-        weights = jax.nn.softmax(jnp.where(jnp.tri(length, dtype=bool), scores, -1e30), axis=-1)
-        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(batch * length, -1, size)
-
-
-def forward(config: LlamaConfig, weights: Weights, tokens: jax.Array) -> jax.Array:
-    """`tokens` [batch, length] -> logits [batch * length, vocab_size] float32, by dense causal attention."""
-    batch, length = tokens.shape
-    model = bind(config, fuse(config, weights))
-    positions = jnp.tile(jnp.arange(length), batch)
-    return model.logits(model(tokens.reshape(-1), positions, DenseAttention(config, batch, length)))
-
-
 def losses(config: LlamaConfig, weights: Weights, inputs: jax.Array, targets: jax.Array) -> jax.Array:
     """Negative log-likelihood in nats of each target, flat."""
-    logits = forward(config, weights, inputs)
+    logits = F.logits(fuse(config, weights), config, inputs).reshape(-1, config.vocab_size)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets.reshape(-1))

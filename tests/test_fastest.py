@@ -123,6 +123,7 @@ def test_unknown_names_are_refused():
     with pytest.raises(ConfigError, match="tiling 'k1' is not of the form 'k64,q64,w4,s2'"):
         make_llm(golden_checkpoint(NAME), attention_implementation="triton:k1")
     with pytest.raises(
-        ConfigError, match=r"attention_implementation='cuda' .* native, xla, triton, mosaic, fastest"
+        ConfigError,
+        match=r"attention_implementation='cuda' .* native, xla, triton, mosaic, reference, fastest",
     ):
         make_llm(golden_checkpoint(NAME), attention_implementation="cuda")

@@ -175,7 +175,7 @@ def test_crossovers_are_drawn(tmp_path):
         (["llama-3-8b", "--device", "a100", "--no-compile", "--weights", "fp8"], "no products of 'fp8'"),
         (
             ["llama-3-8b", "--device", "h100", "--no-compile", "--dtype", "float32"],
-            "weights='float32' was not",
+            "--weights 'float32' was not",
         ),
     ],
 )

@@ -306,12 +306,12 @@ def test_the_low_level_call_takes_names_and_refuses_what_is_none():
         (([1, 2], config, "vllm"), r"trace must be a Trace .*load_trace reads one.* got \[1, 2\]"),
         ((trace(), {"block_size": 4}, "vllm"), "config must be a SchedulerConfig"),
         ((trace(), config, "vllmm"), "there is no preset 'vllmm'; did you mean vllm"),
-        ((trace(), config, 3), "named by a string, got 3; presets: adaptive"),
+        ((trace(), config, 3), "3 is no policy's name: pass one of adaptive"),
     ):
         with pytest.raises(ConfigError, match=message):
             low_level.simulate(*arguments, costs, overlap_swaps=True)
     for name in (3, None):
-        with pytest.raises(ConfigError, match="a preset is named by a string"):
+        with pytest.raises(ConfigError, match="is no policy's name: pass one of"):
             make_preset(name)
 
 

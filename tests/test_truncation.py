@@ -16,6 +16,7 @@ from jaxllm import SamplingParams
 from jaxllm.errors import RequestError, RequestTooLargeError, SamplingParamsError
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.layers import Attend
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.registry import Params, bind
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
@@ -166,10 +167,8 @@ def tokens_of(seed, count, vocab_size=128):
     return np.random.default_rng(seed).integers(3, vocab_size, count).tolist()
 
 
-class CutAttention:
+class CutAttention(Attend):
     """Dense attention: each token sees those from a place of its own on up to itself."""
-
-    num_rows = None
 
     def __init__(self, config: LlamaConfig, seen_from: jax.Array) -> None:
         """`seen_from` [T] int32 are the places."""

@@ -150,12 +150,13 @@ def test_what_does_not_match_changes_nothing(llm, params):
 
 
 def test_requests_under_way_are_not_served_by_two_models(llm, params):
-    stream = llm.stream(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True))
-    next(stream)
+    llm.engine.add_request("mine", PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
     for call in (lambda: llm.update_weights(params), llm.sleep, lambda: llm.sleep(2)):
         with pytest.raises(EngineError, match="requests are under way: wait for them or abort them"):
             call()
-    stream.close()
+    llm.engine.abort("mine")
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
     llm.update_weights(params)
 
 
@@ -250,10 +251,11 @@ def test_a_folder_without_weights_will_do(others, params, tmp_path):
 
 
 def test_waking_what_is_awake_changes_nothing(llm):
-    stream = llm.stream(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
-    next(stream)
+    llm.engine.add_request("mine", PROMPTS[0], GREEDY)
     llm.wake_up()
-    stream.close()
+    while llm.engine.has_unfinished_requests:
+        outputs = llm.engine.step()
+    assert outputs[0].finish_reason == "length"
 
 
 def test_bad_levels_and_tags(llm):

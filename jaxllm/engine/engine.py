@@ -246,7 +246,8 @@ class Engine:
         Returns:
             What there is of it for each sample.
         """
-        self._check_awake()
+        if self._failure is not None or self.is_asleep:
+            raise self._refusal()
         requests, text = self._inputs.make(
             request_id,
             prompt,
@@ -475,11 +476,11 @@ class Engine:
                 state.sink(state, dead)
         self._executor.release()
 
-    def _check_awake(self) -> None:
+    def _refusal(self) -> EngineError:
+        """Why no requests are taken."""
         if self._failure is not None:
-            raise self._dead()
-        if self.is_asleep:
-            raise EngineError("the engine sleeps, without its KV pool or weights; call wake_up() first")
+            return self._dead()
+        return EngineError("the engine sleeps, without its KV pool or weights; call wake_up() first")
 
     def _dead(self) -> EngineError:
         error = self._failure
@@ -499,7 +500,8 @@ class Engine:
     # The parts of a step
 
     def _add(self, states: Sequence[RequestState]) -> None:
-        self._check_awake()
+        if self._failure is not None or self.is_asleep:
+            raise self._refusal()
         ids = [state.request.request_id for state in states]
         for used in (*(state.sampled_for for state in states), *ids):
             if used is not None and self.is_live(used):
