@@ -361,6 +361,29 @@ def test_mistakes_are_named(model, tokens):
         F.logits(params, {"vocab_size": 5}, tokens)
     with pytest.raises(ConfigError, match="weights by name"):
         F.loss([1, 2], config, tokens)
+    with pytest.raises(RequestError, match="pad rows to one length"):
+        F.logits(params, config, [[1, 2], [3]])
+    lengths, cache = np.full(4, 12), F.init_cache(config, 4, 16, BLOCK)
+    for edit, message in (
+        (3, "edit=3 must be a function"),
+        (lambda layer, x: None, "edit returns nothing for layer 0"),
+        (lambda layer, x: x[..., :3], r"edit returns shape .* for layer 0: it must return an array"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            F.logits(params, config, tokens, edit=edit)
+        with pytest.raises(RequestError, match=message):
+            F.prefill(params, config, cache, tokens, lengths, edit=edit)
+
+
+def test_lists_and_arrays_of_numpy_will_do(model, tokens):
+    config, params = model
+    plain = {name: np.asarray(x) for name, x in params.items()}
+    expected = F.logits(params, config, tokens)
+    close(F.logits(plain, config, tokens.tolist()), expected, atol=1e-5)
+    close(F.loss(plain, config, tokens.tolist()), F.loss(params, config, tokens), atol=1e-5)
+    cache = F.init_cache(config, 4, 16, BLOCK)
+    scores = F.prefill(plain, config, cache, tokens.tolist(), [12] * 4)[1]
+    close(scores, expected[:, -1], atol=1e-4)
 
 
 def test_the_recorded_greedy_tokens_come_out_of_the_reference_as_well(model):

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, RequestError, shown
 from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.layers import Edit
 from jaxllm.pallas_kernels import REFERENCE
 
 Params = Mapping[str, jax.Array]
@@ -45,19 +46,48 @@ def check_sizes(config: ModelConfig, **sizes: int) -> None:
             raise ConfigError(f"{name}={shown(size)} must be an integer of at least 1")
 
 
-def check_params(params: Params, config: ModelConfig) -> None:
-    """Verify that these are weights by name, and that of a configuration."""
+def checked_params(params: Params, config: ModelConfig) -> Params:
+    """Weights by name, as JAX's arrays, once they are known to be that, with a configuration."""
     check_sizes(config)
     if not isinstance(params, Mapping) or not params or not all(isinstance(name, str) for name in params):
         raise ConfigError(
             "params must be weights by name, as jaxllm.loading.load_params returns, not "
             f"{shown(list(params)[:3]) if isinstance(params, Mapping) else type(params).__name__}"
         )
+    if any(isinstance(weight, np.ndarray) for weight in params.values()):
+        return {name: jnp.asarray(weight) for name, weight in params.items()}
+    return params
+
+
+def checked_edit(edit: Edit | None) -> Edit | None:
+    """An edit of activations whose results are known to be like what it is given.
+
+    Raises:
+        RequestError: it is no function; or, by the function returned, its result is none or of another shape.
+    """
+    if edit is None:
+        return None
+    if not callable(edit):
+        raise RequestError(f"edit={shown(edit)} must be a function of a layer's number and its activations")
+
+    def verified(layer: int, x: jax.Array) -> jax.Array:
+        changed = edit(layer, x)
+        if getattr(changed, "shape", None) != x.shape:
+            got = (
+                "nothing" if changed is None else f"shape {getattr(changed, 'shape', type(changed).__name__)}"
+            )
+            raise RequestError(f"edit returns {got} for layer {layer}: it must return an array {x.shape}")
+        return jnp.asarray(changed, x.dtype)
+
+    return verified
 
 
 def integers(name: str, value: Any, num_dims: int) -> Any:
     """As an array of that many dimensions."""
-    found = value if hasattr(value, "dtype") else np.asarray(value)
+    try:
+        found = value if hasattr(value, "dtype") else np.asarray(value)
+    except ValueError as error:  # rows of several lengths
+        raise RequestError(f"{name} must be an array: pad rows to one length ({error})") from error
     if not hasattr(value, "dtype") and not found.size:
         found = found.astype(np.int32)
     if found.ndim != num_dims or not jnp.issubdtype(found.dtype, jnp.integer):

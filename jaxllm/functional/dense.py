@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import RequestError
-from jaxllm.functional.checks import Params, check_params, check_positions, check_range, integers, is_known
+from jaxllm.functional.checks import (
+    Params,
+    check_positions,
+    check_range,
+    checked_edit,
+    checked_params,
+    integers,
+    is_known,
+)
 from jaxllm.models.architecture import CausalLM, ModelConfig
 from jaxllm.models.layers import Attend, Edit, whole
 from jaxllm.models.registry import bind, unpacked
@@ -66,6 +74,7 @@ def logits(
         ConfigError, RequestError: shapes do not fit, or (outside of a caller's `jax.jit`, where values are
             known) tokens are out of range.
     """
+    tokens = integers("tokens", tokens, 2)
     hidden, model, _ = _pass(params, config, tokens, edit, _remat if remat else _plainly)
     return _logits(model, hidden, tokens)
 
@@ -83,6 +92,7 @@ def logprobs(
 
     Arguments and errors are those of `logits`.
     """
+    tokens = integers("tokens", tokens, 2)
     scores = logits(params, config, tokens, edit=edit, remat=remat)[:, :-1]
     of_tokens = jnp.take_along_axis(scores, jnp.asarray(tokens, jnp.int32)[:, 1:, None], axis=2)[..., 0]
     return of_tokens - jax.nn.logsumexp(scores, axis=2)
@@ -127,6 +137,7 @@ def loss(
 @under_jax_defaults
 def trace(params: Params, config: ModelConfig, tokens: jax.Array, *, edit: Edit | None = None) -> Activations:
     """Logits and activations; arguments and errors are those of `logits`."""
+    tokens = integers("tokens", tokens, 2)
     hidden, model, attend = _pass(params, config, tokens, edit, _plainly)
     shape = tokens.shape
 
@@ -141,8 +152,7 @@ def _pass(
     params: Params, config: ModelConfig, tokens: jax.Array, edit: Edit | None, way: _Way
 ) -> tuple[jax.Array, CausalLM, _WholeSequences]:
     """Hidden states [B * L, features] of what the head multiplies, the model, and what it went through."""
-    check_params(params, config)
-    tokens = integers("tokens", tokens, 2)
+    params, edit = checked_params(params, config), checked_edit(edit)
     if 0 in tokens.shape:
         raise RequestError(f"tokens {tokens.shape} must be [B, L], not empty")
     if is_known(tokens):

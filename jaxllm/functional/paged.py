@@ -27,10 +27,11 @@ from jaxllm.functional.checks import (
     Params,
     check_cache,
     check_key,
-    check_params,
     check_positions,
     check_range,
     check_sizes,
+    checked_edit,
+    checked_params,
     checked_prompts,
     integers,
     is_known,
@@ -147,7 +148,7 @@ def prefill(
             values are known) tokens or lengths are out of range; or gradients of this implementation are
             asked for.
     """
-    check_params(params, config)
+    params, edit = checked_params(params, config), checked_edit(edit)
     tokens, lengths = checked_prompts(config, tokens, lengths)
     before = jnp.zeros_like(lengths) if cached is None else integers("cached", cached, 1)
     if before.shape != lengths.shape:
@@ -209,7 +210,7 @@ def decode(
     Raises:
         ConfigError, RequestError: as `prefill`.
     """
-    check_params(params, config)
+    params, edit = checked_params(params, config), checked_edit(edit)
     tokens, lengths = integers("tokens", tokens, 1), integers("lengths", lengths, 1)
     if tokens.shape != lengths.shape:
         raise RequestError(f"tokens {tokens.shape} and lengths {lengths.shape} must both be [B]")
@@ -275,7 +276,7 @@ def generate(
         ConfigError, RequestError: shapes do not fit, the result would exceed the model's positions, or
             (outside of a caller's `jax.jit`, where values are known) a value is out of range.
     """
-    check_params(params, config)
+    params, edit = checked_params(params, config), checked_edit(edit)
     tokens, lengths = checked_prompts(config, tokens, lengths)
     check_sizes(config, max_new_tokens=max_new_tokens, block_size=block_size)
     batch_size, prompt_len = tokens.shape
