@@ -223,8 +223,9 @@ def test_sleep_gives_memory_back(params):
     assert [output.num_cached_tokens for output in found] == [0, 0, 0]
     assert device_bytes() <= used * 1.1
     llm.close()
-    with pytest.raises(EngineError, match="closed"):
-        llm.wake_up()
+    for call in (llm.wake_up, llm.sleep, lambda: llm.update_weights(params)):
+        with pytest.raises(EngineError, match="closed"):
+            call()
 
 
 def test_weights_that_were_given_are_given_again(others, params):

@@ -62,6 +62,8 @@ class Residence:
                 f"level={shown(level)} must be 1, which gives back the KV pool, or 2, which gives back the "
                 "weights as well"
             )
+        if self._engine.is_closed:
+            self._change(lambda: None)  # which says why
         if self._executor.has_pool or (level == 2 and self._executor.has_weights):
             self._change(lambda: self._executor.let_go(weights=level == 2))
 
