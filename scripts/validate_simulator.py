@@ -4,9 +4,10 @@
 
 Loads MODEL, plays traces on the real engine in a pool too small for them, measures its costs between the runs
 (as `jaxllm profile` does), and simulates each trace with the distilled profile, put right on average
-(`MeanCosts`). On a CPU, whose cores do both, the host takes as long for an iteration as in the real runs,
-beside sending and reading it, which the profile holds. The engine runs ahead, as it does for its users. Of
-each preset are printed
+(`MeanCosts`). On a CPU, whose cores do both, an iteration is longer by what the host's own work took from it:
+its processor time in the real runs, beside sending and reading, which the profile holds, times the share of
+such work that steps do not hide, which is measured (`Profiler.busy_host_share`). The engine runs ahead, as it
+does for its users. Of each preset are printed
 
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
@@ -34,7 +35,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import plots
 from policies.cells import CHANGED, COMBINED, policy_of
 from sweep.options import ARRIVALS_HELP, arrivals_of, list_of
@@ -61,6 +61,8 @@ from jaxllm.system.output_files import OutputParser, new_file
 DEFAULT_PRESETS = ("vllm", "vllm_v1", "paper", "paper_strategy", "adaptive", "adaptive_throughput")
 RUNS = 2
 """How often a trace is played under each preset."""
+HOST_SECONDS = 5e-4
+"""Of the host beside a step, about what it takes: what `busy_host_share` is measured with."""
 
 
 class Run(NamedTuple):
@@ -103,11 +105,11 @@ class MeanCosts:
 
 
 class HostCosts:
-    """A cost model of steps that wait for the host, too: on a CPU it computes with the same cores.
+    """A cost model of steps that the host takes processors from, as on a CPU.
 
     Args:
         costs: of the device.
-        seconds: that the host takes in each iteration.
+        seconds: by which each iteration is longer.
     """
 
     def __init__(self, costs: CostModel, seconds: float) -> None:
@@ -133,18 +135,18 @@ def compare(
     config: SchedulerConfig,
     predicted: Sequence[CostModel],
     costs: CostModel,
+    host_share: float,
 ) -> dict[str, Any]:
     """One preset: its `RUNS` runs of each trace, and the simulations of them.
 
     The simulated policy goes by what the real one went by, `predicted` of each trace and corrected while it
-    runs; `costs` is the simulated device. On a CPU an iteration also takes what the host took in the real
-    ones, on average; elsewhere it takes no simulated time.
+    runs; `costs` is the simulated device. An iteration also takes `host_share` of the host's processor time
+    in the real ones, on average.
     """
     host = statistics.fmean(
         (run.result.host_seconds or 0.0) / run.result.num_steps for of_trace in runs for run in of_trace
     )
-    if jax.default_backend() == "cpu":
-        costs = HostCosts(costs, host)
+    costs = HostCosts(costs, host * host_share)
     simulated = []
     for trace, of_trace in zip(traces, predicted, strict=True):
         calibration = OnlineCalibration(of_trace)
@@ -155,6 +157,7 @@ def compare(
     row: dict[str, Any] = {
         "preset": preset,
         "host_seconds": host,
+        "num_steps": statistics.fmean(run.result.num_steps for of_trace in runs for run in of_trace),
         "seconds": [statistics.fmean(of_trace) for of_trace in seconds],
         "seconds_of_runs": seconds,
         "preemptions": [statistics.fmean(run.num_preemptions for run in of_trace) for of_trace in real],
@@ -367,10 +370,12 @@ def main(argv: list[str] | None = None) -> None:
     order = random.Random(args.seed)
     runs: dict[str, list[list[Run]]] = {preset: [] for preset in presets}
     predicted: list[CostModel] = []
+    shares: list[float] = []
     for turn, trace in enumerate(traces):
         print(f"trace {turn + 1} of {args.repetitions}: {RUNS} runs of each preset", file=sys.stderr)
         costs = profiler.costs_of(profiler.profile(samples, profiler.fit(samples, is_brief=True)))
         predicted.append(costs)
+        shares.append(profiler.busy_host_share(HOST_SECONDS, args.max_num_seqs, args.prompt_len))
         for of_preset in runs.values():
             of_preset.append([])
         for preset in order.sample(presets * RUNS, len(presets) * RUNS):
@@ -380,9 +385,11 @@ def main(argv: list[str] | None = None) -> None:
     profile = profiler.profile(samples, profiler.fit(samples))
     mean = MeanCosts(profile.table, samples)
     device = ProgramCosts(mean, profiler.programs)
+    host_share = statistics.median(shares)
+    print(f"of the host's work steps wait for {host_share:.0%}")
     rows: list[dict[str, Any]] = []
     for preset, of_traces in runs.items():
-        row = compare(preset, of_traces, traces, config, predicted, device)
+        row = compare(preset, of_traces, traces, config, predicted, device, host_share)
         row["over_first"] = ratios(row, rows[0] if rows else row)
         rows.append(row)
         print(describe(row, presets[0]), flush=True)
@@ -400,6 +407,7 @@ def main(argv: list[str] | None = None) -> None:
         "model": name,
         "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
         "mean_factors": mean.factors,
+        "host_share": host_share,
         "rows": rows,
         "verdicts": pairs,
     }

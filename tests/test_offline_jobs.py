@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import time
 
 import pytest
 from variants import golden_checkpoint
@@ -154,6 +156,24 @@ def test_a_job_without_a_terminal_says_how_far_it_is(run, tmp_path, capsys, monk
     )
     assert re.match(last, lines[-1])
     assert "left" not in lines[-1]
+
+
+def test_nothing_is_said_after_the_last_line(monkeypatch):
+    said, is_saying = [], threading.Event()
+
+    def note(line):
+        if threading.current_thread() is not threading.main_thread():
+            is_saying.set()
+            time.sleep(0.05)
+        said.append(threading.current_thread())
+
+    monkeypatch.setattr(progress, "note", note)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.001)
+    with Progress(8, 0, "prompt", quiet=False) as job:
+        job.advance(8)
+        assert is_saying.wait(30)
+    assert said[-1] is threading.main_thread()
+    assert "jaxllm-progress" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_progress_counts_what_is_left(monkeypatch):

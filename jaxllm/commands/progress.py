@@ -32,6 +32,7 @@ class Progress:
         self._has_outputs = False
         self._bar: Any = None
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         self._began = 0.0
 
     def __enter__(self) -> Progress:
@@ -46,12 +47,15 @@ class Progress:
                 total=self._total, initial=self._num_done, desc="Answered", unit=self._what, leave=False
             )
         else:
-            threading.Thread(target=self._tell, name="jaxllm-progress", daemon=True).start()
+            self._thread = threading.Thread(target=self._tell, name="jaxllm-progress", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Say the last line."""
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join()  # or a line of its own comes after the last one
         if self._bar is not None:
             self._bar.close()
         if not self._quiet and self._num_done > self._num_before:

@@ -161,6 +161,20 @@ class Profiler:
         scheduled = self._schedule(Work(lengths=lengths, starts=(0,) * num_seqs))
         return statistics.median(self._time(scheduled) for _ in range(repetitions + 1))
 
+    def busy_host_share(self, seconds: float, batch: int, context: int, repetitions: int = 10) -> float:
+        """What steps take longer for a host that computes beside each of them, as a share of its `seconds`.
+
+        0 where the device has processors of its own; on a CPU, whose cores do both, up to 1, and more where
+        the threads of a step wait for each other. The host's work is a Python loop of so much processor
+        time, as a scheduler's is; the steps are of `batch` sequences of `context` tokens. A median.
+
+        Raises:
+            ConfigError: they do not fit the pool.
+        """
+        scheduled = self._schedule(Work(contexts=(context,) * batch))
+        pairs = [(self._time(scheduled, seconds), self._time(scheduled)) for _ in range(repetitions + 1)]
+        return max(0.0, statistics.median(busy - idle for busy, idle in pairs) / seconds)
+
     def hidden_swap_shares(
         self, num_blocks: int, batch: int, context: int, repetitions: int = 5
     ) -> tuple[float, float]:
@@ -336,8 +350,11 @@ class Profiler:
             Sample.swap_in(self.model, size, num_blocks, in_seconds),
         ]
 
-    def _time(self, scheduled: SchedulerOutput) -> float:
-        """Seconds of a step in a run of steps alike, each dispatched before the one before it is read."""
+    def _time(self, scheduled: SchedulerOutput, host_seconds: float = 0.0) -> float:
+        """Seconds of a step in a run of steps alike, each dispatched before the one before it is read.
+
+        The host computes for `host_seconds` before it dispatches one, while the one before it runs.
+        """
         execute, decode, size = self._executor.execute, scheduled.decode, self._config.block_size
         lengths = [
             (one, one.num_tokens, min(self._config.max_model_len, len(one.block_ids) * size + 1))
@@ -348,6 +365,9 @@ class Profiler:
         for place in range(-_GROWTH, _GROWTH + 1):
             for request, middle, most in lengths:
                 request.num_tokens = min(max(2, middle + place), most)
+            until = time.thread_time() + host_seconds
+            while host_seconds and time.thread_time() < until:
+                pass
             dispatched = execute(scheduled)
             if before is not None:
                 before.fetch()

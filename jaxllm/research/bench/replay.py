@@ -81,7 +81,7 @@ class Replay:
             policy = dataclasses.replace(policy, **timed)  # type: ignore[type-var]
         self._scheduler = _TimedScheduler(config, policy, ledger=ledger)
         self._steps = _TimedSteps(llm.executor)
-        self._seconds = 0.0  # of the host and the device, without waiting for arrivals
+        self._seconds = 0.0  # of this thread's processor, without waiting for arrivals
         self._engine = Engine(
             self._steps,
             self._scheduler,
@@ -117,7 +117,7 @@ class Replay:
         if self._feed is None:
             self._feed = Feed(trace, self.clock())
         feed = self._feed
-        started = time.perf_counter()
+        started = time.thread_time()
         while (sent := feed.send(self.clock())) is not None:
             index, arrival = sent
             params = SamplingParams(temperature=0, max_tokens=int(trace.output_lens[index]), ignore_eos=True)
@@ -133,7 +133,7 @@ class Replay:
                 if output.finished:
                     self._outputs[output.request_id] = output
                     feed.answered(self.clock(), int(output.request_id))
-            self._seconds += time.perf_counter() - started
+            self._seconds += time.thread_time() - started
         elif feed.next_due is not None:
             time.sleep(max(0.0, feed.next_due - self.clock()))
 
@@ -299,7 +299,7 @@ class _TimedScheduler(Scheduler):
 
 
 class _TimedSteps:
-    """An executor that adds up the time of sending steps, and of waiting for them."""
+    """An executor that adds up the processor time of sending steps, and of reading them."""
 
     def __init__(self, executor: ModelExecutor) -> None:
         self._executor, self.seconds = executor, 0.0
@@ -309,14 +309,14 @@ class _TimedSteps:
 
     def execute(self, scheduled: SchedulerOutput) -> _TimedStep:
         """As the executor."""
-        started = time.perf_counter()
+        started = time.thread_time()
         step = _TimedStep(self, self._executor.execute(scheduled))
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.thread_time() - started
         return step
 
 
 class _TimedStep:
-    """A step under way, whose wait is added up."""
+    """A step under way, whose reading is added up."""
 
     def __init__(self, steps: _TimedSteps, result: StepResult) -> None:
         self._steps, self._result = steps, result
@@ -324,9 +324,9 @@ class _TimedStep:
 
     def fetch(self) -> SampledTokens:
         """As the executor's."""
-        started = time.perf_counter()
+        started = time.thread_time()
         sampled = self._result.fetch()
-        self._steps.seconds += time.perf_counter() - started
+        self._steps.seconds += time.thread_time() - started
         return sampled
 
 

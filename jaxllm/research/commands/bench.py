@@ -18,6 +18,7 @@ from jaxllm.commands.options import (
 )
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands import bench_serve
+from jaxllm.research.commands.rows import add_of_rows, check_no_rows, too_long_of
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
@@ -52,9 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="prompts and lengths of a recorded trace, as `jaxllm simulate` takes it",
     )
-    too_long = throughput.add_mutually_exclusive_group()
-    too_long.add_argument("--clip", action="store_true", help="cut requests of --trace that are too long")
-    too_long.add_argument("--skip", action="store_true", help="leave them out")
+    add_of_rows(throughput)
     throughput.add_argument(
         "--num-prompts", type=int, metavar="N", help=f"default: {_NUM_PROMPTS}, or all of --trace"
     )
@@ -101,8 +100,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     if args.compile_report:
         note_compile_report(llm)
     if isinstance(workload, RecordedWorkload) and (args.clip or args.skip):
-        how: Any = "clip" if args.clip else "skip"
-        workload = RecordedWorkload(fit_trace(workload.trace, llm.max_model_len, how))
+        workload = RecordedWorkload(fit_trace(workload.trace, llm.max_model_len, too_long_of(args)))
     result = {
         "command": command_line(["jaxllm", *args.command_line]),
         "model": model_name(settings),
@@ -131,8 +129,7 @@ def _workload(args: argparse.Namespace) -> Workload | RecordedWorkload:
     from jaxllm.text.tokenizer import load_tokenizer
 
     if args.trace is None:
-        if args.clip or args.skip:
-            raise ConfigError(f"--{'clip' if args.clip else 'skip'} is of --trace: leave it out")
+        check_no_rows(args)
         return Workload(
             num_prompts=_NUM_PROMPTS if args.num_prompts is None else args.num_prompts,
             input_len=args.input_len or _LENGTHS,
@@ -144,7 +141,7 @@ def _workload(args: argparse.Namespace) -> Workload | RecordedWorkload:
             raise ConfigError(f"--trace has lengths: drop --{name.replace('_', '-')}, or drop --trace")
     named = engine_settings(args).get("tokenizer")
     tokenizer = None if named is None else load_tokenizer(named)
-    trace = load_trace(args.trace, tokenizer=tokenizer, seed=args.seed)
+    trace = load_trace(args.trace, tokenizer=tokenizer, seed=args.seed, on_bad=args.on_bad or "raise")
     return RecordedWorkload(trace if args.num_prompts is None else trace.head(args.num_prompts))
 
 

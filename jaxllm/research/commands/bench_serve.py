@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.commands.options import check_distinct, note
 from jaxllm.commands.signals import signals_as_interrupts
 from jaxllm.errors import ConfigError
+from jaxllm.research.commands.rows import add_of_rows, check_no_rows, too_long_of
 from jaxllm.system.options import json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
 
@@ -157,9 +158,7 @@ def add_measurement(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="make outputs as long as they may be (default: on, but for --dataset)",
     )
     add_overwrite(parser)
-    too_long = parser.add_mutually_exclusive_group()
-    too_long.add_argument("--clip", action="store_true", help="cut requests of more than --max-model-len")
-    too_long.add_argument("--skip", action="store_true", help="leave them out")
+    add_of_rows(parser)
     parser.add_argument(
         "--goodput",
         nargs="+",
@@ -277,9 +276,13 @@ def _loads(args: argparse.Namespace) -> dict[str, Load]:
         "keep_details": args.save_detailed,
     }
     if args.trace is not None:
-        how: Any = "clip" if args.clip else "skip" if args.skip else "raise"
         trace = load_trace(
-            args.trace, tokenizer=tokenizer, seed=args.seed, max_len=args.max_model_len, too_long=how
+            args.trace,
+            tokenizer=tokenizer,
+            seed=args.seed,
+            max_len=args.max_model_len,
+            too_long=too_long_of(args),
+            on_bad=args.on_bad or "raise",
         )
         trace = trace if args.num_prompts is None else trace.head(args.num_prompts)
         return {Path(args.trace).name: Load(trace=trace, arrivals=None, **common)}
@@ -300,7 +303,13 @@ def _drawn(args: argparse.Namespace, arrivals: Sequence[Any], tokenizer: Any) ->
 
     prompts: Any = args.input_len or _LENGTHS
     if args.dataset is not None:
-        prompts = load_dataset_file(args.dataset, args.column, tokenizer, length_column=args.length_column)
+        prompts = load_dataset_file(
+            args.dataset,
+            args.column,
+            tokenizer,
+            length_column=args.length_column,
+            on_bad=args.on_bad or "raise",
+        )
     num_prompts = _NUM_PROMPTS if args.num_prompts is None else args.num_prompts
     output_len, seed = args.output_len or _LENGTHS, 0 if args.seed is None else args.seed
     return [drawn_trace(prompts, num_prompts, output_len, process, seed) for process in arrivals]
@@ -317,6 +326,8 @@ def _check_workload(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--trace has arrivals and lengths: drop --{name.replace('_', '-')}, or drop --trace"
             )
+    if args.trace is None and args.dataset is None:
+        check_no_rows(args)
     if args.dataset is None:
         for name in ("column", "length_column"):
             if getattr(args, name) is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from jaxllm.commands.options import check_distinct
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands.bench_serve import length_range
+from jaxllm.research.commands.rows import add_of_rows, too_long_of
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 _UNITS = {"": 1.0, "b": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
@@ -37,9 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_load = parser.add_argument_group("load")
     for name, convert, metavar, text in _LOAD:
         of_load.add_argument(f"--{name}", type=convert, metavar=metavar, help=text)
-    too_long = of_load.add_mutually_exclusive_group()
-    too_long.add_argument("--clip", action="store_true", help="cut requests that are too long")
-    too_long.add_argument("--skip", action="store_true", help="leave them out")
+    add_of_rows(of_load)
     of_system = parser.add_argument_group("device")
     for name, convert, metavar, text in _SYSTEM:
         of_system.add_argument(f"--{name}", type=convert, metavar=metavar, help=text)
@@ -143,8 +142,7 @@ def run(args: argparse.Namespace) -> int:
     given |= _drawn(args) if args.trace is None else _read(args)
     if args.link is not None:
         given["link"] = args.link * 1e9
-    if args.clip or args.skip:
-        given["too_long"] = "clip" if args.clip else "skip"
+    given["too_long"] = too_long_of(args)
     found = simulate(**{name: value for name, value in given.items() if value is not None})
     print(found.table())
     if args.json is not None:
@@ -166,7 +164,10 @@ def _read(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("dataset", "column", "input_len", "output_len"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--trace has lengths: drop --{name.replace('_', '-')}, or drop --trace")
-    return {} if args.tokenizer is None else {"tokenizer": load_tokenizer(args.tokenizer)}
+    found: dict[str, Any] = {} if args.on_bad is None else {"on_bad": args.on_bad}
+    if args.tokenizer is not None:
+        found["tokenizer"] = load_tokenizer(args.tokenizer)
+    return found
 
 
 def _drawn(args: argparse.Namespace) -> dict[str, Any]:
@@ -185,11 +186,15 @@ def _drawn(args: argparse.Namespace) -> dict[str, Any]:
                 f"--dataset {args.dataset} is none of {', '.join(DATASETS)}; a file needs --column and "
                 "--tokenizer"
             )
-        found["dataset"] = load_dataset_file(args.dataset, args.column, load_tokenizer(args.tokenizer))
+        found["dataset"] = load_dataset_file(
+            args.dataset, args.column, load_tokenizer(args.tokenizer), on_bad=args.on_bad or "raise"
+        )
     elif args.column is not None or args.tokenizer is not None:
         raise ConfigError(
             "--column and --tokenizer are of --dataset FILE, the latter also of --trace: drop them"
         )
+    elif args.on_bad is not None:
+        raise ConfigError("--on-bad is of a file's rows: drop it, or name a --trace")
     if args.output_len is not None:
         found["output_len"] = UniformLengths(shortest=args.output_len[0], longest=args.output_len[1])
     return found

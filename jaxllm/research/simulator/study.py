@@ -91,12 +91,14 @@ class Simulation:
         config: the scheduler's limits; a policy that never swaps had no host memory, and one that plans
             without a prefix cache had none.
         load: the trace, for people.
+        notes: what became of its rows and requests: `Trace.notes`, of the first seed.
         runs: of each policy all seeds, in the order of the policies.
     """
 
     system: System
     config: SchedulerConfig
     load: str
+    notes: tuple[str, ...]
     runs: tuple[Run, ...]
 
     @property
@@ -155,7 +157,14 @@ class Simulation:
             *(f"over {base}" for _ in range(has_base)),
             *(how[0] for how in shown_ones.values()),
         ]
-        lines = [self.caption(), "", f"| {' | '.join(headings)} |", f"|---{'|---:' * (len(headings) - 1)}|"]
+        notes = [f"Of the load: {'; '.join(self.notes)}."] if self.notes else []
+        lines = [
+            self.caption(),
+            *notes,
+            "",
+            f"| {' | '.join(headings)} |",
+            f"|---{'|---:' * (len(headings) - 1)}|",
+        ]
         for policy in self.policies:
             cells = [policy]
             if has_base:
@@ -188,6 +197,7 @@ class Simulation:
             }
         return {
             "simulated": self.caption(),
+            "notes": list(self.notes),
             "system": self.system.facts(),
             "config": dataclasses.asdict(self.config),
             "policies": policies,
@@ -327,7 +337,7 @@ def simulate(
             )
             result = play(drawn, own, policy, system.costs, overlap_swaps=overlap_swaps)
             runs.append(Run(name, seed, result, figures_of(result, drawn)))
-    return Simulation(system, config, load.described(traces[0]), tuple(runs))
+    return Simulation(system, config, load.described(traces[0]), traces[0].notes, tuple(runs))
 
 
 def policies_of(

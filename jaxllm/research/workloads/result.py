@@ -32,8 +32,8 @@ class RunResult:
     """What became of a trace. Times are seconds of the run's clock, arrays are by request.
 
     `scheduling_seconds` is the host's own time in `Scheduler.schedule`, `prediction_seconds` that of
-    decisions and of comparing predictions with measurements, and `host_seconds` all but that of sending steps
-    and of waiting for them; None if nobody measured it.
+    decisions and of comparing predictions with measurements; `host_seconds` is what the engine's thread had
+    of a processor, for all but sending steps and reading them. None if nobody measured it.
     `num_cached_tokens` are tokens of prompts that were found in the prefix cache instead of computed,
     `num_host_cached_tokens` those of them in host memory, `num_disk_cached_tokens` those in files.
     """

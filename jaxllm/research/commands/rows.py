@@ -1,0 +1,37 @@
+"""Options of every command that reads a trace: what becomes of rows that are too long, or cannot be read."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Literal
+
+from jaxllm.errors import ConfigError
+
+
+def add_of_rows(parser: Any) -> None:
+    """Add `--clip`, `--skip` and `--on-bad` to a parser or a group."""
+    too_long = parser.add_mutually_exclusive_group()
+    too_long.add_argument("--clip", action="store_true", help="cut requests of --trace that are too long")
+    too_long.add_argument("--skip", action="store_true", help="leave them out")
+    parser.add_argument(
+        "--on-bad",
+        choices=("raise", "skip"),
+        help="rows of a file that cannot be read are an error, or are left out (default: raise)",
+    )
+
+
+def too_long_of(args: argparse.Namespace) -> Literal["raise", "clip", "skip"]:
+    """What `--clip` and `--skip` say, as `jaxllm.research.workloads.fit_trace` takes it."""
+    return "clip" if args.clip else "skip" if args.skip else "raise"
+
+
+def check_no_rows(args: argparse.Namespace) -> None:
+    """Refuse these options where no file is read.
+
+    Raises:
+        ConfigError: one was given.
+    """
+    given = {"--clip": args.clip, "--skip": args.skip, "--on-bad": args.on_bad}
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(f"{flag} is of --trace: leave it out")
