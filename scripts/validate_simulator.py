@@ -3,11 +3,11 @@
     python scripts/validate_simulator.py --model MODEL --repetitions 9 --out validation.json
 
 Loads MODEL, plays traces on the real engine in a pool too small for them, measures its costs between the runs
-(as `jaxllm profile` does), and simulates each trace with the distilled profile, put right on average
-(`MeanCosts`). On a CPU, whose cores do both, an iteration is longer by what the host's own work took from it:
-its processor time in the real runs, beside sending and reading, which the profile holds, times the share of
-such work that steps do not hide, which is measured (`Profiler.busy_host_share`). The engine runs ahead, as it
-does for its users. Of each preset are printed
+(as `jaxllm profile` does), and simulates each trace with the distilled profile, put right on average by what
+was measured between the trace's own runs (`MeanCosts`). On a CPU, whose cores do both, an iteration is longer
+by what the host took from it: the processor time of the engine's thread in the real runs, less what it had
+in a step of the profile, times the share of such work that steps do not hide, which is measured
+(`Profiler.busy_host_share`). The engine runs ahead, as it does for its users. Of each preset are printed
 
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
@@ -61,8 +61,8 @@ from jaxllm.system.output_files import OutputParser, new_file
 DEFAULT_PRESETS = ("vllm", "vllm_v1", "paper", "paper_strategy", "adaptive", "adaptive_throughput")
 RUNS = 2
 """How often a trace is played under each preset."""
-HOST_SECONDS = 5e-4
-"""Of the host beside a step, about what it takes: what `busy_host_share` is measured with."""
+HOST_SECONDS = 1e-3
+"""Of the host beside a step: what `busy_host_share` is measured with."""
 
 
 class Run(NamedTuple):
@@ -72,21 +72,35 @@ class Run(NamedTuple):
     factors: dict[str, float]
 
 
+class HostWork(NamedTuple):
+    """What the host's work beside a step means for it: `Profiler.busy_host_share`, and `sending_seconds`."""
+
+    share: float
+    profiled: float
+
+    def seconds(self, on_host: float) -> float:
+        """By how much a step is longer if the host works so many seconds beside it."""
+        return max(0.0, self.share) * max(0.0, on_host - self.profiled)
+
+
 class MeanCosts:
-    """A fitted cost model times a factor for each kind, so that it is right on average.
+    """A fitted cost model times a factor for each kind, so that its seconds add up to the measured ones.
 
     Fits minimise relative errors, which puts them below the mean where measurements are noisy (by about twice
-    the square of the noise); a simulation adds up seconds, and needs the mean.
+    the square of the noise), and are of all the time that was measured in; a simulation adds up seconds, and
+    is compared with the runs of a few of these.
 
     Args:
         table: what was fitted.
-        samples: measurements of every kind; a factor is the mean of measured over predicted.
+        samples: measurements of every kind beside those runs; a factor is the sum of measured seconds over
+            that of predicted ones.
     """
 
     def __init__(self, table: TableCostModel, samples: Mapping[CostKind, Sequence[Sample]]) -> None:
         self._table = table
         self.factors = {
-            kind: statistics.fmean(one.seconds / table.seconds_of(kind, one.work) for one in of_kind)
+            kind: sum(one.seconds for one in of_kind)
+            / sum(table.seconds_of(kind, one.work) for one in of_kind)
             for kind, of_kind in samples.items()
         }
 
@@ -134,21 +148,21 @@ def compare(
     traces: Sequence[Trace],
     config: SchedulerConfig,
     predicted: Sequence[CostModel],
-    costs: CostModel,
-    host_share: float,
+    devices: Sequence[CostModel],
+    host: HostWork,
 ) -> dict[str, Any]:
     """One preset: its `RUNS` runs of each trace, and the simulations of them.
 
     The simulated policy goes by what the real one went by, `predicted` of each trace and corrected while it
-    runs; `costs` is the simulated device. An iteration also takes `host_share` of the host's processor time
-    in the real ones, on average.
+    runs; `devices` are simulated, of each trace. An iteration also takes what `host` says of the mean
+    processor time of an iteration in the real runs.
     """
-    host = statistics.fmean(
+    on_host = statistics.fmean(
         (run.result.host_seconds or 0.0) / run.result.num_steps for of_trace in runs for run in of_trace
     )
-    costs = HostCosts(costs, host * host_share)
     simulated = []
-    for trace, of_trace in zip(traces, predicted, strict=True):
+    for trace, of_trace, device in zip(traces, predicted, devices, strict=True):
+        costs = HostCosts(device, host.seconds(on_host))
         calibration = OnlineCalibration(of_trace)
         policy = policy_of(preset, calibration)
         simulated.append(simulate(trace, config, policy, costs, overlap_swaps=True, calibration=calibration))
@@ -156,7 +170,7 @@ def compare(
     seconds = [[run.seconds for run in of_trace] for of_trace in real]
     row: dict[str, Any] = {
         "preset": preset,
-        "host_seconds": host,
+        "host_seconds": on_host,
         "num_steps": statistics.fmean(run.result.num_steps for of_trace in runs for run in of_trace),
         "seconds": [statistics.fmean(of_trace) for of_trace in seconds],
         "seconds_of_runs": seconds,
@@ -370,26 +384,32 @@ def main(argv: list[str] | None = None) -> None:
     order = random.Random(args.seed)
     runs: dict[str, list[list[Run]]] = {preset: [] for preset in presets}
     predicted: list[CostModel] = []
-    shares: list[float] = []
+    shares: list[tuple[float, float]] = []
+    beside: list[dict[CostKind, list[Sample]]] = []  # of each trace, measured between its runs
     for turn, trace in enumerate(traces):
         print(f"trace {turn + 1} of {args.repetitions}: {RUNS} runs of each preset", file=sys.stderr)
         costs = profiler.costs_of(profiler.profile(samples, profiler.fit(samples, is_brief=True)))
         predicted.append(costs)
-        shares.append(profiler.busy_host_share(HOST_SECONDS, args.max_num_seqs, args.prompt_len))
+        beside.append({kind: [] for kind in samples})
+        sizes = args.max_num_seqs, args.prompt_len
+        shares.append((profiler.busy_host_share(HOST_SECONDS, *sizes), profiler.sending_seconds(*sizes)))
         for of_preset in runs.values():
             of_preset.append([])
         for preset in order.sample(presets * RUNS, len(presets) * RUNS):
             for kind, more in profiler.samples(seconds, at_least=0).items():
                 samples[kind] += more
+                beside[-1][kind] += more
             runs[preset][-1].append(play(llm, preset, trace, config, costs))
     profile = profiler.profile(samples, profiler.fit(samples))
-    mean = MeanCosts(profile.table, samples)
-    device = ProgramCosts(mean, profiler.programs)
-    host_share = statistics.median(shares)
-    print(f"of the host's work steps wait for {host_share:.0%}")
+    means = [MeanCosts(profile.table, of_trace) for of_trace in beside]
+    devices = [ProgramCosts(mean, profiler.programs) for mean in means]
+    host = HostWork(*(statistics.fmean(of) for of in zip(*shares, strict=True)))
+    print(
+        f"beside {host.profiled * 1e3:.2f} ms a step, {host.share:.0%} of the host's work makes steps longer"
+    )
     rows: list[dict[str, Any]] = []
     for preset, of_traces in runs.items():
-        row = compare(preset, of_traces, traces, config, predicted, device, host_share)
+        row = compare(preset, of_traces, traces, config, predicted, devices, host)
         row["over_first"] = ratios(row, rows[0] if rows else row)
         rows.append(row)
         print(describe(row, presets[0]), flush=True)
@@ -406,8 +426,8 @@ def main(argv: list[str] | None = None) -> None:
         "versions": hardware.versions(),
         "model": name,
         "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
-        "mean_factors": mean.factors,
-        "host_share": host_share,
+        "mean_factors": [mean.factors for mean in means],
+        "host": host._asdict(),
         "rows": rows,
         "verdicts": pairs,
     }

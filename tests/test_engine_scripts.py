@@ -105,7 +105,16 @@ def test_every_preset_is_run_and_simulated(llms, tmp_path, monkeypatch, capsys):
     assert first["speed"] == first["turnaround"] == [1.0, 1.0, 1.0]
     speeds = [one / other for one, other in zip(*(row["seconds"] for row in report["rows"]), strict=True)]
     assert second["speed"] == pytest.approx(ratio_interval(speeds), rel=1e-4)
-    assert capsys.readouterr().out.startswith("vllm: real ")
+    assert report["host"]["profiled"] > 0
+    assert re.match(
+        r"beside [\d.]+ ms a step, -?\d+% of the host's work.*\nvllm: real ", capsys.readouterr().out
+    )
+
+
+def test_a_step_is_longer_by_what_the_host_did_beside_the_profiles_own():
+    host = validate_simulator.HostWork(share=0.5, profiled=1e-3)
+    assert host.seconds(3e-3) == pytest.approx(1e-3)
+    assert host.seconds(0.5e-3) == validate_simulator.HostWork(share=-0.1, profiled=0.0).seconds(1.0) == 0.0
 
 
 def test_which_is_faster_is_said_only_where_the_interval_allows():

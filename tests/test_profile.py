@@ -253,6 +253,22 @@ def test_swaps_beside_decode_steps(profiler, llm):
         profiler.hidden_swap_shares(too_many, 2, 8)
 
 
+def test_what_a_busy_host_costs_a_step(profiler, monkeypatch):
+    assert 0 < profiler.sending_seconds(2, 8, repetitions=2) < 10
+    asked, time_step = [], profiler._time
+
+    def timed(scheduled, host_seconds=0.0):
+        asked.append(host_seconds)
+        assert time_step(scheduled, host_seconds) > 0
+        return 2.0 + 0.75 * host_seconds
+
+    monkeypatch.setattr(profiler, "_time", timed)
+    assert profiler.busy_host_share(2e-3, 2, 8, repetitions=2) == pytest.approx(0.75)
+    assert asked == [2e-3, 0.0] * 3
+    with pytest.raises(ConfigError, match="do not fit the pool"):
+        profiler.busy_host_share(2e-3, 2, 10**6)
+
+
 def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog, monkeypatch):
     shape = shape_of(llm.model_config, "tiny", "float32")
     costs, source = find_costs(shape, "cpu", 4, tmp_path)

@@ -23,11 +23,10 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import ActionPolicy, ResumePolicy, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
-from jaxllm.types import NO_COPIES, CopyProgress, CopyTime, SampledTokens, SchedulerOutput, StepResult
+from jaxllm.types import NO_COPIES, CopyProgress, CopyTime, SchedulerOutput
 
 if TYPE_CHECKING:
     from jaxllm.engine.outputs import RequestOutput
-    from jaxllm.executor.model_executor import ModelExecutor
     from jaxllm.llm import LLM
 
 
@@ -80,10 +79,9 @@ class Replay:
         if timed:
             policy = dataclasses.replace(policy, **timed)  # type: ignore[type-var]
         self._scheduler = _TimedScheduler(config, policy, ledger=ledger)
-        self._steps = _TimedSteps(llm.executor)
         self._seconds = 0.0  # of this thread's processor, without waiting for arrivals
         self._engine = Engine(
-            self._steps,
+            llm.executor,
             self._scheduler,
             vocab_size=llm.model_config.vocab_size,
             async_scheduling=self.runs_ahead,
@@ -166,7 +164,7 @@ class Replay:
             finish_times=finished,
             scheduling_seconds=self._scheduler.seconds,
             prediction_seconds=sum([timed.seconds for timed in self._timed]) + keeper.seconds,
-            host_seconds=self._seconds - self._steps.seconds,
+            host_seconds=self._seconds,
             num_cached_tokens=sum([output.num_cached_tokens for output in self._outputs.values()]),
             num_host_cached_tokens=sum([output.num_host_cached_tokens for output in self._outputs.values()]),
         )
@@ -296,38 +294,6 @@ class _TimedScheduler(Scheduler):
         scheduled = super().schedule(now, copies, max_decode_steps)
         self.seconds += time.perf_counter() - started
         return scheduled
-
-
-class _TimedSteps:
-    """An executor that adds up the processor time of sending steps, and of reading them."""
-
-    def __init__(self, executor: ModelExecutor) -> None:
-        self._executor, self.seconds = executor, 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def execute(self, scheduled: SchedulerOutput) -> _TimedStep:
-        """As the executor."""
-        started = time.thread_time()
-        step = _TimedStep(self, self._executor.execute(scheduled))
-        self.seconds += time.thread_time() - started
-        return step
-
-
-class _TimedStep:
-    """A step under way, whose reading is added up."""
-
-    def __init__(self, steps: _TimedSteps, result: StepResult) -> None:
-        self._steps, self._result = steps, result
-        self.is_ready = result.is_ready
-
-    def fetch(self) -> SampledTokens:
-        """As the executor's."""
-        started = time.thread_time()
-        sampled = self._result.fetch()
-        self._steps.seconds += time.thread_time() - started
-        return sampled
 
 
 def deciding(policy: SchedulingPolicy) -> dict[str, ActionPolicy | ResumePolicy]:

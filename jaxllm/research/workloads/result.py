@@ -33,7 +33,7 @@ class RunResult:
 
     `scheduling_seconds` is the host's own time in `Scheduler.schedule`, `prediction_seconds` that of
     decisions and of comparing predictions with measurements; `host_seconds` is what the engine's thread had
-    of a processor, for all but sending steps and reading them. None if nobody measured it.
+    of a processor, for these, for sending steps and for reading them. None if nobody measured it.
     `num_cached_tokens` are tokens of prompts that were found in the prefix cache instead of computed,
     `num_host_cached_tokens` those of them in host memory, `num_disk_cached_tokens` those in files.
     """
