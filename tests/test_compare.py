@@ -125,7 +125,7 @@ def test_registry():
     assert list(BACKENDS) == [
         *("jaxllm", "jaxllm-other"),
         *("transformers", "transformers-cb"),
-        *("vllm", "openvino", "ctranslate2", "tunix"),
+        *("vllm", "openvino", "ctranslate2", "easydel", "tunix"),
     ]
     assert all(backend.worker.is_file() for backend in BACKENDS.values())
     assert [backend.name for backend in get_backends("vllm, jaxllm")] == ["vllm", "jaxllm"]

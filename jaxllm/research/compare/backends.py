@@ -62,6 +62,7 @@ BACKENDS = {
             ("openvino-genai", "openvino", "optimum-intel", "nncf", "transformers", "torch"),
         ),
         Backend("ctranslate2", WORKERS / "ctranslate2_worker.py", ("ctranslate2", "torch"), batched=True),
+        Backend("easydel", WORKERS / "easydel_worker.py", ("easydel", "ejkernel", "jax", "transformers")),
         Backend("tunix", WORKERS / "tunix_worker.py", ("google-tunix", "jax", "flax"), batched=True),
     )
 }

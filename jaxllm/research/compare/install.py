@@ -58,6 +58,7 @@ RECIPES: Mapping[str, Recipe] = {
         "openvino_genai, optimum",
     ),
     "ctranslate2": Recipe(((_TORCH,), ("transformers>=5.23", "ctranslate2==4.8.5")), "ctranslate2"),
+    "easydel": Recipe(((_TORCH,), ("easydel==0.3.0", "pillow", _TORCH)), "easydel.inference.esurge"),
     "tunix": Recipe((("google-tunix==0.1.7",),), "tunix.generate.sampler"),
 }
 """By back-end, for CPUs."""
