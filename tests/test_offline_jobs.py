@@ -17,7 +17,7 @@ from jaxllm.commands.words import flags_of, in_flags
 from jaxllm.engine.vllm_names import SETTINGS
 from jaxllm.errors import ConfigError, RequestError, UnsupportedModelError
 from jaxllm.jobs.prompt_files import read_prompts
-from jaxllm.models.config import read_hf_config
+from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.sampling.params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -258,7 +258,7 @@ def test_checkpoints_that_are_not_read_are_named_for_what_they_are(tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"is an adapter \(LoRA\).*merge it into its model"):
         read_hf_config(adapter)
     quantised = read_hf_config(golden_checkpoint("llama_gqa")) | {
-        "quantization_config": {"quant_method": "gptq", "bits": 4}
+        "quantization_config": {"quant_method": "hqq"}
     }
-    with pytest.raises(UnsupportedModelError, match=r"quantised by 'gptq' to 4 bits .*16 bits, or make one"):
-        LLM(hf_overrides={"quantization_config": quantised["quantization_config"]})
+    with pytest.raises(UnsupportedModelError, match=r"quantised by 'hqq'.*16 bits, or make one"):
+        config_from_dict(quantised)

@@ -17,7 +17,8 @@ _ONE_DEVICE = (
 _FILES = "safetensors, configuration and tokenizer are all that is read; leave it out"
 _NO_CODE = "no code of checkpoints is ever run; leave it out"
 _MULTIMODAL = "models of text only are supported; leave it out"
-_NO_QUANTIZATION = "weights and KV are not quantised; set dtype, or leave it out"
+_NO_QUANTIZATION = "a checkpoint's own quantization_config says how its weights are read; leave it out"
+_NO_QUANTIZED_KV = "KV is stored in the model's dtype; set dtype, or leave it out"
 _NO_LORA = "there are no LoRA adapters; merge them into the weights (peft: merge_and_unload, save_pretrained)"
 _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priority', or a class of your own"
 
@@ -29,8 +30,8 @@ SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
     "distributed_executor_backend": ((None,), _ONE_DEVICE),
     "disable_custom_all_reduce": ((False, True), _ONE_DEVICE),
     "quantization": ((None,), _NO_QUANTIZATION),
-    "kv_cache_dtype": (("auto",), _NO_QUANTIZATION),
-    "calculate_kv_scales": ((False,), _NO_QUANTIZATION),
+    "kv_cache_dtype": (("auto",), _NO_QUANTIZED_KV),
+    "calculate_kv_scales": ((False,), _NO_QUANTIZED_KV),
     "cpu_offload_gb": ((0,), "weights stay on the device; leave it out"),
     "trust_remote_code": ((False,), _NO_CODE),
     "tokenizer_mode": (("auto", "hf"), "tokenizers are those of transformers; leave it out"),

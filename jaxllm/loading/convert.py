@@ -56,7 +56,8 @@ def convert_checkpoint(src: str | Path, dst: str | Path, dtype: str = "auto") ->
     try:
         cpu = jax.local_devices(backend="cpu")[0]
         save_orbax(partial, iter_params(src, config, dtype, device=cpu))
-        hf_config.pop("torch_dtype", None)
+        for name in ("torch_dtype", "quantization_config"):  # what is written is not quantised
+            hf_config.pop(name, None)
         (partial / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype}, indent=2) + "\n")
         for name in SIDE_FILES:
             if (src / name).is_file():

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import WeightsError
+from jaxllm.loading.quantised import with_quantised
 from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
+from jaxllm.models.config import read_hf_config
 from jaxllm.models.names import LM_HEAD, WeightNames
+from jaxllm.models.quantisation import read_quantisation
 from jaxllm.models.registry import abstract_params
 from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
@@ -35,16 +38,22 @@ def load_safetensors(
         WeightsError: tensors are missing, unexpected or misshapen (all are named), or a file is corrupt.
     """
     names = ARCHITECTURES[config.architecture].names
-    found = _by_canonical_name(list_tensors(folder), names)
+    tensors = list_tensors(folder)
+    has_config = (folder / "config.json").is_file()
+    if has_config and (said := read_hf_config(folder).get("quantization_config")):
+        tensors = with_quantised(tensors, read_quantisation(said))
+    found = _by_canonical_name(tensors, names)
     if config.tie_word_embeddings:
         _drop_tied_head(found, folder)
     plan = _plan(found, names, config, folder)
     # In the order of the last file a weight needs, so that each file is opened about once.
-    order = sorted(plan, key=lambda target: str(max(tensor.file for tensor in plan[target])))
+    order = sorted(
+        plan, key=lambda target: max(str(file) for tensor in plan[target] for file in tensor.files)
+    )
     with ShardReader() as reader:
         for target in order:
             parts = plan.pop(target)
-            reader.keep({tensor.file for tensor in parts})
+            reader.keep({file for tensor in parts for file in tensor.files})
             # Blocks, so that host copies never queue up behind a slow transfer.
             yield target, jax.block_until_ready(_to_device(reader, parts, dtype, placement))
 
@@ -123,7 +132,7 @@ def _to_device(
 ) -> jax.Array:
     arrays = []
     for part in parts:
-        array = jax.device_put(reader.read(part), placement)
+        array = jax.device_put(part.read(reader), placement)
         arrays.append(array if array.dtype == dtype else _cast(array, dtype))
     return arrays[0] if len(arrays) == 1 else _stack(arrays)
 

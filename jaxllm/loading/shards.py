@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors looks up by name
+import ml_dtypes  # also registers bfloat16 with NumPy, which safetensors looks up by name
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -19,6 +20,11 @@ from jaxllm.system.json_text import parse
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_FLOAT8 = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state")
 _GIT_LFS_POINTER = b"version https://git-lfs"
@@ -37,6 +43,15 @@ class StoredTensor:
     def dtype(self) -> str | None:
         """NumPy name of the dtype; None where jaxllm cannot load it (integers, float8...)."""
         return find_dtype(self.stored_dtype)
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """That must be read for it."""
+        return frozenset((self.file,))
+
+    def read(self, reader: ShardReader) -> np.ndarray:
+        """Its values, in host memory."""
+        return reader.read(self)
 
 
 @contextlib.contextmanager
@@ -132,6 +147,16 @@ def _no_weights(folder: Path) -> WeightsError:
     return WeightsError(f"{str(folder)!r} has no weights: {found}; expected {expected}")
 
 
+def _read_float8(tensor: StoredTensor) -> np.ndarray:
+    """A tensor of a dtype that safetensors has no NumPy for."""
+    with tensor.file.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(length))[tensor.name]["data_offsets"]
+        file.seek(8 + length + begin)
+        data = file.read(end - begin)
+    return np.frombuffer(data, _FLOAT8[tensor.stored_dtype]).reshape(tensor.shape)
+
+
 class ShardReader:
     """Reads tensors while keeping open only the files the current weight needs.
 
@@ -161,6 +186,8 @@ class ShardReader:
                 with contextlib.ExitStack() as stack:
                     self._handles[tensor.file] = stack.enter_context(_open(tensor.file))
                     self._open[tensor.file] = stack.pop_all()
+            if tensor.stored_dtype in _FLOAT8:
+                return _read_float8(tensor)[slice(None) if rows is None else rows]
             handle = self._handles[tensor.file]
             return handle.get_tensor(tensor.name) if rows is None else handle.get_slice(tensor.name)[rows]
         except SafetensorError as error:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxllm.errors import ConfigError, UnsupportedModelError, shown
 from jaxllm.models.architecture import ARCHITECTURES, Architecture, ModelConfig
 from jaxllm.models.fields import INERT_FIELDS, Fields
-from jaxllm.system.dtypes import DTYPES
+from jaxllm.models.quantisation import read_quantisation
 from jaxllm.system.json_text import read_object
 
 # Of the inert fields, what others than the model itself read.
@@ -56,8 +56,8 @@ def config_from_dict(
         named = [name for name, one in ARCHITECTURES.items() if model_type == _model_type(one)]
         architectures = named or [f"model_type={model_type!r}"]
     architecture = architectures[0]
-    if quantised := values.get("quantization_config"):
-        raise UnsupportedModelError(_why_not(quantised))
+    if quantised := values.pop("quantization_config", None):
+        read_quantisation(quantised)  # the loader does so again; here it may be refused
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
@@ -66,19 +66,6 @@ def config_from_dict(
     config = ARCHITECTURES[architecture].read(fields)
     fields.refuse_unread()
     return dataclasses.replace(config, architecture=architecture)
-
-
-def _why_not(quantised: Any) -> str:
-    """What to do instead of loading weights that are quantised."""
-    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-    bits = quantised.get("bits") if isinstance(quantised, Mapping) else None
-    what = f" by {shown(method)}" if method else ""
-    what += f" to {shown(bits)} bits" if bits else ""
-    return (
-        f"config.json: the weights are quantised{what} (quantization_config), and only "
-        f"{', '.join(DTYPES)} are loaded; take the model's checkpoint in 16 bits, or make one where "
-        "transformers can: AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other)"
-    )
 
 
 def _model_type(architecture: Architecture) -> str:
@@ -91,6 +78,11 @@ def _override(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
     for name in overrides:
         if not isinstance(name, str):
             raise ConfigError(f"hf_overrides has {shown(name)}, which is no name of a config.json field")
+    if "quantization_config" in overrides:
+        raise ConfigError(
+            "hf_overrides has quantization_config, which says how the files' weights lie: leave it out, or "
+            "correct config.json"
+        )
     idle = sorted(overrides.keys() & (INERT_FIELDS - _OVERRIDABLE))
     if idle:
         raise ConfigError(f"hf_overrides has {', '.join(idle)}, which jaxllm does not read: leave them out")

@@ -1,0 +1,90 @@
+"""Quantised weights among the tensors of a checkpoint, which become weights of float32 as they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.errors import WeightsError
+from jaxllm.loading.shards import ShardReader, StoredTensor
+from jaxllm.models.quantisation import OF_ACTIVATIONS, Quantisation
+from jaxllm.models.weight_layouts import WeightLayout
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedTensor(StoredTensor):
+    """A weight whose codes and scales lie in a checkpoint.
+
+    Args:
+        layout: of them.
+        arrays: where they lie, by the ends of their names.
+    """
+
+    layout: WeightLayout
+    arrays: Mapping[str, StoredTensor]
+
+    @property
+    def dtype(self) -> str:
+        """What `read` gives."""
+        return "float32"
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """That its arrays lie in."""
+        return frozenset(array.file for array in self.arrays.values())
+
+    def read(self, reader: ShardReader) -> np.ndarray:
+        """The weight, float32.
+
+        Raises:
+            WeightsError: it has numbers that are not finite, or arrays of the wrong kind.
+        """
+        arrays = {name: array.read(reader) for name, array in self.arrays.items()}
+        try:
+            found = self.layout.dequantise(arrays, *self.shape)
+        except (IndexError, TypeError, ValueError) as error:
+            kinds = ", ".join(f"{array.name} of {array.stored_dtype}" for array in self.arrays.values())
+            raise WeightsError(f"{self.name}: {kinds} are no {self.layout.name} ({error})") from error
+        if not np.isfinite(found).all():
+            raise WeightsError(f"{self.name}: its scales give numbers that are not finite; load another copy")
+        return found
+
+
+def with_quantised(tensors: Mapping[str, StoredTensor], said: Quantisation) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint with each quantised weight as one.
+
+    Raises:
+        WeightsError: arrays of a weight are missing, misshapen, or of a layer that is not to be quantised.
+    """
+    found: dict[str, StoredTensor] = {}
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    ends = said.arrays - {"weight"}
+    for name, tensor in tensors.items():
+        module, _, end = name.rpartition(".")
+        if end in ends or (end == "weight" and tensor.dtype is None):
+            modules.setdefault(module, {})[end] = tensor
+        elif end not in OF_ACTIVATIONS:
+            found[name] = tensor
+    for module, arrays in modules.items():
+        layout = said.layout_of(module)
+        surplus = set(arrays) - set(() if layout is None else layout.arrays)
+        if layout is None or surplus:
+            what = ", ".join(arrays[end].name for end in sorted(surplus or arrays))
+            raise WeightsError(
+                f"{what}: quantization_config says {'another layout' if layout else 'nothing'} of {module}"
+            )
+        shape = layout.check(module, {end: tensor.shape for end, tensor in arrays.items()})
+        values = arrays[layout.values]
+        name = f"{module}.weight"
+        if name in found:
+            raise WeightsError(f"{name} is there beside {values.name}, which stands for it as well")
+        found[name] = QuantisedTensor(name, values.file, shape, layout.name, layout, arrays)
+    for note in said.notes:
+        _logger.warning("%s checkpoint: %s", said.method, note)
+    return found

@@ -1,0 +1,312 @@
+"""Quantised checkpoints: the tokens and logits that their makers' libraries give; files that are not whole."""
+
+import json
+import logging
+import pathlib
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxllm.functional as F
+from jaxllm import LLM, SamplingParams
+from jaxllm.errors import ConfigError, UnsupportedModelError, WeightsError
+from jaxllm.loading import shards
+from jaxllm.loading.convert import convert_checkpoint
+from jaxllm.loading.load import load_params
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.quantisation import read_quantisation
+from jaxllm.models.weight_layouts import unpack
+
+DATA = pathlib.Path(__file__).parent / "data" / "quantised"
+ORACLES = json.loads((DATA / "oracles.json").read_text())
+ROUNDED = {"ct-nvfp4a16": 0.07}  # its oracle rounds weights to bfloat16
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def folder_of(name, folder, change=lambda tensors, config: None):
+    """A checkpoint, whose tensors and config.json may be changed."""
+    tensors = {}
+    for file in ("common", name):
+        with open(DATA / f"{file}.safetensors", "rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for key, about in header.items():
+            if key != "__metadata__":
+                stored = shards.StoredTensor(
+                    key, DATA / f"{file}.safetensors", tuple(about["shape"]), about["dtype"]
+                )
+                with shards.ShardReader() as reader:
+                    tensors[key] = stored.read(reader)
+    config = json.loads(json.dumps(ORACLES[name]["config"]))
+    change(tensors, config)
+    write(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write(tensors, file):
+    """As safetensors, float8 too, which its NumPy half does not write."""
+    codes = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16"}
+    header, data = {}, b""
+    for name, array in tensors.items():
+        kind = codes.get(array.dtype.name)
+        if kind is None:
+            kind = {"f": "F", "i": "I", "u": "U"}[array.dtype.kind] + str(8 * array.dtype.itemsize)
+        raw = np.ascontiguousarray(array).tobytes()
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_logits_and_greedy_tokens_are_the_makers(name, tmp_path, caplog):
+    folder, oracle = folder_of(name, tmp_path), ORACLES[name]
+    config = config_from_dict(read_hf_config(folder))
+    with caplog.at_level(logging.WARNING):
+        params = load_params(folder, config, "float32")
+    assert bool(caplog.records) == (name == "fp8-block-qwen"), "weight-only formats need no word"
+    margin = 2 * ROUNDED.get(name, 5e-4)
+    num_compared = 0
+    for place, (prompt, greedy) in enumerate(zip(oracle["prompts"], oracle["greedy"], strict=True)):
+        logits = np.asarray(F.logits(params, config, jnp.array([[*prompt, *greedy]]))[0])
+        if place == 0:
+            off = np.abs(logits[len(prompt) - 2 : len(prompt)] - np.load(DATA / f"{name}.npy")).max()
+            assert off <= ROUNDED.get(name, 1e-4)
+        for row, token in zip(logits[len(prompt) - 1 :], greedy, strict=False):
+            second, first = np.partition(row, -2)[-2:]
+            if first - second > margin:
+                num_compared += 1
+                assert int(row.argmax()) == token
+    assert num_compared > 40
+
+
+def test_an_engine_serves_one_and_its_tokens_are_those_of_the_weights(tmp_path):
+    name = "gptq-sym-g128-actorder"
+    (tmp_path / "model").mkdir()
+    folder = folder_of(name, tmp_path / "model")
+    oracle, sizes = ORACLES[name], {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    convert_checkpoint(folder, tmp_path / "orbax", "float32")
+    assert "quantization_config" not in read_hf_config(tmp_path / "orbax")
+    for path in (folder, tmp_path / "orbax"):
+        with LLM(path, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=32, **sizes) as llm:
+            outputs = llm.generate(oracle["prompts"], params, use_tqdm=False)
+        assert [list(one.outputs[0].token_ids) for one in outputs] == oracle["greedy"]
+
+
+# Arithmetic
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_are_unpacked_low_bits_first(bits):
+    codes = np.random.default_rng(0).integers(0, 1 << bits, (3, 64))
+    words = np.zeros((3, 64 * bits // 32), np.uint64)
+    for row, column in np.ndindex(codes.shape):
+        words[row, column * bits // 32] |= np.uint64(int(codes[row, column]) << (column * bits % 32))
+    words = words.astype(np.uint32).view(np.int32)
+    assert (unpack(words, bits, 1) == codes).all()
+    assert (unpack(words.T, bits, 0) == codes.T).all()
+
+
+def compressed(weights, form, **rest):
+    group = {"format": form, "targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", **weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"a": group | rest}, "ignore": ["lm_head"]}
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group", "block"])
+def test_scales_by_tensor_row_group_and_block(strategy):
+    """Each entry is its code less its zero point, times its scale; computed entry by entry."""
+    out, width = 6, 8
+    rng = np.random.default_rng(1)
+    shape, at = {
+        "tensor": ((1,), lambda i, j: (0,)),
+        "channel": ((out, 1), lambda i, j: (i, 0)),
+        "group": ((out, 2), lambda i, j: (i, j // 4)),
+        "block": ((2, 3), lambda i, j: (i // 4, j // 3)),
+    }[strategy]
+    said = {"strategy": strategy, "group_size": 4, "block_structure": [4, 3]}
+    layout = read_quantisation(compressed(said, "int-quantized")).layout_of("a.b")
+    arrays = {
+        "weight": rng.integers(-128, 128, (out, width)).astype(np.int8),
+        "weight_scale": rng.random(shape).astype(ml_dtypes.bfloat16),
+        "weight_zero_point": rng.integers(-9, 9, shape).astype(np.int8),
+    }
+    assert layout.check("a.b", {name: array.shape for name, array in arrays.items()}) == (out, width)
+    found = layout.dequantise(arrays, out, width)
+    for i, j in np.ndindex(out, width):
+        scale, zero = (arrays[name][at(i, j)] for name in ("weight_scale", "weight_zero_point"))
+        assert found[i, j] == pytest.approx(
+            (int(arrays["weight"][i, j]) - int(zero)) * float(scale), rel=1e-6
+        )
+
+
+def test_groups_of_layers_have_layouts_of_their_own():
+    said = compressed({"strategy": "channel"}, "int-quantized")
+    said["config_groups"]["b"] = {
+        "format": "pack-quantized",
+        "targets": ["re:.*down_proj$", "model.layers.1.mlp.up_proj"],
+        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+    }
+    said["ignore"] = ["lm_head", "re:.*k_proj"]
+    found = read_quantisation(said)
+    names = {
+        "model.layers.0.mlp.down_proj": "pack-quantized",
+        "model.layers.1.mlp.up_proj": "pack-quantized",
+        "model.layers.0.mlp.up_proj": "int-quantized",
+    }
+    assert {module: found.layout_of(module).name for module in names} == names
+    assert found.layout_of("lm_head") is found.layout_of("model.layers.3.self_attn.k_proj") is None
+
+
+def test_gptqs_second_version_stores_zero_points_as_they_are():
+    rng = np.random.default_rng(2)
+    first, second, symmetric = (
+        read_quantisation(
+            {"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": form, "sym": sym}
+        ).layout_of("a")
+        for form, sym in (("gptq", False), ("gptq_v2", False), ("gptq", True))
+    )
+    arrays = {
+        "qweight": rng.integers(-(2**31), 2**31, (2, 8)).astype(np.int32),
+        "qzeros": np.full((2, 1), 0x77777777, np.int32),
+        "scales": np.ones((2, 8), np.float16),
+    }
+    assert (second.dequantise(arrays, 8, 16) == first.dequantise(arrays, 8, 16) + 1).all()
+    assert (first.dequantise(arrays, 8, 16) == symmetric.dequantise(arrays, 8, 16)).all()
+    other = arrays | {"qzeros": np.full((2, 1), -0x77777778, np.int32)}  # 8 for a zero of 8, as some write
+    assert (symmetric.dequantise(other, 8, 16) == symmetric.dequantise(arrays, 8, 16)).all()
+
+
+# What is not whole, or not known
+
+
+def drop(name):
+    return lambda tensors, config: tensors.pop(name)
+
+
+def cut(name):
+    return lambda tensors, config: tensors.update({name: tensors[name][:1]})
+
+
+def ignore(tensors, config):
+    config["quantization_config"]["ignore"].append(Q_PROJ)
+
+
+def double(tensors, config):
+    tensors[f"{Q_PROJ}.weight"] = np.zeros((128, 128), np.float32)
+
+
+def infinite(tensors, config):
+    tensors[f"{Q_PROJ}.weight_scale"] = np.full_like(tensors[f"{Q_PROJ}.weight_scale"], np.nan)
+
+
+def stray(tensors, config):
+    tensors[f"{Q_PROJ}.qzeros"] = np.zeros((1, 1), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            drop(f"{Q_PROJ}.weight_scale"),
+            rf"missing of a .* layout pack-quantized: {Q_PROJ}.weight_scale",
+        ),
+        (drop(f"{Q_PROJ}.weight_packed"), rf"pack-quantized: {Q_PROJ}.weight_packed"),
+        (cut(f"{Q_PROJ}.weight_scale"), rf"{Q_PROJ}.weight_scale is \[1, 1\], expected \[128, 1\]"),
+        (cut(f"{Q_PROJ}.weight_zero_point"), rf"{Q_PROJ}.weight_zero_point is \[1, 1\], expected \[16, 1\]"),
+        (cut(f"{Q_PROJ}.weight_packed"), r"is \[128, 1\], expected \[1, 1\]"),
+        (ignore, rf"{Q_PROJ}.weight_packed.*: quantization_config says nothing of {Q_PROJ}"),
+        (double, rf"{Q_PROJ}.weight is there beside {Q_PROJ}.weight_packed"),
+        (infinite, rf"{Q_PROJ}.weight: its scales give numbers that are not finite"),
+        (stray, rf"unexpected: {Q_PROJ}.qzeros"),
+    ],
+)
+def test_arrays_that_are_missing_or_wrong_are_named(change, message, tmp_path):
+    folder = folder_of("ct-w4a16-asym", tmp_path, change)
+    with pytest.raises(WeightsError, match=message):
+        load_params(folder, config_from_dict(read_hf_config(folder)), "float32")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "'bitsandbytes', and compressed-tensors, fp8",
+        ),
+        ({"quant_method": "gtpq"}, "did you mean gptq"),
+        ("gptq", "must be an object"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, r"bits=3 \(2, 4, 8 are read\)"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "'marlin'"),
+        (
+            GPTQ | {"dynamic": {"-:.*k": {}}},
+            "other bits for some",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+            "Int4Weight",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"blocks of \[0, 128\]"),
+        (compressed({}, "marlin-24"), "the format 'marlin-24'"),
+        (compressed({"num_bits": 3}, "pack-quantized"), "num_bits=3"),
+        (
+            compressed({}, "int-quantized") | {"sparsity_config": {"format": "sparse-bitmask"}},
+            "sparsity_config",
+        ),
+        (compressed({}, "int-quantized") | {"transform_config": {"config_groups": {}}}, "transform_config"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups"),
+        (
+            GPTQ | {"modules_to_not_convert": "x"},
+            "expected names",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(said, message):
+    values = ORACLES["ct-w4a16-asym"]["config"] | {"quantization_config": said}
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_from_dict(values)
+
+
+def test_an_override_cannot_say_how_weights_lie():
+    with pytest.raises(ConfigError, match="quantization_config, which says how the files' weights lie"):
+        config_from_dict(
+            ORACLES["awq-gemm-g128"]["config"], {"quantization_config": {"quant_method": "gptq"}}
+        )
+
+
+def test_what_is_not_quantised_here_is_said(tmp_path, caplog):
+    """Activations and KV of a checkpoint, whose scales are there and are not used."""
+
+    def change(tensors, config):
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        group["input_activations"] = {"num_bits": 8, "dynamic": True}
+        config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8}
+        tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
+        tensors[f"{Q_PROJ}.input_scale"] = np.ones(1, np.float32)
+
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    plain.mkdir(), other.mkdir()
+    folder_of("ct-w4a16-asym", plain)
+    folder = folder_of("ct-w4a16-asym", other, change)
+    config = config_from_dict(read_hf_config(folder))
+    found = load_params(folder, config, "float32")
+    said = [record.getMessage() for record in caplog.records]
+    assert any("inputs of layers are not quantised here" in line for line in said)
+    assert any("KV is stored in the model's dtype" in line for line in said)
+    for name, array in load_params(plain, config, "float32").items():
+        assert (np.asarray(array) == np.asarray(found[name])).all()
+
+
+def test_a_file_of_plain_weights_needs_no_config(tmp_path):
+    """As before: what config.json says of quantisation is asked only where there is one."""
+    common = load_file(DATA / "common.safetensors")
+    save_file(common, tmp_path / "model.safetensors")
+    config = config_from_dict(ORACLES["awq-gemm-g128"]["config"])
+    with pytest.raises(WeightsError, match=r"missing: .*q_proj"):
+        load_params(tmp_path, config, "float32")
