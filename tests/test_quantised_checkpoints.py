@@ -1,4 +1,4 @@
-"""Quantised checkpoints: the tokens and logits that their makers' libraries give; files that are not whole."""
+"""Quantised checkpoints: the tokens and logits that their makers' libraries give, and files with faults."""
 
 import json
 import logging
@@ -274,10 +274,9 @@ def test_what_is_not_read_is_refused_by_name(said, message):
 
 
 def test_an_override_cannot_say_how_weights_lie():
-    with pytest.raises(ConfigError, match="quantization_config, which says how the files' weights lie"):
-        config_from_dict(
-            ORACLES["awq-gemm-g128"]["config"], {"quantization_config": {"quant_method": "gptq"}}
-        )
+    for said in (GPTQ, None):
+        with pytest.raises(ConfigError, match="quantization_config, which says how the files' weights lie"):
+            config_from_dict(ORACLES["awq-gemm-g128"]["config"], {"quantization_config": said})
 
 
 def test_what_is_not_quantised_here_is_said(tmp_path, caplog):
