@@ -221,8 +221,8 @@ def test_model_type_stands_in_for_architectures():
         (OPT, {"rope_theta": 10000.0}, ["rope_theta=10000.0"]),
         (
             LLAMA,
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            ["quantization_config", "float32, bfloat16, float16"],
+            {"quantization_config": {"quant_method": "hqq", "nbits": 4}},
+            ["'hqq'", "compressed-tensors, fp8, fbgemm_fp8, gptq, awq, torchao", "16 bits"],
         ),
         (
             LLAMA,

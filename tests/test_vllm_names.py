@@ -57,7 +57,7 @@ def test_values_that_change_nothing_are_taken(caplog):
         ),
         ({"tensor_parallel_size": True}, "tensor_parallel_size=True is not supported"),
         ({"trust_remote_code": True}, "no code of checkpoints is ever run"),
-        ({"quantization": "awq"}, "quantization='awq' is not supported: .*set dtype"),
+        ({"quantization": "awq"}, "quantization='awq' is not supported: .*config.json says how"),
         ({"swap_space": 8}, "use num_host_blocks"),
         ({"scheduling_policy": "fcfs"}, "use scheduler_policy"),
         ({"max_model_length": 5}, "unknown setting 'max_model_length'; did you mean max_model_len?"),
