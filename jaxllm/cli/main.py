@@ -43,6 +43,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "jaxllm.research.commands.validate_costs",
         "costs from measured kernels against measured servers",
     ),
+    "eval-quantised": (
+        "jaxllm.research.commands.eval_quantised",
+        "how near a checkpoint's predictions are to another's",
+    ),
     "replay-oracle": ("jaxllm.research.commands.replay_oracle", "replay recorded decisions of vLLM"),
 }
 """Of each command the module, whose `add_options` describes it, and what it is for."""

@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxllm.research.quality import compare_quality
     from jaxllm.research.shapes import load_shape
     from jaxllm.research.simulator.study import simulate
 
-__all__ = ["load_shape", "simulate"]
+__all__ = ["compare_quality", "load_shape", "simulate"]
 
 _HOMES = {
+    "compare_quality": "jaxllm.research.quality",
     "load_shape": "jaxllm.research.shapes",
     "simulate": "jaxllm.research.simulator.study",
 }

@@ -1,0 +1,111 @@
+"""`jaxllm eval-quantised`: what two checkpoints predict for a text."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from variants import golden_checkpoint
+
+import jaxllm.functional as F
+from jaxllm.cli.main import main
+from jaxllm.errors import ConfigError, RequestError
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.loading.load import load_params
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.research import compare_quality
+from jaxllm.text.tokenizer import encode, load_tokenizer
+
+TEXT = "def add(one, two):\n    return one + two\n" * 6
+MODEL = demo_model_path()
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """The checkpoint with other numbers, as if it had been rounded."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(MODEL, folder)
+    tensors = load_file(folder / "model.safetensors")
+    rng = np.random.default_rng(0)
+    changed = {
+        name: (array * (1 + 0.3 * rng.standard_normal(array.shape))).astype(array.dtype)
+        for name, array in tensors.items()
+    }
+    save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_figures_are_those_of_the_logits(other):
+    """Computed anew in float64 from each model's logits of the pieces."""
+    folders = MODEL, other
+    ids = encode(load_tokenizer(folders[0]), TEXT)[:60]
+    found = compare_quality(*folders, TEXT, num_tokens=60, context=25)
+    logs = []
+    for folder in folders:
+        config = config_from_dict(read_hf_config(folder))
+        params = load_params(folder, config, "float32")
+        rows = [
+            np.asarray(F.logits(params, config, jnp.array([ids[start : start + 25]]))[0], np.float64)
+            for start in (0, 25, 50)
+        ]
+        logits = np.concatenate(rows)[:59]
+        logs.append(logits - np.asarray(jax.scipy.special.logsumexp(logits, axis=-1))[:, None])
+    divergences = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
+    assert found.num_predictions == 59
+    assert found.divergence == pytest.approx(divergences.mean(), rel=1e-3)
+    assert found.largest_divergence == pytest.approx(divergences.max(), rel=1e-3)
+    same = logs[0].argmax(-1) == logs[1].argmax(-1)
+    assert 0 < same.mean() < 1
+    assert found.agreement == pytest.approx(same.mean())
+    for perplexity, log in zip(found.perplexities, logs, strict=True):
+        assert perplexity == pytest.approx(np.exp(-log[np.arange(59), ids[1:60]].mean()), rel=1e-4)
+    worst = found.partings[0]
+    place = max(np.flatnonzero(~same), key=lambda index: divergences[index])
+    assert (worst.position, worst.divergence) == (place + 1, pytest.approx(divergences[place], rel=1e-3))
+    tops = np.sort(logs[0][place])
+    assert worst.lead == pytest.approx(tops[-1] - tops[-2], abs=1e-4)
+    assert len(found.partings) == min(10, (~same).sum())
+
+
+def test_a_checkpoint_agrees_with_itself_and_less_so_in_16_bits():
+    folder = MODEL
+    same, rounded = (compare_quality(folder, folder, TEXT, second_dtype=name) for name in (None, "bfloat16"))
+    assert (same.agreement, same.divergence, same.partings) == (1.0, 0.0, ())
+    assert same.perplexities[0] == same.perplexities[1]
+    assert 0 < rounded.divergence < 1e-2
+
+
+def test_the_command_prints_and_writes_them(other, tmp_path, capsys):
+    (tmp_path / "text.py").write_text(TEXT)
+    options = [
+        "--text",
+        str(tmp_path / "text.py"),
+        "--num-tokens",
+        "40",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    assert main(["eval-quantised", str(MODEL), str(other), *options]) == 0
+    printed, written = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    assert printed.startswith("| 39 predictions | ")
+    assert f"| {written['agreement']:.2%} |" in printed
+    assert written["command"].startswith("jaxllm eval-quantised ")
+    assert printed.count("\n| ") >= len(written["partings"]) > 0
+
+
+def test_what_cannot_be_compared_is_said(other, tmp_path, capsys):
+    folder = MODEL
+    with pytest.raises(RequestError, match=r"the text has \d tokens"):
+        compare_quality(folder, other, "", num_tokens=10)
+    for name in ("context", "num_tokens"):
+        with pytest.raises(ConfigError, match=f"{name}=1"):
+            compare_quality(folder, other, TEXT, **{name: 1})
+    with pytest.raises(ConfigError, match=r"vocabularies of \d+ and \d+ tokens"):
+        compare_quality(folder, golden_checkpoint("llama_gqa"), TEXT)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for text, message in (("none.txt", "cannot read --text"), ("latin.txt", "is no UTF-8")):
+        assert main(["eval-quantised", str(folder), str(other), "--text", str(tmp_path / text)]) == 2
+        assert message in capsys.readouterr().err
