@@ -205,6 +205,10 @@ def infinite(tensors, config):
     tensors[f"{Q_PROJ}.weight_scale"] = np.full_like(tensors[f"{Q_PROJ}.weight_scale"], np.nan)
 
 
+def bias(tensors, config):
+    tensors[f"{Q_PROJ}.bias"] = np.eye(1, 128, dtype=np.float16)[0]
+
+
 def stray(tensors, config):
     tensors[f"{Q_PROJ}.qzeros"] = np.zeros((1, 1), np.int32)
 
@@ -223,6 +227,7 @@ def stray(tensors, config):
         (ignore, rf"{Q_PROJ}.weight_packed.*: quantization_config says nothing of {Q_PROJ}"),
         (double, rf"{Q_PROJ}.weight is there beside {Q_PROJ}.weight_packed"),
         (infinite, rf"{Q_PROJ}.weight: its scales give numbers that are not finite"),
+        (bias, rf"unexpected: {Q_PROJ}.bias"),
         (stray, rf"unexpected: {Q_PROJ}.qzeros"),
     ],
 )
@@ -299,6 +304,37 @@ def test_what_is_not_quantised_here_is_said(tmp_path, caplog):
     assert any("inputs of layers are not quantised here" in line for line in said)
     assert any("KV is stored in the model's dtype" in line for line in said)
     for name, array in load_params(plain, config, "float32").items():
+        assert (np.asarray(array) == np.asarray(found[name])).all()
+
+
+def test_biases_of_zeros_are_none(tmp_path):
+    def change(tensors, config):
+        tensors[f"{Q_PROJ}.bias"] = np.zeros(128, np.float16)
+
+    folder = folder_of("gptq-asym-g64", tmp_path, change)
+    params = load_params(folder, config_from_dict(read_hf_config(folder)), "float32")
+    assert not [name for name in params if "bias" in name]
+
+
+def test_shards_may_part_a_weight_from_its_scales(tmp_path):
+    """As writers do that cut files by bytes."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    folder_of("ct-w4a16-asym", whole)
+    tensors = {}
+    folder_of("ct-w4a16-asym", cut, lambda given, config: tensors.update(given))
+    (cut / "model.safetensors").unlink()
+    halves = [dict(list(tensors.items())[half::2]) for half in (0, 1)]
+    index = {}
+    for half, of_half in enumerate(halves):
+        name = f"model-{half + 1}-of-2.safetensors"
+        write(of_half, cut / name)
+        index |= dict.fromkeys(of_half, name)
+    (cut / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    config = config_from_dict(read_hf_config(cut))
+    found, expected = (load_params(folder, config, "bfloat16") for folder in (cut, whole))
+    for name, array in expected.items():
         assert (np.asarray(array) == np.asarray(found[name])).all()
 
 

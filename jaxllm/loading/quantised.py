@@ -88,3 +88,12 @@ def with_quantised(tensors: Mapping[str, StoredTensor], said: Quantisation) -> d
     for note in said.notes:
         _logger.warning("%s checkpoint: %s", said.method, note)
     return found
+
+
+def is_empty_bias(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether it is the bias, of zeros, of a quantised layer: writers of GPTQ give it to those that have none."""
+    module, _, end = name.rpartition(".")
+    if end != "bias" or not isinstance(tensors.get(f"{module}.weight"), QuantisedTensor):
+        return False
+    with ShardReader() as reader:
+        return not tensors[name].read(reader).any()

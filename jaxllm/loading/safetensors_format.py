@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import WeightsError
-from jaxllm.loading.quantised import with_quantised
+from jaxllm.loading.quantised import is_empty_bias, with_quantised
 from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.config import read_hf_config
@@ -116,7 +116,11 @@ def _plan(
                 expected = ", ".join(SAFETENSORS_NAMES)
                 wrong.append(f"{tensor.name} is {tensor.stored_dtype}, expected one of {expected}")
         plan[target] = tuple(found[part.name] for part in parts if part.name in found)
-    unexpected = [tensor.name for canonical, tensor in found.items() if canonical not in wanted]
+    unexpected = [
+        tensor.name
+        for canonical, tensor in found.items()
+        if canonical not in wanted and not is_empty_bias(canonical, found)
+    ]
     problems = {"missing": missing, "unexpected": unexpected, "of the wrong shape or dtype": wrong}
     if any(problems.values()):
         listed = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items)
