@@ -91,7 +91,7 @@ def with_quantised(tensors: Mapping[str, StoredTensor], said: Quantisation) -> d
 
 
 def is_empty_bias(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether it is the bias, of zeros, of a quantised layer: writers of GPTQ give it to those that have none."""
+    """Whether it is a bias of zeros of a quantised layer: writers of GPTQ give it to those that have none."""
     module, _, end = name.rpartition(".")
     if end != "bias" or not isinstance(tensors.get(f"{module}.weight"), QuantisedTensor):
         return False
