@@ -106,9 +106,11 @@ def test_what_others_have_sampled_does_not_wait_for_a_late_mask(monkeypatch):
             held.append(len(engine._deliveries))
             wait(self, states, min(seconds, 0.01))
 
+        slow = SamplingParams(max_tokens=4, seed=1, structured_outputs={"regex": "[a-z ]{20}"})
+        engine.add_request("before", "The cat", slow)
+        assert [output.finished for output in _run(engine)] == [True]  # its programs are compiled
         monkeypatch.setattr(MaskThreads, "_fill", wait_for_others)
         monkeypatch.setattr(MaskThreads, "wait", note)
-        slow = SamplingParams(max_tokens=4, seed=1, structured_outputs={"regex": "[a-z ]{20}"})
         try:
             engine.add_request("slow", "The cat", slow)
             engine.add_request("free", "The cat", SamplingParams(max_tokens=8, seed=3, ignore_eos=True))
