@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from jaxllm.sched.cache.blocks import BlockPool
 from jaxllm.sched.cache.host import HostPool
-from jaxllm.sched.cache.names import BlockName, FileIndex, cut_name, learn_names
+from jaxllm.sched.cache.names import Absence, BlockName, FileIndex, cut_name, learn_names
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.priority import CachePriority, PriorityPolicy
@@ -48,6 +48,7 @@ class SchedulerState:
         looks_past_gaps: whether a request may find blocks after others that are nowhere, as where heads of
             sequences may be evicted before the rest.
         filled: blocks that got names since somebody emptied the list, if `collects_filled`.
+        absences: where waiting requests' lookups ended, by id.
         copied_out_at: when copies to the host end by prediction, by id, on the engine's clock.
         copy_out_until, copy_in_until: when the copies under way end by prediction, on the engine's clock.
     """
@@ -76,6 +77,7 @@ class SchedulerState:
         self.under_way: dict[str, Request] = {}
         self.progress = Progress()
         self._watched: dict[str, list[BlockName]] = {}
+        self.absences: dict[str, Absence] = {}
         looks_ahead = isinstance(retention, QueueAwareRetention) and retention.looks_ahead
         self._num_watched = sys.maxsize if looks_ahead else 1
         self._counts_findable = isinstance(priority, CachePriority) and priority.reads_cache
@@ -406,6 +408,7 @@ class SchedulerState:
         """Take a request out of the queue it is in."""
         self.copied_out_at.pop(request.request_id, None)
         self.awaited.pop(request.request_id, None)
+        self.absences.pop(request.request_id, None)
         queue = self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
         queue.remove(request)
         for name in self._watched.pop(request.request_id, ()):

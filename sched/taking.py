@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
+from jaxllm.sched.cache.names import Absence
 from jaxllm.sched.cache.preview import NO_HIT, Hit, PoolPreview
 from jaxllm.sched.plan import Plan, check_seconds
 from jaxllm.sched.policies import (
@@ -131,6 +132,7 @@ class Taking:
             return self._unsuited
         offer = self.offer(request)
         if offer.num_needed > room.num_blocks:
+            self._remember(request)
             return self._too_large
         if state.is_coming(offer.hit.copied) or (offer.num_left > 1 and room.num_chunks < 1):
             return self._unsuited
@@ -144,6 +146,26 @@ class Taking:
             return Verdict.STOP if offer.is_swapped else self._too_large
         self._take(offer)
         return Verdict.TAKE
+
+    def _still_lacks_room(self, request: Request, absence: Absence, preview: PoolPreview) -> bool:
+        """Whether a request needs more blocks than are left, if no more of its blocks are there than were."""
+        pool = self.state.pool
+        if pool.blocks_for(request.num_tokens) - absence.first <= self.room.num_blocks:
+            return False
+        if not preview.is_lasting(absence, request.block_names):
+            return False
+        self.state.absences[request.request_id] = absence._replace(num_added=pool.names.num_added)
+        return True
+
+    def _remember(self, request: Request) -> None:
+        """Note what a waiting request did not find, so that the next iterations need not look it up again."""
+        is_chain = request.status is RequestStatus.WAITING and not request.uncut_names
+        if not is_chain or self.preview is None:
+            return
+        absences = self.state.absences
+        known = absences.get(request.request_id)
+        if known is None or known.num_added != self.state.pool.names.num_added:
+            absences[request.request_id] = self.preview.absence(self.state.findable(request))
 
     def offer(self, request: Request, *, on_host: bool = True) -> Offer:
         """What a queued request takes; without `on_host` a waiting one copies nothing."""
@@ -168,10 +190,14 @@ class Taking:
     def _find(self, request: Request, *, on_host: bool) -> Hit:
         """What a waiting request finds; on the host only if its first block is anywhere.
 
-        Where others may be without it, if that or one in the middle or the last is.
+        Where others may be without it, if that or one in the middle or the last is. Nothing if it is known
+        that whatever it finds there is no room for the rest.
         """
         state, preview, past_gaps = self.state, self.preview, self.state.looks_past_gaps
         if preview is None:
+            return NO_HIT
+        absence = state.absences.get(request.request_id)
+        if absence is not None and on_host and self._still_lacks_room(request, absence, preview):
             return NO_HIT
         names, where = state.findable(request), state.host.names if on_host else None
         if on_host:

@@ -1,12 +1,16 @@
 """Requests that sit out of iterations, under random traffic, and in the engine while their masks are late."""
 
+import os
+import sys
 import threading
 
+import pytest
 from hypothesis import settings
 from test_scheduler_properties import SchedulerMachine, draw
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.sampling import token_masks
+from jaxllm.sampling.grammar_processes import MOST
 from jaxllm.sampling.token_masks import MaskThreads
 from jaxllm.types import RequestStatus
 
@@ -48,10 +52,10 @@ def test_a_late_mask_holds_back_its_own_request_alone(monkeypatch):
     """Whose mask is late waits for it; a free request and another grammar's end meanwhile."""
     may_end, fill, late = threading.Event(), MaskThreads._fill, []
 
-    def wait_for_others(self, states, rows):
+    def wait_for_others(self, states, *arguments):
         if any(state in late for state in states):
             may_end.wait()
-        fill(self, states, rows)
+        fill(self, states, *arguments)
 
     with LLM(max_num_seqs=4, max_model_len=128, block_size=16, num_gpu_blocks_override=40) as llm:
         engine = llm.engine
@@ -84,6 +88,60 @@ def test_a_late_mask_holds_back_its_own_request_alone(monkeypatch):
         ended |= {output.request_id: output for output in _run(engine) if output.finished}
         for name, output in ended.items():
             assert output.outputs[0].token_ids == alone[name].outputs[0].token_ids
+
+
+def test_what_others_have_sampled_does_not_wait_for_a_late_mask(monkeypatch):
+    """An engine that waits for masks alone has sent before what it knew."""
+    may_end, fill, wait, held = threading.Event(), MaskThreads._fill, MaskThreads.wait, []
+
+    def wait_for_others(self, states, *arguments):
+        if any(state.num_checks > 100 for state in states):
+            may_end.wait()
+        fill(self, states, *arguments)
+
+    with LLM(max_num_seqs=4, max_model_len=128, block_size=16, num_gpu_blocks_override=40) as llm:
+        engine = llm.engine
+
+        def note(self, states, seconds):
+            held.append(len(engine._deliveries))
+            wait(self, states, min(seconds, 0.01))
+
+        slow = SamplingParams(max_tokens=4, seed=1, structured_outputs={"regex": "[a-z ]{20}"})
+        engine.add_request("before", "The cat", slow)
+        assert [output.finished for output in _run(engine)] == [True]  # its programs are compiled
+        monkeypatch.setattr(MaskThreads, "_fill", wait_for_others)
+        monkeypatch.setattr(MaskThreads, "wait", note)
+        try:
+            engine.add_request("slow", "The cat", slow)
+            engine.add_request("free", "The cat", SamplingParams(max_tokens=8, seed=3, ignore_eos=True))
+            engine._states["slow"].request.token_mask.grammar.num_checks = 1000
+            ended = []
+            while not (ended and held):
+                ended += [output.request_id for output in engine.step() if output.finished]
+            assert ended == ["free"]
+        finally:
+            may_end.set()
+        assert "slow" in [output.request_id for output in _run(engine) if output.finished]
+    assert not any(held)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux")
+def test_who_makes_slow_masks_lets_others_go_first():
+    """Also the threads of the library that does."""
+    before = _niceness()
+    threads = MaskThreads()
+    made = [nice for thread, nice in _niceness().items() if thread not in before]
+    assert sum(nice > before[str(os.getpid())] for nice in made) == 2 * MOST
+    threads._quick.close()
+    threads._slow.close()
+
+
+def _niceness():
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/stat") as file:
+            found[thread] = int(file.read().rpartition(")")[2].split()[16])
+    return found
 
 
 def _run(engine):

@@ -15,7 +15,7 @@ from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
-from jaxllm.executor.sampling_programs import RowsKey
+from jaxllm.executor.sampling_programs import RowsKey, kind_of
 from jaxllm.executor.step_programs import StepPrograms
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.types import RequestStatus
@@ -113,6 +113,69 @@ def test_what_follows_comes_next(programs):
     made.get(LARGE, then=following)
     until(lambda: made.is_settled)
     assert gate.order[1:3] == following or gate.order[1:4] == [made.keys[1], *following]
+
+
+def test_nothing_else_begins_while_somebody_waits(programs):
+    """The processor is for the program that a step, or a request, waits for."""
+    made, gate = programs
+    made.begin(1)
+    until(lambda: gate.order == [LARGE])
+    asking = threading.Thread(target=made.get, args=(SMALL,))
+    asking.start()
+    until(lambda: gate.order == [LARGE, SMALL])
+    let_through(gate, LARGE)
+    until(lambda: made.has(LARGE))
+    time.sleep(0.05)
+    assert gate.order == [LARGE, SMALL]
+    let_through(gate, *made.keys)
+    asking.join(60)
+    until(lambda: made.is_settled)
+    assert len(gate.order) == len(made.keys)
+
+
+def test_a_step_takes_a_program_that_comes_before_its_own(programs):
+    made, gate = programs
+    assert made.fitting(SMALL) == SMALL
+    made.begin(1)
+    until(lambda: gate.order == [LARGE])
+    assert made.fitting(SMALL) == LARGE
+    let_through(gate, *made.keys)
+    made.get(LARGE)
+    until(lambda: made.is_settled)
+    assert made.fitting(SMALL) == SMALL
+
+
+def test_one_program_samples_for_all_who_wait(programs):
+    """Where somebody needs the complete one, nobody waits for a special one."""
+    made, gate = programs
+    special, complete = (RowsKey(4, kind_of(one)) for one in (Sampling.FILTERED, Sampling.LOGPROBS))
+    made.begin(1)
+    until(lambda: gate.order == [LARGE])
+    made._start_threads = lambda number: None  # no other thread
+    assert not made.prepare([SMALL])
+    assert not made.prepare([special])
+    assert made.expects(special)
+    assert not made.expects(complete)
+    assert not made.prepare([complete])
+    assert made.expects(complete)
+    assert not made.expects(special)
+    let_through(gate, complete, special, *made.keys)
+    until(lambda: made.is_settled)
+    assert gate.order == [LARGE, complete, SMALL, *made.keys[1:-1], special]
+
+
+def test_what_would_only_be_faster_comes_last(programs):
+    made, gate = programs
+    larger = LARGE._replace(sampling=Sampling.IN_STEPS)
+    let_through(gate, larger)
+    made.get(larger)
+    made.begin(1)
+    until(lambda: gate.order == [larger, LARGE])
+    smaller = SMALL._replace(sampling=Sampling.IN_STEPS)
+    assert made.fitting(smaller) == larger
+    let_through(gate, smaller, *made.keys)
+    until(lambda: made.is_settled)
+    assert gate.order == [larger, *made.keys, smaller]
 
 
 def test_a_failure_reaches_the_step_that_needs_the_program(programs, monkeypatch, caplog):

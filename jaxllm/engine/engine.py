@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 _SECONDS_AT_A_TIME = 0.05
 _SECONDS_OF_FILES = 0.01
 """How long an idle engine waits for files before it looks at its requests again."""
-_SECONDS_OF_MASKS = 0.05
-"""The same for masks that are being made."""
+_SECONDS_OF_MASKS = 0.005
+"""The same for masks that are being made, and for programs."""
+_SOON = 0.001  # masks that are there by then hold nothing up
 _RATE = 0.1  # weight of the newest decode step
 
 
@@ -571,15 +572,21 @@ class Engine:
             self._in_flight.append(_Dispatched(scheduled, result, sent, not self._in_flight, is_undisturbed))
         if len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight):
             self._commit(self._in_flight.popleft())
-        elif scheduled.is_empty and self.scheduler.is_reading:
-            self._executor.wait_for_files(_SECONDS_OF_FILES)
-        elif scheduled.is_empty and self._unready:
-            self._executor.wait_for_programs(_SECONDS_OF_MASKS)
-        elif scheduled.is_empty and self._late:
-            mask_threads().wait(self._late.values(), _SECONDS_OF_MASKS)
+        elif scheduled.is_empty:
+            self._deliver()
+            self._wait()
         while self._in_flight and not self._states:  # all that is in flight is overrun
             self._commit(self._in_flight.popleft())
         self._flush()
+
+    def _wait(self) -> None:
+        """Wait for what nobody can go on without, but not for long: new requests may have come."""
+        if self.scheduler.is_reading:
+            self._executor.wait_for_files(_SECONDS_OF_FILES)
+        elif self._unready:
+            self._executor.wait_for_programs(_SECONDS_OF_MASKS)
+        elif self._late:
+            mask_threads().wait(self._late.values(), _SECONDS_OF_MASKS)
 
     def _follow_grammars(self) -> None:
         """Have masks made after the newest tokens; who is late with it sits out, unless nobody may."""
@@ -588,7 +595,8 @@ class Engine:
             seconds = patience(len(self._to_follow))
             self._late |= self._to_follow
             self._to_follow = {}
-            if begun is not None:
+            if begun is not None and not concurrent.futures.wait([begun], _SOON).done:
+                self._deliver()  # what others have sampled need not wait, too
                 concurrent.futures.wait([begun], seconds)
         while not self.scheduler.lets_sit_out and not all(one.is_ready for one in self._late.values()):
             mask_threads().wait([one for one in self._late.values() if not one.is_ready], _SECONDS_OF_MASKS)

@@ -430,7 +430,7 @@ class ModelExecutor:
             looping = key._replace(max_decode_steps=self.config.max_decode_steps)
             wanted = {key, looping} if shape_of(looping) in self._programs.shapes else {key}
             with contextlib.suppress(Exception):  # they are only faster
-                self._programs.prepare(sorted(wanted))
+                self._programs.prepare(sorted(wanted), is_urgent=False)
 
     def _sampling(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> Sampling:
         """What the requests of an iteration ask of its program."""
@@ -477,24 +477,18 @@ class ModelExecutor:
         needed: list[Key] = []
         if asked & Sampling.APART:
             size, kind = first_size(self.config.max_num_seqs), kind_of(asked & ~Sampling.PROMPT_LOGPROBS)
-            if not self._programs.has(RowsKey(size, Sampling.COMPLETE)) or kind not in Sampling.COMPLETE:
-                needed.append(RowsKey(size, kind))
+            complete = RowsKey(size, Sampling.COMPLETE)  # which others may wait for already
+            serves = kind in Sampling.COMPLETE and self._programs.expects(complete)
+            needed.append(complete if serves else RowsKey(size, kind))
             needed += [TakeKey(num_logits, size) for num_logits in self.config.logits_sizes]
         if Sampling.PROMPT_LOGPROBS in asked:
-            buckets = self.config.buckets
-            sizes = {buckets.sizes[-1], self._size_beside_decodes(request)}
-            needed += [ProgramKey(size, buckets.max_chunks(size), 1, Sampling.IN_STEPS) for size in sizes]
+            size = self.config.buckets.sizes[-1]  # whatever prompts come together
+            needed.append(ProgramKey(size, self.config.buckets.max_chunks(size), 1, Sampling.IN_STEPS))
         return not needed or self._programs.prepare(needed)
 
     def wait_for_programs(self, seconds: float) -> None:
         """Wait until a program is compiled that a request may need, at most so long."""
         self._programs.wait_for_any(seconds)
-
-    def _size_beside_decodes(self, request: Request) -> int:
-        """Rows of the program that is likely to compute a prompt."""
-        buckets = self.config.buckets
-        num_rows = min(request.num_prompt_tokens + self.config.max_num_seqs, buckets.sizes[-1])
-        return buckets.size(0, num_rows, 1)
 
     def _sample_apart(self, scheduled: SchedulerOutput, logits: jax.Array, in_step: Sampling) -> list[Apart]:
         """Sample anew the rows of an iteration that ask for more than its program does, `in_step`."""
@@ -527,7 +521,7 @@ class ModelExecutor:
                 if kind in can_do and self._programs.has(key):
                     takes = [TakeKey(num_logits, best.rows) for num_logits in self.config.logits_sizes]
                     with contextlib.suppress(Exception):  # it is only faster
-                        self._programs.prepare([*takes, best])
+                        self._programs.prepare([*takes, best], is_urgent=False)
                     return key
         return best
 

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -69,6 +69,7 @@ class StepPrograms:
         self._changed = threading.Condition()
         self._waiting: collections.deque[Key] = collections.deque()
         self._under_way: set[Key] = set()
+        self._urgent: set[Key] = set()  # of those under way or waiting, what somebody waits for
         self._failed: dict[Key, list[Exception]] = {}
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._seconds: dict[Key, float] = {}
@@ -91,18 +92,27 @@ class StepPrograms:
         """Whether a program is compiled."""
         return key in self._compiled
 
+    def expects(self, key: Key) -> bool:
+        """Whether a program is compiled, or will be as soon as those that somebody waits for."""
+        with self._changed:
+            return key in self._compiled or key in self._urgent
+
     def fitting(self, key: ProgramKey) -> ProgramKey:
-        """The program itself, or the smallest one that is compiled and can do as much, until it is, too."""
+        """The program itself, or the smallest one that can do as much and is there, or comes, before it."""
         if self.has(key):
             return key
-        fitting = [one for one in self.compiled if isinstance(one, ProgramKey) and one.covers(key)]
-        if not fitting:
-            return key
-        self.prepare([key])
-        return min(fitting)
+        with self._changed:
+            is_begun, coming = key in self._under_way, self._under_way - self._failed.keys()
+        if fitting := _covering(self.compiled, key):
+            self.prepare([key], is_urgent=False)
+        elif not is_begun:
+            fitting = _covering(coming, key)
+        return min(fitting, default=key)
 
-    def prepare(self, keys: Sequence[Key]) -> bool:
+    def prepare(self, keys: Sequence[Key], *, is_urgent: bool = True) -> bool:
         """Whether programs are compiled; what is missing is compiled next, beside all else.
+
+        If it is not urgent it is compiled once nobody waits for any other.
 
         Raises:
             Exception: what XLA raised, if one could not be compiled when it was tried, and tried again.
@@ -115,9 +125,13 @@ class StepPrograms:
             for key in missing:
                 if len(errors := self._failed.get(key, [])) >= _MOST_TRIES:
                     raise errors[-1]
-            self._waiting.extendleft(reversed(missing))
-            if missing:  # not behind what nobody waits for
-                self._start_threads(self._num_threads + 1)
+            self._waiting.extend(missing)
+            if is_urgent:
+                self._urgent.update(key for key in keys if key not in self._compiled)
+                self._put_off_special()
+            if missing:
+                self._start_threads(min(self._num_threads + 1, os.cpu_count() or 1))
+            self._changed.notify_all()
         return False
 
     def wait_for_any(self, seconds: float) -> None:
@@ -180,10 +194,7 @@ class StepPrograms:
                 program = self._compiled.get(key)
                 if program is not None:
                     return program
-                for following in reversed(then):
-                    if following in self._waiting:
-                        self._waiting.remove(following)
-                        self._waiting.appendleft(following)
+                self._urgent.update((key, *(one for one in then if one in self._waiting)))
                 if key not in self._under_way:
                     break
                 self._changed.wait()
@@ -198,6 +209,7 @@ class StepPrograms:
             self._is_closed = True
             self._waiting.clear()
             self._compiled.clear()
+            self._changed.notify_all()
 
     def implementation(self, key: ProgramKey) -> str:
         """Of the attention in a program."""
@@ -237,12 +249,34 @@ class StepPrograms:
                     self._num_threads -= 1
                     self._changed.notify_all()
                     return
-                key = self._waiting.popleft()
+                key = self._next()
+                if key is None:
+                    self._changed.wait()
+                    continue
+                self._waiting.remove(key)
                 self._under_way.add(key)
             try:
                 self._compile(key)
             except Exception as error:
                 _logger.warning("%s: %s; to be tried again by the step that needs it", key.name, error)
+
+    def _next(self) -> Key | None:
+        """Of those that wait what to compile next: nothing, while others compile what somebody waits for.
+
+        What is sampled apart comes first: the kernels of steps may not be there yet.
+        """
+        urgent = [key for key in self._waiting if key in self._urgent]
+        if urgent:
+            return min(urgent, key=lambda key: isinstance(key, ProgramKey))
+        return self._waiting[0] if self._urgent.isdisjoint(self._under_way) else None
+
+    def _put_off_special(self) -> None:
+        """Let nobody wait for a program of which one that can do more comes as soon."""
+        for key in self._urgent - self._under_way:
+            if isinstance(key, RowsKey) and key.sampling != Sampling.COMPLETE:
+                complete = RowsKey(key.rows, Sampling.COMPLETE)
+                if key.sampling in Sampling.COMPLETE and complete in self._urgent:
+                    self._urgent.discard(key)
 
     @under_jax_defaults
     def _compile(self, key: Key) -> jax.stages.Compiled:
@@ -260,6 +294,7 @@ class StepPrograms:
             with self._changed:
                 self._ended = time.perf_counter()
                 self._under_way.discard(key)
+                self._urgent.discard(key)
                 if program is not None and not self._is_closed:
                     self._compiled[key], self._seconds[key] = program, self._ended - started
                     progress = self._progress()
@@ -310,6 +345,11 @@ class StepPrograms:
         num_left = len(self._waiting) + len(self._under_way)
         seconds = (time.perf_counter() if num_left else self._ended) - self._began if self._began else 0.0
         return CompileProgress(len(self._compiled), len(self._compiled) + num_left, seconds)
+
+
+def _covering(keys: Iterable[Key], key: ProgramKey) -> list[ProgramKey]:
+    """Of some programs those that can do as much as another."""
+    return [one for one in keys if isinstance(one, ProgramKey) and one.covers(key)]
 
 
 def shape_of(key: ProgramKey) -> ProgramKey:

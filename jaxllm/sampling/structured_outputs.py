@@ -199,22 +199,27 @@ def _schema(value: object) -> str:
         )
     try:
         text = json.dumps(value, allow_nan=False)
-        if json.loads(text) != value:  # no JSON, such as tuples or other keys
-            _check_keys(value)
+        _check_keys(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise SamplingParamsError(f"structured_outputs: json is no JSON schema: {error}.") from None
     return text
 
 
 def _check_keys(value: object) -> None:
-    """Verify that names are text; Python's encoder would make it of numbers."""
-    if isinstance(value, Mapping):
-        for name in value:
-            if not isinstance(name, str):
-                raise TypeError(f"the name {shown(name)} is no text")
-    if isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            _check_keys(one)
+    """Verify that names are text; Python's encoder would make it of numbers.
+
+    It lets other threads go on meanwhile, which reading the encoder's text again does not.
+    """
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            for name in part:
+                if not isinstance(name, str):
+                    raise TypeError(f"the name {shown(name)} is no text")
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            left += part
 
 
 def _choices(value: object) -> tuple[str, ...]:

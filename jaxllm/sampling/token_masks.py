@@ -130,9 +130,11 @@ class MaskThreads:
         from llguidance import LLExecutor
 
         stack = 2 * STACK_BYTES
-        self._executor: LLExecutor = LLExecutor()
         self._quick = NativeThreads(1, stack, "jaxllm-masks")
         self._slow = NativeThreads(MOST, stack, "jaxllm-slow-masks", be_nice)
+        # Threads of an executor are as nice as the one that makes it.
+        self._quick_executor = self._quick.submit(LLExecutor).result()
+        self._slow_executor = self._slow.submit(LLExecutor, MOST).result()
         self._news = threading.Condition()
 
     def begin(self, states: Iterable[GrammarState]) -> concurrent.futures.Future[None] | None:
@@ -140,22 +142,22 @@ class MaskThreads:
         quick: list[GrammarState] = []
         for state in states:
             if state.num_checks:
-                self._slow.submit(self._follow, [state])
+                self._slow.submit(self._follow, [state], self._slow_executor)
             else:
                 quick.append(state)
-        return self._quick.submit(self._follow, quick) if quick else None
+        return self._quick.submit(self._follow, quick, self._quick_executor) if quick else None
 
     def wait(self, states: Collection[GrammarState], seconds: float) -> None:
         """Wait until one of the states is ready, at most so long."""
         with self._news:
             self._news.wait_for(lambda: any(state.is_ready for state in states), seconds)
 
-    def _follow(self, states: Sequence[GrammarState]) -> None:
+    def _follow(self, states: Sequence[GrammarState], executor: LLExecutor) -> None:
         began = time.perf_counter()
         rows = np.zeros((len(states), len(states[0].row)), np.int32)
         problem = None
         try:
-            self._fill(states, rows)
+            self._fill(states, rows, executor)
         except BaseException as error:  # a panic of native code is no Exception
             problem = f"its grammar could not be followed: {error}"
         seconds = time.perf_counter() - began
@@ -168,13 +170,13 @@ class MaskThreads:
                 state.is_ready = True
             self._news.notify_all()
 
-    def _fill(self, states: Sequence[GrammarState], rows: np.ndarray) -> None:
+    def _fill(self, states: Sequence[GrammarState], rows: np.ndarray, executor: LLExecutor) -> None:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         matchers = [state.matcher for state in states]
-        self._executor.consume_token_par([(state.matcher, state.token) for state in states])
+        executor.consume_token_par([(state.matcher, state.token) for state in states])
         places = list(zip(matchers, range(len(matchers)), strict=True))
-        fill_next_token_bitmask_par(self._executor, places, rows)
+        fill_next_token_bitmask_par(executor, places, rows)
 
 
 def _num_checks(before: int, is_late: bool, num_states: int) -> int:

@@ -10,14 +10,17 @@ their own, still of all tokens and the same for every cut, which only conversati
 from __future__ import annotations
 
 import array
+import collections
 import hashlib
+import itertools
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from jaxllm.types import BlockName, Request
 
 _DIGEST_BYTES = 16
 _ITEMSIZE = 4
+_NUM_REMEMBERED = 64
 
 Place = TypeVar("Place")
 
@@ -78,14 +81,32 @@ class FileIndex(Protocol):
         ...
 
 
+class Absence(NamedTuple):
+    """Of a sequence's first `stop` names those from `first` on had no block when `num_added` had got one."""
+
+    first: int
+    stop: int
+    num_added: int
+
+
 class NameIndex(Generic[Place]):
     """Where the blocks of names are in one tier, and how many of those who wait would find one.
 
     Attributes:
         places: by name, those that got it first first; no name is without.
+        num_added: names that ever got their first block.
     """
 
-    __slots__ = ("_collects_unwatched", "_num_found", "_num_watching", "_unwatched", "_watched", "places")
+    __slots__ = (
+        "_added",
+        "_collects_unwatched",
+        "_num_found",
+        "_num_watching",
+        "_unwatched",
+        "_watched",
+        "num_added",
+        "places",
+    )
 
     def __init__(self) -> None:
         """No names, and nobody who waits."""
@@ -94,11 +115,16 @@ class NameIndex(Generic[Place]):
         self._collects_unwatched = False
         self._unwatched: list[BlockName] = []
         self._num_watching = self._num_found = 0  # watchers; and of the names they watch those of a block
+        self.num_added = 0
+        self._added: collections.deque[BlockName] = collections.deque(maxlen=_NUM_REMEMBERED)
 
     def add(self, name: BlockName, place: Place) -> None:
         """Let a block be found."""
         places = self.places.setdefault(name, [])
-        self._num_found += not places and name in self._watched
+        if not places:
+            self._num_found += name in self._watched
+            self.num_added += 1
+            self._added.append(name)
         places.append(place)
 
     def remove(self, name: BlockName, place: Place) -> None:
@@ -113,6 +139,20 @@ class NameIndex(Generic[Place]):
         """Where a block of this name is, if there is one."""
         places = self.places.get(name)
         return None if places is None else places[0]
+
+    def added_since(self, num_added: int) -> list[BlockName] | None:
+        """Names that got their first block since there were so many; None if too many did."""
+        count = self.num_added - num_added
+        if count > len(self._added):
+            return None
+        return list(itertools.islice(self._added, len(self._added) - count, None))
+
+    def absence(self, names: Sequence[BlockName]) -> Absence:
+        """Which names at a sequence's end have no block."""
+        first = len(names)
+        while first and names[first - 1] not in self.places:
+            first -= 1
+        return Absence(first, len(names), self.num_added)
 
     def clear(self) -> None:
         """Let no block be found."""

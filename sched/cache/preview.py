@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxllm.sched.cache.blocks import BlockPool
-from jaxllm.sched.cache.names import BlockName, NameIndex
+from jaxllm.sched.cache.names import Absence, BlockName, NameIndex
 from jaxllm.types import HostBlock
 
 
@@ -62,6 +62,7 @@ class _Walk:
         self._free: list[int] = []  # that are nobody's,
         self._copied: list[int] = []  # and that are on the host
         self._hits: dict[int, Hit] = {}  # by how many blocks were found
+        self._parting = 0  # how many blocks the last two sequences had in common
 
     def cut(self, size: int) -> None:
         """Forget all but the first `size` blocks."""
@@ -76,12 +77,17 @@ class _Walk:
         """Turn to another sequence, of which only the blocks stay known that are the same."""
         if names is not self.names:
             low, high = 0, min(len(names), len(self.places))
+            parting = self._parting  # many part where those before them did
+            if parting < high and names[parting] != self.names[parting]:
+                high = parting
+            if 0 < parting <= high and names[parting - 1] == self.names[parting - 1]:
+                low = parting
             while low < high:
                 middle = (low + high) // 2
                 is_equal = names[middle] == self.names[middle]
                 low, high = (middle + 1, high) if is_equal else (low, middle)
             self.cut(low)
-            self.names = names
+            self.names, self._parting = names, low
 
     def add(self, place: object, *, is_free: bool = False) -> None:
         """Say where the next block is."""
@@ -93,6 +99,12 @@ class _Walk:
             self._free.append(number)
         elif isinstance(place, HostBlock):
             self._copied.append(number)
+
+    def add_held(self, block_ids: Sequence[int]) -> None:
+        """Say of the next blocks that they are on the device, and somebody's."""
+        number = len(self.places)
+        self.places += block_ids
+        self._found += range(number, number + len(block_ids))
 
     def cut_changed(self, is_changed: Callable[[object], bool]) -> None:
         """Forget all from the first block on that was nobody's and is so no more."""
@@ -158,6 +170,7 @@ class PoolPreview:
         self._released: dict[int, int] = {}
         self._freed: set[int] = set()
         self._walks: dict[tuple[BlockName, bool, bool], _Walk] = {}  # by the first block's name, and how
+        self._news: dict[int, list[BlockName] | None] = {}  # by how many names had been added before
         self.kept: set[HostBlock] = set()
         self.num_stored = self.num_looked_up = 0
 
@@ -207,10 +220,33 @@ class PoolPreview:
         walk.follow(names)
         if looks_past_gaps and self._is_nowhere(names[len(walk.places) :], on_host):
             walk.places += [None] * (len(names) - len(walk.places))
+        elif len(walk.places) < len(names) and None not in walk.places[-1:]:
+            walk.add_held(self._first_held(names, len(walk.places)))
         while len(walk.places) < len(names) and (looks_past_gaps or walk.places[-1:] != [None]):
             place, is_free = self._look_up(names[len(walk.places)], on_host)
             walk.add(place, is_free=is_free)
         return walk
+
+    def absence(self, names: Sequence[BlockName]) -> Absence:
+        """Where a sequence's names end that may be on the device."""
+        absence = self._pool.names.absence(names)
+        self.num_looked_up += (absence.stop - absence.first) // _NAMES_AT_A_TIME
+        return absence
+
+    def is_lasting(self, absence: Absence, names: Sequence[BlockName]) -> bool:
+        """Whether what of a chain of `names` was on the device nowhere will still be there nowhere.
+
+        Only what has come since is compared, by its place in the chain.
+        """
+        first, stop, num_added = absence
+        if num_added not in self._news:
+            self._news[num_added] = self._pool.names.added_since(num_added)
+        news = self._news[num_added]
+        if news is None or _have_any(names, first, stop, news):
+            return False
+        if len(self._computed) < stop - first:
+            return not _have_any(names, first, stop, self._computed)
+        return self._computed.isdisjoint(names[first:stop])
 
     def find_each(
         self, names: Sequence[BlockName], host_blocks: Sequence[HostBlock], *, is_chain: bool = True
@@ -229,6 +265,18 @@ class PoolPreview:
             and (on_host is None or on_host.places.keys().isdisjoint(names))
             and self._computed.isdisjoint(names)
         )
+
+    def _first_held(self, names: Sequence[BlockName], start: int) -> list[int]:
+        """Blocks of `names[start:]` up to one that is not simply somebody's: most of what many share."""
+        found: list[int] = []
+        places, gone, count = self._pool.names.places, self._gone, self._pool.num_references
+        for name in itertools.islice(names, start, None):
+            block_ids = places.get(name)
+            if block_ids is None or block_ids[0] in gone or not count(block_ids[0]):
+                break
+            found.append(block_ids[0])
+        self.num_looked_up += len(found)
+        return found
 
     def _look_up(self, name: BlockName, on_host: _OnHost = None) -> tuple[object, bool]:
         """Where a block of this name will be, and whether it is nobody's, or may be."""
@@ -266,3 +314,8 @@ class PoolPreview:
     def num_released(self, hit: Hit) -> int:
         """How many of the blocks that were found, and held, nobody holds any more."""
         return len(self._freed.intersection(hit.held))
+
+
+def _have_any(names: Sequence[BlockName], first: int, stop: int, others: Iterable[BlockName]) -> bool:
+    """Whether any of `names[first:stop]`, a chain from its first block on, is one of the others."""
+    return any(first <= one.number < stop and names[one.number] == one for one in others)
