@@ -2,8 +2,9 @@
 
     python scripts/bench_start.py out/bench107m-gqa --out start.json
 
-Each start is a process of its own with a compilation cache that holds nothing, native kernels only, or all
-that the start before it left. Peak memory is given beside the weights and the KV pool.
+Each start is a process of its own: of a batch of greedy requests, of one whose requests ask for different
+things of the sampler, and of the command; with a compilation cache that holds nothing, native kernels only,
+or all that the start before it left. Peak memory is given beside the weights and the KV pool.
 """
 
 from __future__ import annotations
@@ -33,12 +34,27 @@ import json, sys
 from jaxllm import LLM, SamplingParams
 from jaxllm.system.hardware import peak_rss_bytes
 model, cache, count, pool = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+kinds = json.loads(sys.argv[5])
 sizes = {"max_num_seqs": count, "kv_cache_memory": pool}
 llm = LLM(model, compilation_cache_dir=cache, skip_tokenizer_init=True, **sizes)
-params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+params = [SamplingParams(ignore_eos=True, **kinds[i % len(kinds)]) for i in range(count)]
 llm.generate([[5 + i] * 24 for i in range(count)], params, use_tqdm=False)
 print(json.dumps({"peak_bytes": peak_rss_bytes(), "pool_bytes": llm.executor.pool_bytes}), flush=True)
 """
+_GREEDY = {"temperature": 0, "max_tokens": 1}
+_KINDS = [
+    {"max_tokens": 4, **options}
+    for options in (
+        {"temperature": 0},
+        {"seed": 1},
+        {"top_p": 0.9},
+        {"top_k": 20, "min_p": 0.01},
+        {"logprobs": 3},
+        {"prompt_logprobs": 2},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.1},
+        {"frequency_penalty": 0.3, "logprobs": 1},
+    )
+]
 
 
 def timed(command: list[str]) -> tuple[float, float, str]:
@@ -57,13 +73,20 @@ def timed(command: list[str]) -> tuple[float, float, str]:
 
 
 def starts(model: str, count: int, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """A start of a batch and one of the command, with each state of the cache."""
-    batch = [sys.executable, "-c", _BATCH, model, str(folder), str(count), str(_POOL_BYTES)]
+    """A start of each batch and one of the command, with each state of the cache."""
+    batch, mixed = (
+        [sys.executable, "-c", _BATCH, model, str(folder), str(size), str(_POOL_BYTES), json.dumps(kinds)]
+        for size, kinds in ((count, [_GREEDY]), (2 * len(_KINDS), _KINDS))
+    )
     command = [sys.executable, "-m", "jaxllm", "generate", "--model", model, "--kv-cache-memory", "256MiB"]
     command += ["--compilation-cache-dir", str(folder), "--tokenizer", str(demo_model_path())]
     command += ["--max-tokens", "1", "--ignore-eos", "def add(a, b):"]
     found = []
-    for name, line in ((f"{count} prompts", batch), ("jaxllm generate, one prompt", command)):
+    for name, line in (
+        (f"{count} prompts", batch),
+        (f"{2 * len(_KINDS)} prompts, {len(_KINDS)} kinds of options", mixed),
+        ("jaxllm generate, one prompt", command),
+    ):
         shutil.rmtree(folder, ignore_errors=True)
         for cache in CACHES:
             if cache == "native kernels":
@@ -73,7 +96,7 @@ def starts(model: str, count: int, folder: pathlib.Path) -> list[dict[str, Any]]
             found.append(
                 {"start": name, "cached": cache, "seconds": seconds, "processor_seconds": processor_seconds}
             )
-            if line is batch:
+            if line is not command:
                 found[-1] |= json.loads(output)
     return found
 
