@@ -136,7 +136,7 @@ def test_scales_by_tensor_row_group_and_block(strategy):
         "weight_scale": rng.random(shape).astype(ml_dtypes.bfloat16),
         "weight_zero_point": rng.integers(-9, 9, shape).astype(np.int8),
     }
-    assert layout.check("a.b", {name: array.shape for name, array in arrays.items()}) == (out, width)
+    assert layout.check("a.b", {name: array.shape for name, array in arrays.items()}, {}) == (out, width)
     found = layout.dequantise(arrays, out, width)
     for i, j in np.ndindex(out, width):
         scale, zero = (arrays[name][at(i, j)] for name in ("weight_scale", "weight_zero_point"))
@@ -182,6 +182,80 @@ def test_gptqs_second_version_stores_zero_points_as_they_are():
     assert (symmetric.dequantise(other, 8, 16) == symmetric.dequantise(arrays, 8, 16)).all()
 
 
+@pytest.mark.parametrize(
+    ("said", "added"),
+    [
+        ({"sym": True}, None),  # zero points that are not the middle are taken as they are
+        ({}, None),
+        ({"format": "gptq_v2", "checkpoint_format": None}, 1),
+        ({"format": "gptq_v2", "checkpoint_format": "gptq_v2"}, 1),
+    ],
+)
+def test_gptqs_zero_points_are_those_that_are_stored(said, added, tmp_path):
+    """Whatever else is said of them: of the same weights in every wording."""
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    plain.mkdir()
+    other.mkdir()
+
+    def change(tensors, config):
+        config["quantization_config"].pop("sym", None)
+        config["quantization_config"] |= said
+        for name in tensors:
+            if added and name.endswith(".qzeros"):
+                zeros = unpack(tensors[name], 4, 1) + added
+                shifted = zeros.astype(np.uint32) << (4 * np.arange(zeros.shape[1], dtype=np.uint32) % 32)
+                words = shifted.reshape(len(zeros), -1, 8).sum(-1).astype(np.uint32)
+                tensors[name] = words.view(np.int32)
+
+    folders = folder_of("gptq-asym-g64", plain), folder_of("gptq-asym-g64", other, change)
+    config = config_from_dict(read_hf_config(plain))
+    expected, found = (load_params(folder, config, "float32") for folder in folders)
+    for name, array in expected.items():
+        assert (np.asarray(array) == np.asarray(found[name])).all()
+
+
+def test_an_order_of_minus_ones_is_none(tmp_path):
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    plain.mkdir()
+    other.mkdir()
+
+    def change(tensors, config):
+        tensors[f"{Q_PROJ}.weight_g_idx"] = np.full(128, -1, np.int32)
+
+    folders = folder_of("ct-w4a16-asym", plain), folder_of("ct-w4a16-asym", other, change)
+    config = config_from_dict(read_hf_config(plain))
+    expected, found = (load_params(folder, config, "float32") for folder in folders)
+    for name, array in expected.items():
+        assert (np.asarray(array) == np.asarray(found[name])).all()
+
+
+def test_fp8_by_tensor_has_either_name_of_its_scale(tmp_path):
+    """As vLLM writes it, and as transformers does, beside scales of activations."""
+    scales = np.random.default_rng(3).random(100).astype(np.float32)
+    loaded = []
+    for number, end in enumerate(("weight_scale", "weight_scale_inv")):
+
+        def change(tensors, config, end=end):
+            config["quantization_config"] |= {"weight_block_size": None}
+            for place, name in enumerate([one for one in tensors if one.endswith(".weight_scale_inv")]):
+                del tensors[name]
+                module = name.rpartition(".")[0]
+                tensors[f"{module}.{end}"] = scales[place].reshape(())
+                tensors[f"{module}.activation_scale"] = np.ones((), np.float32)
+
+        (tmp_path / str(number)).mkdir()
+        folder = folder_of("fp8-block-qwen", tmp_path / str(number), change)
+        loaded.append(load_params(folder, config_from_dict(read_hf_config(folder)), "float32"))
+    for name, array in loaded[0].items():
+        assert (np.asarray(array) == np.asarray(loaded[1][name])).all()
+
+
+def test_a_group_size_alone_says_that_there_are_groups():
+    layout = read_quantisation(compressed({"group_size": 4}, "int-quantized")).layout_of("a.b")
+    shapes = {"weight": (6, 8), "weight_scale": (6, 2)}
+    assert layout.check("a.b", shapes, {"weight": "I8", "weight_scale": "BF16"}) == (6, 8)
+
+
 # What is not whole, or not known
 
 
@@ -209,6 +283,14 @@ def bias(tensors, config):
     tensors[f"{Q_PROJ}.bias"] = np.eye(1, 128, dtype=np.float16)[0]
 
 
+def order(tensors, config):
+    tensors[f"{Q_PROJ}.weight_g_idx"] = np.full(128, 1, np.int32)
+
+
+def other_kind(tensors, config):
+    tensors[f"{Q_PROJ}.weight_packed"] = tensors[f"{Q_PROJ}.weight_packed"].astype(np.float32)
+
+
 def stray(tensors, config):
     tensors[f"{Q_PROJ}.qzeros"] = np.zeros((1, 1), np.int32)
 
@@ -228,6 +310,8 @@ def stray(tensors, config):
         (double, rf"{Q_PROJ}.weight is there beside {Q_PROJ}.weight_packed"),
         (infinite, rf"{Q_PROJ}.weight: its scales give numbers that are not finite"),
         (bias, rf"unexpected: {Q_PROJ}.bias"),
+        (order, rf"{Q_PROJ}.weight: .*groups of inputs go from 1 to 1, and there are 1"),
+        (other_kind, rf"{Q_PROJ}.weight_packed is F32, expected I32"),
         (stray, rf"unexpected: {Q_PROJ}.qzeros"),
     ],
 )
@@ -252,10 +336,17 @@ def test_arrays_that_are_missing_or_wrong_are_named(change, message, tmp_path):
             GPTQ | {"dynamic": {"-:.*k": {}}},
             "other bits for some",
         ),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version=gemm, gemv"),
         (
             {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
             "Int4Weight",
+        ),
+        (GPTQ | {"sym": "false"}, "sym='false'"),
+        (GPTQ | {"format": "gptq", "checkpoint_format": "gptq_v2"}, "format 'gptq"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "format": "gemv"}, "version=gemm, gemv"),
+        (
+            compressed({}, "int-quantized") | {"ignore": ["re:*lm_head"]},
+            r"re:\*lm_head.* is no regular",
         ),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"blocks of \[0, 128\]"),
         (compressed({}, "marlin-24"), "the format 'marlin-24'"),
@@ -276,6 +367,24 @@ def test_what_is_not_read_is_refused_by_name(said, message):
     values = ORACLES["ct-w4a16-asym"]["config"] | {"quantization_config": said}
     with pytest.raises(UnsupportedModelError, match=message):
         config_from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("ct-mxfp4a16", "weight_scale", "weight_scale is F32, expected U8 or F8_E8M0"),
+        ("ct-mxfp8a16", "weight_scale", "weight_scale is F32, expected U8 or F8_E8M0"),
+        ("gptq-asym-g64", "qweight", "qweight is F32, expected I32"),
+        ("fp8-block-qwen", "weight", "weight is F32, expected I8 or F8_E4M3 or F8_E5M2 beside"),
+    ],
+)
+def test_arrays_of_other_dtypes_are_refused(name, array, message, tmp_path):
+    def change(tensors, config):
+        tensors[f"{Q_PROJ}.{array}"] = tensors[f"{Q_PROJ}.{array}"].astype(np.float32)
+
+    folder = folder_of(name, tmp_path, change)
+    with pytest.raises(WeightsError, match=message):
+        load_params(folder, config_from_dict(read_hf_config(folder)), "float32")
 
 
 def test_an_override_cannot_say_how_weights_lie():

@@ -70,8 +70,9 @@ class Residence:
     @under_jax_defaults
     def wake_up(self, tags: Sequence[str] | None) -> None:
         """Take back what was let go of; see `LLM.wake_up`."""
-        wanted = (WEIGHTS, KV_CACHE) if tags is None else tuple(tags)
-        if isinstance(tags, str) or not all(tag in (WEIGHTS, KV_CACHE) for tag in wanted):
+        wanted = (WEIGHTS, KV_CACHE) if tags is None else tags
+        is_list = isinstance(wanted, list | tuple | set | frozenset)
+        if not is_list or not all(tag in (WEIGHTS, KV_CACHE) for tag in wanted):
             raise ConfigError(f"tags={shown(tags)} must be a list of {WEIGHTS!r} and {KV_CACHE!r}, or None")
         executor, reload = self._executor, self._reload
         if self._engine.is_closed:

@@ -137,6 +137,12 @@ def check_positions(config: ModelConfig, length: Any) -> None:
         )
 
 
+def check_lengths(config: ModelConfig, lengths: jax.Array) -> None:
+    """Verify that a model has positions for rows of these lengths, where they are known."""
+    if is_known(lengths):
+        check_positions(config, int(lengths.max()))
+
+
 def undifferentiated(function: Callable[..., _R], implementation: str | None) -> Callable[..., _R]:
     """A function of arrays that says what to pass if it is differentiated, where its kernels cannot be."""
     if implementation == REFERENCE:

@@ -27,6 +27,7 @@ from jaxllm.functional.checks import (
     Params,
     check_cache,
     check_key,
+    check_lengths,
     check_positions,
     check_range,
     check_sizes,
@@ -156,6 +157,7 @@ def prefill(
     check_range("cached", before, 0, math.inf)
     before = jnp.asarray(before, jnp.int32)
     check_cache(config, cache, before + lengths)
+    check_lengths(config, before + lengths)
 
     def run(
         params: Params,
@@ -215,6 +217,7 @@ def decode(
     if tokens.shape != lengths.shape:
         raise RequestError(f"tokens {tokens.shape} and lengths {lengths.shape} must both be [B]")
     check_cache(config, cache, lengths)
+    check_lengths(config, lengths)
     if is_known(tokens, lengths):
         check_range("tokens", np.asarray(tokens)[np.asarray(lengths) > 0], 0, config.vocab_size - 1)
         check_range("lengths", lengths, 0, math.inf)

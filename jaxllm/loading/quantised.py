@@ -73,13 +73,21 @@ def with_quantised(tensors: Mapping[str, StoredTensor], said: Quantisation) -> d
             found[name] = tensor
     for module, arrays in modules.items():
         layout = said.layout_of(module)
+        plain = None if layout is None else found.get(f"{module}.{layout.values}")
+        if layout is not None and plain is not None and layout.values not in arrays:
+            raise WeightsError(
+                f"{plain.name} is {plain.stored_dtype}, expected {' or '.join(layout.kinds[layout.values])} "
+                f"beside {', '.join(array.name for array in arrays.values())}"
+            )
         surplus = set(arrays) - set(() if layout is None else layout.arrays)
         if layout is None or surplus:
             what = ", ".join(arrays[end].name for end in sorted(surplus or arrays))
             raise WeightsError(
                 f"{what}: quantization_config says {'another layout' if layout else 'nothing'} of {module}"
             )
-        shape = layout.check(module, {end: tensor.shape for end, tensor in arrays.items()})
+        arrays = {layout.aliases.get(end, end): tensor for end, tensor in arrays.items()}
+        shapes = {end: tensor.shape for end, tensor in arrays.items()}
+        shape = layout.check(module, shapes, {end: tensor.stored_dtype for end, tensor in arrays.items()})
         values = arrays[layout.values]
         name = f"{module}.weight"
         if name in found:

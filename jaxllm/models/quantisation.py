@@ -12,7 +12,7 @@ from jaxllm.models.weight_layouts import Shape, WeightLayout, awq, float4, gptq,
 
 OF_ACTIVATIONS = (
     *("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"),
-    *("k_scale", "v_scale", "k_zero_point", "v_zero_point", "q_scale"),
+    *("activation_scale", "kv_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point", "q_scale"),
 )
 """Arrays of a layer beside its weight: of activations and of KV, which are not quantised here."""
 
@@ -102,6 +102,13 @@ def _names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
                 f"config.json: quantization_config has {key}={shown(value)}: expected names"
             )
         found += value
+    for name in found:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise UnsupportedModelError(
+                f"config.json: quantization_config has {name!r}, which is no regular expression ({error})"
+            ) from error
     return tuple(found)
 
 
@@ -144,7 +151,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
 
 def _compressed_layout(config: Mapping[str, Any], weights: Mapping[str, Any], form: Any) -> WeightLayout:
     group = weights.get("group_size")
-    group = group if isinstance(group, int) and group > 0 and weights.get("strategy") == "group" else None
+    group = (
+        group if isinstance(group, int) and group > 0 and weights.get("strategy") in ("group", None) else None
+    )
     if form == "pack-quantized" and weights.get("type", "int") == "int":
         return packed(_integer(weights, "num_bits", (2, 4, 8)), group)
     if form in ("int-quantized", "float-quantized", "naive-quantized"):
@@ -162,32 +171,36 @@ def _compressed_layout(config: Mapping[str, Any], weights: Mapping[str, Any], fo
 
 def _fp8(config: Mapping[str, Any]) -> Quantisation:
     block = _block(config.get("weight_block_size"))
-    scale = "weight_scale_inv" if block else "weight_scale"
     notes = (_activations("inputs of layers"),) if config.get("activation_scheme") else ()
     ignored = _names(config, "modules_to_not_convert", "ignored_layers")
-    return Quantisation("fp8", ((_EVERY, scaled("fp8", scale=scale, block=block)),), ignored, notes)
+    layout = scaled("fp8", alias="weight_scale_inv", block=block)
+    return Quantisation("fp8", ((_EVERY, layout),), ignored, notes)
 
 
 def _of_gptq(config: Mapping[str, Any]) -> Quantisation:
-    form = config.get("checkpoint_format") or "gptq"
-    if form not in ("gptq", "gptq_v2"):
-        raise _refuse(config, f"checkpoint_format={shown(form)}")
+    forms = {config.get(key) for key in ("checkpoint_format", "format")} - {None} or {"gptq"}
+    form = forms.pop()
+    if forms or form not in ("gptq", "gptq_v2"):
+        raise _refuse(config, " and ".join(f"format {shown(one)}" for one in (form, *forms)))
+    if not isinstance(config.get("sym", False), bool):
+        raise _refuse(config, f"sym={shown(config['sym'])}")
     if config.get("dynamic"):
         raise _refuse(config, f"dynamic={shown(config['dynamic'], 80)} (other bits for some layers)")
     layout = gptq(
         _integer(config, "bits", (2, 4, 8)),
         _integer(config, "group_size", ()),
         is_second=form == "gptq_v2",
-        is_symmetric=bool(config.get("sym", True)),
+        is_symmetric=config.get("sym", False),
     )
     return Quantisation("gptq", ((_EVERY, layout),), _names(config, "modules_to_not_convert"))
 
 
 def _of_awq(config: Mapping[str, Any]) -> Quantisation:
     _integer(config, "bits", (4,))
-    if str(config.get("version", "gemm")).lower() != "gemm" or not config.get("zero_point", True):
+    forms = {str(config.get(key) or "gemm").lower() for key in ("version", "format", "checkpoint_format")}
+    if forms != {"gemm"} or not config.get("zero_point", True):
         raise _refuse(
-            config, f"version={shown(config.get('version'))}, zero_point={config.get('zero_point')}"
+            config, f"version={', '.join(sorted(forms))} and zero_point={shown(config.get('zero_point'))}"
         )
     layout = awq(_integer(config, "group_size", ()))
     return Quantisation("awq", ((_EVERY, layout),), _names(config, "modules_to_not_convert"))

@@ -22,6 +22,8 @@ Shapes: TypeAlias = Mapping[str, Shape]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_FLOATS = ("F32", "BF16", "F16")
+_INTEGERS = ("I32", "I64")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the columns of eight nibbles lie in their word
 
 
@@ -37,6 +39,8 @@ class WeightLayout:
         shape: `[out, in]` of the weight, from the shapes of its arrays.
         expected: shapes that each array may have, from those of all and `[out, in]`.
         dequantise: the weight, float32 `[out, in]`, from its arrays and `[out, in]`.
+        kinds: dtypes that each array may have, by safetensors' names.
+        aliases: other names of arrays.
     """
 
     name: str
@@ -46,18 +50,27 @@ class WeightLayout:
     shape: Callable[[Shapes], Shape]
     expected: Callable[[Shapes, int, int], Mapping[str, Sequence[Shape]]]
     dequantise: Callable[[Arrays, int, int], Floats]
+    kinds: Mapping[str, tuple[str, ...]]
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def arrays(self) -> tuple[str, ...]:
         """All that may be there."""
-        return (self.values, *self.others, *self.optional)
+        return (self.values, *self.others, *self.optional, *self.aliases)
 
-    def check(self, module: str, shapes: Shapes) -> Shape:
-        """The shape of a module's weight.
+    def check(self, module: str, shapes: Shapes, kinds: Mapping[str, str]) -> Shape:
+        """The shape of a module's weight, from the shapes and dtypes of its arrays.
 
         Raises:
-            WeightsError: arrays are missing or misshapen; all are named.
+            WeightsError: arrays are missing, misshapen or of other dtypes; all are named.
         """
+        strange = [
+            f"{module}.{name} is {kinds[name]}, expected {' or '.join(self.kinds[name])}"
+            for name in kinds
+            if kinds[name] not in self.kinds.get(name, (kinds[name],))
+        ]
+        if strange:
+            raise WeightsError(f"of the wrong dtype for the layout {self.name}: {'; '.join(strange)}")
         missing = [f"{module}.{name}" for name in (self.values, *self.others) if name not in shapes]
         if missing:
             raise WeightsError(f"missing of a weight in the layout {self.name}: {', '.join(missing)}")
@@ -113,6 +126,20 @@ def _exponents(scales: npt.NDArray[Any], width: int) -> Floats:
     return np.repeat(found, width // found.shape[1], 1)
 
 
+def _groups(given: npt.NDArray[Any] | None, width: int, size: int) -> npt.NDArray[Any]:
+    """The group of each input: one after another, unless there is an order (-1 throughout is none).
+
+    Raises:
+        ValueError: there is no such group.
+    """
+    count = -(-width // size)
+    if given is None or (given == -1).all():
+        return np.arange(width) // size
+    if given.min() < 0 or given.max() >= count:
+        raise ValueError(f"groups of inputs go from {given.min()} to {given.max()}, and there are {count}")
+    return given
+
+
 # Layouts
 
 
@@ -134,6 +161,7 @@ def scaled(
     values: str = "weight",
     scale: str = "weight_scale",
     zero: str = "weight_zero_point",
+    alias: str | None = None,
     block: Shape = (),
     group: int | None = None,
 ) -> WeightLayout:
@@ -152,7 +180,13 @@ def scaled(
     def shape(shapes: Shapes) -> Shape:
         return _plain_shape(shapes, values)
 
-    return WeightLayout(name, values, (scale,), (zero,), shape, expected, dequantise)
+    kinds = {
+        values: ("I8", "F8_E4M3", "F8_E5M2"),
+        scale: _FLOATS,
+        zero: (*_FLOATS, "I8", *_INTEGERS, "F8_E4M3"),
+    }
+    aliases = {alias: scale} if alias else {}
+    return WeightLayout(name, values, (scale,), (zero,), shape, expected, dequantise, kinds, aliases)
 
 
 def packed(bits: int, group: int | None) -> WeightLayout:
@@ -163,7 +197,7 @@ def packed(bits: int, group: int | None) -> WeightLayout:
         codes = unpack(arrays["weight_packed"], bits, 1)[:out, :width]
         scales = np.asarray(arrays["weight_scale"], np.float32).reshape(out, -1)
         size = width // scales.shape[1]
-        groups = arrays.get("weight_g_idx", np.arange(width) // size)
+        groups = _groups(arrays.get("weight_g_idx"), width, size)
         zeros: Any = 1 << (bits - 1)
         if "weight_zero_point" in arrays:
             zeros = unpack(arrays["weight_zero_point"], bits, 0)[:out][:, groups]
@@ -187,7 +221,19 @@ def packed(bits: int, group: int | None) -> WeightLayout:
 
     optional = ("weight_zero_point", "weight_g_idx", "weight_shape")
     return WeightLayout(
-        "pack-quantized", "weight_packed", ("weight_scale",), optional, shape, expected, dequantise
+        "pack-quantized",
+        "weight_packed",
+        ("weight_scale",),
+        optional,
+        shape,
+        expected,
+        dequantise,
+        {
+            "weight_packed": ("I32",),
+            "weight_scale": _FLOATS,
+            "weight_zero_point": ("I32",),
+            "weight_g_idx": _INTEGERS,
+        },
     )
 
 
@@ -207,7 +253,14 @@ def float4(name: str, group: int, others: tuple[str, ...]) -> WeightLayout:
     def shape(shapes: Shapes) -> Shape:
         return shapes["weight_packed"][0], 2 * shapes["weight_packed"][1]
 
-    return WeightLayout(name, "weight_packed", ("weight_scale", *others), (), shape, expected, dequantise)
+    kinds = {
+        "weight_packed": ("U8", "I8"),
+        "weight_scale": ("F8_E4M3",) if others else ("U8", "F8_E8M0"),
+        "weight_global_scale": _FLOATS,
+    }
+    return WeightLayout(
+        name, "weight_packed", ("weight_scale", *others), (), shape, expected, dequantise, kinds
+    )
 
 
 def mxfp8() -> WeightLayout:
@@ -220,7 +273,14 @@ def mxfp8() -> WeightLayout:
         return {"weight_scale": [(out, width // 32)]}
 
     return WeightLayout(
-        "mxfp8-quantized", "weight", ("weight_scale",), (), _plain_shape, expected, dequantise
+        "mxfp8-quantized",
+        "weight",
+        ("weight_scale",),
+        (),
+        _plain_shape,
+        expected,
+        dequantise,
+        {"weight": ("F8_E4M3", "F8_E5M2"), "weight_scale": ("U8", "F8_E8M0")},
     )
 
 
@@ -231,11 +291,13 @@ def gptq(bits: int, group: int, *, is_second: bool, is_symmetric: bool) -> Weigh
     def dequantise(arrays: Arrays, out: int, width: int) -> Floats:
         codes = unpack(arrays["qweight"], bits, 0)
         scales = arrays["scales"].astype(np.float32)
-        groups = arrays.get("g_idx", np.arange(width) // -(-width // len(scales)))
-        zeros: Any = 1 << (bits - 1)  # symmetric: whatever is stored, for writers differ
-        if not is_symmetric:
-            zeros = (unpack(arrays["qzeros"], bits, 1) + (0 if is_second else 1))[groups]
-        return np.ascontiguousarray(((codes - zeros).astype(np.float32) * scales[groups]).T)
+        groups = _groups(arrays.get("g_idx"), width, -(-width // len(scales)))
+        zeros, middle = unpack(arrays["qzeros"], bits, 1)[:, :out], 1 << (bits - 1)
+        if is_symmetric and np.isin(zeros, (middle - 1, middle)).all():
+            zeros = np.full_like(zeros, middle)  # some writers of the first version store it as it is
+        else:
+            zeros = zeros + (0 if is_second else 1)
+        return np.ascontiguousarray(((codes - zeros[groups]).astype(np.float32) * scales[groups]).T)
 
     def shape(shapes: Shapes) -> Shape:
         return shapes["qweight"][1], shapes["qweight"][0] * per_word
@@ -248,7 +310,10 @@ def gptq(bits: int, group: int, *, is_second: bool, is_symmetric: bool) -> Weigh
             "g_idx": [(width,)],
         }
 
-    return WeightLayout("GPTQ", "qweight", ("qzeros", "scales"), ("g_idx",), shape, expected, dequantise)
+    kinds = {"qweight": ("I32",), "qzeros": ("I32",), "scales": _FLOATS, "g_idx": _INTEGERS}
+    return WeightLayout(
+        "GPTQ", "qweight", ("qzeros", "scales"), ("g_idx",), shape, expected, dequantise, kinds
+    )
 
 
 def awq(group: int) -> WeightLayout:
@@ -272,4 +337,5 @@ def awq(group: int) -> WeightLayout:
         count = width // group if group > 0 else 1
         return {"scales": [(count, out)], "qzeros": [(count, out // 8)]}
 
-    return WeightLayout("AWQ", "qweight", ("qzeros", "scales"), (), shape, expected, dequantise)
+    kinds = {"qweight": ("I32",), "qzeros": ("I32",), "scales": _FLOATS}
+    return WeightLayout("AWQ", "qweight", ("qzeros", "scales"), (), shape, expected, dequantise, kinds)

@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ledger", metavar="LEDGER", help="file that a run wrote")
     parser.add_argument("other", metavar="OTHER", nargs="?", help="another run's, to compare with it")
     parser.add_argument("--top", type=int, metavar="N", default=5, help="decisions to list (default: 5)")
-    parser.add_argument("--width", type=int, metavar="N", default=72, help="columns of the timeline")
+    parser.add_argument("--width", type=int, metavar="N", help="columns of the timeline (default: 72)")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the timeline with matplotlib too")
     parser.add_argument("--json", metavar="FILE", help="write the summary as JSON too; - prints it instead")
     add_overwrite(parser)
@@ -49,10 +49,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the summary; returns the exit code."""
     for name in ("top", "width"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.other is not None and args.plot is not None:
         raise ConfigError("--plot draws one ledger: leave OTHER out, or --plot")
+    if args.other is not None and args.width is not None:
+        raise ConfigError("--width is of one ledger's timeline: leave OTHER out, or --width")
     files = {"--plot": args.plot, "--json": None if args.json == "-" else args.json}
     check_distinct({"LEDGER": args.ledger, "OTHER": args.other, **files})
     check_writable(files, overwrite=args.overwrite)
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     _tell(
         args.json,
         report(ledger, args.top),
-        f"{summary(ledger, args.top)}\n{timeline(ledger.steps, args.width)}",
+        f"{summary(ledger, args.top)}\n{timeline(ledger.steps, args.width or 72)}",
     )
     if args.plot is not None:
         plot(ledger, Path(args.plot))

@@ -179,6 +179,8 @@ def _drawn(args: argparse.Namespace) -> dict[str, Any]:
     if args.input_len is not None:
         if args.dataset is not None:
             raise ConfigError("--input-len and --dataset both say how long prompts are: drop one")
+        if args.column is not None or args.tokenizer is not None:
+            raise ConfigError("--column and --tokenizer are of a file, and --input-len names none: drop them")
         found["dataset"] = UniformLengths(shortest=args.input_len[0], longest=args.input_len[1])
     elif args.dataset is not None and args.dataset not in DATASETS:
         if args.column is None or args.tokenizer is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,24 +12,31 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import ConfigError, shown
+from jaxllm.errors import ConfigError, did_you_mean
 from jaxllm.predictors.base import CostModel, ModelShape, check_integer
 from jaxllm.predictors.devices import DeviceSpec
 from jaxllm.research.intervals import Interval, mean_interval, ratio_interval
-from jaxllm.research.simulator.gpu import UTILIZATION
 from jaxllm.research.simulator.load import Load
 from jaxllm.research.simulator.run import simulate as play
 from jaxllm.research.simulator.system import System, make_system
-from jaxllm.research.workloads import ArrivalProcess, LognormalLengths, PromptDataset, Trace, UniformLengths
+from jaxllm.research.workloads import (
+    ArrivalProcess,
+    LognormalLengths,
+    PromptDataset,
+    Trace,
+    UniformLengths,
+    load_trace,
+)
 from jaxllm.research.workloads.checks import check_choice
 from jaxllm.research.workloads.fitting import TooLong, fit_trace
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import SchedulingPolicy, is_policy
-from jaxllm.sched.presets import make_preset
+from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.sched.presets import as_policy
 
 POLICIES = ("adaptive", "vllm_v1")
 _MAX_SEEDS = 1000
+_OF_LOAD = ("path", "limit", "seed", "name", "max_len")  # of `load_trace`, and have other words here
 Policy = str | SchedulingPolicy | Callable[[CostModel], SchedulingPolicy]
 Lengths = UniformLengths | LognormalLengths | int
 
@@ -240,7 +248,7 @@ def simulate(
     dtype: str = "bfloat16",
     block_size: int = 16,
     num_gpu_blocks: int | None = None,
-    memory_utilization: float = UTILIZATION,
+    memory_utilization: float | None = None,
     num_host_blocks: int | None = None,
     host_memory: float | None = None,
     link: float | None = None,
@@ -289,6 +297,10 @@ def simulate(
         RequestError: the trace has a bad request.
         CapacityError: the weights leave no room for KV.
     """
+    known = {**inspect.signature(simulate).parameters, **inspect.signature(load_trace).parameters}
+    for name in reading:
+        if name not in known or name in _OF_LOAD:
+            raise ConfigError(f"simulate has no argument {name!r}; {did_you_mean(name, known)}".rstrip("; "))
     system = make_system(
         model,
         device=device,
@@ -371,23 +383,9 @@ def _name_of(policy: Any) -> str:
 
 
 def _maker(policy: Policy) -> Callable[[CostModel], SchedulingPolicy]:
-    if isinstance(policy, str):
-        return lambda costs: make_preset(policy, costs)
-    if is_policy(policy):
-        return lambda costs: copy.deepcopy(policy)  # some learn
-    if not callable(policy):
-        raise ConfigError(
-            f"policies holds {shown(policy)}, which is neither a name, nor a policy, nor a function of the "
-            "costs that makes one"
-        )
-
-    def make(costs: CostModel) -> SchedulingPolicy:
-        made = policy(costs)
-        if not is_policy(made):
-            raise ConfigError(f"{_name_of(policy)} returned {shown(made)}, which is no policy")
-        return made
-
-    return make
+    if isinstance(policy, str | type) or callable(policy):
+        return lambda costs: as_policy(policy, costs)
+    return lambda costs: as_policy(copy.deepcopy(policy), costs)  # some learn
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
@@ -404,6 +402,10 @@ def _limit(system: System, asked: int | None) -> tuple[int, str]:
     """Tokens that a request may have, and what says so."""
     if asked is not None:
         check_integer("max_model_len", asked, 2, 2**24)
+        if system.max_model_len is not None and asked > system.max_model_len:
+            raise ConfigError(
+                f"max_model_len={asked} exceeds the {system.max_model_len} positions of {system.model.name}"
+            )
     pool = system.num_gpu_blocks * system.block_size
     model = min(one for one in (asked, system.max_model_len, 2**24) if one is not None)
     return (pool, "num_gpu_blocks x block_size") if pool < model else (model, "max_model_len")

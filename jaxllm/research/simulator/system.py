@@ -65,7 +65,7 @@ def make_system(
     dtype: str = "bfloat16",
     block_size: int = 16,
     num_gpu_blocks: int | None = None,
-    memory_utilization: float = UTILIZATION,
+    memory_utilization: float | None = None,
     num_host_blocks: int | None = None,
     host_memory: float | None = None,
     link: float | None = None,
@@ -82,7 +82,8 @@ def make_system(
         dtype: of weights and KV, where `model` is no sizes.
         block_size: tokens per KV block.
         num_gpu_blocks: of the device's pool; None takes what fits.
-        memory_utilization: share of the device's memory that weights, KV and 3 GB of other things take.
+        memory_utilization: share of the device's memory that weights, KV and 3 GB of other things take; None
+            is `UTILIZATION`.
         num_host_blocks: blocks of host memory; or
         host_memory: bytes of it. None of both is 4 GiB, and no more blocks than the device has.
         link: bytes per second between device and host that copies reach; None takes the device's.
@@ -94,6 +95,12 @@ def make_system(
         ProfileError: the profile cannot be read.
     """
     check_integer("block_size", block_size, 1, 1024)
+    if num_gpu_blocks is not None and memory_utilization is not None:
+        raise ConfigError(
+            f"num_gpu_blocks={num_gpu_blocks} and memory_utilization={memory_utilization} both say how large "
+            "the pool is: pass one of them"
+        )
+    memory_utilization = UTILIZATION if memory_utilization is None else memory_utilization
     check_number("memory_utilization", memory_utilization, 0.01, 1.0)
     profile = _profile(costs)
     limit = None

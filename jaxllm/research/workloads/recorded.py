@@ -94,6 +94,8 @@ def load_trace(
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"the path of a trace must be a string or a path, got {shown(path)}")
     file = Path(path)
+    if file.suffix.lower() == ".gz":
+        raise ConfigError(f"{file} is packed by gzip, which is not read here: unpack it first (gunzip -k)")
     if form is not None:
         check_choice("form", form, FORMS)
     content = None if form == "csv" or file.suffix.lower() in (".csv", ".parquet", *_LINES) else _whole(file)
@@ -202,6 +204,7 @@ class _Reader:
         self._is_named, self._tokenizer = form == "mooncake", tokenizer
         self._names: dict[Any, int] = {}
         self._kind: frozenset[str] | None = None
+        self._is_timed: bool | None = None
 
     def read(self, row: Mapping[str, Any]) -> _Row:
         """What a trace takes of a row.
@@ -232,6 +235,10 @@ class _Reader:
         return found
 
     def _arrival(self, row: Mapping[str, Any]) -> float:
+        is_timed = "timestamp" in row
+        if self._is_timed not in (None, is_timed):
+            raise RequestError(f"has {'a' if is_timed else 'no'} timestamp, unlike rows before it")
+        self._is_timed = is_timed
         time = row.get("timestamp", 0.0)
         return check_number("timestamp", time, -_MAX_CLOCK, _MAX_CLOCK) * _UNITS[self.unit]
 
