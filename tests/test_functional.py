@@ -101,6 +101,20 @@ def test_bad_shapes_are_refused(model, batch):
         functional.generate(params, config, tokens, lengths, 10**6, jax.random.key(0))
 
 
+def test_no_row_goes_beyond_the_models_positions(model):
+    config, params = model
+    most = config.max_model_len
+    cache = functional.init_cache(config, 1, most + 16)
+    tokens, length = jnp.ones((1, most + 1), jnp.int32), jnp.array([most + 1])
+    message = f"{most + 1} tokens exceed the model's {most} positions"
+    with pytest.raises(RequestError, match=message):
+        functional.prefill(params, config, cache, tokens, length)
+    with pytest.raises(RequestError, match=message):
+        functional.prefill(params, config, cache, tokens[:, :2], jnp.array([2]), cached=jnp.array([most - 1]))
+    with pytest.raises(RequestError, match=message):
+        functional.decode(params, config, cache, tokens[:, 0], length)
+
+
 @pytest.mark.parametrize("name", ["mistral_window", "qwen2_window"])
 def test_windows_hold_in_xla_too(name):
     golden = golden_data(name)

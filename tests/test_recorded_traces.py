@@ -87,6 +87,23 @@ def test_plain_lines_are_in_seconds(tmp_path):
         assert lengths(load_trace(write(tmp_path / name, without))) == ([0, 0], [4, 4], [2, 2])
 
 
+def test_a_row_without_the_time_that_others_have_is_bad(tmp_path):
+    rows = [
+        {"timestamp": 100, "input_length": 4, "output_length": 2},
+        {"input_length": 4, "output_length": 2},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(RequestError, match="line 2: has no timestamp, unlike rows before it"):
+        load_trace(path)
+    assert lengths(load_trace(path, on_bad="skip")) == ([0], [4], [2])
+
+
+def test_packed_traces_are_refused(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(b"")
+    with pytest.raises(ConfigError, match="packed by gzip, which is not read here: unpack it"):
+        load_trace(tmp_path / "a.jsonl.gz")
+
+
 def test_prompts_are_text_or_token_ids(tmp_path):
     rows = [{"prompt": "one two three", "output_length": 2}, {"prompt": "four", "output_length": 1}]
     path = write_lines(tmp_path / "text.jsonl", rows)

@@ -234,12 +234,25 @@ def test_policies_are_names_objects_and_functions():
     assert list(policies_of({"a": "vllm", "b": "vllm"})) == ["a", "b"]
     with pytest.raises(ConfigError, match="two policies are called 'vllm'"):
         policies_of("vllm,vllm")
-    with pytest.raises(ConfigError, match="neither a name, nor a policy"):
-        policies_of([3])
-    with pytest.raises(ConfigError, match="which is no policy"):
-        policies_of([lambda costs: 3])["<lambda>"](costs)
+    for wrong in (3, lambda costs: 3, lambda: 3):
+        with pytest.raises(ConfigError):
+            simulate(**(SMALL | {"policies": {"mine": wrong}}))
     with pytest.raises(ConfigError, match="at least one"):
         policies_of([])
+
+
+class Newest:
+    outranks = None
+
+    def score(self, request, now):
+        return -request.arrival_time
+
+
+def test_a_class_alone_changes_one_answer_as_everywhere():
+    runs = [
+        simulate(**(SMALL | {"policies": {"mine": given}})).runs[0].figures for given in (Newest, Newest())
+    ]
+    assert runs[0] == runs[1]
 
 
 def test_a_policy_of_the_users_module(tmp_path, monkeypatch, capsys):
@@ -282,7 +295,11 @@ def test_requests_that_do_not_fit():
         ({"device": "a101"}, "device 'a101' is not in the table"),
         ({"policies": "adaptif"}, "did you mean adaptive"),
         ({"num_host_blocks": 1, "host_memory": 1e9}, "say the same"),
-        ({"memory_utilization": 2.0}, r"memory_utilization must lie in"),
+        ({"memory_utilization": 2.0, "num_gpu_blocks": None}, r"memory_utilization must lie in"),
+        ({"memory_utilization": 0.5}, r"both say how large the pool is"),
+        ({"polices": "vllm"}, "no argument 'polices'; did you mean policies"),
+        ({"seed": 3}, "no argument 'seed'"),
+        ({"model": demo_model_path(), "max_model_len": 2000}, "exceeds the 1024 positions"),
         ({"costs": "roofline", "tensor_parallel": 2}, "tensor_parallel=2 is of costs='silicon'"),
         ({"too_long": "cut"}, "choose from raise, clip, skip"),
     ],

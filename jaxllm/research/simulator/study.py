@@ -315,6 +315,8 @@ def simulate(
         tensor_parallel=tensor_parallel,
     )
     chosen = policies_of(policies)
+    for make in chosen.values():
+        make(system.costs)  # what is no policy is refused before anything is read
     load = Load(
         trace,
         dataset=dataset,
