@@ -268,6 +268,8 @@ def test_two_runs_are_compared_preemption_by_preemption(tmp_path, capsys):
     assert values["second"]["differing"]["measured_seconds"] == pytest.approx(0.007)
     assert main(["explain", *files, "--plot", str(tmp_path / "x.png")]) == 2
     assert "--plot draws one ledger" in capsys.readouterr().err
+    assert main(["explain", *files, "--width", "40"]) == 2
+    assert "--width is of one ledger's timeline" in capsys.readouterr().err
 
 
 def test_an_engines_ledger_says_what_wrote_it(tmp_path):

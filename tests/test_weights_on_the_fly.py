@@ -213,6 +213,9 @@ def test_sleep_gives_memory_back(params):
     llm.sleep(1)  # again changes nothing
     llm.sleep(2)
     assert used - device_bytes() >= pool + weights
+    for tags in (5, "weights", ["wheels"]):
+        with pytest.raises(ConfigError, match="must be a list of 'weights' and 'kv_cache'"):
+            llm.wake_up(tags)
     llm.wake_up(["weights"])
     assert llm.is_sleeping
     llm.wake_up(["kv_cache"])
