@@ -140,7 +140,7 @@ def check_positions(config: ModelConfig, length: Any) -> None:
 def check_lengths(config: ModelConfig, lengths: jax.Array) -> None:
     """Verify that a model has positions for rows of these lengths, where they are known."""
     if is_known(lengths):
-        check_positions(config, int(lengths.max()))
+        check_positions(config, int(np.asarray(lengths).max()))
 
 
 def undifferentiated(function: Callable[..., _R], implementation: str | None) -> Callable[..., _R]:
