@@ -139,7 +139,7 @@ def check_positions(config: ModelConfig, length: Any) -> None:
 
 def check_lengths(config: ModelConfig, lengths: jax.Array) -> None:
     """Verify that a model has positions for rows of these lengths, where they are known."""
-    if is_known(lengths):
+    if is_known(lengths) and lengths.size:
         check_positions(config, int(np.asarray(lengths).max()))
 
 
