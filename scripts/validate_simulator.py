@@ -7,7 +7,8 @@ Loads MODEL, plays traces on the real engine in a pool too small for them, measu
 was measured between the trace's own runs (`MeanCosts`). On a CPU, whose cores do both, an iteration is longer
 by what the host took from it: the processor time of the engine's thread in the real runs, less what it had
 in a step of the profile, times the share of such work that steps do not hide, which is measured
-(`Profiler.busy_host_share`). The engine runs ahead, as it does for its users. Of each preset are printed
+(`jaxllm.research.bench.beside_steps`). The engine runs ahead, as it does for its users. Of each preset are
+printed
 
     error   simulated / real seconds - 1: median and range over the traces, real being the mean of two runs
     noise   real seconds of one run / of the other, on the same trace, - 1: median of its size, and range
@@ -47,15 +48,15 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.regression import Sample
 from jaxllm.predictors.table import TableCostModel
+from jaxllm.research.bench.beside_steps import busy_host_share, sending_seconds
 from jaxllm.research.bench.replay import replay
-from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.bench.results import about, write_json
 from jaxllm.research.intervals import ratio_interval
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import Trace, UniformLengths, make_trace
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import PRESETS, make_preset
-from jaxllm.system import hardware
 from jaxllm.system.output_files import OutputParser, new_file
 
 DEFAULT_PRESETS = ("vllm", "vllm_v1", "paper", "paper_strategy", "adaptive", "adaptive_throughput")
@@ -73,7 +74,7 @@ class Run(NamedTuple):
 
 
 class HostWork(NamedTuple):
-    """What the host's work beside a step means for it: `Profiler.busy_host_share`, and `sending_seconds`."""
+    """What the host's work beside a step means for it: `busy_host_share`, and `sending_seconds`."""
 
     share: float
     profiled: float
@@ -392,7 +393,7 @@ def main(argv: list[str] | None = None) -> None:
         predicted.append(costs)
         beside.append({kind: [] for kind in samples})
         sizes = args.max_num_seqs, args.prompt_len
-        shares.append((profiler.busy_host_share(HOST_SECONDS, *sizes), profiler.sending_seconds(*sizes)))
+        shares.append((busy_host_share(profiler, HOST_SECONDS, *sizes), sending_seconds(profiler, *sizes)))
         for of_preset in runs.values():
             of_preset.append([])
         for preset in order.sample(presets * RUNS, len(presets) * RUNS):
@@ -421,9 +422,7 @@ def main(argv: list[str] | None = None) -> None:
             f"simulated {pair['simulated']:.3f}: {pair['verdict']}"
         )
     report = {
-        "command": command_line(["python", *sys.argv]),
-        "hardware": hardware.describe_hardware(),
-        "versions": hardware.versions(),
+        **about(["python", *sys.argv]),
         "model": name,
         "profile_errors": {kind: report["test"] for kind, report in profile.errors.items()},
         "mean_factors": [mean.factors for mean in means],

@@ -9,7 +9,7 @@ import pytest
 from server_helpers import serving
 
 from jaxllm.cli.main import main
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, RequestError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.research.compare import install as installing
 from jaxllm.research.compare import report
@@ -96,6 +96,12 @@ def test_traces_are_workloads(tmp_path):
     assert workload.arrivals == [0.0, 0.5, 1.0, 1.5]
     assert workload.max_tokens == [3, 4, 5, 6]
     assert [len(prompt) for prompt in workload.prompts] == [40] * 4
+    with open(path, "a") as file:
+        file.write('{"timestamp": 3000, "input_length": 40, "output_length": "x", "hash_ids": [7]}\n')
+    with pytest.raises(RequestError, match=r"line 6: .*on_bad='skip'"):
+        get_workload(str(path), num_requests=9, vocab_size=300, seed=0)
+    skipped = get_workload(str(path), num_requests=9, vocab_size=300, seed=0, on_bad="skip")
+    assert len(skipped.prompts) == 5
     assert workload.prompts[0] == workload.prompts[1]  # the 40 tokens are of the first hash
 
 

@@ -27,6 +27,7 @@ from jaxllm.predictors.regression import fit
 from jaxllm.predictors.samples import load_samples, save_samples
 from jaxllm.predictors.store import Profile, profile_path
 from jaxllm.predictors.table import TableCostModel
+from jaxllm.research.bench.beside_steps import busy_host_share, hidden_swap_shares, sending_seconds
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.presets import PRESETS
 
@@ -70,7 +71,7 @@ def test_every_kind_is_measured(llm, samples):
 def test_samples_count_the_work_that_was_timed(llm, monkeypatch):
     profiler = Profiler(llm.executor, shape_of(llm.model_config, "tiny", llm.dtype), seed=7)
     config, timed = llm.executor.config, []
-    monkeypatch.setattr(profiler, "_time", lambda scheduled: timed.append(scheduled) or 1.0 + len(timed))
+    monkeypatch.setattr(profiler, "time_run", lambda scheduled: timed.append(scheduled) or 1.0 + len(timed))
     found = profiler.samples(0.0)
     by_seconds = {one.seconds: one for kind in COST_KINDS[:3] for one in found[kind]}
     assert len(by_seconds) == sum(len(found[kind]) for kind in COST_KINDS[:3])
@@ -128,7 +129,7 @@ def test_engines_for_few_sequences_can_be_profiled(max_num_seqs, monkeypatch):
         config=config, time_swap=lambda n: (1e-3 * n, 2e-3 * n), warm_up=lambda: None
     )
     profiler = Profiler(executor, model_shape("opt-13b"), seed=1)
-    monkeypatch.setattr(profiler, "_time", seconds)
+    monkeypatch.setattr(profiler, "time_run", seconds)
     samples = profiler.samples(0.0)
     profile = profiler.profile(samples, profiler.fit(samples, is_brief=True))
     costs = profiler.costs_of(profile)
@@ -143,7 +144,7 @@ def test_engines_for_few_sequences_can_be_profiled(max_num_seqs, monkeypatch):
 def test_a_sample_is_the_median_of_its_repetitions(llm, monkeypatch):
     profiler = Profiler(llm.executor, shape_of(llm.model_config, "tiny", llm.dtype), repetitions=3)
     times = itertools.cycle([1.0, 9.0, 2.0])
-    monkeypatch.setattr(profiler, "_time", lambda scheduled: next(times))
+    monkeypatch.setattr(profiler, "time_run", lambda scheduled: next(times))
     monkeypatch.setattr(llm.executor, "time_swap", lambda num_blocks: (next(times), 0.5))
     found = profiler.samples(0.0)
     measured = {kind: {sample.seconds for sample in of_kind} for kind, of_kind in found.items()}
@@ -244,29 +245,29 @@ def test_a_profile_reports_errors_of_the_fit_and_of_what_is_left_of_it(profiler,
 
 
 def test_swaps_beside_decode_steps(profiler, llm):
-    shares = profiler.hidden_swap_shares(3, 2, 8, repetitions=1)
+    shares = hidden_swap_shares(profiler, 3, 2, 8, repetitions=1)
     assert all(0 <= share <= 1 for share in shares)
     assert not llm.executor.swapper.pieces, "a copy is left behind"
     assert not llm.executor.swapper.loads
     too_many = llm.executor.num_gpu_blocks + 1
     with pytest.raises(ConfigError, match=f"{too_many} blocks are more than the pool's"):
-        profiler.hidden_swap_shares(too_many, 2, 8)
+        hidden_swap_shares(profiler, too_many, 2, 8)
 
 
 def test_what_a_busy_host_costs_a_step(profiler, monkeypatch):
-    assert 0 < profiler.sending_seconds(2, 8, repetitions=2) < 10
-    asked, time_step = [], profiler._time
+    assert 0 < sending_seconds(profiler, 2, 8, repetitions=2) < 10
+    asked, time_step = [], profiler.time_run
 
     def timed(scheduled, host_seconds=0.0):
         asked.append(host_seconds)
         assert time_step(scheduled, host_seconds) > 0
         return 2.0 + 0.75 * host_seconds
 
-    monkeypatch.setattr(profiler, "_time", timed)
-    assert profiler.busy_host_share(2e-3, 2, 8, repetitions=2) == pytest.approx(0.75)
-    assert asked == [2e-3, 0.0] * 3
+    monkeypatch.setattr(profiler, "time_run", timed)
+    assert busy_host_share(profiler, 2e-3, 2, 8, repetitions=2) == pytest.approx(0.75)
+    assert asked == [0.0] + [2e-3, 0.0] * 2
     with pytest.raises(ConfigError, match="do not fit the pool"):
-        profiler.busy_host_share(2e-3, 2, 10**6)
+        busy_host_share(profiler, 2e-3, 2, 10**6)
 
 
 def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog, monkeypatch):

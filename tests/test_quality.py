@@ -105,6 +105,12 @@ def test_what_cannot_be_compared_is_said(other, tmp_path, capsys):
             compare_quality(folder, other, TEXT, **{name: 1})
     with pytest.raises(ConfigError, match=r"vocabularies of \d+ and \d+ tokens"):
         compare_quality(folder, golden_checkpoint("llama_gqa"), TEXT)
+    small = tmp_path / "small"
+    shutil.copytree(golden_checkpoint("llama_gqa"), small)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, small / name)
+    with pytest.raises(RequestError, match=r"gives token \d+, and the models have \d+"):
+        compare_quality(small, small, TEXT)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     for text, message in (("none.txt", "cannot read --text"), ("latin.txt", "is no UTF-8")):
         assert main(["eval-quantised", str(folder), str(other), "--text", str(tmp_path / text)]) == 2

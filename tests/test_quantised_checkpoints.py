@@ -63,6 +63,18 @@ def write(tensors, file):
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
+def assert_same_weights(name, folder, change):
+    """What a checkpoint gives when it says the same in other words."""
+    loaded = []
+    for number, one in enumerate((lambda tensors, config: None, change)):
+        (folder / str(number)).mkdir()
+        path = folder_of(name, folder / str(number), one)
+        loaded.append(load_params(path, config_from_dict(read_hf_config(path)), "float32"))
+    assert loaded[0].keys() == loaded[1].keys()
+    for key, array in loaded[0].items():
+        assert (np.asarray(array) == np.asarray(loaded[1][key])).all()
+
+
 @pytest.mark.parametrize("name", ORACLES)
 def test_logits_and_greedy_tokens_are_the_makers(name, tmp_path, caplog):
     folder, oracle = folder_of(name, tmp_path), ORACLES[name]
@@ -193,9 +205,6 @@ def test_gptqs_second_version_stores_zero_points_as_they_are():
 )
 def test_gptqs_zero_points_are_those_that_are_stored(said, added, tmp_path):
     """Whatever else is said of them: of the same weights in every wording."""
-    plain, other = tmp_path / "plain", tmp_path / "other"
-    plain.mkdir()
-    other.mkdir()
 
     def change(tensors, config):
         config["quantization_config"].pop("sym", None)
@@ -207,26 +216,14 @@ def test_gptqs_zero_points_are_those_that_are_stored(said, added, tmp_path):
                 words = shifted.reshape(len(zeros), -1, 8).sum(-1).astype(np.uint32)
                 tensors[name] = words.view(np.int32)
 
-    folders = folder_of("gptq-asym-g64", plain), folder_of("gptq-asym-g64", other, change)
-    config = config_from_dict(read_hf_config(plain))
-    expected, found = (load_params(folder, config, "float32") for folder in folders)
-    for name, array in expected.items():
-        assert (np.asarray(array) == np.asarray(found[name])).all()
+    assert_same_weights("gptq-asym-g64", tmp_path, change)
 
 
 def test_an_order_of_minus_ones_is_none(tmp_path):
-    plain, other = tmp_path / "plain", tmp_path / "other"
-    plain.mkdir()
-    other.mkdir()
-
     def change(tensors, config):
         tensors[f"{Q_PROJ}.weight_g_idx"] = np.full(128, -1, np.int32)
 
-    folders = folder_of("ct-w4a16-asym", plain), folder_of("ct-w4a16-asym", other, change)
-    config = config_from_dict(read_hf_config(plain))
-    expected, found = (load_params(folder, config, "float32") for folder in folders)
-    for name, array in expected.items():
-        assert (np.asarray(array) == np.asarray(found[name])).all()
+    assert_same_weights("ct-w4a16-asym", tmp_path, change)
 
 
 def test_fp8_by_tensor_has_either_name_of_its_scale(tmp_path):
@@ -248,6 +245,15 @@ def test_fp8_by_tensor_has_either_name_of_its_scale(tmp_path):
         loaded.append(load_params(folder, config_from_dict(read_hf_config(folder)), "float32"))
     for name, array in loaded[0].items():
         assert (np.asarray(array) == np.asarray(loaded[1][name])).all()
+
+
+def test_two_names_of_one_scale_are_one_too_many(tmp_path):
+    def change(tensors, config):
+        tensors[f"{Q_PROJ}.weight_scale"] = 2 * tensors[f"{Q_PROJ}.weight_scale_inv"]
+
+    folder = folder_of("fp8-block-qwen", tmp_path, change)
+    with pytest.raises(WeightsError, match=r"q_proj.weight_scale_inv is there beside .*q_proj.weight_scale"):
+        load_params(folder, config_from_dict(read_hf_config(folder)), "float32")
 
 
 def test_a_group_size_alone_says_that_there_are_groups():
@@ -403,26 +409,17 @@ def test_what_is_not_quantised_here_is_said(tmp_path, caplog):
         tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
         tensors[f"{Q_PROJ}.input_scale"] = np.ones(1, np.float32)
 
-    plain, other = tmp_path / "plain", tmp_path / "other"
-    plain.mkdir(), other.mkdir()
-    folder_of("ct-w4a16-asym", plain)
-    folder = folder_of("ct-w4a16-asym", other, change)
-    config = config_from_dict(read_hf_config(folder))
-    found = load_params(folder, config, "float32")
+    assert_same_weights("ct-w4a16-asym", tmp_path, change)
     said = [record.getMessage() for record in caplog.records]
     assert any("inputs of layers are not quantised here" in line for line in said)
     assert any("KV is stored in the model's dtype" in line for line in said)
-    for name, array in load_params(plain, config, "float32").items():
-        assert (np.asarray(array) == np.asarray(found[name])).all()
 
 
 def test_biases_of_zeros_are_none(tmp_path):
     def change(tensors, config):
         tensors[f"{Q_PROJ}.bias"] = np.zeros(128, np.float16)
 
-    folder = folder_of("gptq-asym-g64", tmp_path, change)
-    params = load_params(folder, config_from_dict(read_hf_config(folder)), "float32")
-    assert not [name for name in params if "bias" in name]
+    assert_same_weights("gptq-asym-g64", tmp_path, change)
 
 
 def test_shards_may_part_a_weight_from_its_scales(tmp_path):

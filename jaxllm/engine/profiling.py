@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 import statistics
 import time
@@ -21,7 +20,7 @@ from jaxllm.predictors.store import Profile
 from jaxllm.predictors.table import TableAxes, TableCostModel
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.system import hardware
-from jaxllm.types import PrefillChunk, Request, SchedulerOutput, Swap, host_blocks_of
+from jaxllm.types import PrefillChunk, Request, SchedulerOutput
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 _MIN_SAMPLES = 60
@@ -29,6 +28,7 @@ _MIN_SWAP_SIZES = 24  # a fit needs ten different ones
 _CONTEXT_SHARE = 0.3  # of prefills that continue sequences
 _PADDING_SECONDS = 2.0
 _TIMED_STEPS = 3  # of a run; one more goes before them, and one after
+RUN_STEPS = _TIMED_STEPS + 2
 _GROWTH = (_TIMED_STEPS + 1) // 2  # tokens that decodes gain in a run before its middle, and after it
 
 
@@ -73,8 +73,8 @@ class Profiler:
     def __init__(
         self, executor: ModelExecutor, model: ModelShape, *, seed: int = 0, repetitions: int = 1
     ) -> None:
-        self._executor = executor
-        self._config = executor.config
+        self.executor = executor
+        self.config = executor.config
         self._random = random.Random(seed)
         self.model = model
         self._repetitions = repetitions
@@ -87,7 +87,7 @@ class Profiler:
         if executor.config.max_num_seqs == 1:
             del draws["mixed"]
         self._draws = draws
-        self.programs = self._config.buckets.program_sizes()  # until `warm_up`
+        self.programs = self.config.buckets.program_sizes()  # until `warm_up`
 
     def samples(self, seconds: float, at_least: int = _MIN_SAMPLES) -> dict[CostKind, list[Sample]]:
         """Measure for about so long, and `at_least` so many samples of each kind.
@@ -108,17 +108,17 @@ class Profiler:
 
     def warm_up(self) -> None:
         """Compile every program, and measure a few sizes that nobody looks at."""
-        self._executor.warm_up()
+        self.executor.warm_up()
         for _ in range(2):
             for work in self.draw():
                 self.measure(work)
-        self.programs = self._config.buckets.program_sizes(self._padding_share())
+        self.programs = self.config.buckets.program_sizes(self._padding_share())
         self._is_warm = True
 
     def draw(self) -> list[Work]:
         """One size of each kind, drawn at random; without those that do not fit the pool."""
         drawn = [draw() for draw in self._draws.values()]
-        if self._config.num_host_blocks:
+        if self.config.num_host_blocks:
             drawn.append(self._swap())
         return [work for work in drawn if work is not None]
 
@@ -134,8 +134,8 @@ class Profiler:
         if work.num_blocks:
             return self._measure_swap(work.num_blocks)
         contexts, lengths, starts = work.contexts, work.lengths, work.starts
-        scheduled = self._schedule(work)
-        seconds = statistics.median(self._time(scheduled) for _ in range(self._repetitions))
+        scheduled = self.schedule(work)
+        seconds = statistics.median(self.time_run(scheduled) for _ in range(self._repetitions))
         batch, num_tokens = self.programs.padded(len(contexts), sum(lengths), len(lengths))
         counts = (batch, sum(contexts), num_tokens, len(lengths), sum(starts))
         return [Sample.step(self.model, seconds, *counts)]
@@ -146,8 +146,8 @@ class Profiler:
         Raises:
             ConfigError: they do not fit the pool.
         """
-        scheduled = self._schedule(Work(contexts=(context,) * batch))
-        return statistics.median(self._time(scheduled) for _ in range(repetitions + 1))
+        scheduled = self.schedule(Work(contexts=(context,) * batch))
+        return statistics.median(self.time_run(scheduled) for _ in range(repetitions + 1))
 
     def time_prefill(self, num_tokens: int, num_seqs: int, repetitions: int = 10) -> float:
         """Median seconds of a prefill step of `num_seqs` prompts of `num_tokens` together.
@@ -155,88 +155,11 @@ class Profiler:
         Raises:
             ConfigError: they do not fit the pool.
         """
-        if not num_seqs <= num_tokens <= num_seqs * (self._config.max_model_len - 1):
+        if not num_seqs <= num_tokens <= num_seqs * (self.config.max_model_len - 1):
             raise ConfigError(f"{num_tokens} tokens are no {num_seqs} prompts of 1 to max_model_len - 1")
         lengths = tuple(self._split(num_tokens, num_seqs))
-        scheduled = self._schedule(Work(lengths=lengths, starts=(0,) * num_seqs))
-        return statistics.median(self._time(scheduled) for _ in range(repetitions + 1))
-
-    def busy_host_share(self, seconds: float, batch: int, context: int, repetitions: int = 10) -> float:
-        """What steps take longer for a host that computes beside each of them, as a share of its `seconds`.
-
-        0 where the device has processors of its own; on a CPU, whose cores do both, up to 1, and more where
-        the threads of a step wait for each other. The host's work is a Python loop of so much processor
-        time, as a scheduler's is; the steps are of `batch` sequences of `context` tokens. A mean.
-
-        Raises:
-            ConfigError: they do not fit the pool.
-        """
-        scheduled = self._schedule(Work(contexts=(context,) * batch))
-        pairs = [(self._time(scheduled, seconds), self._time(scheduled)) for _ in range(repetitions + 1)]
-        return statistics.fmean(busy - idle for busy, idle in pairs[1:]) / seconds
-
-    def sending_seconds(self, batch: int, context: int, repetitions: int = 10) -> float:
-        """Processor time that sending and reading a step takes of this thread; arguments and errors as above.
-
-        Every measured step has it within it, as far as the step does not hide it.
-        """
-        scheduled = self._schedule(Work(contexts=(context,) * batch))
-        self._time(scheduled)
-        started = time.thread_time()
-        for _ in range(repetitions):
-            self._time(scheduled)
-        return (time.thread_time() - started) / (repetitions * (_TIMED_STEPS + 2))
-
-    def hidden_swap_shares(
-        self, num_blocks: int, batch: int, context: int, repetitions: int = 5
-    ) -> tuple[float, float]:
-        """Shares, 0 to 1, of a copy of `num_blocks` to the host, and of one back, that decode steps hide.
-
-        A copy runs beside as many steps of `batch` sequences of `context` tokens as take as long as it does
-        alone, behind two others, as in an engine that runs ahead of the device; whatever all together take
-        longer than the steps was not hidden. Medians.
-
-        Raises:
-            ConfigError: they do not fit the pool, or the engine has no host blocks.
-        """
-        executor = self._executor
-        if num_blocks > self._config.num_gpu_blocks:
-            raise ConfigError(f"{num_blocks} blocks are more than the pool's {self._config.num_gpu_blocks}")
-        step = self.time_decode(batch, context)
-        alone = [executor.time_swap(num_blocks) for _ in range(repetitions)]
-        out_alone, in_alone = (statistics.median(times) for times in zip(*alone, strict=True))
-        decode = self._schedule(Work(contexts=(context,) * batch))
-        nobody = Request("", [0], _GREEDY, arrival_time=0.0, arrival_index=-1, max_total_tokens=2)
-        host_blocks = tuple(host_blocks_of(-2, num_blocks))  # handle -1 is that of `time_swap`
-        swap = Swap(nobody, -2, tuple(range(num_blocks)), host_blocks)
-        dropped = tuple(dict.fromkeys(place.piece for place in host_blocks))
-
-        def seconds(num_steps: int, first: SchedulerOutput, last: SchedulerOutput) -> float:
-            started = time.perf_counter()
-            steps = [
-                executor.execute(one) for one in (decode, decode, first, *[decode] * (num_steps - 1), last)
-            ]
-            for one in steps:
-                one.fetch()
-            while executor.copies().num_leaving:
-                time.sleep(1e-5)
-            return time.perf_counter() - started
-
-        shares: tuple[list[float], list[float]] = ([], [])
-        start_out = dataclasses.replace(decode, swap_out=(swap,))
-        start_in = dataclasses.replace(decode, load=(swap,))
-        end_in = dataclasses.replace(decode, joined=(swap,))
-        drop = dataclasses.replace(decode, dropped=dropped)
-        for _ in range(repetitions):
-            num_steps = max(1, math.ceil(out_alone / step))
-            without = seconds(num_steps, decode, decode)
-            shares[0].append(1 - (seconds(num_steps, start_out, decode) - without) / out_alone)
-            num_steps = max(1, math.ceil(in_alone / step))
-            without = seconds(num_steps, decode, decode)
-            shares[1].append(1 - (seconds(num_steps, start_in, end_in) - without) / in_alone)
-            executor.execute(drop).fetch()
-        out_share, in_share = (min(1.0, max(0.0, statistics.median(of))) for of in shares)
-        return out_share, in_share
+        scheduled = self.schedule(Work(lengths=lengths, starts=(0,) * num_seqs))
+        return statistics.median(self.time_run(scheduled) for _ in range(repetitions + 1))
 
     def swap_samples(self, count: int) -> dict[CostKind, list[Sample]]:
         """Measure `count` swaps out and back.
@@ -270,7 +193,7 @@ class Profiler:
             raise ConfigError(
                 f"a profile needs {', '.join(missing)} too: set num_host_blocks to measure swaps"
             )
-        config = self._config
+        config = self.config
         regressors = {kind: found.regressor for kind, found in fits.items()}
         axes = TableAxes.geometric(
             max_num_batched_tokens=config.buckets.sizes[-1],
@@ -306,19 +229,19 @@ class Profiler:
     # What is measured
 
     def _prefill(self) -> Work | None:
-        return self._step(self._draw_size(self._config.buckets.sizes), 0)
+        return self._step(self._draw_size(self.config.buckets.sizes), 0)
 
     def _mixed(self) -> Work | None:
-        total = max(2, self._draw_size(self._config.buckets.sizes))
-        return self._step(total, self._draw_size((min(total, self._config.max_num_seqs) - 1,)))
+        total = max(2, self._draw_size(self.config.buckets.sizes))
+        return self._step(total, self._draw_size((min(total, self.config.max_num_seqs) - 1,)))
 
     def _decode(self) -> Work | None:
-        batch = self._draw_size(self._config.buckets.decode)
+        batch = self._draw_size(self.config.buckets.decode)
         return self._step(batch, batch)
 
     def _step(self, num_rows: int, batch: int) -> Work | None:
         """A step of so many rows, `batch` of them decodes; None if what was drawn does not fit."""
-        config, uniform = self._config, self._random.uniform
+        config, uniform = self.config, self._random.uniform
         longest = config.max_model_len - 1
         room = config.num_gpu_blocks // max(1, batch) * config.block_size
         most = min(longest, room // 2 if num_rows > batch else room)
@@ -336,7 +259,7 @@ class Profiler:
         """Lengths and starts of prompt chunks of so many tokens, or as many as sequences may have."""
         if num_tokens < 1:
             return [], []
-        config, longest = self._config, self._config.max_model_len - 1
+        config, longest = self.config, self.config.max_model_len - 1
         most = min(config.buckets.max_prefill_seqs, max_seqs)
         num_tokens = min(num_tokens, longest * most)
         num_seqs = self._random.randint(-(-num_tokens // longest), min(most, num_tokens))
@@ -348,28 +271,28 @@ class Profiler:
         return lengths, starts
 
     def _swap(self) -> Work:
-        longest = -(-self._config.max_model_len // self._config.block_size)
+        longest = -(-self.config.max_model_len // self.config.block_size)
         return Work(num_blocks=self._random.randint(1, max(longest, _MIN_SWAP_SIZES)))
 
     # One measurement each
 
     def _measure_swap(self, num_blocks: int) -> list[Sample]:
-        timed = [self._executor.time_swap(num_blocks) for _ in range(self._repetitions)]
+        timed = [self.executor.time_swap(num_blocks) for _ in range(self._repetitions)]
         out_seconds, in_seconds = (statistics.median(times) for times in zip(*timed, strict=True))
-        size = self._config.block_size
+        size = self.config.block_size
         return [
             Sample.swap_out(self.model, size, num_blocks, out_seconds),
             Sample.swap_in(self.model, size, num_blocks, in_seconds),
         ]
 
-    def _time(self, scheduled: SchedulerOutput, host_seconds: float = 0.0) -> float:
+    def time_run(self, scheduled: SchedulerOutput, host_seconds: float = 0.0) -> float:
         """Seconds of a step in a run of steps alike, each dispatched before the one before it is read.
 
         The host computes for `host_seconds` before it dispatches one, while the one before it runs.
         """
-        execute, decode, size = self._executor.execute, scheduled.decode, self._config.block_size
+        execute, decode, size = self.executor.execute, scheduled.decode, self.config.block_size
         lengths = [
-            (one, one.num_tokens, min(self._config.max_model_len, len(one.block_ids) * size + 1))
+            (one, one.num_tokens, min(self.config.max_model_len, len(one.block_ids) * size + 1))
             for one in decode
         ]
         ends: list[float] = []
@@ -396,7 +319,7 @@ class Profiler:
 
         Filling a program costs less than going over to one with as many rows more; 1 if there is only one.
         """
-        config = self._config
+        config = self.config
         room = min(config.num_gpu_blocks // config.max_num_seqs * config.block_size, config.max_model_len - 1)
         sizes = [size for size in config.buckets.sizes if -(-size // room) <= config.buckets.max_chunks(size)]
         if len(sizes) < 2:
@@ -405,13 +328,13 @@ class Profiler:
         half = (small + large) // 2
         num_seqs = -(-large // room)
         steps = [
-            self._schedule(Work(lengths=tuple(self._split(size, num_seqs)), starts=(0,) * num_seqs))
+            self.schedule(Work(lengths=tuple(self._split(size, num_seqs)), starts=(0,) * num_seqs))
             for size in (small, half, large)
         ]
         times: list[list[float]] = []
         started = time.perf_counter()
         while len(times) < 2 or (len(times) < 16 and time.perf_counter() - started < _PADDING_SECONDS):
-            times.append([self._time(step) for step in steps])
+            times.append([self.time_run(step) for step in steps])
         of_small, of_half, of_large = (statistics.median(of_size) for of_size in zip(*times, strict=True))
         per_token = (of_large - of_half) / (large - half)
         per_row = (of_large - of_small) / (large - small)
@@ -425,7 +348,7 @@ class Profiler:
 
     def _split(self, total: int, parts: int) -> list[int]:
         """`parts` positive lengths of sum `total`, none longer than a sequence may be."""
-        longest = self._config.max_model_len - 1
+        longest = self.config.max_model_len - 1
         lengths = [1] * parts
         left = total - parts
         while left:
@@ -437,7 +360,7 @@ class Profiler:
 
     def _blocks_of(self, work: Work) -> list[int]:
         """KV blocks of each sequence, decodes first, with room for a run's tokens as far as there is any."""
-        config = self._config
+        config = self.config
         room = config.num_gpu_blocks // max(1, len(work.contexts)) * config.block_size
         most = min(config.max_model_len - 1, room)
         totals = [max(context, min(context + _GROWTH, most)) for context in work.contexts]
@@ -447,8 +370,8 @@ class Profiler:
     def _num_blocks(self, work: Work) -> int:
         return sum(self._blocks_of(work))
 
-    def _schedule(self, work: Work) -> SchedulerOutput:
-        """An iteration of requests in blocks of their own.
+    def schedule(self, work: Work) -> SchedulerOutput:
+        """An iteration of requests in blocks of their own, which may be run again and again.
 
         Raises:
             ConfigError: they do not fit the pool.
@@ -456,7 +379,7 @@ class Profiler:
         batch, next_block, requests = len(work.contexts), 0, []
         ends = [start + length for start, length in zip(work.starts, work.lengths, strict=True)]
         blocks = self._blocks_of(work)
-        if sum(blocks) > self._config.num_gpu_blocks:
+        if sum(blocks) > self.config.num_gpu_blocks:
             raise ConfigError(
                 f"{sum(work.contexts) + sum(ends)} tokens of {len(blocks)} sequences do not fit the pool"
             )

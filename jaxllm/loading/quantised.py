@@ -72,30 +72,39 @@ def with_quantised(tensors: Mapping[str, StoredTensor], said: Quantisation) -> d
         elif end not in OF_ACTIVATIONS:
             found[name] = tensor
     for module, arrays in modules.items():
-        layout = said.layout_of(module)
-        plain = None if layout is None else found.get(f"{module}.{layout.values}")
-        if layout is not None and plain is not None and layout.values not in arrays:
-            raise WeightsError(
-                f"{plain.name} is {plain.stored_dtype}, expected {' or '.join(layout.kinds[layout.values])} "
-                f"beside {', '.join(array.name for array in arrays.values())}"
-            )
-        surplus = set(arrays) - set(() if layout is None else layout.arrays)
-        if layout is None or surplus:
-            what = ", ".join(arrays[end].name for end in sorted(surplus or arrays))
-            raise WeightsError(
-                f"{what}: quantization_config says {'another layout' if layout else 'nothing'} of {module}"
-            )
-        arrays = {layout.aliases.get(end, end): tensor for end, tensor in arrays.items()}
-        shapes = {end: tensor.shape for end, tensor in arrays.items()}
-        shape = layout.check(module, shapes, {end: tensor.stored_dtype for end, tensor in arrays.items()})
-        values = arrays[layout.values]
-        name = f"{module}.weight"
-        if name in found:
-            raise WeightsError(f"{name} is there beside {values.name}, which stands for it as well")
-        found[name] = QuantisedTensor(name, values.file, shape, layout.name, layout, arrays)
+        one = _as_one(module, arrays, found, said.layout_of(module))
+        found[one.name] = one
     for note in said.notes:
         _logger.warning("%s checkpoint: %s", said.method, note)
     return found
+
+
+def _as_one(
+    module: str,
+    arrays: Mapping[str, StoredTensor],
+    plain: Mapping[str, StoredTensor],
+    layout: WeightLayout | None,
+) -> QuantisedTensor:
+    """The weight of a module, from its arrays by the ends of their names, beside the other tensors."""
+    surplus = set(arrays) - set(() if layout is None else layout.arrays)
+    if layout is None or surplus:
+        what = ", ".join(arrays[end].name for end in sorted(surplus or arrays))
+        raise WeightsError(
+            f"{what}: quantization_config says {'another layout' if layout else 'nothing'} of {module}"
+        )
+    for alias, end in layout.aliases.items():
+        if alias in arrays and end in arrays:
+            raise WeightsError(f"{arrays[alias].name} is there beside {arrays[end].name}: which counts?")
+    name, stated = f"{module}.weight", ", ".join(array.name for array in arrays.values())
+    if name in plain and layout.values == "weight":
+        kinds = " or ".join(layout.kinds["weight"])
+        raise WeightsError(f"{name} is {plain[name].stored_dtype}, expected {kinds} beside {stated}")
+    if name in plain:
+        raise WeightsError(f"{name} is there beside {stated}, which stand for it as well")
+    arrays = {layout.aliases.get(end, end): tensor for end, tensor in arrays.items()}
+    shapes = {end: tensor.shape for end, tensor in arrays.items()}
+    shape = layout.check(module, shapes, {end: tensor.stored_dtype for end, tensor in arrays.items()})
+    return QuantisedTensor(name, arrays[layout.values].file, shape, layout.name, layout, arrays)
 
 
 def is_empty_bias(name: str, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -12,7 +12,16 @@ from jaxllm.models.weight_layouts import Shape, WeightLayout, awq, float4, gptq,
 
 OF_ACTIVATIONS = (
     *("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"),
-    *("activation_scale", "kv_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point", "q_scale"),
+    *(
+        "input_scale_ub",
+        "activation_scale",
+        "kv_scale",
+        "k_scale",
+        "v_scale",
+        "k_zero_point",
+        "v_zero_point",
+        "q_scale",
+    ),
 )
 """Arrays of a layer beside its weight: of activations and of KV, which are not quantised here."""
 

@@ -130,6 +130,10 @@ def compare_quality(
     tokens = encode(tokenizer, text)[:num_tokens]
     if len(tokens) < 2:
         raise RequestError(f"the text has {len(tokens)} tokens: at least 2 are needed")
+    if max(tokens) >= sizes[0]:
+        raise RequestError(
+            f"the tokenizer of {first} gives token {max(tokens)}, and the models have {sizes[0]}"
+        )
     params = [
         load_params(Path(folder), config, chosen)
         for folder, config, chosen in (

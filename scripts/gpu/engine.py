@@ -32,6 +32,7 @@ from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.research.bench.beside_steps import hidden_swap_shares
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.bench.step_times import StepTimer
 from jaxllm.research.bench.throughput import Repetition, overhead, run_once
@@ -367,7 +368,7 @@ def hidden_swaps(llm: LLM, counts: tuple[int, ...], batch: int, context: int) ->
     shape = shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype)
     profiler = Profiler(llm.executor, shape)
     for count in counts:
-        out, back = profiler.hidden_swap_shares(count, batch, context)
+        out, back = hidden_swap_shares(profiler, count, batch, context)
         yield {"blocks": count, "batch": batch, "context": context, "out_hidden": out, "in_hidden": back}
 
 

@@ -1,4 +1,4 @@
-"""What a measurement leaves: the command it came from, and compact JSON. Imports nothing of this package."""
+"""What a measurement leaves: where it comes from, and compact JSON. Light to import."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ _WIDTH = 100
 def command_line(words: Sequence[str]) -> str:
     """The command as it was given, absolute paths shortened to their last part."""
     return shlex.join(re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", word) for word in words)
+
+
+def about(words: Sequence[str]) -> dict[str, Any]:
+    """Where results come from: the command, what it ran on, and versions."""
+    from jaxllm.system import hardware
+
+    return {
+        "command": command_line(words),
+        "hardware": hardware.describe_hardware(),
+        "versions": hardware.versions(),
+    }
 
 
 def to_json(value: Any, indent: int = 0) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from jaxllm.commands.options import API_KEYS_VARIABLE, note
 from jaxllm.errors import ConfigError
 from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.commands.rows import add_on_bad
 from jaxllm.research.compare import report
 from jaxllm.research.compare.backends import BACKENDS, get_backends, interpreters
 from jaxllm.research.compare.install import RECIPES, install
@@ -136,6 +137,7 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="MODEL needs a config.json only; each framework draws weights, and tokens are not compared",
     )
+    add_on_bad(group)
     group.add_argument("--tokenizer", metavar="DIR", help="makes tokens of a workload's text")
     group.add_argument(
         "--static-batch-sizes", default="64,32,16,8", metavar="N,...", help="to try for transformers"
@@ -265,6 +267,9 @@ def measure(args: argparse.Namespace, environments: Path, command: str) -> Itera
 
 
 def _workloads(args: argparse.Namespace, config: Mapping[str, Any]) -> list[Workload]:
+    names = args.workload.split(",")
+    if args.on_bad is not None and all(name in PROMPT_LENGTHS for name in names):
+        raise ConfigError("--on-bad is of a trace's rows: leave it out, or name a trace as the workload")
     workloads = [
         get_workload(
             name,
@@ -272,8 +277,9 @@ def _workloads(args: argparse.Namespace, config: Mapping[str, Any]) -> list[Work
             vocab_size=config["vocab_size"],
             seed=args.seed,
             tokenizer=args.tokenizer,
+            on_bad=args.on_bad or "raise",
         )
-        for name in args.workload.split(",")
+        for name in names
     ]
     if len({workload.name for workload in workloads}) < len(workloads):
         raise ConfigError(f"workloads {args.workload!r}: give each name once")

@@ -43,9 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and return the exit code."""
     from jaxllm.loading.checkpoints import checkpoint_folder
-    from jaxllm.research.bench.results import command_line, write_json
+    from jaxllm.research.bench.results import about, write_json
     from jaxllm.research.quality import compare_quality
-    from jaxllm.system import hardware
 
     check_writable({"--json": args.json}, overwrite=args.overwrite)
     try:
@@ -67,10 +66,5 @@ def run(args: argparse.Namespace) -> int:
     names = [folder.resolve().name for folder in (first, second)]
     print(found.table(*(names if names[0] != names[1] else ("first", "second"))))
     if args.json is not None:
-        about = {
-            "command": command_line(["jaxllm", *args.command_line]),
-            "hardware": hardware.describe_hardware(),
-            "versions": hardware.versions(),
-        }
-        write_json(args.json, about | found.to_json())
+        write_json(args.json, about(["jaxllm", *args.command_line]) | found.to_json())
     return 0

@@ -125,9 +125,8 @@ def _measure(args: argparse.Namespace) -> int:
     from jaxllm.engine.costs import profile_folder, shape_of
     from jaxllm.engine.profiling import Profiler
     from jaxllm.predictors.samples import load_samples, save_samples
-    from jaxllm.research.bench.results import command_line
+    from jaxllm.research.bench.results import about
     from jaxllm.sched.policies import SchedulerPolicy
-    from jaxllm.system import hardware
 
     if not 0 < args.seconds <= 86400:
         raise ConfigError(f"--seconds {args.seconds} must be above 0 and at most 86400")
@@ -162,9 +161,7 @@ def _measure(args: argparse.Namespace) -> int:
     samples = profiler.samples(args.seconds)
     if args.samples is not None:
         facts = {
-            "command": command_line(["jaxllm", *args.command_line]),
-            "hardware": hardware.describe_hardware(),
-            "versions": hardware.versions(),
+            **about(["jaxllm", *args.command_line]),
             "model": dataclasses.asdict(profiler.model),
             "block_size": llm.executor.block_size,
         }

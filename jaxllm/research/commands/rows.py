@@ -1,4 +1,4 @@
-"""Options of every command that reads a trace: what becomes of rows that are too long, or cannot be read."""
+"""Options of commands that read traces: what becomes of rows that are too long, or cannot be read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def add_of_rows(parser: Any) -> None:
     too_long = parser.add_mutually_exclusive_group()
     too_long.add_argument("--clip", action="store_true", help="cut requests of --trace that are too long")
     too_long.add_argument("--skip", action="store_true", help="leave them out")
+    add_on_bad(parser)
+
+
+def add_on_bad(parser: Any) -> None:
+    """Add `--on-bad` alone."""
     parser.add_argument(
         "--on-bad",
         choices=("raise", "skip"),

@@ -127,10 +127,9 @@ _AS_THEY_ARE = (
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print, and return the exit code."""
-    from jaxllm.research.bench.results import command_line, write_json
+    from jaxllm.research.bench.results import about, write_json
     from jaxllm.research.figures import import_pyplot
     from jaxllm.research.simulator.study import simulate
-    from jaxllm.system import hardware
 
     os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present shall not be touched
     written = {"--json": args.json, "--plot": args.plot}
@@ -146,12 +145,7 @@ def run(args: argparse.Namespace) -> int:
     found = simulate(**{name: value for name, value in given.items() if value is not None})
     print(found.table())
     if args.json is not None:
-        about = {
-            "command": command_line(["jaxllm", *args.command_line]),
-            "hardware": hardware.describe_hardware(),
-            "versions": hardware.versions(),
-        }
-        write_json(args.json, about | found.to_json())
+        write_json(args.json, about(["jaxllm", *args.command_line]) | found.to_json())
     if args.plot is not None:
         found.plot(args.plot)
     return 0

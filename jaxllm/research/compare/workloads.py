@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from jaxllm.errors import ConfigError
 
@@ -94,7 +95,13 @@ def save_workload(workload: Workload, path: Path) -> None:
 
 
 def get_workload(
-    name_or_path: str, *, num_requests: int, vocab_size: int, seed: int, tokenizer: str | None = None
+    name_or_path: str,
+    *,
+    num_requests: int,
+    vocab_size: int,
+    seed: int,
+    tokenizer: str | None = None,
+    on_bad: Literal["raise", "skip"] = "raise",
 ) -> Workload:
     """A named workload, or the one in a file.
 
@@ -105,6 +112,7 @@ def get_workload(
         vocab_size: of the model.
         seed: of what is drawn.
         tokenizer: a folder with one, for prompts of text.
+        on_bad: of rows of a trace, as `load_trace` takes it.
 
     Raises:
         ConfigError: there is no such workload, or it does not fit the model.
@@ -115,7 +123,9 @@ def get_workload(
     if not path.is_file():
         names = ", ".join(PROMPT_LENGTHS)
         raise ConfigError(f"workload {name_or_path!r} is neither a file nor one of {names}")
-    workload = _prompts_of(path, tokenizer) or _of_trace(path, num_requests, vocab_size, seed, tokenizer)
+    workload = _prompts_of(path, tokenizer) or _of_trace(
+        path, num_requests, vocab_size, seed, tokenizer, on_bad
+    )
     largest = max(map(max, workload.prompts))
     if largest >= vocab_size or min(map(min, workload.prompts)) < 0:
         raise ConfigError(f"{name_or_path!r} has token ids outside the model's vocabulary of {vocab_size}")
@@ -145,7 +155,14 @@ def _prompts_of(path: Path, tokenizer: str | None) -> Workload | None:
     return Workload(path.stem, prompts, max_tokens)
 
 
-def _of_trace(path: Path, num_requests: int, vocab_size: int, seed: int, tokenizer: str | None) -> Workload:
+def _of_trace(
+    path: Path,
+    num_requests: int,
+    vocab_size: int,
+    seed: int,
+    tokenizer: str | None,
+    on_bad: Literal["raise", "skip"],
+) -> Workload:
     """The workload of a recorded trace."""
     from jaxllm.research.workloads import load_trace
 
@@ -154,7 +171,7 @@ def _of_trace(path: Path, num_requests: int, vocab_size: int, seed: int, tokeniz
         from jaxllm.text.tokenizer import load_tokenizer
 
         loaded = load_tokenizer(Path(tokenizer))
-    trace = load_trace(path, limit=num_requests, seed=seed, tokenizer=loaded)
+    trace = load_trace(path, limit=num_requests, seed=seed, tokenizer=loaded, on_bad=on_bad)
     prompts = [trace.token_ids(index, vocab_size) for index in range(len(trace))]
     arrivals = [float(time) for time in trace.arrival_times]
     return Workload(

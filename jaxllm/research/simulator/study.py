@@ -31,7 +31,7 @@ from jaxllm.research.workloads.checks import check_choice
 from jaxllm.research.workloads.fitting import TooLong, fit_trace
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.policies import SchedulingPolicy
+from jaxllm.sched.policies import SchedulingPolicy, is_policy
 from jaxllm.sched.presets import as_policy
 
 POLICIES = ("adaptive", "vllm_v1")
@@ -385,9 +385,8 @@ def _name_of(policy: Any) -> str:
 
 
 def _maker(policy: Policy) -> Callable[[CostModel], SchedulingPolicy]:
-    if isinstance(policy, str | type) or callable(policy):
-        return lambda costs: as_policy(policy, costs)
-    return lambda costs: as_policy(copy.deepcopy(policy), costs)  # some learn
+    is_made = is_policy(policy) or not (callable(policy) or isinstance(policy, str))
+    return lambda costs: as_policy(copy.deepcopy(policy) if is_made else policy, costs)  # some learn
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:

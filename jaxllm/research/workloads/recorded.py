@@ -204,7 +204,6 @@ class _Reader:
         self._is_named, self._tokenizer = form == "mooncake", tokenizer
         self._names: dict[Any, int] = {}
         self._kind: frozenset[str] | None = None
-        self._is_timed: bool | None = None
 
     def read(self, row: Mapping[str, Any]) -> _Row:
         """What a trace takes of a row.
@@ -226,7 +225,7 @@ class _Reader:
         if self._is_named and found["input"] and found["output"]:
             found["names"] = self._named(row, found["input"])
         if found["input"] and found["output"]:
-            kind = frozenset(found)
+            kind = frozenset(found) - {"arrival"} | {"timestamp"} & row.keys()
             if self._kind not in (None, kind):
                 raise RequestError(
                     f"has {', '.join(sorted(kind))}, and rows before it {', '.join(sorted(self._kind or ()))}"
@@ -235,10 +234,6 @@ class _Reader:
         return found
 
     def _arrival(self, row: Mapping[str, Any]) -> float:
-        is_timed = "timestamp" in row
-        if self._is_timed not in (None, is_timed):
-            raise RequestError(f"has {'a' if is_timed else 'no'} timestamp, unlike rows before it")
-        self._is_timed = is_timed
         time = row.get("timestamp", 0.0)
         return check_number("timestamp", time, -_MAX_CLOCK, _MAX_CLOCK) * _UNITS[self.unit]
 

@@ -21,6 +21,7 @@ class EasyDeLEngine(protocol.Engine):
     """
 
     compiles_by_shape = True
+    _engine: Any = None
 
     def load(self) -> dict[str, float | None]:
         """Load the weights, with a tokenizer whose words are token ids.
@@ -57,7 +58,7 @@ class EasyDeLEngine(protocol.Engine):
         loaded = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             PreTrainedTokenizerFast(tokenizer_object=numbers).save_pretrained(folder)
-            self._engine: Any = eSurge(
+            self._engine = eSurge(
                 model,
                 tokenizer=folder,
                 dtype=jax.numpy.float32,
@@ -88,8 +89,9 @@ class EasyDeLEngine(protocol.Engine):
 
     def close(self) -> None:
         """End at once: its processes do not end by themselves."""
-        self._engine.terminate()
-        os._exit(0)
+        if self._engine is not None:
+            self._engine.terminate()
+            os._exit(0)
 
 
 if __name__ == "__main__":
