@@ -16,7 +16,8 @@ from jaxllm import functional as F
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.registry import pack_linear_weights
+from jaxllm.models.linear_formats import LinearFormats, Weight
+from jaxllm.models.registry import in_format
 
 NAME = "llama_gqa"
 BLOCK = 16
@@ -333,9 +334,9 @@ def test_edits_steer_every_pass_alike(model, tokens):
 
 def test_packed_weights_of_an_engine_have_the_same_logits_and_gradients(model, tokens, gradients):
     config, params = model
-    packed = dict(params)
-    pack_linear_weights(config, packed)
-    if all(weight.ndim < 3 for weight in packed.values()):
+    formats = LinearFormats(is_native=True)
+    packed = {name: in_format(config, formats, name, weight) for name, weight in params.items()}
+    if not any(isinstance(weight, Weight) for weight in packed.values()):
         pytest.skip("this machine has no native products")
     close(F.logits(packed, config, tokens), F.logits(params, config, tokens), atol=1e-5)
     found = jax.grad(lambda p: F.loss(p, config, tokens))(packed)

@@ -34,7 +34,7 @@ from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.loading import iter_params
 from jaxllm.loading.given import iter_given
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
-from jaxllm.models.registry import pack_linear_weights
+from jaxllm.models.registry import in_format
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.predictors.base import ModelShape
 from jaxllm.predictors.online import OnlineCalibration
@@ -173,11 +173,12 @@ def _load(
             tokenizer = tokenization.load_tokenizer(model.tokenizer_folder)
         eos_token_ids = tokenization.eos_token_ids(model.folder, tokenizer, config.hf_overrides)
         if given is None:
-            params = dict(_stored(config, model, sizes))
+            weights = _stored(config, model, sizes)
         else:
-            params = dict(iter_given(given, model.dtype, model.device))
-        if sizes.executor.packs_weights:
-            pack_linear_weights(sizes.model_config, params)
+            weights = iter_given(given, model.dtype, model.device)
+        formats, params = sizes.executor.formats, {}
+        for name, weight in weights:
+            params[name] = in_format(sizes.model_config, formats, name, weight)
         executor = ModelExecutor(sizes.model_config, params, sizes.executor, model.device, programs)
         loaded = time.perf_counter()
         if config.warm_up != "background":
@@ -298,6 +299,7 @@ def _keep_files(
         "overrides": sorted((config.hf_overrides or {}).items()),
         "rope": hashlib.blake2b(frequencies, digest_size=16).hexdigest(),
         "dtype": executor.config.dtype,
+        "formats": repr(executor.config.formats),
         "block": list(executor.block_shape),
         "kernels": f"{kernels} on {executor.device_kind}",
         "matmul_precision": getattr(jax.config, "jax_default_matmul_precision"),  # noqa: B009, mypy

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.registry import PLAIN
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -32,10 +34,10 @@ def profile_folder() -> Path:
     return cache_folder("profiles")
 
 
-def shape_of(config: ModelConfig, name: str, dtype: str) -> ModelShape:
-    """The sizes of a model that decide its costs."""
+def shape_of(config: ModelConfig, name: str, dtype: str, formats: LinearFormats = PLAIN) -> ModelShape:
+    """The sizes of a model that decide its costs; its name is followed by the format of its weights."""
     return ModelShape(
-        name=name,
+        name=name + formats.suffix,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,

@@ -27,7 +27,9 @@ from jaxllm.loading.generation_config import default_sampling_params
 from jaxllm.loading.given import check_given
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.registry import weight_bytes
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.names import EMBEDDING, LM_HEAD
+from jaxllm.models.registry import PLAIN, weight_bytes
 from jaxllm.predictors.base import ModelShape
 from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.params import SamplingParams
@@ -50,6 +52,7 @@ class Model:
         device: the first of JAX's.
         config: sizes and layers, for the longest sequences that its positions allow.
         dtype: of weights and KV.
+        formats: of the weights of linear layers.
         num_weight_bytes: of all weights in that.
         default_params: its own sampling parameters.
     """
@@ -59,6 +62,7 @@ class Model:
     device: jax.Device
     config: ModelConfig
     dtype: str
+    formats: LinearFormats
     num_weight_bytes: int
     default_params: SamplingParams
 
@@ -135,9 +139,31 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
         check_given(model_config, params)
         hf_config = {**hf_config, "dtype": find_dtype(next(iter(params.values())).dtype) or "float32"}
     dtype = settle_dtype(config, folder, hf_config, device.platform)
-    num_weight_bytes = weight_bytes(model_config, dtype)
+    formats = _formats(config, model_config, hf_config)
+    num_weight_bytes = weight_bytes(model_config, dtype, formats)
     memory.check_fits(device, num_weight_bytes, 0)
-    return Model(folder, tokenizer_folder, device, model_config, dtype, num_weight_bytes, default_params)
+    return Model(
+        folder, tokenizer_folder, device, model_config, dtype, formats, num_weight_bytes, default_params
+    )
+
+
+def _formats(config: EngineConfig, model_config: ModelConfig, hf_config: Mapping[str, Any]) -> LinearFormats:
+    """What the settings make of the weights of linear layers.
+
+    Raises:
+        ConfigError: they are quantised already.
+    """
+    if config.quantization is None:
+        return PLAIN
+    if said := hf_config.get("quantization_config"):
+        method = said.get("quant_method") if isinstance(said, Mapping) else said
+        raise ConfigError(
+            f"quantization={config.quantization!r} is for checkpoints of 16 or 32 bits, and the weights of "
+            f"{str(config.model)!r} are quantised already ({method}): leave it out"
+        )
+    head = EMBEDDING if model_config.tie_word_embeddings else LM_HEAD
+    others = () if config.quantize_lm_head else ((head, "plain"),)
+    return LinearFormats(config.quantization, others)
 
 
 def choose(config: EngineConfig, model: Model) -> Choices:
@@ -152,7 +178,7 @@ def choose(config: EngineConfig, model: Model) -> Choices:
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
     max_model_len = config.max_model_len or model.config.default_max_model_len
     bounded = model.config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
-    shape = shape_of(model.config, Path(config.model).resolve().name, model.dtype)
+    shape = shape_of(model.config, Path(config.model).resolve().name, model.dtype, model.formats)
     kind = model.device.device_kind
     scheduling = make_scheduling(config.scheduler_policy, shape, kind, config.block_size, own=config.costs)
     heads = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
@@ -243,7 +269,7 @@ def _executor_config(
         dtype=model.dtype,
         seed=config.seed,
         implementation=config.attention_implementation,
-        packs_weights=chosen.has_native_products,
+        formats=dataclasses.replace(model.formats, is_native=chosen.has_native_products),
         num_host_blocks=num_host_blocks,
         max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
         warms_sampling=config.warm_up != "background",

@@ -8,6 +8,8 @@ from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of, row_sizes
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.registry import PLAIN
 from jaxllm.sampling.logits_processors import LogitsProcessor
 
 
@@ -15,7 +17,7 @@ from jaxllm.sampling.logits_processors import LogitsProcessor
 class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
-    `packs_weights`: linear layers are packed for native products (`registry.pack_linear_weights`).
+    `formats`: those that weights of linear layers are in (`registry.in_format`).
     `warms_sampling`: the programs of what is sampled apart are among those compiled ahead, but for what
     prompts' and all tokens' log-probabilities take, which `warms_everything` adds.
     """
@@ -28,7 +30,7 @@ class ExecutorConfig:
     dtype: str
     seed: int = 0
     implementation: str | None = None
-    packs_weights: bool = False
+    formats: LinearFormats = PLAIN
     num_host_blocks: int = 0
     max_decode_steps: int = 1
     logits_processors: tuple[LogitsProcessor, ...] = ()

@@ -21,7 +21,8 @@ from jaxllm.executor.step import (
     run_step,
 )
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.registry import Params, abstract_params
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.registry import PLAIN, Params, abstract_params
 from jaxllm.sampling.logits_processors import LogitsProcessor
 
 _NOWHERE = np.iinfo(np.int32).max
@@ -112,7 +113,7 @@ def step_program(
     max_model_len: int,
     max_num_seqs: int,
     implementation: str | None = None,
-    packs_weights: bool = False,
+    formats: LinearFormats = PLAIN,
     processors: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
@@ -131,7 +132,7 @@ def step_program(
     _, num_inputs = _layout(key, max_num_seqs, block_size)
     packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
     step = functools.partial(_packed_step, model_config, key, max_num_seqs, implementation, processors)
-    params = abstract_params(model_config, dtype, is_packed=packs_weights)
+    params = abstract_params(model_config, dtype, formats)
     return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed)
 
 

@@ -158,7 +158,7 @@ class StepPrograms:
                 model.head_dim,
                 self._config.dtype,
                 is_gated=ARCHITECTURES[model.architecture].has_gated_mlp,
-                computes_products=self._config.packs_weights,
+                products=self._config.formats.products,
             )
         with self._changed:
             known = {*self._compiled, *self._under_way, *self._waiting}
@@ -318,7 +318,7 @@ class StepPrograms:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=config.max_model_len,
                 processors=config.logits_processors,
-                is_native=config.packs_weights,
+                is_native=config.formats.is_native,
                 is_lazy=self._device.platform == "cpu",  # elsewhere the host would wait for each condition
             )
         else:
@@ -331,7 +331,7 @@ class StepPrograms:
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 implementation=self.implementation(key),
-                packs_weights=config.packs_weights,
+                formats=config.formats,
                 processors=config.logits_processors,
             )
         here = SingleDeviceSharding(self._device)

@@ -16,13 +16,12 @@ from jaxllm.loading.quantised import is_empty_bias, with_quantised
 from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.config import read_hf_config
-from jaxllm.models.names import LM_HEAD, WeightNames
+from jaxllm.models.names import EMBEDDING, LM_HEAD, WeightNames
 from jaxllm.models.quantisation import read_quantisation
 from jaxllm.models.registry import abstract_params
 from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None
-_EMBEDDING = "embed_tokens.weight"
 _COMPARED_ROWS = 4096
 
 
@@ -77,7 +76,7 @@ def _drop_tied_head(found: dict[str, StoredTensor], folder: Path) -> None:
     head = found.pop(LM_HEAD, None)
     if head is None:
         return
-    embedding = found.setdefault(_EMBEDDING, head)
+    embedding = found.setdefault(EMBEDDING, head)
     if not _same_values(embedding, head):
         raise WeightsError(
             f"config.json says tie_word_embeddings=True but {embedding.name} and {head.name} differ in "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxllm.models.linear_formats import Weight
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.pallas_kernels.norms import add_rms_norm
@@ -72,21 +73,19 @@ def _precision(dtype: jnp.dtype) -> lax.Precision:
 
 def linear(
     x: jax.Array,
-    weight: jax.Array,
-    out_features: int,
+    weight: jax.Array | Weight,
     num_rows: jax.Array | None = None,
     *,
     bias: jax.Array | None = None,
     relu: bool = False,
     out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """`x` [T, in] times `weight`, plus `bias` [out_features] -> [T, out_features]; with `relu` at least 0.
+    """`x` [T, in] times `weight` [out, in], plus `bias` [out] -> [T, out]; with `relu` at least 0.
 
-    The weight is [out_features, in], the layout of checkpoints, or packed for a CPU (`native.pack`); then
-    only the first `num_rows` rows are computed.
+    Rows from `num_rows` on may hold anything.
     """
-    if weight.ndim == 3:
-        return native.linear(x, weight, out_features, num_rows, bias=bias, relu=relu)
+    if isinstance(weight, Weight):
+        return weight.multiply(x, num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
     options: Any = {"precision": _precision(x.dtype), "preferred_element_type": out_dtype}
     dimensions = (((1,), (1,)), ((), ()))
     num_known = x.shape[0]  # no integer in a program for any number of rows
@@ -138,7 +137,8 @@ class Linear(nnx.Module):
     @property
     def is_packed(self) -> bool:
         """Whether its products are native."""
-        return self.weight[...].ndim == 3
+        weight = self.weight.get_value()
+        return isinstance(weight, Weight) and weight.is_native
 
     def __call__(
         self,
@@ -150,8 +150,7 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """`x` [T, in], of which `num_rows` are in use -> [T, out]; with `relu` at least 0."""
         bias = None if self.bias is None else self.bias[...]
-        weight = self.weight[...]
-        return linear(x, weight, self.out_features, num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
+        return linear(x, self.weight.get_value(), num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
 
     def parts(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, in] -> [T, out]; or, for a kernel that adds them up, parts of it, [parts, T, out].
@@ -160,12 +159,15 @@ class Linear(nnx.Module):
         """
         if self.bias is not None or not attend.splits_products:
             return self(x, attend.num_rows)
+        weight = self.weight.get_value()
+        if isinstance(weight, Weight):
+            return self(x, attend.num_rows)[None]
         rows, in_features = x.shape
         wanted = _SPLIT_PRODUCT_SIZE // (rows * self.out_features)
         num_parts = math.gcd(in_features, min(8, 1 << (wanted.bit_length() - 1))) if wanted > 1 else 1
         if num_parts == 1:
             return self(x, attend.num_rows)[None]
-        split = x.reshape(rows, num_parts, -1), self.weight[...].reshape(self.out_features, num_parts, -1)
+        split = x.reshape(rows, num_parts, -1), weight.reshape(self.out_features, num_parts, -1)
         dimensions = (((2,), (2,)), ((1,), (1,)))
         return lax.dot_general(
             *split, dimensions, precision=_precision(x.dtype), preferred_element_type=jnp.float32
@@ -181,14 +183,14 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """`ids` [T] int32 -> [T, features]. Ids are validated before they reach the device."""
-        table = self.weight[...]
-        if table.ndim == 3:
-            return native.unpacked_rows(table, ids)
+        table = self.weight.get_value()
+        if isinstance(table, Weight):
+            return table.rows(ids)
         return table.at[ids].get(mode="clip")
 
     def as_head(self, x: jax.Array, num_rows: jax.Array | None = None, *, out_dtype: jnp.dtype) -> jax.Array:
         """`x` [T, features], of which `num_rows` are in use, times the table -> [T, num_embeddings]."""
-        return linear(x, self.weight[...], self.num_embeddings, num_rows, out_dtype=out_dtype)
+        return linear(x, self.weight.get_value(), num_rows, out_dtype=out_dtype)
 
 
 class RMSNorm(nnx.Module):

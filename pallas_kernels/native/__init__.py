@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 from jaxllm.pallas_kernels.native.pages import use_huge_pages as use_huge_pages
-from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, RowsShape, Shape
+from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, RowsShape, Shape
 from jaxllm.pallas_kernels.native.targets import register, why_not_callable
 
 LANES = 16
@@ -149,13 +149,65 @@ def linear(
     Only the first `num_rows`, an int32 scalar, are computed if it is given; the others may hold anything.
     With `relu` what is below 0 becomes 0.
     """
+    return _product("float32", x, panels, out_features, num_rows, bias, relu)
+
+
+def packs_codes(in_features: int) -> bool:
+    """Whether `linear_int8` takes weights of so many inputs here."""
+    return in_features % LANES == 0 and why_not(1, 1, LANES, LANES) is None
+
+
+@jax.jit
+def pack_codes(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`[out, in]` int8 to panels `[ceil(out / 32), in / 4, 32, 4]`, and 128 times each row's sum, int32.
+
+    The sums are `[32 * ceil(out / 32)]`; what is added at the end is 0.
+    """
+    codes = jnp.pad(codes, ((0, -codes.shape[0] % PANEL), (0, 0)))
+    panels = codes.reshape(-1, PANEL, codes.shape[1] // 4, 4).swapaxes(1, 2)
+    return panels, 128 * codes.sum(axis=1, dtype=jnp.int32)
+
+
+def unpacked_codes(panels: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows `[n, in]` of packed codes."""
+    return panels[rows // PANEL, :, rows % PANEL].reshape(*rows.shape, -1)
+
+
+def linear_int8(
+    x: jax.Array,
+    panels: jax.Array,
+    scales: jax.Array,
+    sums: jax.Array,
+    out_features: int,
+    num_rows: jax.Array | None = None,
+    *,
+    bias: jax.Array | None = None,
+    relu: bool = False,
+) -> jax.Array:
+    """As `linear`, of codes and sums from `pack_codes` and `scales` [32 * ceil(out / 32)] float32.
+
+    Each row of `x` is rounded to int8 by 1 / 127 of its largest number; the products are summed exactly.
+    """
+    return _product("int8", x, panels, out_features, num_rows, bias, relu, scales, sums)
+
+
+def _product(
+    numbers: str,
+    x: jax.Array,
+    panels: jax.Array,
+    out_features: int,
+    num_rows: jax.Array | None,
+    bias: jax.Array | None,
+    relu: bool,
+    *scales: jax.Array,
+) -> jax.Array:
     from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
 
-    shape = LinearShape.for_registers(machine_code.has_wide_registers())
     out = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
     bias = jnp.zeros(0, jnp.float32) if bias is None else bias
     flags = np.array([relu], np.int32)
-    return _ffi_call(_target(shape), out)(x, panels, _count(x, num_rows), bias, flags)
+    target = _target(machine_code.linear_shape(numbers))
+    return _ffi_call(target, out)(x, panels, _count(x, num_rows), bias, flags, *scales)
 
 
 def gated(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
@@ -223,7 +275,7 @@ def _target(shape: Shape) -> str:
     return shape.name
 
 
-def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, computes_products: bool) -> None:
+def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, products: Sequence[str]) -> None:
     """Start to compile a model's kernels that are not on disk, beside whatever comes before they are needed.
 
     Args:
@@ -231,16 +283,16 @@ def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, computes_p
         head_dim: size of a head.
         dtype: of the pool.
         is_gated: whether the MLP has a gate, and norms have no bias.
-        computes_products: whether packed products, gates and norms are native, too.
+        products: numbers of packed products (`LinearShape`); with any, gates and norms are native, too.
     """
     from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
 
     attention = AttentionShape(group, head_dim, dtype)
     rest: list[Shape] = []
-    if computes_products:
+    if products:
         rest = [RowsShape("rms_norm" if is_gated else "layer_norm"), RowsShape("argmax")]
         rest += [RowsShape("gate")] if is_gated else []
-        rest += [LinearShape.for_registers(machine_code.has_wide_registers())]
+        rest += [machine_code.linear_shape(numbers) for numbers in products]
     if _loading.acquire(blocking=False):  # else a thread loads kernels already, and nobody is to wait for it
         try:
             machine_code.prepare(rest)

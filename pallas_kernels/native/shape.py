@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 PANEL = 32
@@ -27,20 +28,33 @@ class AttentionShape(NamedTuple):
 
 
 class LinearShape(NamedTuple):
-    """Rows and vectors whose sums are kept in registers at once."""
+    """Rows and vectors whose sums are kept in registers at once, and what is multiplied how.
+
+    Attributes:
+        rows: of a tile.
+        vectors: of a tile's rows.
+        numbers: "float32", or "int8" on both sides.
+        dot: of int8, what adds four products to a sum: "vnni512" and "vnni256" (one instruction, of so many
+            bits), "pairs" (two of AVX2), or "" (whatever the compiler finds).
+    """
 
     rows: int
     vectors: int
+    numbers: str = "float32"
+    dot: str = ""
 
     @property
     def name(self) -> str:
         """Of the handler, to XLA."""
-        return f"jaxllm_linear_{self.rows}_{self.vectors}"
+        return "_".join(("jaxllm_linear", *(str(part) for part in self if part)))
 
     @classmethod
-    def for_registers(cls, are_wide: bool) -> LinearShape:
-        """For 32 registers of 16 lanes, or 16 of 8."""
-        return cls(13, 2) if are_wide else cls(6, 1)
+    def for_processor(cls, features: Mapping[str, bool], numbers: str = "float32") -> LinearShape:
+        """For 32 registers of 16 lanes, or 16 of 8, and the instructions there are, by LLVM's names."""
+        known = {"vnni512": "avx512vnni", "vnni256": "avxvnni", "pairs": "avx2"}
+        dots = (dot for dot, feature in known.items() if numbers == "int8" and features.get(feature, False))
+        dot = next(dots, "")
+        return cls(*((13, 2) if features.get("avx512f", False) else (6, 1)), numbers, dot)
 
 
 class RowsShape(NamedTuple):

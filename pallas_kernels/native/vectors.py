@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 LANES = 16
 
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
-_INT16, _INT32, _INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ELEMENTS = {"float32": _FLOAT, "bfloat16": _INT16, "float16": _HALF, "int32": _INT32, "int64": _INT64}
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _INTS = ir.VectorType(_INT32, LANES)
@@ -122,9 +122,9 @@ def _all_lanes(number: int) -> Any:
 class Registers:
     """Vectors that a loop changes, which LLVM keeps in registers."""
 
-    def __init__(self, builder: ir.IRBuilder, count: int) -> None:
+    def __init__(self, builder: ir.IRBuilder, count: int, kind: Any) -> None:
         self._builder = builder
-        self._places = [cgutils.alloca_once(builder, _FLOATS) for _ in range(count)]
+        self._places = [cgutils.alloca_once(builder, kind) for _ in range(count)]
 
     def __getitem__(self, index: int) -> Any:
         return self._builder.load(self._places[index])
@@ -148,9 +148,9 @@ class Builder:
         """The float32 numbers from an address (int64) on."""
         return self.array(address, "float32")
 
-    def registers(self, count: int) -> Registers:
-        """Uninitialised vectors."""
-        return Registers(self._b, count)
+    def registers(self, count: int, dtype: str = "float32") -> Registers:
+        """Uninitialised vectors of float32 or int32."""
+        return Registers(self._b, count, ir.VectorType(_ELEMENTS[dtype], LANES))
 
     @contextlib.contextmanager
     def loop(self, stop: Any, start: Any = None, step: int = 1) -> Iterator[Any]:
@@ -291,17 +291,84 @@ class Builder:
     def sigmoid(self, x: Any) -> Any:
         """1 / (1 + e to the power of minus each lane)."""
         one = self.constant(1.0)
-        e = self.exp(self.multiply(self._call("llvm.fabs.v16f32", _FLOATS, (x,)), self.constant(-1.0)))
+        e = self.exp(self.multiply(self.absolute(x), self.constant(-1.0)))
         is_negative = self._b.fcmp_ordered("<", x, self.constant(0.0))
         return self.divide(self._b.select(is_negative, e, one), self.add(one, e))
 
     def tanh(self, x: Any) -> Any:
         """Of each lane."""
-        size = self._call("llvm.fabs.v16f32", _FLOATS, (x,))
-        e = self.exp(self.multiply(size, self.constant(-2.0)))
+        e = self.exp(self.multiply(self.absolute(x), self.constant(-2.0)))
         one = self.constant(1.0)
         tanh = self.divide(self.subtract(one, e), self.add(one, e))
         return self._call("llvm.copysign.v16f32", _FLOATS, (tanh, x))
+
+    # Integers: vectors of int32, of which some are sixteen times four numbers of eight bits
+
+    def no_integers(self) -> Any:
+        """0 in all lanes."""
+        return _all_lanes(0)
+
+    def as_floats(self, x: Any) -> Any:
+        """Integers as float32."""
+        return self._b.sitofp(x, _FLOATS)
+
+    def minus(self, x: Any, y: Any) -> Any:
+        """`x - y` of integers."""
+        return self._b.sub(x, y)
+
+    def rounded(self, x: Any) -> Any:
+        """To the nearest integer, or even, as float32."""
+        return self._call("llvm.rint.v16f32", _FLOATS, (x,))
+
+    def absolute(self, x: Any) -> Any:
+        """Of each lane."""
+        return self._call("llvm.fabs.v16f32", _FLOATS, (x,))
+
+    def put_bytes(self, address: Any, index: Any, x: Any) -> None:
+        """Store `LANES` float32 that are integers from 0 to 255 as bytes, from an index on."""
+        b = self._b
+        bytes_ = b.trunc(b.fptosi(x, _INTS), ir.VectorType(_INT8, LANES))
+        b.store(bytes_, b.inttoptr(b.add(address, index), bytes_.type.as_pointer()), align=1)
+
+    def dot(self, unsigned: Any, signed: Any, total: Any, how: str) -> Any:
+        """`total` plus the four products of bytes in each lane, none of which has 0 to 255 times -128 to 127.
+
+        `how` is that of a `LinearShape`.
+        """
+        b = self._b
+        if how == "vnni512":
+            bytes_ = [b.bitcast(x, ir.VectorType(_INT8, 4 * LANES)) for x in (unsigned, signed)]
+            return self._call("llvm.x86.avx512.vpdpbusd.512", _INTS, (total, *bytes_))
+        if how == "vnni256":
+            return self._in_halves(self._vnni_half, total, unsigned, signed)
+        if how == "pairs":
+            return self._in_halves(self._pairs_half, total, unsigned, signed)
+        for place in range(4):
+            left = b.and_(b.lshr(unsigned, _all_lanes(8 * place)), _all_lanes(255))
+            right = b.ashr(b.shl(signed, _all_lanes(24 - 8 * place)), _all_lanes(24))
+            total = b.add(total, b.mul(left, right))
+        return total
+
+    def _in_halves(self, operation: Callable[..., Any], *vectors: Any) -> Any:
+        """Of eight lanes each."""
+        halves = [range(LANES // 2), range(LANES // 2, LANES)]
+        low, high = (operation(*(self._shuffle(x, x, half) for x in vectors)) for half in halves)
+        return self._shuffle(low, high, range(LANES))
+
+    def _vnni_half(self, total: Any, unsigned: Any, signed: Any) -> Any:
+        bytes_ = [self._b.bitcast(x, ir.VectorType(_INT8, 2 * LANES)) for x in (unsigned, signed)]
+        return self._call("llvm.x86.avx512.vpdpbusd.256", total.type, (total, *bytes_))
+
+    def _pairs_half(self, total: Any, unsigned: Any, signed: Any) -> Any:
+        """Even and odd bytes apart, as 16 bits, since two products of bytes do not fit 16 bits."""
+        b, kind = self._b, ir.VectorType(_INT16, LANES)
+        eight = ir.Constant(kind, [8] * LANES)
+        unsigned, signed = b.bitcast(unsigned, kind), b.bitcast(signed, kind)
+        even = b.and_(unsigned, ir.Constant(kind, [255] * LANES)), b.ashr(b.shl(signed, eight), eight)
+        odd = b.lshr(unsigned, eight), b.ashr(signed, eight)
+        for pair in (even, odd):
+            total = b.add(total, self._call("llvm.x86.avx2.pmadd.wd", total.type, pair))
+        return total
 
     def keep(self, x: Any, start: Any, stop: Any, first_lane: int = 0) -> Any:
         """`x` in lanes whose number plus `first_lane` is in [start, stop) (int64s), else `LEAST`."""
@@ -344,7 +411,7 @@ class Builder:
         return vectors
 
     def _shuffle(self, x: Any, y: Any, lanes: Sequence[int]) -> Any:
-        return self._b.shuffle_vector(x, y, ir.Constant(_INTS, list(lanes)))
+        return self._b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_INT32, len(lanes)), list(lanes)))
 
     def _call(self, name: str, result: Any, arguments: Sequence[Any], flags: Sequence[str] = ()) -> Any:
         kind = ir.FunctionType(result, [one.type for one in arguments])
