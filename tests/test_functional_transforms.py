@@ -16,7 +16,8 @@ from jaxllm import functional as F
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.linear_formats import LinearFormats, Weight
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.linear_weights import Weight
 from jaxllm.models.registry import in_format
 
 NAME = "llama_gqa"

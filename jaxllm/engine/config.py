@@ -9,6 +9,7 @@ from typing import Any
 from jaxllm.errors import ConfigError, shown
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.load import LOAD_FORMATS
+from jaxllm.models.linear_formats import QUANTIZATIONS
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.own import check_costs
 from jaxllm.sched.policies import SchedulingPolicy
@@ -29,7 +30,6 @@ from jaxllm.system.options import (
     with_options,
 )
 
-QUANTIZATIONS = ("int8",)
 ATTENTION_IMPLEMENTATIONS = ("native", "xla", "triton", "mosaic", "reference", "fastest")
 WARM_UPS = ("background", "all", "everything")
 
@@ -87,9 +87,10 @@ class EngineConfig:
         skip_tokenizer_init: Run without a tokenizer, on token ids only.
         dtype: Of weights and KV; auto is float32 on CPUs, which emulate the others, and the checkpoint's
             elsewhere.
-        quantization: Round weights of a 16- or 32-bit checkpoint while they are loaded. With int8 products
-            take eight bits on both sides: weights by a scale for each output, activations by one for each
-            token (1 / 127 of the largest), as vLLM's W8A8. Checkpoints that are quantised need no option.
+        quantization: Round weights of a 16- or 32-bit checkpoint while they are loaded. Products of int8 and
+            fp8 take eight bits on both sides: weights by a scale for each output, activations by one for each
+            token, as vLLM's W8A8. int8_weight (a scale for each output) and int4_weight (for 128 inputs) are
+            of weights alone. Checkpoints that are quantised need no option.
         quantize_lm_head: With `quantization` quantise the output head, too, and embeddings that are tied to
             it; it is a fifth of a small model's time.
         load_format: Of weights; dummy makes random ones on the device.
@@ -158,7 +159,7 @@ class EngineConfig:
     download_dir: str | os.PathLike[str] | None = option(None)
     skip_tokenizer_init: bool = option(False, flag=None)
     dtype: str = option("auto", choices=("auto", *DTYPES), check=dtype_or_auto)
-    quantization: str | None = option(None, choices=QUANTIZATIONS)
+    quantization: str | None = option(None, choices=tuple(QUANTIZATIONS))
     quantize_lm_head: bool = option(True)
     load_format: str = option("auto", choices=LOAD_FORMATS)
     hf_overrides: Mapping[str, Any] | None = option(None, check=_overrides, parse=json_object)

@@ -25,9 +25,10 @@ from jaxllm.loading import resolve_dtype
 from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.generation_config import default_sampling_params
 from jaxllm.loading.given import check_given
+from jaxllm.loading.load import checkpoint_formats
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
 from jaxllm.models.names import EMBEDDING, LM_HEAD
 from jaxllm.models.registry import PLAIN, weight_bytes
 from jaxllm.predictors.base import ModelShape
@@ -139,7 +140,8 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
         check_given(model_config, params)
         hf_config = {**hf_config, "dtype": find_dtype(next(iter(params.values())).dtype) or "float32"}
     dtype = settle_dtype(config, folder, hf_config, device.platform)
-    formats = _formats(config, model_config, hf_config)
+    is_given = params is not None
+    formats = _formats(config, folder, model_config, hf_config, is_given=is_given)
     num_weight_bytes = weight_bytes(model_config, dtype, formats)
     memory.check_fits(device, num_weight_bytes, 0)
     return Model(
@@ -147,23 +149,30 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
     )
 
 
-def _formats(config: EngineConfig, model_config: ModelConfig, hf_config: Mapping[str, Any]) -> LinearFormats:
-    """What the settings make of the weights of linear layers.
+def _formats(
+    config: EngineConfig,
+    folder: Path,
+    model_config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    *,
+    is_given: bool,
+) -> LinearFormats:
+    """What the settings or the checkpoint make of the weights of linear layers.
 
     Raises:
         ConfigError: they are quantised already.
     """
     if config.quantization is None:
-        return PLAIN
-    if said := hf_config.get("quantization_config"):
+        return PLAIN if is_given else checkpoint_formats(folder, model_config, hf_config, config.load_format)
+    if not is_given and (said := hf_config.get("quantization_config")):
         method = said.get("quant_method") if isinstance(said, Mapping) else said
         raise ConfigError(
             f"quantization={config.quantization!r} is for checkpoints of 16 or 32 bits, and the weights of "
             f"{str(config.model)!r} are quantised already ({method}): leave it out"
         )
     head = EMBEDDING if model_config.tie_word_embeddings else LM_HEAD
-    others = () if config.quantize_lm_head else ((head, "plain"),)
-    return LinearFormats(config.quantization, others)
+    others = () if config.quantize_lm_head else ((head, LinearFormat()),)
+    return LinearFormats(QUANTIZATIONS[config.quantization], others)
 
 
 def choose(config: EngineConfig, model: Model) -> Choices:

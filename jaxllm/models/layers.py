@@ -11,14 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxllm.models.linear_formats import Weight
+from jaxllm.models.linear_weights import Weight, precision_of, product
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.pallas_kernels.norms import add_rms_norm
 
-# Up to this many rows `weight @ x.T` was mostly faster than `x @ weight.T` on a CPU (docs/architecture.md);
-# on GPUs the two are the same call.
-_MAX_ROWS_WEIGHT_FIRST = 128
 _LAYER_NORM_EPS = 1e-5
 _SPLIT_PRODUCT_SIZE = 2**21  # numbers in the parts of a product on a GPU: two tiles of 64 x 128 a core
 
@@ -65,36 +62,6 @@ class Attend:
             x, delta = self.edit(index, x if delta is None else x + whole(delta, x.dtype)), None
         found: tuple[jax.Array, jax.Array | None] = layer(x, delta, *rest, self)
         return found
-
-
-def _precision(dtype: jnp.dtype) -> lax.Precision:
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-
-
-def linear(
-    x: jax.Array,
-    weight: jax.Array | Weight,
-    num_rows: jax.Array | None = None,
-    *,
-    bias: jax.Array | None = None,
-    relu: bool = False,
-    out_dtype: jnp.dtype | None = None,
-) -> jax.Array:
-    """`x` [T, in] times `weight` [out, in], plus `bias` [out] -> [T, out]; with `relu` at least 0.
-
-    Rows from `num_rows` on may hold anything.
-    """
-    if isinstance(weight, Weight):
-        return weight.multiply(x, num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
-    options: Any = {"precision": _precision(x.dtype), "preferred_element_type": out_dtype}
-    dimensions = (((1,), (1,)), ((), ()))
-    num_known = x.shape[0]  # no integer in a program for any number of rows
-    if isinstance(num_known, int) and num_known <= _MAX_ROWS_WEIGHT_FIRST:
-        y = lax.dot_general(weight, x, dimensions, **options).T
-    else:
-        y = lax.dot_general(x, weight, dimensions, **options)
-    y = y if bias is None else y + bias
-    return jax.nn.relu(y) if relu else y
 
 
 def gelu_glu(gate_up: jax.Array) -> jax.Array:
@@ -150,7 +117,7 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """`x` [T, in], of which `num_rows` are in use -> [T, out]; with `relu` at least 0."""
         bias = None if self.bias is None else self.bias[...]
-        return linear(x, self.weight.get_value(), num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
+        return product(x, self.weight.get_value(), num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
 
     def parts(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, in] -> [T, out]; or, for a kernel that adds them up, parts of it, [parts, T, out].
@@ -170,7 +137,7 @@ class Linear(nnx.Module):
         split = x.reshape(rows, num_parts, -1), weight.reshape(self.out_features, num_parts, -1)
         dimensions = (((2,), (2,)), ((1,), (1,)))
         return lax.dot_general(
-            *split, dimensions, precision=_precision(x.dtype), preferred_element_type=jnp.float32
+            *split, dimensions, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
         )
 
 
@@ -190,7 +157,7 @@ class Embedding(nnx.Module):
 
     def as_head(self, x: jax.Array, num_rows: jax.Array | None = None, *, out_dtype: jnp.dtype) -> jax.Array:
         """`x` [T, features], of which `num_rows` are in use, times the table -> [T, num_embeddings]."""
-        return linear(x, self.weight.get_value(), num_rows, out_dtype=out_dtype)
+        return product(x, self.weight.get_value(), num_rows, out_dtype=out_dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -148,14 +148,31 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
         if not isinstance(weights, Mapping):
             raise _refuse(config, f"a group without weights: {shown(group, 80)}")
         layout = _compressed_layout(config, weights, group.get("format") or config.get("format"))
+        if inputs := group.get("input_activations"):
+            rounds = _rounds(inputs) if isinstance(inputs, Mapping) else ""
+            layout = layout.rounding(rounds)
+            notes += [] if rounds else [_activations("inputs of layers")]
         layouts += [(target, layout) for target in _names(group, "targets") or (_EVERY,)]
-        if group.get("input_activations"):
-            notes.append(_activations("inputs of layers"))
     if config.get("kv_cache_scheme"):
         notes.append("KV is stored in the model's dtype, not as kv_cache_scheme says")
     return Quantisation(
         "compressed-tensors", tuple(layouts), _names(config, "ignore"), tuple(dict.fromkeys(notes))
     )
+
+
+def _rounds(inputs: Mapping[str, Any]) -> str:
+    """How compressed-tensors' `input_activations` are rounded; "" if that is not done here."""
+    kind, strategy = inputs.get("type", "int"), inputs.get("strategy")
+    if inputs.get("num_bits") != 8 or kind not in ("int", "float"):
+        return ""
+    is_symmetric, is_dynamic = inputs.get("symmetric", True), inputs.get("dynamic", False)
+    if is_dynamic is True and is_symmetric and strategy == "token":
+        return "int8" if kind == "int" else "fp8"
+    if is_dynamic is True and is_symmetric and kind == "float" and strategy == "group":
+        return "fp8_128" if inputs.get("group_size") == 128 else ""
+    if is_dynamic is False and strategy in ("tensor", None):
+        return "int8_static" if kind == "int" else "fp8_static"
+    return ""
 
 
 def _compressed_layout(config: Mapping[str, Any], weights: Mapping[str, Any], form: Any) -> WeightLayout:
@@ -222,16 +239,17 @@ def _torchao(config: Mapping[str, Any]) -> Quantisation:
     if kind not in _TORCHAO or set(types or ()) != {"default"}:
         raise _refuse(config, f"quant_type={shown(types, 80)} (of torchao, {', '.join(_TORCHAO)} are read)")
     layout = scaled(kind, "_weight_qdata", "_weight_scale", "_weight_zero_point")
-    notes = (_activations("inputs of layers"),) if "Activation" in kind else ()
-    return Quantisation("torchao", ((_EVERY, layout),), _names(config, "modules_to_not_convert"), notes)
+    layout = layout.rounding(_TORCHAO[kind])
+    return Quantisation("torchao", ((_EVERY, layout),), _names(config, "modules_to_not_convert"))
 
 
-_TORCHAO = (
-    "Float8WeightOnlyConfig",
-    "Int8WeightOnlyConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Float8DynamicActivationFloat8WeightConfig",
-)
+_TORCHAO = {
+    "Float8WeightOnlyConfig": "",
+    "Int8WeightOnlyConfig": "",
+    "Int8DynamicActivationInt8WeightConfig": "int8",
+    "Float8DynamicActivationFloat8WeightConfig": "fp8",
+}
+"""Kinds, and how they round activations (`linear_weights.ROUNDS`)."""
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,

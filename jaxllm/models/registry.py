@@ -18,7 +18,8 @@ from flax import nnx
 from jaxllm.errors import WeightsError
 from jaxllm.models.architecture import ARCHITECTURES, CausalLM, ModelConfig
 from jaxllm.models.layers import Linear
-from jaxllm.models.linear_formats import LinearFormats, Weight
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.linear_weights import Weight
 from jaxllm.models.names import EMBEDDING
 from jaxllm.pallas_kernels import native
 

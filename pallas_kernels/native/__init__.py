@@ -125,7 +125,7 @@ def packed_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
 
 @jax.jit
 def pack(weight: jax.Array) -> jax.Array:
-    """`[out, in]` float32 to panels `[ceil(out / 32), in, 32]`, with zeros at the end."""
+    """`[out, in]` of any dtype to panels `[ceil(out / 32), in, 32]`, with zeros at the end."""
     weight = jnp.pad(weight, ((0, -weight.shape[0] % PANEL), (0, 0)))
     return weight.reshape(-1, PANEL, weight.shape[1]).swapaxes(1, 2)
 
@@ -189,6 +189,35 @@ def linear_int8(
     Each row of `x` is rounded to int8 by 1 / 127 of its largest number; the products are summed exactly.
     """
     return _product("int8", x, panels, out_features, num_rows, bias, relu, scales, sums)
+
+
+def linear_codes(
+    x: jax.Array,
+    panels: jax.Array,
+    scales: jax.Array,
+    offsets: jax.Array | None,
+    out_features: int,
+    num_rows: jax.Array | None = None,
+    *,
+    kind: str,
+    bias: jax.Array | None = None,
+    relu: bool = False,
+) -> jax.Array:
+    """As `linear`, of weights `code * scale + offset` that are codes of eight or four bits.
+
+    Args:
+        x: [rows, in] float32.
+        panels: `pack` of codes [out, in], or of bytes [out, in / 2] that hold two of them, the first below.
+        scales: `pack` of [out, groups] float32, each for as many inputs one after another.
+        offsets: like them; None for 0.
+        out_features: of the weight.
+        num_rows: as for `linear`.
+        kind: of the codes, one of `shape.CODES`; what floats stand for is said by `vectors.Builder.decoded`.
+        bias: as for `linear`.
+        relu: as for `linear`.
+    """
+    offsets = jnp.zeros((0, 1, PANEL), jnp.float32) if offsets is None else offsets
+    return _product(kind, x, panels, out_features, num_rows, bias, relu, scales, offsets)
 
 
 def _product(

@@ -10,7 +10,14 @@ from numba import cfunc, njit
 from jaxllm.pallas_kernels.native import attention as items
 from jaxllm.pallas_kernels.native import ffi, gates, largest, norms, products, threads
 from jaxllm.pallas_kernels.native.memory import free, int32s, int64s, malloc, memset
-from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, RowsShape, items_symbol
+from jaxllm.pallas_kernels.native.shape import (
+    CODES,
+    PANEL,
+    AttentionShape,
+    LinearShape,
+    RowsShape,
+    items_symbol,
+)
 
 # Arguments of a call.
 (
@@ -173,7 +180,7 @@ _ROWS: dict[str, Any] = {"gate": gates, "rms_norm": norms, "layer_norm": norms, 
 def linear_worker(shape: LinearShape) -> Any:
     """The C function that computes items of a product, or rounds rows before one."""
     item, rounding = products.linear_item(shape), products.rounding_item()
-    is_float = shape.numbers == "float32"
+    is_float = shape.numbers != "int8"
 
     def run_item(job, scratch, index):  # type: ignore[no-untyped-def]
         if is_float or int64s(job)[products.ROUNDED_FROM] == 0:
@@ -188,10 +195,11 @@ def linear_handler(shape: LinearShape) -> Any:
     """A handler of `x [rows, in]`, `panels [out / 32, steps, 32]`, how many rows count, and `bias [out]`.
 
     It makes `[rows, out]`. The bias may be empty; one more argument says whether the results are raised to 0.
-    Of int8 two more are the scales and sums of the weights, `[out / 32, 32]`.
+    Of int8 two more are the scales and sums of the weights, `[out / 32, 32]`; of codes their scales and
+    offsets, `[out / 32, in / group, 32]`, of which the latter may be empty.
     """
     task, rows_of_tile = ffi.c_address(items_symbol(shape)), shape.rows
-    is_float, rows_at_once = shape.numbers == "float32", products.ROWS_AT_ONCE
+    is_float, is_coded, rows_at_once = shape.numbers != "int8", shape.numbers in CODES, products.ROWS_AT_ONCE
 
     @njit(error_model="numpy")
     def new_job(frame, num_rows, num_items, num_threads, scratch, x):  # type: ignore[no-untyped-def]
@@ -201,6 +209,7 @@ def linear_handler(shape: LinearShape) -> Any:
         words = int64s(job)
         words[products.X], words[products.NUM_ROWS] = x, num_rows
         words[products.PANELS], words[products.STEPS] = ffi.argument(frame, 1), ffi.dimension(frame, 1, 1)
+        words[products.IN_FEATURES] = ffi.dimension(frame, 0, 1)
         words[products.ROW_SCALES] = x + 4 * num_rows * words[products.STEPS]
         return job
 
@@ -217,7 +226,6 @@ def linear_handler(shape: LinearShape) -> Any:
             return job
         words = int64s(job)
         words[products.ROUNDED_FROM] = ffi.argument(frame, 0)
-        words[products.IN_FEATURES] = ffi.dimension(frame, 0, 1)
         threads.run(frame, job, task(), num_threads if num_items >= _MOST_ROUNDED_ALONE else np.int64(1))
         return memory
 
@@ -241,6 +249,8 @@ def linear_handler(shape: LinearShape) -> Any:
         if x == 0:
             return ffi.out_of_memory(frame)
         scratch = (rows_per_item + 1) * 4 * PANEL
+        if is_coded:
+            scratch += (products.DECODED_AT_ONCE + 1) * 4 * PANEL
         job = new_job(frame, num_rows, num_groups * num_parts, num_threads, scratch, x)
         if job == 0:
             if not is_float:
@@ -258,6 +268,11 @@ def linear_handler(shape: LinearShape) -> Any:
         words[products.IS_RELU] = np.int64(int32s(ffi.argument(frame, 4))[0])
         if not is_float:
             words[products.SCALES], words[products.SUMS] = ffi.argument(frame, 5), ffi.argument(frame, 6)
+        if is_coded:
+            words[products.SCALES] = ffi.argument(frame, 5)
+            words[products.GROUP] = ffi.dimension(frame, 0, 1) // ffi.dimension(frame, 5, 1)
+            if ffi.dimension(frame, 6, 0) > 0:
+                words[products.OFFSETS] = ffi.argument(frame, 6)
         threads.run(frame, job, task(), num_threads)
         if not is_float:
             free(x)

@@ -13,6 +13,12 @@ and activations are rounded to int8, row by row, by 1 / 127 of the largest in th
 since the instructions multiply unsigned with signed bytes; 128 times the sum of an output's weights, `sums`,
 is taken off again. What was added up exactly is multiplied with the scale of the row and that of the output.
 
+Weights of codes, of eight or four bits with scales for groups of inputs, lie in panels of bytes,
+
+    panels[out / 32, in, 32], or [out / 32, in / 2, 32] with two inputs in a byte, the first one below,
+
+and a part becomes numbers, `code * scale + offset`, before the tiles of all rows take it.
+
 An item is a few panels and some rows. It goes through a panel in parts of 128 input features, and in each
 through the rows in tiles, whose sums are kept in registers. A part is read from memory once, while the part
 before it is computed, and then from the nearest cache for one tile after the other. A row's results do not
@@ -30,7 +36,7 @@ import numpy as np
 from numba import njit
 
 from jaxllm.pallas_kernels.native.memory import int64s, memcpy, memset
-from jaxllm.pallas_kernels.native.shape import PANEL, LinearShape
+from jaxllm.pallas_kernels.native.shape import CODES, PANEL, LinearShape
 from jaxllm.pallas_kernels.native.threads import ARGUMENTS
 from jaxllm.pallas_kernels.native.vectors import LANES, Builder, vector_code
 
@@ -38,6 +44,8 @@ STEPS_AT_ONCE = 128
 """Steps of a part: 16 KiB, of which two and some rows of activations are in the nearest cache."""
 STEP_BYTES = 4 * PANEL
 """Of a panel that one number of a row, or four of int8, are multiplied by."""
+DECODED_AT_ONCE = 512
+"""Input features of a part of codes where there are many tiles: 64 KiB of numbers."""
 ROWS_AT_ONCE = 4
 """Rows that an item rounds."""
 MOST_TILES = 8
@@ -47,12 +55,14 @@ MOST_TILES = 8
 (
     X, PANELS, OUT, NUM_ROWS, STEPS, OUT_FEATURES,
     NUM_PANELS, PANELS_PER_ITEM, NUM_PARTS, ROWS_PER_ITEM, BIAS, IS_RELU,
-    SCALES, SUMS, ROW_SCALES, ROUNDED_FROM, IN_FEATURES,
-) = range(ARGUMENTS, ARGUMENTS + 17)  # fmt: skip
+    SCALES, SUMS, ROW_SCALES, ROUNDED_FROM, IN_FEATURES, OFFSETS, GROUP,
+) = range(ARGUMENTS, ARGUMENTS + 19)  # fmt: skip
 
 
 def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
     """An item of a panel and some rows, for numba."""
+    if shape.numbers in CODES:
+        return _coded_item(shape)
     most = shape.rows
     compute = _tiles(shape)
 
@@ -105,6 +115,89 @@ def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
     return item
 
 
+def _coded_item(shape: LinearShape) -> Callable[[int, int, int], None]:
+    """As `linear_item`, of weights of codes."""
+    most, per_byte = shape.rows, CODES[shape.numbers]
+    compute, expand = _tiles(shape), _expand(shape)
+
+    @njit(error_model="numpy")
+    def expanded(words, panel, start, part, zeros, target):  # type: ignore[no-untyped-def]
+        depth, group = words[IN_FEATURES], words[GROUP]
+        end = start + part
+        while start < end:
+            place = panel * (depth // group) + start // group
+            size = min(group - start % group, end - start)
+            offsets = zeros
+            if words[OFFSETS] != 0:
+                offsets = words[OFFSETS] + place * STEP_BYTES
+            codes = words[PANELS] + (panel * depth + start) // per_byte * PANEL
+            expand(codes, size // per_byte, words[SCALES] + place * STEP_BYTES, offsets, target)
+            start += size
+            target += size * STEP_BYTES
+
+    @njit(error_model="numpy")
+    def item(job, scratch, index):  # type: ignore[no-untyped-def]
+        words = int64s(job)
+        steps, features, num_panels = words[IN_FEATURES], words[OUT_FEATURES], words[NUM_PANELS]
+        first = index // words[NUM_PARTS] * words[PANELS_PER_ITEM]
+        first_row = index % words[NUM_PARTS] * words[ROWS_PER_ITEM]
+        last_row = min(first_row + words[ROWS_PER_ITEM], words[NUM_ROWS])
+        num_tiles = (last_row - first_row + most - 1) // most
+        at_once = STEPS_AT_ONCE if num_tiles <= MOST_TILES else DECODED_AT_ONCE
+        zeros = scratch + words[ROWS_PER_ITEM] * STEP_BYTES
+        numbers = zeros + 2 * STEP_BYTES
+        memset(zeros, 0, 2 * STEP_BYTES)
+        for panel in range(first, min(first + words[PANELS_PER_ITEM], num_panels)):
+            width = min(features - panel * PANEL, PANEL)
+            bias = zeros
+            if words[BIAS] != 0:
+                bias = words[BIAS] + panel * STEP_BYTES
+            if words[BIAS] != 0 and width < PANEL:
+                bias = zeros + STEP_BYTES
+                memcpy(bias, words[BIAS] + panel * STEP_BYTES, width * 4)
+            for start in range(0, steps, at_once):
+                part = min(at_once, steps - start)
+                is_last = np.int64(start + part == steps)
+                expanded(words, panel, start, part, zeros, numbers)
+                ahead = words[PANELS] + (panel * steps + start + at_once) // per_byte * PANEL
+                row = first_row
+                for tile in range(num_tiles):
+                    end = first_row + (last_row - first_row) * (tile + 1) // num_tiles
+                    x = words[X] + (row * steps + start) * 4
+                    out = words[OUT] + (row * features + panel * PANEL) * 4
+                    stride = features
+                    if width < PANEL:
+                        out, stride = scratch + (row - first_row) * STEP_BYTES, np.int64(PANEL)
+                    compute(
+                        end - row, x, steps, numbers, start, part, is_last, is_last * words[IS_RELU],
+                        out, stride, bias, zeros, zeros, zeros, ahead, np.int64(PANEL // per_byte),
+                    )  # fmt: skip
+                    row = end
+            if width < PANEL:
+                for row in range(first_row, last_row):
+                    out = words[OUT] + (row * features + panel * PANEL) * 4
+                    memcpy(out, scratch + (row - first_row) * STEP_BYTES, width * 4)
+
+    return item
+
+
+def _expand(shape: LinearShape) -> Any:
+    """`numbers = codes * scales + offsets` of a panel's inputs of one group, `[count, PANEL]` bytes."""
+
+    @vector_code
+    def expand(b: Builder, codes: Any, count: Any, scales: Any, offsets: Any, numbers: Any) -> None:
+        places = [LANES * i for i in range(PANEL // LANES)]
+        factors = [(b.floats(scales).load(place), b.floats(offsets).load(place)) for place in places]
+        with b.loop(count) as k:
+            for place, (scale, offset) in zip(places, factors, strict=True):
+                decoded = b.decoded(codes, b.added(b.times(k, PANEL), place), shape.numbers)
+                for i, code in enumerate(decoded):
+                    target = b.added(b.times(k, len(decoded) * PANEL), i * PANEL + place)
+                    b.floats(numbers).store(b.fma(code, scale, offset), target)
+
+    return expand
+
+
 def rounding_item() -> Callable[[int, int, int], None]:
     """An item of `ROWS_AT_ONCE` rows that are rounded to int8, for numba."""
 
@@ -139,7 +232,7 @@ def _tiles(shape: LinearShape) -> Any:
     `num_rows` is 1 to `shape.rows`; `steps` and `stride` are numbers from row to row of `x` and `out`.
     Meanwhile it asks for what lies ahead, every `stride_ahead` bytes.
     """
-    vectors, is_float = shape.vectors, shape.numbers == "float32"
+    vectors, is_float = shape.vectors, shape.numbers != "int8"
     parts = [range(i, i + vectors) for i in range(0, PANEL // LANES, vectors)]
     dtype = "float32" if is_float else "int32"
 

@@ -115,6 +115,14 @@ class Array:
         b.call(function, [pointer, _INT32(0), _INT32(3), _INT32(1)])
 
 
+_HALF_BITS = ir.VectorType(_INT16, LANES)
+
+
+def _bits(number: int) -> Any:
+    """In all lanes of 16 bits."""
+    return ir.Constant(_HALF_BITS, [number] * LANES)
+
+
 def _all_lanes(number: int) -> Any:
     return ir.Constant(_INTS, [number] * LANES)
 
@@ -323,6 +331,33 @@ class Builder:
     def absolute(self, x: Any) -> Any:
         """Of each lane."""
         return self._call("llvm.fabs.v16f32", _FLOATS, (x,))
+
+    def decoded(self, address: Any, index: Any, kind: str) -> list[Any]:
+        """The numbers of `LANES` bytes from an index on; of halves of bytes the lower ones first.
+
+        `kind` is one of `shape.CODES`.
+        "code_int4" is 0 to 15 for -8 to 7. Floats of eight and four bits are numbers of 16 bits with fewer
+        digits, and a smaller exponent: e4m3 gives 2**-8 of what it stands for, fp4 2**-14, e5m2 the number.
+        """
+        b = self._b
+        source = b.inttoptr(b.add(address, index), ir.VectorType(_INT8, LANES).as_pointer())
+        raw = b.load(source, align=1)
+        if kind == "code_int8":
+            return [b.sitofp(b.sext(raw, _INTS), _FLOATS)]
+        if kind in ("code_e4m3", "code_e5m2"):
+            return [self._from_float(b.zext(raw, _HALF_BITS), 8, 7 if kind == "code_e4m3" else 8)]
+        wide = b.zext(raw, _HALF_BITS)
+        parts = b.and_(wide, _bits(15)), b.lshr(wide, _bits(4))
+        if kind == "code_fp4":
+            return [self._from_float(part, 4, 9) for part in parts]
+        return [b.sitofp(b.sub(part, _bits(8)), _FLOATS) for part in parts]
+
+    def _from_float(self, codes: Any, bits: int, shift: int) -> Any:
+        """Floats of so many bits, the first of them the sign, whose others go so far to the left."""
+        b = self._b
+        sign = b.shl(b.and_(codes, _bits(1 << (bits - 1))), _bits(16 - bits))
+        rest = b.shl(b.and_(codes, _bits((1 << (bits - 1)) - 1)), _bits(shift))
+        return b.fpext(b.bitcast(b.or_(sign, rest), ir.VectorType(_HALF, LANES)), _FLOATS)
 
     def put_bytes(self, address: Any, index: Any, x: Any) -> None:
         """Store `LANES` float32 that are integers from 0 to 255 as bytes, from an index on."""
