@@ -8,8 +8,8 @@ import numbers
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
-from jaxllm.errors import ConfigError
-from jaxllm.system.dtypes import ITEMSIZES, dtype_of
+from jaxllm.errors import ConfigError, shown
+from jaxllm.system.dtypes import ITEMSIZES, KV_DTYPES, dtype_of, kv_row_bytes
 
 CostKind = Literal["prefill", "decode", "mixed", "swap_out", "swap_in"]
 COST_KINDS: tuple[CostKind, ...] = ("prefill", "decode", "mixed", "swap_out", "swap_in")
@@ -149,7 +149,8 @@ class ModelShape:
         tie_word_embeddings: whether the lm head is the embedding matrix.
         num_experts: MLPs of each layer, of which a token takes `experts_per_token`; 0 where there is one.
         window: tokens that `num_window_layers` of the layers attend to; the others attend to all.
-        dtype: of weights and KV alike, one of `jaxllm.system.dtypes`.
+        dtype: of weights, one of `jaxllm.system.dtypes`.
+        kv_dtype: of KV, one of `jaxllm.system.dtypes.KV_DTYPES`; "auto" is `dtype`.
 
     Raises:
         ConfigError: a size is not an integer in [1, 2**31), the heads do not divide by `num_kv_heads`,
@@ -171,6 +172,7 @@ class ModelShape:
     window: int = 0
     num_window_layers: int = 0
     dtype: str = "float16"
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -202,10 +204,14 @@ class ModelShape:
                 f"window={self.window}: give both, or neither"
             )
         object.__setattr__(self, "dtype", dtype_of("ModelShape.dtype", self.dtype))
+        kv_dtype = self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+        if kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"ModelShape.kv_dtype={shown(kv_dtype)} must be one of {', '.join(KV_DTYPES)}")
+        object.__setattr__(self, "kv_dtype", kv_dtype)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of weights and KV."""
+        """Bytes of one element of weights."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -246,7 +252,7 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * kv_row_bytes(self.kv_dtype, self.head_dim)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block of `block_size` tokens over all layers (AdaptiveLLM, Eq. 3)."""

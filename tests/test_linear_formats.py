@@ -43,7 +43,7 @@ SHAPES = [
 
 def rounded(x):
     """Rows as integers and their units, by the formula."""
-    units = np.maximum(np.abs(x).max(axis=1), np.float32(1e-10)) / np.float32(127)
+    units = np.maximum(np.abs(x).max(axis=1), np.float32(1e-10)) * np.float32(1 / 127)
     return np.rint(x / units[:, None]).astype(np.int64), units
 
 

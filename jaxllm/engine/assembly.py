@@ -301,6 +301,7 @@ def _keep_files(
         "rope": hashlib.blake2b(frequencies, digest_size=16).hexdigest(),
         "dtype": executor.config.dtype,
         "formats": repr(executor.config.formats),
+        "kv_dtype": executor.config.kv_dtype,
         "block": list(executor.block_shape),
         "kernels": f"{kernels} on {executor.device_kind}",
         "matmul_precision": getattr(jax.config, "jax_default_matmul_precision"),  # noqa: B009, mypy

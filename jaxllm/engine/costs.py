@@ -34,10 +34,17 @@ def profile_folder() -> Path:
     return cache_folder("profiles")
 
 
-def shape_of(config: ModelConfig, name: str, dtype: str, formats: LinearFormats = PLAIN) -> ModelShape:
-    """The sizes of a model that decide its costs; its name is followed by the format of its weights."""
+def shape_of(
+    config: ModelConfig,
+    name: str,
+    dtype: str,
+    formats: LinearFormats = PLAIN,
+    kv_dtype: str | None = None,
+) -> ModelShape:
+    """The sizes of a model that decide its costs; its name is followed by the formats of weights and KV."""
+    kv_dtype = kv_dtype or dtype
     return ModelShape(
-        name=name + formats.suffix,
+        name=name + formats.suffix + (f"-kv-{kv_dtype}" if kv_dtype != dtype else ""),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -48,6 +55,7 @@ def shape_of(config: ModelConfig, name: str, dtype: str, formats: LinearFormats 
         gated_mlp=ARCHITECTURES[config.architecture].has_gated_mlp,
         tie_word_embeddings=config.tie_word_embeddings,
         dtype=dtype,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -17,6 +17,7 @@ from jaxllm.sampling.logits_processors import LogitsProcessor
 class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
+    `kv_dtype`: keys and values are stored as that, one of `KV_DTYPES`; None is `dtype`.
     `formats`: those that weights of linear layers are in (`registry.in_format`).
     `warms_sampling`: the programs of what is sampled apart are among those compiled ahead, but for what
     prompts' and all tokens' log-probabilities take, which `warms_everything` adds.
@@ -28,6 +29,7 @@ class ExecutorConfig:
     max_num_seqs: int
     buckets: Buckets
     dtype: str
+    kv_dtype: str | None = None
     seed: int = 0
     implementation: str | None = None
     formats: LinearFormats = PLAIN

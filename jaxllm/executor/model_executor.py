@@ -114,6 +114,7 @@ class ModelExecutor:
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
+            kv_dtype=config.kv_dtype,
         )
         try:
             make = jax.jit(lambda: EngineState(*(jnp.zeros(s.shape, s.dtype) for s in shapes)))

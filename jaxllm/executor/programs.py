@@ -23,6 +23,7 @@ from jaxllm.executor.step import (
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.registry import PLAIN, Params, abstract_params
+from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.sampling.logits_processors import LogitsProcessor
 
 _NOWHERE = np.iinfo(np.int32).max
@@ -112,6 +113,7 @@ def step_program(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
+    kv_dtype: str | None = None,
     implementation: str | None = None,
     formats: LinearFormats = PLAIN,
     processors: tuple[LogitsProcessor, ...] = (),
@@ -127,6 +129,7 @@ def step_program(
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        kv_dtype=kv_dtype,
     )
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PackedSlotParams.host_zeros(max_num_seqs)))
     _, num_inputs = _layout(key, max_num_seqs, block_size)
@@ -144,13 +147,18 @@ def state_shapes(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
+    kv_dtype: str | None = None,
 ) -> EngineState:
-    """The shapes and dtypes of the KV pool, the tokens' history and the block tables."""
-    pool = (num_gpu_blocks, model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
+    """The shapes and dtypes of the KV pool, the tokens' history and the block tables.
+
+    `kv_dtype` is one of `KV_DTYPES`; None is `dtype`.
+    """
+    layout = KVLayout(kv_dtype or dtype, model.head_dim)
+    pool = (num_gpu_blocks, model.num_layers, 2, model.num_kv_heads, block_size, layout.width)
     history = (max_num_seqs + 1, max_model_len + 1)
     tables = (max_num_seqs + 1, -(-max_model_len // block_size))
     return EngineState(
-        jax.ShapeDtypeStruct(pool, jnp.dtype(dtype)),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct(pool, layout.array_dtype),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(history, jnp.int32),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(tables, jnp.int32),  # type: ignore[arg-type]
     )

@@ -65,6 +65,7 @@ class StepPrograms:
             model_config.num_kv_heads,
             model_config.head_dim,
             config.block_size,
+            kv_dtype=config.kv_dtype or config.dtype,
         )
         self._changed = threading.Condition()
         self._waiting: collections.deque[Key] = collections.deque()
@@ -156,7 +157,7 @@ class StepPrograms:
             native.prepare(
                 model.num_heads // model.num_kv_heads,
                 model.head_dim,
-                self._config.dtype,
+                self._config.kv_dtype or self._config.dtype,
                 is_gated=ARCHITECTURES[model.architecture].has_gated_mlp,
                 products=self._config.formats.products,
             )
@@ -330,6 +331,7 @@ class StepPrograms:
                 block_size=config.block_size,
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
+                kv_dtype=config.kv_dtype,
                 implementation=self.implementation(key),
                 formats=config.formats,
                 processors=config.logits_processors,

@@ -384,7 +384,7 @@ def encoded(numbers: jax.Array, kind: str) -> jax.Array:
 def _rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows [n, in] as int8 codes, and what a code of 1 stands for, [n] float32."""
     exact = x.astype(jnp.float32)
-    units = jnp.maximum(jnp.max(jnp.abs(exact), axis=1), LEAST) / 127
+    units = jnp.maximum(jnp.max(jnp.abs(exact), axis=1), LEAST) * (1 / 127)
     return jnp.round(exact / units[:, None]).astype(jnp.int8), units
 
 

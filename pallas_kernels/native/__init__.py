@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
+from jaxllm.pallas_kernels.kv_layout import layout_of
 from jaxllm.pallas_kernels.native.pages import use_huge_pages as use_huge_pages
 from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, RowsShape, Shape
 from jaxllm.pallas_kernels.native.targets import register, why_not_callable
@@ -58,7 +59,7 @@ def attend(
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A layer's rotation, writes and attention; see `pallas_kernels.attend`."""
-    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    num_kv_heads, head_dim = pool.shape[3], layout_of(pool).head_dim
     if rope is not None and (qkv.dtype != jnp.float32 or head_dim % (2 * LANES)):
         heads = rotated_heads(qkv, rope, num_kv_heads, head_dim)
         qkv, rope = jnp.concatenate(heads, axis=1).reshape(qkv.shape), None
@@ -364,7 +365,8 @@ def _call(
     aliases: dict[int, int],
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The call of a handler, and its arguments from the tables of decodes on."""
-    num_kv_heads, block_size, head_dim = pool.shape[3:]
+    num_kv_heads, block_size, _ = pool.shape[3:]
+    head_dim = layout_of(pool).head_dim
     num_q_heads = jax.tree.leaves(results)[-1].shape[1]
     reason = why_not(num_q_heads, num_kv_heads, head_dim, block_size)
     if reason is not None:

@@ -219,7 +219,7 @@ def _round(b: Builder, x: Any, count: Any, target: Any, scale: Any) -> None:
     largest[0] = b.constant(1e-10)
     with b.loop(count, step=LANES) as index:
         largest[0] = b.maximum_or_nan(largest[0], b.absolute(b.floats(x).load(index)))
-    unit = b.divide(b.splat(b.largest_or_nan(largest[0])), b.constant(127.0))
+    unit = b.multiply(b.splat(b.largest_or_nan(largest[0])), b.constant(1 / 127))
     b.floats(scale).put(b.first(unit))
     with b.loop(count, step=LANES) as index:
         code = b.rounded(b.divide(b.floats(x).load(index), unit))

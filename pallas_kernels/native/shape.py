@@ -21,7 +21,17 @@ class AttentionShape(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the pool."""
-        return 4 if self.dtype == "float32" else 2
+        return {"float32": 4, "int8": 1}.get(self.dtype, 2)
+
+    @property
+    def stride(self) -> int:
+        """Numbers of the pool from one token's head to the next one's; of int8 four more, its scale."""
+        return self.head_dim + (4 if self.dtype == "int8" else 0)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's head in the pool."""
+        return self.stride * self.itemsize
 
     @property
     def name(self) -> str:

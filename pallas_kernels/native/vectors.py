@@ -28,10 +28,17 @@ LANES = 16
 
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 _INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_ELEMENTS = {"float32": _FLOAT, "bfloat16": _INT16, "float16": _HALF, "int32": _INT32, "int64": _INT64}
+_ELEMENTS = {
+    "int8": _INT8,
+    "float32": _FLOAT,
+    "bfloat16": _INT16,
+    "float16": _HALF,
+    "int32": _INT32,
+    "int64": _INT64,
+}
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _INTS = ir.VectorType(_INT32, LANES)
-_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+_SIZES = {"int8": 1, "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 _LN2_HIGH, _LN2_LOW, _LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
@@ -58,7 +65,7 @@ def vector_code(body: Callable[..., None]) -> Any:
 
 
 class Array:
-    """Numbers in memory from an address on; what is loaded is float32 (int32 where they are integers)."""
+    """Numbers in memory from an address on; what is loaded is float32 (int32 where they are int32)."""
 
     def __init__(self, builder: ir.IRBuilder, pointer: Any, dtype: str) -> None:
         """Of `dtype`."""
@@ -86,6 +93,8 @@ class Array:
         if self._dtype == "bfloat16":
             high = b.shl(b.zext(loaded, _INTS), _all_lanes(16))
             return b.bitcast(high, _FLOATS)
+        if self._dtype == "int8":
+            return b.sitofp(b.sext(loaded, _INTS), _FLOATS)
         return b.fpext(loaded, _FLOATS) if self._dtype == "float16" else loaded
 
     def store(self, vector: Any, index: Any = 0) -> None:
@@ -99,8 +108,14 @@ class Array:
             rounded = b.add(bits, b.add(odd, _all_lanes(0x7FFF)))
             bits = b.select(b.fcmp_unordered("uno", vector, vector), _all_lanes(0x7FC00000), rounded)
             vector = b.trunc(b.lshr(bits, _all_lanes(16)), ir.VectorType(_INT16, LANES))
+        elif self._dtype == "int8":
+            vector = b.trunc(b.fptosi(vector, _INTS), ir.VectorType(_INT8, LANES))
         target = b.bitcast(self.at(index)._pointer, vector.type.as_pointer())
         b.store(vector, target, align=_SIZES[self._dtype])
+
+    def floats(self) -> Array:
+        """The float32 numbers from its first one's place on."""
+        return Array(self._builder, self._builder.bitcast(self._pointer, _FLOAT.as_pointer()), "float32")
 
     def splat(self, index: Any = 0) -> Any:
         """One number in all lanes."""
@@ -224,6 +239,13 @@ class Builder:
         undefined = ir.Constant(kind, ir.Undefined)
         first = self._b.insert_element(undefined, scalar, _INT32(0))
         return self._b.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+
+    def together(self, scalars: Sequence[Any]) -> Any:
+        """A vector of `LANES` float32."""
+        found = ir.Constant(_FLOATS, ir.Undefined)
+        for lane, scalar in enumerate(scalars):
+            found = self._b.insert_element(found, scalar, _INT32(lane))
+        return found
 
     def first(self, vector: Any) -> Any:
         """Lane 0."""

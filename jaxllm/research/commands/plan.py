@@ -185,7 +185,7 @@ def _compiled(args: argparse.Namespace, config: ModelConfig | None) -> dict[str,
     from jaxllm.models.registry import weight_bytes
     from jaxllm.research.plan.plan import make_plan
     from jaxllm.research.plan.target import get_target
-    from jaxllm.system.dtypes import ITEMSIZES, dtype_of
+    from jaxllm.system.dtypes import dtype_of
 
     assert config is not None  # published shapes are not compiled
     max_model_len = args.max_model_len or config.default_max_model_len
@@ -193,7 +193,7 @@ def _compiled(args: argparse.Namespace, config: ModelConfig | None) -> dict[str,
     target = get_target(args.device)
     taken = int(target.memory_size * args.mem_fraction)
     dtype = dtype_of("dtype", args.dtype)
-    defaults = default_limits(config, ITEMSIZES[dtype], weight_bytes(config, dtype), taken)
+    defaults = default_limits(config, dtype, weight_bytes(config, dtype), taken)
     plan = make_plan(
         config,
         target,
