@@ -45,7 +45,7 @@ from jaxllm.sched.policies import (
     WriteThrough,
     is_policy,
 )
-from jaxllm.sched.policies.user import describe, import_policy, own_policy
+from jaxllm.sched.policies.user import check_names, describe, import_policy, own_policy
 from jaxllm.system.import_path import imported
 
 
@@ -260,9 +260,10 @@ def as_policy(choice: object, costs: CostModel | None = None) -> SchedulingPolic
         costs: predicted seconds, for policies that weigh actions.
 
     Raises:
-        ConfigError: it stands for none, or needs `costs`.
+        ConfigError: it stands for none, needs `costs`, or has a part under a name that nobody asks for.
     """
     if is_policy(choice):
+        check_names(describe(choice), choice)
         return choice
     if isinstance(choice, str):
         return make_preset(choice, costs)
