@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, blame
 from jaxllm.system.dtypes import ITEMSIZES, dtype_of
 
 CostKind = Literal["prefill", "decode", "mixed", "swap_out", "swap_in"]
@@ -84,6 +84,7 @@ class CheckedCosts:
 
     Raises:
         ConfigError: by its methods, of an answer that is negative, no finite number, or no number at all.
+        UserCodeError: by its methods, where those of a model from outside the package raise.
     """
 
     def __init__(self, model: CostModel) -> None:
@@ -103,21 +104,25 @@ class CheckedCosts:
         work: tuple[int, ...] = batch, context_tokens
         if prompt_tokens:
             work = *work, prompt_tokens, num_prompts, prompt_context
-        return self._checked("step_seconds", self._model.step_seconds(*work), work)
+        return self._checked("step_seconds", self._model.step_seconds, work)
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """The model's."""
         if num_blocks <= 0:
             return 0.0
-        return self._checked("swap_out_seconds", self._model.swap_out_seconds(num_blocks), (num_blocks,))
+        return self._checked("swap_out_seconds", self._model.swap_out_seconds, (num_blocks,))
 
     def swap_in_seconds(self, num_blocks: int) -> float:
         """The model's."""
         if num_blocks <= 0:
             return 0.0
-        return self._checked("swap_in_seconds", self._model.swap_in_seconds(num_blocks), (num_blocks,))
+        return self._checked("swap_in_seconds", self._model.swap_in_seconds, (num_blocks,))
 
-    def _checked(self, name: str, seconds: float, work: tuple[int, ...]) -> float:
+    def _checked(self, name: str, method: Callable[..., float], work: tuple[int, ...]) -> float:
+        try:
+            seconds = method(*work)
+        except Exception as error:
+            raise blame(self._model, f"{name}{work}", error)  # noqa: B904, which chains
         if type(seconds) is float and 0.0 <= seconds < math.inf:
             return seconds
         if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:

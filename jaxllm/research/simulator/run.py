@@ -12,6 +12,7 @@ from jaxllm.engine.observer import StepObserver
 from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.own import checked
 from jaxllm.research.simulator.executor import SimulatedExecutor
 from jaxllm.research.simulator.files import SimulatedFiles
 from jaxllm.research.simulator.truth import Residuals
@@ -77,6 +78,7 @@ def simulate(
         ConfigError: an argument is of the wrong kind, or there is no such preset.
     """
     _check(trace, config)
+    costs = checked(costs)
     if not is_policy(policy):
         policy = make_preset(policy, costs)  # type: ignore[arg-type]
     if scheduler is None:
