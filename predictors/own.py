@@ -128,6 +128,8 @@ def _probe(
 
 def type_name(costs: object) -> str:
     """What messages and records call a predictor that was given as an object."""
+    while isinstance(costs, CheckedCosts | OnlineCalibration):
+        costs = costs.model
     kind = type(costs)
     return f"{kind.__module__}:{kind.__qualname__}"
 

@@ -10,7 +10,7 @@ from scheduler_helpers import LinearCosts
 from test_predictors_store import PROFILE
 
 from jaxllm.cli.main import main
-from jaxllm.errors import CapacityError, ConfigError, JaxllmError, RequestTooLargeError
+from jaxllm.errors import CapacityError, ConfigError, JaxllmError, RequestTooLargeError, UserCodeError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
@@ -112,6 +112,21 @@ def test_costs_of_ones_own():
         make_system("llama-3-8b", costs="sillicon")
     with pytest.raises(ConfigError, match="or a CostModel"):
         make_system("llama-3-8b", costs=3)
+
+
+def test_costs_of_ones_own_that_raise_are_named():
+    class Breaks(LinearCosts):
+        num_asked = 0
+
+        def swap_out_seconds(self, num_blocks):
+            self.num_asked += 1
+            if self.num_asked > 20:  # later than when it is given
+                raise LookupError("no such size")
+            return 1.0
+
+    few = {"num_gpu_blocks": 60, "num_host_blocks": 60, "num_prompts": 60, "max_model_len": 900}
+    with pytest.raises(UserCodeError, match=r"Breaks.swap_out_seconds\(\d+,\) raised LookupError: no such"):
+        simulate(model="llama-3-8b", costs=Breaks(), policies="paper", too_long="clip", **few)
 
 
 def test_a_profile_is_costs_and_names_its_model_and_device(tmp_path):

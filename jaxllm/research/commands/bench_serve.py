@@ -187,12 +187,11 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm.research.bench.serving.client import import_from_extra
     from jaxllm.research.bench.serving.plot import plot
     from jaxllm.research.bench.serving.report import brief, rows, summary, table
-    from jaxllm.research.figures import import_pyplot
+    from jaxllm.research.figures import check_picture
 
     for name in ("aiohttp", "prometheus_client"):
         import_from_extra(name)
-    if args.plot is not None:
-        import_pyplot()
+    check_picture(args.plot)
     sweep = _sweep(args)
     check_distinct(
         {"--output": args.output, "--plot": args.plot, "--trace": args.trace, "--dataset": args.dataset}

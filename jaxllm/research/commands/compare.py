@@ -28,6 +28,7 @@ from jaxllm.research.compare.workloads import (
     get_workload,
     save_workload,
 )
+from jaxllm.research.figures import check_picture
 from jaxllm.system.cache_folder import cache_folder
 from jaxllm.system.output_files import add_overwrite, check_writable
 
@@ -158,6 +159,7 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
     outputs = {"--out": args.out, "--plot": args.plot, "--save-workload": args.save_workload}
+    check_picture(args.plot)
     check_writable({name: path and str(path) for name, path in outputs.items()}, overwrite=args.overwrite)
     environments = args.environments or cache_folder("compare")
     for name in args.install.split(",") if args.install else ():

@@ -128,15 +128,14 @@ _AS_THEY_ARE = (
 def run(args: argparse.Namespace) -> int:
     """Simulate, print, and return the exit code."""
     from jaxllm.research.bench.results import about, write_json
-    from jaxllm.research.figures import import_pyplot
+    from jaxllm.research.figures import check_picture
     from jaxllm.research.simulator.study import simulate
 
     os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present shall not be touched
     written = {"--json": args.json, "--plot": args.plot}
     check_distinct({"--trace": args.trace, **written})
+    check_picture(args.plot)
     check_writable(written, overwrite=args.overwrite)
-    if args.plot is not None:
-        import_pyplot()
     given = {_NAMES.get(name, name): getattr(args, name) for name in _AS_THEY_ARE}
     given |= _drawn(args) if args.trace is None else _read(args)
     if args.link is not None:

@@ -10,7 +10,6 @@ from typing import Any
 from jaxllm.errors import CapacityError, ConfigError, shown
 from jaxllm.predictors.base import CostModel, ModelShape, check_integer, check_number
 from jaxllm.predictors.devices import DeviceSpec, device_spec
-from jaxllm.predictors.own import checked
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.predictors.store import Profile
@@ -202,7 +201,7 @@ def _costs(
         return roofline, "a roofline of data-sheet rates"
     if link is not None:
         raise ConfigError("link is part of a cost model of one's own: leave it out")
-    return checked(costs), type(costs).__name__
+    return costs, type(costs).__name__
 
 
 def _fitting(
