@@ -64,7 +64,7 @@ def checked_params(params: Params, config: ModelConfig) -> Params:
         if not hasattr(weight, "shape") or not hasattr(weight, "dtype"):
             raise ConfigError(
                 f"params[{name!r}] is {shown(weight, 60)}, and must be an array, as load_params(folder, "
-                "config) returns; where some weights are trained apart, join them before: {**frozen, **trained}"
+                "config) returns; where some are trained apart, join them before: {**frozen, **trained}"
             )
     if lacking := sorted(_names(config) - params.keys()):
         raise WeightsError(
