@@ -416,3 +416,45 @@ def test_pictures_are_refused_where_they_cannot_be_written(tmp_path):
     found = simulate(trace(), policies="vllm_v1", num_gpu_blocks=64)
     with pytest.raises(ConfigError, match="--plot"):
         found.plot(Path(tmp_path / "picture.nothing"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--closed", "0"], "--closed must lie in [1, "),
+        (["--rate", "0"], "--rate must lie in [1e-06, "),
+        (["--seeds", "0"], "--seeds must lie in [1, 1000], got 0"),
+        (["--num-prompts", "0"], "--num-prompts must lie in [1, "),
+        (["--gpu-blocks", "0"], "--gpu-blocks must lie in [1, "),
+        (["--host-blocks", "-1"], "--host-blocks must lie in [0, "),
+        (
+            ["--gpu-blocks", "9", "--memory-utilization", "0.5"],
+            "--gpu-blocks 9 and --memory-utilization 0.5 both",
+        ),
+        (["--link", "0"], "--link: 0 must be GB/s, more than 0"),
+        (["--input-len", "0"], "--input-len: '0' must be a length of at least 1"),
+        (["--input-len", "5:3"], "--input-len: '5:3' must be a length"),
+        (["--arrivals", "closed:0"], "'closed:0': CLIENTS must lie in [1, "),
+        (["--arrivals", "gamma:1:0"], "'gamma:1:0': CV must lie in [0.01, 20]"),
+        (["--device", "a101"], "is not in the table; known: "),
+        (
+            ["--policy", "vllm", "--prefix-caching"],
+            "--prefix-caching: policy 'vllm' plans without a prefix cache",
+        ),
+        (
+            ["--gpu-blocks", "2"],
+            "cut them with --clip, leave them out with --skip, or raise --gpu-blocks x --block",
+        ),
+        (["--trace", "TRACE", "--json", "TRACE", "--overwrite"], "--trace and --json are one file, '"),
+        (["--trace", "TRACE"], "pass --tokenizer"),
+    ],
+)
+def test_messages_are_in_the_commands_own_words(options, message, tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": "hello", "output_length": 5}\n')
+    given = [str(trace) if one == "TRACE" else one for one in options]
+    assert main(["simulate", *given]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    for word in ("num_", "PosixPath", "too_long=", "DeviceSpec", "tokenizer="):
+        assert word not in said.replace(str(tmp_path), "")

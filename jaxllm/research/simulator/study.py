@@ -346,10 +346,15 @@ def simulate(
     for name, make in chosen.items():
         for seed, drawn in zip(numbers, traces, strict=True):
             policy = make(asked)
+            if enable_prefix_caching is True and not policy.shares_prefixes:
+                raise ConfigError(
+                    f"enable_prefix_caching=True: policy {name!r} plans without a prefix cache; leave it "
+                    "out, or take vllm_v1, adaptive or another preset"
+                )
             own = dataclasses.replace(
                 config,
                 num_host_blocks=config.num_host_blocks if policy.may_swap else 0,
-                enable_prefix_caching=caches and (policy.shares_prefixes or enable_prefix_caching is True),
+                enable_prefix_caching=caches and policy.shares_prefixes,
             )
             result = play(drawn, own, policy, asked, overlap_swaps=overlap_swaps)
             runs.append(Run(name, seed, result, figures_of(result, drawn)))
@@ -375,7 +380,9 @@ def policies_of(
     found: dict[str, Callable[[CostModel], SchedulingPolicy]] = {}
     for name, policy in named:
         if name in found:
-            raise ConfigError(f"two policies are called {name!r}: name them with a dictionary")
+            raise ConfigError(
+                f"two policies are called {name!r}: leave one out, or name them with a dictionary"
+            )
         found[name] = _maker(policy)
     if not found:
         raise ConfigError("policies must name at least one, such as 'adaptive'")
