@@ -16,6 +16,11 @@ def shown(value: object, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def reason(error: Exception) -> str:
+    """What an error says, of a file's without its number and the file's name."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """Which of the known names a wrong one may stand for."""
     near = difflib.get_close_matches(str(name)[:100], list(known), n=1)

@@ -17,7 +17,7 @@ from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.config import read_hf_config
 from jaxllm.models.names import LM_HEAD, WeightNames
-from jaxllm.models.quantisation import read_quantisation
+from jaxllm.models.quantisation import quantisation_of, read_quantisation
 from jaxllm.models.registry import abstract_params
 from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
@@ -40,7 +40,7 @@ def load_safetensors(
     names = ARCHITECTURES[config.architecture].names
     tensors = list_tensors(folder)
     has_config = (folder / "config.json").is_file()
-    if has_config and (said := read_hf_config(folder).get("quantization_config")):
+    if has_config and (said := quantisation_of(read_hf_config(folder))):
         tensors = with_quantised(tensors, read_quantisation(said))
     found = _by_canonical_name(tensors, names)
     if config.tie_word_embeddings:
