@@ -118,6 +118,12 @@ class CheckedCosts:
             return 0.0
         return self._checked("swap_in_seconds", self.model.swap_in_seconds, (num_blocks,))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckedCosts) and bool(self.model == other.model)
+
+    def __hash__(self) -> int:
+        return hash((CheckedCosts, type(self.model)))
+
     def _checked(self, name: str, method: Callable[..., float], work: tuple[int, ...]) -> float:
         try:
             seconds = method(*work)

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
-from jaxllm.errors import ConfigError, did_you_mean, shown
-from jaxllm.predictors.base import CostModel
+from jaxllm.errors import ConfigError, did_you_mean, is_outside, shown
+from jaxllm.predictors.base import CheckedCosts, CostModel
 from jaxllm.predictors.lengths import RankPredictor
 from jaxllm.sched.baselines import VLLM025
 from jaxllm.sched.policies import (
@@ -315,6 +315,7 @@ def make_preset(name: str, costs: CostModel | None = None) -> SchedulingPolicy:
 
 
 def _required(name: str, costs: CostModel | None) -> CostModel:
+    """The costs; those from outside the package are named where they raise, or answer with no seconds."""
     if costs is None:
         raise ConfigError(f"preset {name!r} weighs swapping against recomputing: pass costs=...")
-    return costs
+    return CheckedCosts(costs) if is_outside(costs) else costs

@@ -252,9 +252,9 @@ class Scheduler:
         if self._holding is not None:
             self._holding.settle(now)
         self.is_planning = True
-        if self._read_ahead is not None:
-            self._read_ahead.add_reads(self._reads, now)
         try:
+            if self._read_ahead is not None:
+                self._read_ahead.add_reads(self._reads, now)
             while (plan := self._plan(now)) is None:
                 state.join(next(iter(state.loading.values())))
         except UserCodeError as error:

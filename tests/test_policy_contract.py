@@ -25,6 +25,7 @@ from jaxllm.sched.policies import (
     WriteThrough,
 )
 from jaxllm.sched.policies.contract import watched
+from jaxllm.sched.presets import make_preset
 from jaxllm.types import Request, RequestStatus
 
 
@@ -297,7 +298,11 @@ def test_a_planner_that_raises_is_named():
 
 @pytest.mark.parametrize(
     ("action", "asker"),
-    [(AdaptiveAction, "AdaptiveAction.choose"), (None, "Weighs.choose")],
+    [
+        (lambda costs: AdaptiveAction(CheckedCosts(costs)), "AdaptiveAction.choose"),
+        (lambda costs: make_preset("paper", costs).action, "AdaptiveAction.choose"),
+        (None, "Weighs.choose"),
+    ],
 )
 def test_costs_that_raise_are_named_with_who_asked_and_about_whom(action, asker):
     class Weighs:
@@ -311,7 +316,8 @@ def test_costs_that_raise_are_named_with_who_asked_and_about_whom(action, asker)
         def swap_out_seconds(self, num_blocks):
             raise OSError("no table")
 
-    policy = dataclasses.replace(V1, action=(action or Weighs)(CheckedCosts(Costs())))
+    made = Weighs(CheckedCosts(Costs())) if action is None else action(Costs())
+    policy = dataclasses.replace(V1, action=made)
     with pytest.raises(UserCodeError) as raised:
         run_two(make_scheduler(policy, num_gpu_blocks=2, num_host_blocks=2))
     message = str(raised.value)
