@@ -108,10 +108,24 @@ def test_costs_of_ones_own():
     assert isinstance(make_system("llama-3-8b", costs="roofline").costs, RooflineCostModel)
     with pytest.raises(ConfigError, match="link is part of a cost model"):
         make_system("llama-3-8b", costs=costs, link=1e9)
-    with pytest.raises(ConfigError, match="must be silicon, roofline or a profile's JSON file"):
+    with pytest.raises(
+        ConfigError, match=r"did you mean silicon.* a profile's JSON file or module:attribute"
+    ):
         make_system("llama-3-8b", costs="sillicon")
     with pytest.raises(ConfigError, match="or a CostModel"):
         make_system("llama-3-8b", costs=3)
+
+
+def test_costs_of_ones_own_are_named_by_import_path(tmp_path, monkeypatch, capsys):
+    (tmp_path / "priced.py").write_text(
+        "from scheduler_helpers import LinearCosts\n\ncosts = LinearCosts()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["--gpu-blocks", "400", "--num-prompts", "20", "--policy", "paper"]
+    assert main(["simulate", "--costs", "priced:costs", *options]) == 0
+    assert "priced:costs" in capsys.readouterr().out
+    assert main(["simulate", "--costs", "priced:cost", *options]) == 2
+    assert "did you mean costs?" in capsys.readouterr().err
 
 
 def test_costs_of_ones_own_that_raise_are_named():

@@ -99,7 +99,12 @@ _LOAD: tuple[tuple[str, Any, str, str], ...] = (
 _SYSTEM: tuple[tuple[str, Any, str, str], ...] = (
     ("model", str, "MODEL", "a published shape, a checkpoint or a config.json (default: llama-3-8b)"),
     ("device", str, "NAME", "a100, h100, h200, l40s, l4, b200, ... (default: a100)"),
-    ("costs", str, "COSTS", "silicon (measured kernels), roofline, or a profile's JSON (default: silicon)"),
+    (
+        "costs",
+        str,
+        "COSTS",
+        "silicon (measured kernels), roofline, a profile's JSON, or module:attribute (default: silicon)",
+    ),
     ("dtype", str, "NAME", "of weights and KV (default: bfloat16)"),
     ("tensor-parallel", int, "N", "GPUs that share the model, with --costs silicon (default: 1)"),
     ("block-size", int, "N", "tokens of a KV block (default: 16)"),
