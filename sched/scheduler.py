@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 from typing import NamedTuple
 
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, UserCodeError
 from jaxllm.sched.applying import Iteration
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.sched.config import SchedulerConfig
@@ -17,7 +17,7 @@ from jaxllm.sched.offloading import Offloader
 from jaxllm.sched.plan import Plan, Planner, PlanningPolicy, check_plan
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import LearningPolicy, NoHold, Progress, SchedulerPolicy, SchedulingPolicy
-from jaxllm.sched.policies.contract import is_outside, unchanged, watched
+from jaxllm.sched.policies.contract import is_outside, name_asker, unchanged, watched
 from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.state import SchedulerState
@@ -106,7 +106,7 @@ class Scheduler:
         self.config = config
         self.policy = policy
         parts = (getattr(policy, question, None) for question in ("admission", "victim"))
-        self._learners = [part for part in parts if isinstance(part, LearningPolicy)]
+        self._learners = [watched(part) for part in parts if isinstance(part, LearningPolicy)]
         self._length = watched(policy.length)
         self.ledger = ledger
         self.num_scheduled = 0
@@ -240,7 +240,8 @@ class Scheduler:
 
         Raises:
             ConfigError: a policy's answer is not one of those it may give.
-            Exception: whatever a policy raises. In both cases, if `is_planning`, nothing has changed.
+            UserCodeError: a policy or predictor from outside the package raised. In both cases, if
+                `is_planning`, nothing has changed.
         """
         state = self._state
         self.is_planning = False
@@ -251,10 +252,14 @@ class Scheduler:
         if self._holding is not None:
             self._holding.settle(now)
         self.is_planning = True
-        if self._read_ahead is not None:
-            self._read_ahead.add_reads(self._reads, now)
-        while (plan := self._plan(now)) is None:
-            state.join(next(iter(state.loading.values())))
+        try:
+            if self._read_ahead is not None:
+                self._read_ahead.add_reads(self._reads, now)
+            while (plan := self._plan(now)) is None:
+                state.join(next(iter(state.loading.values())))
+        except UserCodeError as error:
+            name_asker(error)
+            raise
         self.is_planning = False
         iteration = Iteration(state, self.ledger, self.num_scheduled, now)
         self.num_scheduled += 1
@@ -344,8 +349,8 @@ class Scheduler:
         state.under_way.pop(request.request_id, None)
         state.progress.num_ended += 1
         state.num_read.pop(request.request_id, None)
-        if reason in ("stop", "length") and self.policy.length is not None:
-            self.policy.length.observe(request, len(request.output_token_ids))
+        if reason in ("stop", "length") and self._length is not None:
+            self._length.observe(request, len(request.output_token_ids))
         for learner in self._learners:
             is_cut = (
                 request.sampling_params.max_tokens is not None if reason == "length" else reason != "stop"

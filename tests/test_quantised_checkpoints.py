@@ -34,6 +34,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 def folder_of(name, folder, change=lambda tensors, config: None):
     """A checkpoint, whose tensors and config.json may be changed."""
+    folder.mkdir(exist_ok=True)
     tensors = {}
     for file in ("common", name):
         with open(DATA / f"{file}.safetensors", "rb") as opened:
@@ -265,6 +266,80 @@ def test_groups_of_layers_have_layouts_of_their_own():
     }
     assert {module: found.layout_of(module).name for module in names} == names
     assert found.layout_of("lm_head") is found.layout_of("model.layers.3.self_attn.k_proj") is None
+
+
+def of_group(*targets):
+    """What is said of weights of 4 bits in layers by these names."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    return {"format": "pack-quantized", "targets": [*targets], "weights": weights}
+
+
+@pytest.mark.parametrize(
+    ("target", "those"),
+    [
+        ("re:.*self_attn.qkv_proj", {"q_proj", "k_proj", "v_proj"}),
+        ("re:.*gate_up_proj$", {"gate_proj", "up_proj"}),
+        ("model.layers.0.mlp.gate_up_proj", {"gate_proj", "up_proj"}),
+        ("re:.*v_proj", {"v_proj"}),  # as qkv_proj ends, too, which nobody named
+        ("re:.*up_proj", {"up_proj"}),
+    ],
+)
+def test_targets_may_name_the_layers_that_engines_multiply_as_one(target, those):
+    said = compressed({"strategy": "channel"}, "int-quantized")
+    said["config_groups"]["b"] = of_group(target)
+    found = read_quantisation(said)
+    names = {
+        **{one: f"model.layers.0.self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj")},
+        **{one: f"model.layers.0.mlp.{one}" for one in ("gate_proj", "up_proj", "down_proj")},
+    }
+    packed = {one for one, module in names.items() if found.layout_of(module).name == "pack-quantized"}
+    assert packed == those
+    said = compressed({}, "int-quantized") | {"ignore": [target]}
+    ignored = {one for one, module in names.items() if read_quantisation(said).layout_of(module) is None}
+    assert ignored == those
+
+
+def test_a_class_of_layers_is_named_in_any_case():
+    said = {"quant_method": "compressed_tensors", "config_groups": {"a": of_group("linear")}}
+    assert read_quantisation(said).layout_of("a.b").name == "pack-quantized"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_config_may_be_called_as_older_llm_compressor_did(nested, tmp_path):
+    def change(tensors, config):
+        said = config.pop("quantization_config")
+        if nested:
+            said = {
+                "quant_method": said.pop("quant_method"),
+                "quantization_config": said,
+                "sparsity_config": {},
+            }
+        config["compression_config"] = said
+
+    whole = folder_of("ct-w4a16-asym", tmp_path / "whole")
+    other = folder_of("ct-w4a16-asym", tmp_path / "other", change)
+    same_weights(whole, other)
+    convert_checkpoint(other, tmp_path / "orbax", "float32")
+    assert "compression_config" not in read_hf_config(tmp_path / "orbax")
+
+
+def test_awq_may_be_said_in_autoawqs_words(tmp_path):
+    def change(tensors, config):
+        said = config["quantization_config"]
+        said |= {"w_bit": said.pop("bits"), "q_group_size": said.pop("group_size"), "version": "GEMM"}
+
+    whole = folder_of("awq-gemm-g128", tmp_path / "whole")
+    same_weights(whole, folder_of("awq-gemm-g128", tmp_path / "other", change))
+    with pytest.raises(UnsupportedModelError, match="bits=4 and w_bit=8"):
+        read_quantisation({"quant_method": "awq", "bits": 4, "w_bit": 8, "group_size": 128})
+
+
+def same_weights(*folders):
+    one, other = (
+        load_params(folder, config_from_dict(read_hf_config(folder)), "float32") for folder in folders
+    )
+    assert one.keys() == other.keys()
+    assert all((one[name] == other[name]).all() for name in one)
 
 
 def test_gptqs_second_version_stores_zero_points_as_they_are():

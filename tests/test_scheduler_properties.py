@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_helpers import LinearCosts, make_request, make_scheduler
 
+from jaxllm.errors import UserCodeError
 from jaxllm.sched.policies import (
     S3FIFO,
     AdaptiveAction,
@@ -392,7 +393,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_scheduled = self.scheduler.num_scheduled
         try:
             output = self.scheduler.schedule(self.now, copies, max_steps)
-        except Broken:
+        except UserCodeError as error:
+            if not isinstance(error.__cause__, Broken):
+                raise
             self._check_intact(before, num_scheduled)
             self.now += 1.0  # the next attempt draws other answers
             return

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from jaxllm import pallas_kernels
 from jaxllm.engine import sizing
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.ledgers import open_ledger
+from jaxllm.engine.ledgers import header_of, open_ledger
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.profiling import Profiler
 from jaxllm.engine.scheduling import Scheduling
@@ -41,9 +41,7 @@ from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.table import TableCostModel
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
-from jaxllm.sched.policies.user import describe
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.presets import DEFAULT_PRESET
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system import forks
@@ -224,7 +222,10 @@ def _join(
         )
     if ledger is not None:
         ledger.costs = None if costs_source is None else scheduling.costs
-        ledger.begin(_header(config, sizes.scheduler, executor.device_kind, costs_source))
+        settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        policy = DEFAULT_PRESET if config.scheduler_policy is None else config.scheduler_policy
+        device, version = executor.device_kind, jax.__version__
+        ledger.begin(header_of(policy, device, costs_source, settings, sizes.scheduler, jax=version))
     engine = Engine(
         executor,
         Scheduler(sizes.scheduler, scheduling.policy, ledger=ledger, files=executor.file_index),
@@ -250,34 +251,6 @@ def _join(
         loaded.reload,
         files,
     )
-
-
-def _header(
-    config: EngineConfig, limits: SchedulerConfig, device_kind: str, costs_source: str | None
-) -> HeaderRecord:
-    """What an engine's ledger begins with."""
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    policy = config.scheduler_policy
-    return HeaderRecord(
-        jaxllm=jaxllm.__version__,
-        jax=jax.__version__,
-        device=device_kind,
-        policy=str(_plain(DEFAULT_PRESET if policy is None else policy)),
-        costs_source=costs_source,
-        settings={name: _plain(value) for name, value in settings.items()},
-        limits={name: _plain(value) for name, value in dataclasses.asdict(limits).items()},
-    )
-
-
-def _plain(value: object) -> Any:
-    """A setting as JSON has it; objects by their class or name."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else describe(value)
 
 
 def _keep_files(

@@ -30,6 +30,7 @@ from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
 from jaxllm.models.names import EMBEDDING, LM_HEAD
+from jaxllm.models.quantisation import quantisation_of
 from jaxllm.models.registry import PLAIN, weight_bytes
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.predictors.base import ModelShape
@@ -167,7 +168,7 @@ def _formats(
     """
     if config.quantization is None:
         return PLAIN if is_given else checkpoint_formats(folder, model_config, hf_config, config.load_format)
-    if not is_given and (said := hf_config.get("quantization_config")):
+    if not is_given and (said := quantisation_of(hf_config)):
         method = said.get("quant_method") if isinstance(said, Mapping) else said
         raise ConfigError(
             f"quantization={config.quantization!r} is for checkpoints of 16 or 32 bits, and the weights of "

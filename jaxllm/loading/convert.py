@@ -12,6 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.loading.load import iter_params, resolve_dtype
 from jaxllm.loading.orbax_format import save_orbax
 from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.quantisation import KEYS
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 
 # Everything a folder needs besides config.json and weights.
@@ -56,7 +57,7 @@ def convert_checkpoint(src: str | Path, dst: str | Path, dtype: str = "auto") ->
     try:
         cpu = jax.local_devices(backend="cpu")[0]
         save_orbax(partial, iter_params(src, config, dtype, device=cpu))
-        for name in ("torch_dtype", "quantization_config"):  # what is written is not quantised
+        for name in ("torch_dtype", *KEYS):  # what is written is not quantised
             hf_config.pop(name, None)
         (partial / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype}, indent=2) + "\n")
         for name in SIDE_FILES:

@@ -17,6 +17,7 @@ from jaxllm.loading.shards import INDEX_FILE, SINGLE_FILE, list_tensors
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import read_hf_config
 from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.quantisation import quantisation_of
 from jaxllm.models.registry import PLAIN, Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.system.dtypes import dtype_of, dtype_or_auto
@@ -80,7 +81,7 @@ def checkpoint_formats(
 ) -> LinearFormats:
     """The formats in which an engine holds a checkpoint's weights; see `stored_formats`."""
     folder = Path(path)
-    is_quantised = bool(hf_config.get("quantization_config")) and load_format != "dummy"
+    is_quantised = bool(quantisation_of(hf_config)) and load_format != "dummy"
     return stored_formats(folder, config) if is_quantised and not _is_orbax(folder, load_format) else PLAIN
 
 

@@ -19,7 +19,7 @@ from jaxllm.models.config import read_hf_config
 from jaxllm.models.linear_formats import LinearFormat, LinearFormats
 from jaxllm.models.linear_weights import Fused, Weight, stacked
 from jaxllm.models.names import EMBEDDING, LM_HEAD, WeightNames
-from jaxllm.models.quantisation import read_quantisation
+from jaxllm.models.quantisation import quantisation_of, read_quantisation
 from jaxllm.models.registry import PLAIN, abstract_params, linear_weights
 from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
@@ -108,7 +108,7 @@ def _stored(folder: Path, config: ModelConfig) -> dict[str, tuple[StoredTensor, 
     names = ARCHITECTURES[config.architecture].names
     tensors = list_tensors(folder)
     has_config = (folder / "config.json").is_file()
-    if has_config and (said := read_hf_config(folder).get("quantization_config")):
+    if has_config and (said := quantisation_of(read_hf_config(folder))):
         tensors = with_quantised(tensors, read_quantisation(said))
     found = _by_canonical_name(tensors, names)
     if config.tie_word_embeddings:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.options import check_distinct, note
 from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.research.figures import check_picture
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def _check(args: argparse.Namespace) -> None:
     args.clients = [one[0] for one in _numbers_of("--concurrency", args.concurrency, 1)]
     if args.plot is not None and not args.crossover:
         raise ConfigError("--plot draws what --crossover tells: pass both")
+    check_picture(args.plot)
     written = {
         name: path for name, path in (("--json", args.json), ("--plot", args.plot)) if path is not None
     }
