@@ -19,6 +19,7 @@ from jaxllm.models.layers import Edit
 from jaxllm.models.registry import abstract_params
 from jaxllm.pallas_kernels import REFERENCE
 from jaxllm.pallas_kernels.api import settle_implementation
+from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
 
 Params = Mapping[str, jax.Array]
 _R = TypeVar("_R")
@@ -145,7 +146,8 @@ def check_cache(config: ModelConfig, cache: tuple[jax.Array, jax.Array], lengths
     """Verify that a cache is of the model, and has room for rows of these lengths."""
     pool, tables = cache
     block_size = pool.shape[4] if pool.ndim == 6 else 0
-    expected = config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim
+    width = KVLayout(layout_of(pool).dtype, config.head_dim).width if pool.ndim == 6 else 0
+    expected = config.num_layers, 2, config.num_kv_heads, block_size, width
     if pool.ndim != 6 or pool.shape[1:] != expected or tables.shape[:1] != lengths.shape:
         raise ConfigError(
             f"a cache of shape {pool.shape} with block tables {tables.shape} is not of this model and "

@@ -40,9 +40,10 @@ from jaxllm.functional.checks import (
 )
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.layers import Edit
+from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling.params import MAX_LOGIT_BIAS
-from jaxllm.system.dtypes import dtype_of
+from jaxllm.system.dtypes import KV_DTYPES, dtype_of
 
 _MAX_TEMPERATURE = 1e6
 
@@ -79,12 +80,17 @@ def init_pool(
 ) -> jax.Array:
     """An empty KV pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
 
+    `dtype` is that of NumPy or JAX, or one of `jaxllm.system.dtypes.KV_DTYPES`; of "int8" the last axis is
+    four longer (`jaxllm.pallas_kernels.kv_layout`).
+
     Raises:
         ConfigError: a size is no positive integer, or the dtype is not supported.
     """
     check_sizes(config, num_blocks=num_blocks, block_size=block_size)
-    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-    return jnp.zeros(shape, dtype_of("dtype", dtype))
+    is_kv_dtype = isinstance(dtype, str) and dtype in KV_DTYPES
+    layout = KVLayout(dtype if is_kv_dtype else dtype_of("dtype", dtype), config.head_dim)
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, layout.width)
+    return jnp.zeros(shape, layout.array_dtype)
 
 
 @under_jax_defaults

@@ -72,8 +72,9 @@ class LinearFormat:
         return Coded(*arrays, self.kind, self.rounds, weight.dtype.name)
 
     def group_of(self, width: int) -> int:
-        """Inputs of a group where there are `width`; all of them if they do not divide by `group`."""
-        return self.group if self.group and width % self.group == 0 else width
+        """Inputs of a group where there are `width`: a half or a quarter of `group` if that fits, or all."""
+        sizes = (self.group, self.group // 2, self.group // 4) if self.group else ()
+        return next((size for size in sizes if size >= 16 and width % size == 0), width)
 
     def struct(self, weight: jax.ShapeDtypeStruct) -> Any:
         """Shapes and dtypes of what `make` gives."""
