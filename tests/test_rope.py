@@ -121,14 +121,7 @@ def test_frequencies_of_a_length_ask_for_it_in_one_program():
     tokens = jnp.zeros((1, 4), jnp.int32)
     params = dict.fromkeys(abstract_params(config, "float32"), tokens)
     with pytest.raises(ValueError, match=r"'longrope' needs the longest sequence.*with_max_model_len\(8\)"):
-        functional.generate(
-            dict.fromkeys(abstract_params(config, "float32"), tokens),
-            config,
-            tokens,
-            jnp.full(1, 4),
-            4,
-            jax.random.key(0),
-        )
+        functional.generate(params, config, tokens, jnp.full(1, 4), 4, jax.random.key(0))
 
 
 def test_yarn_lengths_and_attention_factors():

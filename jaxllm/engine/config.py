@@ -60,8 +60,8 @@ def _implementation(name: str, value: object) -> object:
 def _quantization(name: str, value: object) -> object:
     if isinstance(value, str) and value in METHODS and value not in QUANTIZATIONS:
         raise ConfigError(
-            f"{name}={shown(value)} is how a checkpoint says that it is quantised, and needs no option: leave "
-            "it out"
+            f"{name}={shown(value)} is how a checkpoint says that it is quantised, and needs no option: "
+            "leave it out"
         )
     check_choice(name, value, tuple(QUANTIZATIONS))
     return value
