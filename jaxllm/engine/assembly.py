@@ -223,9 +223,18 @@ def _join(
     if ledger is not None:
         ledger.costs = None if costs_source is None else scheduling.costs
         ledger.begin(_header(config, sizes.scheduler, executor.device_kind, costs_source))
+    speculation = None
+    if config.speculative_config is not None:
+        speculation = config.speculative_config.make(chosen.max_drafts, scheduling.costs.model)
     engine = Engine(
         executor,
-        Scheduler(sizes.scheduler, scheduling.policy, ledger=ledger, files=executor.file_index),
+        Scheduler(
+            sizes.scheduler,
+            scheduling.policy,
+            ledger=ledger,
+            files=executor.file_index,
+            speculation=speculation,
+        ),
         observer=StepObserver(scheduling.costs, ledger),
         vocab_size=model.config.vocab_size,
         tokenizer=loaded.tokenizer,

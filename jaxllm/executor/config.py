@@ -15,6 +15,7 @@ from jaxllm.sampling.logits_processors import LogitsProcessor
 class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
+    `max_drafts`: most drafts that one step verifies.
     `packs_weights`: linear layers are packed for native products (`registry.pack_linear_weights`).
     `warms_sampling`: the programs of what is sampled apart are among those compiled ahead, but for what
     prompts' and all tokens' log-probabilities take, which `warms_everything` adds.
@@ -31,6 +32,7 @@ class ExecutorConfig:
     packs_weights: bool = False
     num_host_blocks: int = 0
     max_decode_steps: int = 1
+    max_drafts: int = 0
     logits_processors: tuple[LogitsProcessor, ...] = ()
     warms_sampling: bool = False
     warms_everything: bool = False
@@ -55,7 +57,7 @@ class ExecutorConfig:
         decodes += [ProgramKey(rows, 0, self.max_decode_steps) for rows in loops]
         decodes.sort(key=lambda key: -key.rows)
         random = [key._replace(sampling=Sampling.RANDOM) for key in decodes]
-        steps = [ProgramKey(rows, buckets.max_chunks(rows)) for rows in reversed(buckets.sizes)]
+        steps = [self.prompt_key(rows) for rows in reversed(buckets.sizes)]
         keys = [step._replace(sampling=Sampling.RANDOM) for step in steps]
         pairs = [key for pair in zip(decodes, random, strict=True) for key in pair]
         keys = [*keys[:1], *pairs, *keys[1:]]
@@ -75,5 +77,11 @@ class ExecutorConfig:
     @property
     def logits_sizes(self) -> list[int]:
         """Of how many rows steps leave logits."""
-        rows = (*self.buckets.decode, *self.buckets.sizes)
-        return sorted({min(size, self.max_num_seqs) for size in rows})
+        most = self.max_num_seqs + self.max_drafts
+        sizes = {min(size, most) for size in self.buckets.sizes}
+        return sorted(sizes.union(self.buckets.decode))
+
+    def prompt_key(self, rows: int) -> ProgramKey:
+        """The program of a step with prompts, or drafts, of so many rows."""
+        num_samples = min(rows, self.max_num_seqs + self.max_drafts) if self.max_drafts else 0
+        return ProgramKey(rows, self.buckets.max_chunks(rows), max_samples=num_samples)

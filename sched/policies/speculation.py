@@ -1,0 +1,215 @@
+"""How many tokens are drafted for each request of an iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from jaxllm.predictors.base import CostModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IterationRows:
+    """An iteration as it is without drafts.
+
+    `num_decodes` requests decode, with `num_context_tokens` tokens together, beside `num_prompt_tokens` of
+    others; `num_free` rows are left for drafts.
+    """
+
+    num_decodes: int
+    num_context_tokens: int
+    num_prompt_tokens: int
+    num_free: int
+
+
+class SpeculationPolicy(Protocol):
+    """Says how many of the tokens that were proposed are verified."""
+
+    def is_worth_asking(self, num_running: int) -> bool:
+        """Whether proposals are asked for at all, beside so many requests that decode."""
+        ...
+
+    def num_drafts(
+        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+    ) -> Sequence[int]:
+        """How many drafts of each request are verified.
+
+        Args:
+            proposed: of each request how many there are, one or more.
+            acceptance: of each how likely one is right, given that all before it were, by its own history.
+            iteration: what goes on beside them.
+        """
+        ...
+
+    def asked(self, seconds: float, *, is_fruitful: bool) -> None:
+        """Note that proposals were asked for, how long that took, and whether any is to be verified."""
+        ...
+
+    def observe(self, num_decodes: int, num_verified: int, num_drafts: int, seconds: float) -> None:
+        """Take what an iteration without prompts took, from the end of the one before it to its own.
+
+        Of `num_decodes` requests, `num_verified` verified `num_drafts` drafts together.
+        """
+        ...
+
+
+class AsProposed:
+    """All of them: a fixed number of drafts, as far as there are proposals."""
+
+    def is_worth_asking(self, num_running: int) -> bool:
+        """Always."""
+        return True
+
+    def num_drafts(
+        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+    ) -> Sequence[int]:
+        """As many as proposed."""
+        return proposed
+
+    def asked(self, seconds: float, *, is_fruitful: bool) -> None:
+        """Of no interest."""
+
+    def observe(self, num_decodes: int, num_verified: int, num_drafts: int, seconds: float) -> None:
+        """Of no interest."""
+
+
+class BelowBatch:
+    """As another policy says, while fewer than `limit` requests decode (vLLM's `disable_by_batch_size`)."""
+
+    def __init__(self, limit: int, policy: SpeculationPolicy) -> None:
+        self._limit, self._policy = limit, policy
+        self.num_drafts, self.asked, self.observe = policy.num_drafts, policy.asked, policy.observe
+
+    def is_worth_asking(self, num_running: int) -> bool:
+        """Below the limit."""
+        return num_running < self._limit and self._policy.is_worth_asking(num_running)
+
+
+class _Work(NamedTuple):
+    """Requests that decode, how many of them verify, and how many drafts together."""
+
+    num_decodes: int
+    num_verified: int = 0
+    num_drafts: int = 0
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        """Whether it verifies, and its rows, four sizes to an octave."""
+        return self.num_drafts > 0, round(4 * math.log2(self.num_decodes + self.num_drafts))
+
+
+class ByCost:
+    """As many as give the most tokens a second, by what iterations of so many rows take; none if none does.
+
+    A request whose drafts are right with probability p each gets its j-th one with p**j (Leviathan et al.,
+    "Fast Inference from Transformers via Speculative Decoding", 2023, section 3.1). Of all drafts the
+    likeliest are verified, as many as make the expected tokens over the predicted seconds the largest.
+
+    Seconds are those of the cost model, times what iterations of about as many rows were off by so far, with
+    all that the host does between them; without a model an iteration takes the same whatever it computes,
+    until some have been measured. What asking costs is bounded, too: while nothing comes of it, it may take
+    `share` of the time.
+
+    Args:
+        costs: predicts seconds of iterations.
+        share: see above.
+        margin: how much more drafts must promise than none, relative.
+    """
+
+    _RATE = 0.1
+    _FORGET_AFTER = 64  # observations, after which predictions are made anew: contexts have grown
+
+    def __init__(self, costs: CostModel, *, share: float = 0.01, margin: float = 0.03) -> None:
+        self._costs, self._share, self._margin = costs, share, margin
+        self._ratios: dict[tuple[bool, int], float] = {}
+        self._predicted: dict[_Work, float] = {}
+        self._num_observed = 0
+        self._asking = self._running = 0.0
+        self._context = 0
+
+    def is_worth_asking(self, num_running: int) -> bool:
+        """While it costs next to nothing, or something came of it last time."""
+        return self._asking <= self._share * self._running
+
+    def asked(self, seconds: float, *, is_fruitful: bool) -> None:
+        """See `SpeculationPolicy`."""
+        self._asking = 0.0 if is_fruitful else self._asking + seconds
+
+    def observe(self, num_decodes: int, num_verified: int, num_drafts: int, seconds: float) -> None:
+        """See `SpeculationPolicy`."""
+        self._running += seconds
+        if self._running > 100 * seconds:
+            self._running, self._asking = self._running / 2, self._asking / 2
+        self._num_observed += 1
+        if self._num_observed % self._FORGET_AFTER == 0:
+            self._predicted.clear()
+        work = _Work(num_decodes, num_verified, num_drafts)
+        predicted = self._model(work)
+        if seconds <= 0.0 or predicted <= 0.0:
+            return
+        ratio, known = seconds / predicted, self._ratios.get(work.kind)
+        if known is not None:  # one that was interrupted counts no more than one twice as long
+            ratio = known + self._RATE * (min(max(ratio, known / 2), known * 2) - known)
+        self._ratios[work.kind] = ratio
+
+    def num_drafts(
+        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+    ) -> Sequence[int]:
+        """See `SpeculationPolicy`."""
+        self._context = iteration.num_context_tokens // max(1, iteration.num_decodes)
+        ranked = sorted(
+            [
+                (rate**j, -j, place)
+                for place, rate in enumerate(acceptance)
+                for j in range(1, proposed[place] + 1)
+            ],
+            reverse=True,
+        )[: iteration.num_free]
+        num_decodes, extra = iteration.num_decodes, self._extra(iteration)
+        best = (1.0 + self._margin) * num_decodes / (self.seconds(_Work(num_decodes)) + extra)
+        num_best, num_verified, expected = 0, 0, float(num_decodes)
+        for count, (gain, number, _) in enumerate(ranked, 1):
+            num_verified += number == -1
+            expected += gain
+            if count > 8 and count % (count // 8):
+                continue  # a few of them are enough to find the best
+            value = expected / (self.seconds(_Work(num_decodes, num_verified, count)) + extra)
+            if value > best:
+                best, num_best = value, count
+        counts = [0] * len(proposed)
+        for _, _, place in ranked[:num_best]:
+            counts[place] += 1
+        return counts
+
+    def seconds(self, work: _Work) -> float:
+        """Predicted, as measured so far."""
+        is_verifying, size = work.kind
+        known = self._ratios.get((is_verifying, size))
+        if known is None:
+            alike = [kind for kind in self._ratios if kind[0] == is_verifying] or [*self._ratios]
+            nearest = min(alike, key=lambda kind: abs(kind[1] - size), default=None)
+            known = 1.0 if nearest is None else self._ratios[nearest]
+        return self._model(work) * known
+
+    def _extra(self, iteration: IterationRows) -> float:
+        """What others' prompts add, by the model alone."""
+        prompts, num_decodes = iteration.num_prompt_tokens, iteration.num_decodes
+        if not prompts:
+            return 0.0
+        with_prompts = self._costs.step_seconds(num_decodes, iteration.num_context_tokens, prompts, 1)
+        return max(0.0, with_prompts - self._costs.step_seconds(num_decodes, iteration.num_context_tokens))
+
+    def _model(self, work: _Work) -> float:
+        """By the cost model, or the same for all if it knows nothing."""
+        seconds = self._predicted.get(work)
+        if seconds is None:
+            num_plain = work.num_decodes - work.num_verified
+            chunks: tuple[int, ...] = ()
+            if work.num_drafts:
+                rows = work.num_verified + work.num_drafts
+                chunks = rows, work.num_verified, work.num_verified * self._context
+            seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks) or 1.0
+            self._predicted[work] = seconds
+        return seconds

@@ -1,0 +1,333 @@
+"""Speculative decoding: proposers, settings, and the same tokens as without, whatever is drafted."""
+
+import itertools
+
+import pytest
+from engine_helpers import make_llm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_helpers import make_request
+
+from jaxllm import BeamSearchParams, SamplingParams
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.speculation import SpeculativeConfig
+from jaxllm.errors import ConfigError, RequestError
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sched.policies import SchedulerPolicy, SeparateIterations
+from jaxllm.sched.policies.speculation import AsProposed, BelowBatch
+from jaxllm.sched.proposers.ngram import PromptLookup, repeated
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.sched.speculation import Acceptance, Speculation
+
+EDIT = (
+    "def add(a, b):\n    total = a + b\n    return total\n\n\n"
+    "def sub(a, b):\n    total = a - b\n    return total\n\n\ndef mul(a, b):\n"
+)
+PROMPTS = [
+    EDIT,
+    "class Reader:\n    def __init__(self",
+    "for i in range(10):\n    print(i)\nfor i in range(",
+    EDIT[40:],
+]
+GREEDY = {"temperature": 0, "max_tokens": 24}
+PARAMS = [
+    SamplingParams(**GREEDY, ignore_eos=True, logprobs=2),
+    SamplingParams(**GREEDY, repetition_penalty=1.2, presence_penalty=0.5, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, frequency_penalty=0.7, logprobs=1),
+    SamplingParams(temperature=0.8, top_k=20, seed=8, max_tokens=24, min_tokens=6, stop=["\n", "):"]),
+    SamplingParams(**GREEDY, stop=["self", "return"], logit_bias={3: 1.0}, min_p=0.1, prompt_logprobs=1),
+    SamplingParams(temperature=0.7, seed=9, max_tokens=24, stop_token_ids=list(range(40, 60)), logprobs=0),
+    SamplingParams(temperature=0.6, seed=10, max_tokens=24, ignore_eos=True, bad_words=["return total", "a"]),
+    SamplingParams(**GREEDY, ignore_eos=True, allowed_token_ids=list(range(300, 420))),
+]
+MOST = 8
+
+
+class Knowing:
+    """Proposes of each request's right tokens some, and wrong ones after them, as a script says."""
+
+    def __init__(self, answers, script=(MOST,)):
+        self.answers, self.script = answers, itertools.cycle(script)
+
+    def propose(self, request, num_tokens):
+        done = len(request.output_token_ids)
+        right = self.answers[request.request_id][done : done + num_tokens]
+        num_right, draw = next(self.script) % (MOST + 1), next(self.script)
+        if num_right >= len(right):
+            return [*right, *[(draw * 7 + i) % 4096 for i in range(num_tokens - len(right))]][:num_tokens]
+        wrong = [(token + 1 + draw) % 4096 for token in right[num_right:]]
+        return [*right[:num_right], *wrong]
+
+    def forget(self, request):
+        pass
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(
+        demo_model_path(),
+        skip_tokenizer_init=False,
+        max_num_batched_tokens=64,
+        prefill_buckets=[16, 64],
+        max_model_len=176,
+        num_host_blocks=32,
+        num_gpu_blocks_override=176,
+        speculative_config={"num_speculative_tokens": MOST},
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """Each request's answer when nobody else is there, and nothing is drafted."""
+    return [run(engine_of(llm), [place])[place] for place in range(len(PARAMS))]
+
+
+def engine_of(llm, speculation=None, policy=None, **settings):
+    return Engine(
+        llm.executor,
+        Scheduler(llm.engine.scheduler.config, policy or SchedulerPolicy(), speculation=speculation),
+        vocab_size=llm.model_config.vocab_size,
+        tokenizer=llm.tokenizer,
+        eos_token_ids=frozenset([llm.tokenizer.eos_token_id]),
+        **settings,
+    )
+
+
+def speculating(proposer, num_tokens=MOST, max_drafts=32, policy=None):
+    return Speculation(proposer, policy or AsProposed(), num_tokens, max_drafts)
+
+
+def run(engine, places):
+    for place in places:
+        engine.add_request(str(place), PROMPTS[place % len(PROMPTS)], PARAMS[place])
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs.update({int(output.request_id): output for output in engine.step()})
+        engine.scheduler.check()
+    assert engine.scheduler.num_free_blocks == engine.scheduler.config.num_gpu_blocks
+    return outputs
+
+
+def assert_same(output, expected):
+    mine, theirs = output.outputs[0], expected.outputs[0]
+    assert mine.token_ids == theirs.token_ids
+    assert (mine.text, mine.finish_reason, mine.stop_reason) == (
+        theirs.text,
+        theirs.finish_reason,
+        theirs.stop_reason,
+    )
+    for scores, reference in (
+        *zip(mine.logprobs or [], theirs.logprobs or [], strict=True),
+        *zip((output.prompt_logprobs or [])[1:], (expected.prompt_logprobs or [])[1:], strict=True),
+    ):
+        assert scores.keys() == reference.keys()
+        assert all(scores[i].logprob == pytest.approx(reference[i].logprob, abs=1e-4) for i in scores)
+
+
+def answers_of(alone):
+    return {str(place): output.token_ids for place, output in enumerate(alone)}
+
+
+# Exactness
+
+
+@pytest.mark.parametrize("place", range(len(PARAMS)))
+@pytest.mark.parametrize("num_right", [0, 1, 3, MOST])
+def test_whatever_is_drafted_the_tokens_are_the_same(llm, alone, place, num_right):
+    speculation = speculating(Knowing(answers_of(alone), [num_right, 5]))
+    output = run(engine_of(llm, speculation), [place])[place]
+    assert_same(output, alone[place])
+    counts, num_tokens = speculation.counts, len(output.token_ids)
+    assert (counts.num_kept > 0) == (num_right > 0 and num_tokens > 2)
+    if num_right == MOST and num_tokens == 24:
+        assert counts.num_verifications <= 3, "nine tokens each"
+    assert counts.num_drafted >= counts.num_kept
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    script=st.lists(st.integers(0, 4095), min_size=2, max_size=30),
+    num_tokens=st.integers(0, MOST),
+    max_drafts=st.integers(0, 32),
+    async_scheduling=st.booleans(),
+    num_scheduler_steps=st.sampled_from([1, 4]),
+)
+def test_many_together_get_what_each_gets_alone(
+    llm, alone, script, num_tokens, max_drafts, async_scheduling, num_scheduler_steps
+):
+    speculation = speculating(Knowing(answers_of(alone), script), num_tokens, max_drafts)
+    steps = min(num_scheduler_steps, llm.executor.max_decode_steps)
+    engine = engine_of(llm, speculation, async_scheduling=async_scheduling, num_scheduler_steps=steps)
+    for place, output in run(engine, range(len(PARAMS))).items():
+        assert_same(output, alone[place])
+
+
+def test_prompt_lookup_through_generate(llm, alone):
+    llm.engine.scheduler.speculation.counts.num_verifications = 0
+    outputs = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMS))], PARAMS, use_tqdm=False)
+    for output, expected in zip(outputs, alone, strict=True):
+        assert_same(output, expected)
+    counts = llm.engine.scheduler.speculation.counts
+    assert counts.num_verifications > 0
+    assert counts.num_kept > 0
+
+
+def test_samples_of_a_prompt_and_streams(llm):
+    params = SamplingParams(temperature=0.7, seed=3, n=2, max_tokens=16, ignore_eos=True)
+    sampled = [one.token_ids for one in llm.generate([EDIT], params, use_tqdm=False)[0].outputs]
+    engine = engine_of(llm)
+    engine.add_request("0", EDIT, params)
+    reports = []
+    while engine.has_unfinished_requests:
+        reports += engine.step()
+    assert [one.token_ids for one in reports[-1].outputs] == sampled
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    *_, last = llm.stream([EDIT], greedy)
+    engine.add_request("0", EDIT, greedy)
+    while engine.has_unfinished_requests:
+        reports += engine.step()
+    assert reports[-1].token_ids == last.token_ids
+
+
+def test_a_grammar_draws_no_drafts_and_is_counted(llm):
+    speculation = speculating(Knowing({"0": [5] * 99, "1": [5] * 99}))
+    engine = engine_of(llm, speculation)
+    engine.add_request(
+        "0", EDIT, SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})
+    )
+    text = ""
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            text = output.text
+    assert len(text) == 4
+    assert speculation.counts.num_drafted == 0
+    assert speculation.counts.num_excluded > 0
+
+
+def test_beam_search_is_refused_by_name(llm):
+    with pytest.raises(ConfigError, match=r"speculative_config.*beam_search"):
+        llm.beam_search([EDIT], BeamSearchParams(beam_width=2, max_tokens=4))
+
+
+def test_drafts_preempt_nobody_and_take_only_what_is_free(llm, alone):
+    """In a pool that just holds two requests with their growth, as many are preempted as without drafts."""
+    counts = {}
+    for drafts in (0, MOST):
+        speculation = speculating(Knowing(answers_of(alone), [MOST, 0]), drafts)
+        engine = engine_of(llm, speculation)
+        blocks = engine.scheduler._state.pool
+        taken = blocks.allocate(blocks.num_free - 2 * blocks.blocks_for(len(alone[0].prompt_token_ids) + 3))
+        for place in (0, 1):
+            engine.add_request(str(place), EDIT, SamplingParams(**GREEDY, ignore_eos=True))
+        engine.step()
+        most_free = blocks.num_free
+        while engine.has_unfinished_requests and not engine.scheduler.progress.num_preempted:
+            engine.step()
+            most_free = min(most_free, blocks.num_free)
+        counts[drafts] = engine.scheduler.progress.num_preempted
+        engine.close()
+        blocks.release(taken)
+    assert counts[0] == counts[MOST] == 1
+
+
+def test_a_preempted_request_keeps_its_history():
+    speculation = speculating(PromptLookup(1, 2))
+    request = make_request(4, 20)
+    before = speculation._rate(request)
+    for _ in range(5):
+        speculation.verified(request, 4, 4)
+    assert speculation._rate(request) > 0.8 > before
+    speculation.ended(request, is_whole=True)
+    assert request.request_id not in speculation._histories
+
+
+# Proposers
+
+
+def naive(tokens, least, most, count):
+    for size in range(most, least - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if len(tokens) >= size and tokens[end - size : end] == tokens[-size:]:
+                return repeated(tokens, end, count)
+    return []
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    cuts=st.lists(st.integers(1, 60), max_size=6),
+    least=st.integers(1, 3),
+    span=st.integers(0, 3),
+    count=st.integers(1, 9),
+)
+def test_prompt_lookup_finds_what_a_search_finds(tokens, cuts, least, span, count):
+    proposer = PromptLookup(least, least + span)
+    num_prompt = min([len(tokens), *cuts])
+    request = make_request(num_prompt, 100)
+    request.prompt_token_ids[:] = tokens[:num_prompt]
+    for cut in sorted({*(cut for cut in cuts if cut <= len(tokens)), len(tokens)}):
+        request.output_token_ids[:] = tokens[num_prompt:cut]
+        assert list(proposer.propose(request, count)) == naive(tokens[:cut], least, least + span, count)
+    proposer.forget(request)
+    assert not proposer._indices
+
+
+def test_what_repeats_goes_round():
+    assert repeated([9, 1, 2, 3], 1, 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+# Policies and settings
+
+
+def test_none_from_a_batch_size_on():
+    policy = BelowBatch(4, AsProposed())
+    assert policy.is_worth_asking(3)
+    assert not policy.is_worth_asking(4)
+
+
+def test_acceptance_follows_what_happens():
+    history = Acceptance()
+    assert history.rate(0.5) == 0.5
+    for _ in range(30):
+        history.add(4, 4)
+    assert history.rate(0.5) > 0.95
+    for _ in range(60):
+        history.add(1, 0)
+    assert history.rate(0.5) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("given_config", "message"),
+    [
+        ({"method": "ngrams"}, "did you mean ngram"),
+        ({"num_speculative_token": 3}, "did you mean num_speculative_tokens"),
+        ({"num_speculative_tokens": -1}, "from 0 to"),
+        (
+            {"prompt_lookup_min": 5, "prompt_lookup_max": 4},
+            "prompt_lookup_min=5 must be an integer from 1 to 4",
+        ),
+        ({"disable_by_batch_size": 0}, "disable_by_batch_size=0"),
+        ("ngram", "must be a dictionary"),
+    ],
+)
+def test_wrong_settings_are_named(given_config, message):
+    with pytest.raises(ConfigError, match=message):
+        make_llm(demo_model_path(), speculative_config=given_config)
+
+
+def test_most_drafts_of_a_step():
+    config = SpeculativeConfig(num_speculative_tokens=4)
+    assert config.max_drafts(8, 448, 4096) == 32
+    assert config.max_drafts(8, 20, 4096) == 20
+    assert config.max_drafts(64, 448, 2**17) == 128
+
+
+def test_policies_that_do_not_mix_are_refused(llm):
+    policy = SchedulerPolicy(iterations=SeparateIterations())
+    with pytest.raises(ConfigError, match="leave speculative_config out"):
+        engine_of(llm, speculating(PromptLookup()), policy)
+
+
+def test_accepting_what_was_not_drafted_is_refused(llm):
+    engine = engine_of(llm, speculating(PromptLookup()))
+    with pytest.raises(RequestError, match="verified no drafts"):
+        engine.scheduler.accept(make_request(4, 20), 1, 1)
