@@ -272,6 +272,7 @@ class Scheduler:
             state.join(next(iter(state.loading.values())))
         if self.speculation is not None:
             plan.drafts = self.speculation.draft(plan, state)
+            max_decode_steps = self.speculation.max_decode_steps(max_decode_steps)
         self.is_planning = False
         iteration = Iteration(state, self.ledger, self.num_scheduled, now)
         self.num_scheduled += 1

@@ -14,6 +14,7 @@ from jaxllm.types import Request, SchedulerOutput
 
 _FORGETS = 0.9
 _PRIOR_TRIALS = 2.0
+_RATE = 0.05
 _Drafts = list[tuple[Request, Sequence[int]]]
 
 
@@ -83,6 +84,7 @@ class Speculation:
         self.counts = SpeculationCounts()
         self._all = Acceptance()
         self._histories: dict[str, Acceptance] = {}
+        self._num_fruitful = 0.0  # of each asking, by and by
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
 
     def is_expected(self, state: SchedulerState) -> bool:
@@ -105,6 +107,9 @@ class Speculation:
         ]
         if not asked:
             return []
+        for request in asked:
+            if request.request_id not in self._histories:
+                self._proposal(request, 1)  # reads its prompt, which takes its time, once
         began, found = time.perf_counter(), []
         for request in asked:
             num_left = request.max_total_tokens - request.num_tokens - 1
@@ -112,8 +117,13 @@ class Speculation:
             if tokens:
                 found.append((request, tokens))
         drafts = self._cut(found, plan, state, gone) if found else []
+        self._num_fruitful += _RATE * (bool(drafts) - self._num_fruitful)
         self.policy.asked(time.perf_counter() - began, is_fruitful=bool(drafts))
         return drafts
+
+    def max_decode_steps(self, limit: int) -> int:
+        """How many iterations may go by before anybody is asked again: half those that one proposal takes."""
+        return max(1, min(limit, int(0.5 / max(self._num_fruitful, 1e-6))))
 
     def _proposal(self, request: Request, num_tokens: int) -> Sequence[int]:
         mask = request.token_mask

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from engine_helpers import make_llm
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from jaxllm.engine.speculation import SpeculativeConfig
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.policies import SchedulerPolicy, SeparateIterations
-from jaxllm.sched.policies.speculation import AsProposed, BelowBatch
+from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, IterationRows
 from jaxllm.sched.proposers.ngram import PromptLookup, repeated
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Acceptance, Speculation
@@ -282,6 +283,62 @@ def test_none_from_a_batch_size_on():
     policy = BelowBatch(4, AsProposed())
     assert policy.is_worth_asking(3)
     assert not policy.is_worth_asking(4)
+
+
+MEASURED = {1: 1.0, 2: 1.09, 4: 1.21, 8: 1.30, 16: 1.54, 32: 1.89, 64: 3.24, 128: 6.0, 640: 30.0}
+"""What steps of so many rows take, relative, of a small model on two cores of a processor."""
+
+
+class NoCosts:
+    def step_seconds(self, *work):
+        return 0.0
+
+
+def tokens_a_second(policy, batch, rate, num_steps=400):
+    """Of requests whose drafts are right with a probability each, in steps that cost what was measured."""
+    random, tokens, seconds = np.random.default_rng(5), 0, 0.0
+    for step in range(num_steps):
+        counts = [0] * batch
+        if policy.is_worth_asking(batch):
+            counts = policy.num_drafts([8] * batch, [rate] * batch, IterationRows(batch, batch * 100, 0, 512))
+        took = float(np.interp(batch + sum(counts), list(MEASURED), list(MEASURED.values())))
+        took *= random.uniform(0.9, 1.1)
+        policy.observe(batch, sum([count > 0 for count in counts]), sum(counts), took)
+        if step >= num_steps // 4:
+            seconds += took
+            is_right = random.random((batch, 8)) < rate
+            tokens += sum(
+                [1 + int(np.cumprod(row[:count]).sum()) for row, count in zip(is_right, counts, strict=True)]
+            )
+    return tokens / seconds
+
+
+class Fixed(AsProposed):
+    def __init__(self, count):
+        self.count = count
+
+    def num_drafts(self, proposed, acceptance, iteration):
+        return [self.count] * len(proposed)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.6, 0.8, 0.95])
+def test_by_cost_is_as_good_as_the_best_fixed_number(batch, rate):
+    best = max(tokens_a_second(Fixed(count), batch, rate) for count in (0, 3, 5, 8))
+    assert tokens_a_second(ByCost(NoCosts()), batch, rate) > 0.97 * best
+
+
+def test_asking_in_vain_takes_little_time():
+    policy = ByCost(NoCosts(), share=0.01)
+    num_asked = 0
+    for _ in range(1000):
+        policy.observe(8, 0, 0, 0.01)
+        if policy.is_worth_asking(8):
+            num_asked += 1
+            policy.asked(0.001, is_fruitful=False)
+    assert 50 < num_asked < 200
+    policy.asked(0.001, is_fruitful=True)
+    assert policy.is_worth_asking(8)
 
 
 def test_acceptance_follows_what_happens():

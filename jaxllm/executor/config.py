@@ -45,8 +45,8 @@ class ExecutorConfig:
     def program_keys(self, platform: str) -> list[ProgramKey]:
         """The programs of greedy and of random steps, those first that a full engine needs first.
 
-        With prompts the random ones serve for greedy steps, too: noise is little beside so many tokens. Those
-        that score prompts come last, if there are to be any.
+        With prompts the random ones serve for greedy steps, too: noise is little beside so many tokens. It is
+        much beside drafts: for these there are greedy ones. Those that score prompts come last, if at all.
 
         A GPU's loop waits for the host to read its condition, so single steps have programs of their own
         there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
@@ -61,6 +61,8 @@ class ExecutorConfig:
         keys = [step._replace(sampling=Sampling.RANDOM) for step in steps]
         pairs = [key for pair in zip(decodes, random, strict=True) for key in pair]
         keys = [*keys[:1], *pairs, *keys[1:]]
+        if self.max_drafts:
+            keys += steps
         if self.warms_everything:
             keys += [step._replace(sampling=Sampling.IN_STEPS) for step in steps]
         return keys

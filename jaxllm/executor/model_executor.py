@@ -440,10 +440,10 @@ class ModelExecutor:
     def _sampling(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> Sampling:
         """What the requests of an iteration ask of its program."""
         found = int(np.bitwise_or.reduce(self._slot_sampling[slots])) & Sampling.RANDOM.value
-        for chunk in scheduled.prefill:  # the random programs with prompts serve for greedy steps, too
-            found |= Sampling.RANDOM.value
-            if not chunk.drafts:
-                found |= int(self._slot_sampling[_slot(chunk.request)])
+        for chunk in scheduled.prefill:
+            asked = int(self._slot_sampling[_slot(chunk.request)])
+            # The random programs with prompts serve for greedy steps, too.
+            found |= asked & Sampling.RANDOM.value if chunk.drafts else asked | Sampling.RANDOM.value
         return Sampling(found) & Sampling.IN_STEPS
 
     def _following(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> tuple[ProgramKey, ...]:

@@ -87,6 +87,9 @@ class BelowBatch:
         return num_running < self._limit and self._policy.is_worth_asking(num_running)
 
 
+_ROWS = 32.0
+
+
 class _Work(NamedTuple):
     """Requests that decode, how many of them verify, and how many drafts together."""
 
@@ -108,9 +111,9 @@ class ByCost:
     likeliest are verified, as many as make the expected tokens over the predicted seconds the largest.
 
     Seconds are those of the cost model, times what iterations of about as many rows were off by so far, with
-    all that the host does between them; without a model an iteration takes the same whatever it computes,
-    until some have been measured. What asking costs is bounded, too: while nothing comes of it, it may take
-    `share` of the time.
+    all that the host does between them; without a model 32 rows more take as long as all else. Where drafts
+    did not pay so far they are tried again once in a while. What asking costs is bounded, too: while nothing
+    comes of it, it may take `share` of the time.
 
     Args:
         costs: predicts seconds of iterations.
@@ -119,11 +122,17 @@ class ByCost:
     """
 
     _RATE = 0.1
-    _FORGET_AFTER = 64  # observations, after which predictions are made anew: contexts have grown
+    _FORGET_AFTER = 64
+    """Observations, after which predictions are made anew, for contexts have grown."""
+    _VARY_AFTER = 16
+    _TRY_AFTER = 64
+    """Times that nothing was verified, after which what was measured of verifying is forgotten."""
 
-    def __init__(self, costs: CostModel, *, share: float = 0.01, margin: float = 0.03) -> None:
+    def __init__(self, costs: CostModel, *, share: float = 0.02, margin: float = 0.03) -> None:
         self._costs, self._share, self._margin = costs, share, margin
-        self._ratios: dict[tuple[bool, int], float] = {}
+        # By size, without and with drafts; each with of how many it is the mean.
+        self._ratios: tuple[dict[int, tuple[float, int]], dict[int, tuple[float, int]]] = {}, {}
+        self._num_refused = self._num_verified = 0
         self._predicted: dict[_Work, float] = {}
         self._num_observed = 0
         self._asking = self._running = 0.0
@@ -149,10 +158,12 @@ class ByCost:
         predicted = self._model(work)
         if seconds <= 0.0 or predicted <= 0.0:
             return
-        ratio, known = seconds / predicted, self._ratios.get(work.kind)
-        if known is not None:  # one that was interrupted counts no more than one twice as long
-            ratio = known + self._RATE * (min(max(ratio, known / 2), known * 2) - known)
-        self._ratios[work.kind] = ratio
+        ratio = seconds / predicted
+        is_verifying, size = work.kind
+        known, count = self._ratios[is_verifying].get(size, (ratio, 0))
+        # One that was interrupted counts no more than one twice as long.
+        known += max(self._RATE, 1 / (count + 1)) * (min(max(ratio, known / 2), known * 2) - known)
+        self._ratios[is_verifying][size] = known, count + 1
 
     def num_drafts(
         self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
@@ -179,19 +190,33 @@ class ByCost:
             if value > best:
                 best, num_best = value, count
         counts = [0] * len(proposed)
-        for _, _, place in ranked[:num_best]:
+        for _, _, place in ranked[: self._varied(num_best)]:
             counts[place] += 1
         return counts
 
+    def _varied(self, num_best: int) -> int:
+        """Now and then a quarter more or less, or what did not pay, so that what it takes is known."""
+        if not num_best:
+            self._num_refused += 1
+            if self._num_refused % self._TRY_AFTER == 0:
+                self._ratios[True].clear()
+            return 0
+        self._num_verified += 1
+        turn = self._num_verified % (2 * self._VARY_AFTER)
+        step = max(1, num_best // 4)
+        return num_best + step if turn == 0 else num_best - step if turn == self._VARY_AFTER else num_best
+
     def seconds(self, work: _Work) -> float:
-        """Predicted, as measured so far."""
+        """Predicted, as measured: what predictions were off by between two sizes lies between theirs."""
         is_verifying, size = work.kind
-        known = self._ratios.get((is_verifying, size))
-        if known is None:
-            alike = [kind for kind in self._ratios if kind[0] == is_verifying] or [*self._ratios]
-            nearest = min(alike, key=lambda kind: abs(kind[1] - size), default=None)
-            known = 1.0 if nearest is None else self._ratios[nearest]
-        return self._model(work) * known
+        known = self._ratios[is_verifying] or self._ratios[not is_verifying]
+        below = max((one for one in known if one <= size), default=None)
+        above = min((one for one in known if one >= size), default=None)
+        if below is None or above is None:
+            nearest = above if below is None else below
+            return self._model(work) * (1.0 if nearest is None else known[nearest][0])
+        share = (size - below) / max(1, above - below)
+        return self._model(work) * (known[below][0] * (1 - share) + known[above][0] * share)
 
     def _extra(self, iteration: IterationRows) -> float:
         """What others' prompts add, by the model alone."""
@@ -202,7 +227,7 @@ class ByCost:
         return max(0.0, with_prompts - self._costs.step_seconds(num_decodes, iteration.num_context_tokens))
 
     def _model(self, work: _Work) -> float:
-        """By the cost model, or the same for all if it knows nothing."""
+        """By the cost model, or if it knows nothing by rows alone."""
         seconds = self._predicted.get(work)
         if seconds is None:
             num_plain = work.num_decodes - work.num_verified
@@ -210,6 +235,7 @@ class ByCost:
             if work.num_drafts:
                 rows = work.num_verified + work.num_drafts
                 chunks = rows, work.num_verified, work.num_verified * self._context
-            seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks) or 1.0
+            seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks)
+            seconds = seconds or 1.0 + (work.num_decodes + work.num_drafts) / _ROWS
             self._predicted[work] = seconds
         return seconds
