@@ -1,10 +1,8 @@
 """Speculative decoding: proposers, settings, and the same tokens as without, whatever is drafted."""
 
-import itertools
-
 import numpy as np
 import pytest
-from engine_helpers import make_llm
+from engine_helpers import Knowing, make_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_helpers import make_request
@@ -42,25 +40,6 @@ PARAMS = [
     SamplingParams(**GREEDY, ignore_eos=True, allowed_token_ids=list(range(300, 420))),
 ]
 MOST = 8
-
-
-class Knowing:
-    """Proposes of each request's right tokens some, and wrong ones after them, as a script says."""
-
-    def __init__(self, answers, script=(MOST,)):
-        self.answers, self.script = answers, itertools.cycle(script)
-
-    def propose(self, request, num_tokens):
-        done = len(request.output_token_ids)
-        right = self.answers[request.request_id][done : done + num_tokens]
-        num_right, draw = next(self.script) % (MOST + 1), next(self.script)
-        if num_right >= len(right):
-            return [*right, *[(draw * 7 + i) % 4096 for i in range(num_tokens - len(right))]][:num_tokens]
-        wrong = [(token + 1 + draw) % 4096 for token in right[num_right:]]
-        return [*right[:num_right], *wrong]
-
-    def forget(self, request):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +300,7 @@ class Fixed(AsProposed):
         return [self.count] * len(proposed)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, 8, 16, 64])
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.6, 0.8, 0.95])
 def test_by_cost_is_as_good_as_the_best_fixed_number(batch, rate):
     best = max(tokens_a_second(Fixed(count), batch, rate) for count in (0, 3, 5, 8))

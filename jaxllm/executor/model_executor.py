@@ -650,10 +650,10 @@ class ModelExecutor:
         for swap in scheduled.load:
             swapper.load(swap.handle, swap.block_ids, swap.host_blocks)
         self._state = self._state._replace(pool=swapper.advance(pool))
-        prefilled = {chunk.request for chunk in scheduled.prefill}
+        opened = {chunk.request for chunk in scheduled.prefill if chunk.is_first}
         for swap in (*scheduled.joined, *scheduled.swap_in):
             request = swap.request
-            if request is None or request.slot is None or request in prefilled:
+            if request is None or request.slot is None or request in opened:
                 continue  # preempted again in this very iteration, or opened with its chunk
             slot = request.slot
             self._restore(slot, request.token_ids(0, request.num_tokens), request.block_ids)
@@ -727,8 +727,8 @@ class ModelExecutor:
             request, slot = chunk.request, _slot(chunk.request)
             stop, table = chunk.start + chunk.length, request.block_ids
             ids = request.token_ids(chunk.start, stop + 1)
-            if chunk.drafts:
-                ids += chunk.drafts
+            ids += chunk.drafts
+            if self.config.max_drafts:
                 held = -(-chunk.start // self.block_size)
                 self._table_sizes[slot] = min(self._table_sizes[slot], held)
             tokens += ids[: chunk.length]
