@@ -256,6 +256,7 @@ class Iteration:
 
     def _record(self, output: SchedulerOutput) -> StepRecord:
         state = self._state
+        num_verified = sum([bool(chunk.drafts) for chunk in output.prefill])
         return StepRecord(
             step_id=output.step_id,
             time=self._now,
@@ -264,8 +265,8 @@ class Iteration:
             num_swapped=len(state.swapped),
             num_used_blocks=state.pool.num_used,
             num_used_host_blocks=state.host.num_blocks - state.host.num_free,
-            num_prefill_tokens=output.num_prefill_tokens,
-            num_decoded=len(output.decode) * output.num_decode_steps,
+            num_prefill_tokens=sum([chunk.length for chunk in output.prefill if not chunk.drafts]),
+            num_decoded=len(output.decode) * output.num_decode_steps + num_verified,
             num_dropped=len(output.preempted) - output.num_swapped,
             num_swapped_out=output.num_swapped,
             num_swapped_in=len(output.swap_in) + len(output.joined),

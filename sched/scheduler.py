@@ -96,11 +96,6 @@ class Scheduler:
                 that, or without host memory to read them into; or nothing plans for the policy; or drafts
                 are to be verified, and its iterations hold no prompts beside decodes.
         """
-        if speculation is not None and not (isinstance(policy, SchedulerPolicy) and policy.iterations.mixes):
-            raise ConfigError(
-                f"{policy} does not compute prompts beside decodes, as verifying drafts takes: leave "
-                "speculative_config out, or take vllm_v1, adaptive or another preset"
-            )
         self.speculation = speculation
         if files is not None and not (config.enable_prefix_caching and config.num_host_blocks):
             raise ConfigError(
@@ -118,6 +113,7 @@ class Scheduler:
         parts = (getattr(policy, question, None) for question in ("admission", "victim"))
         self._learners = [part for part in parts if isinstance(part, LearningPolicy)]
         if speculation is not None:
+            speculation.begin(policy, ledger)
             self._learners.append(speculation)
         self._length = watched(policy.length)
         self.ledger = ledger
@@ -337,7 +333,10 @@ class Scheduler:
     @property
     def expects_drafts(self) -> bool:
         """Whether the next iteration will verify drafts, unless the tokens in flight say otherwise."""
-        return self.speculation is not None and self.speculation.is_expected(self._state)
+        self.is_planning = True
+        is_expected = self.speculation is not None and self.speculation.is_expected(self._state)
+        self.is_planning = False
+        return is_expected
 
     def accept(self, request: Request, num_tokens: int, num_drafts: int) -> None:
         """Let a request go on whose drafts were verified, of which all but the last of its new tokens are.

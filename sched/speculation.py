@@ -6,8 +6,11 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+from jaxllm.errors import ConfigError
+from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.plan import Plan
-from jaxllm.sched.policies.speculation import IterationRows, SpeculationPolicy
+from jaxllm.sched.policies import SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.policies.speculation import IterationRows, SpeculationPolicy, VerifyingWork
 from jaxllm.sched.proposers import Proposer
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request, SchedulerOutput
@@ -50,6 +53,11 @@ class Acceptance:
         return min(num_right + 1, len(known)), num_right
 
 
+def _expected(rate: float, num_drafts: int) -> float:
+    """How many of so many drafts are right, each of which is if those before it are with this probability."""
+    return sum([rate**j for j in range(1, num_drafts + 1)])
+
+
 @dataclasses.dataclass(slots=True)
 class SpeculationCounts:
     """Since the start: verifications, drafts, and those of them that were kept.
@@ -84,8 +92,23 @@ class Speculation:
         self.counts = SpeculationCounts()
         self._all = Acceptance()
         self._histories: dict[str, Acceptance] = {}
+        self._ledger: Ledger | None = None
         self._num_fruitful = 0.0  # of each asking, by and by
+        self._expected_kept = 0.0
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
+
+    def begin(self, policy: SchedulingPolicy, ledger: Ledger | None) -> None:
+        """Draft for a scheduler of this policy, and tell its ledger.
+
+        Raises:
+            ConfigError: iterations of the policy hold no prompts beside decodes, as drafts would be.
+        """
+        if not (isinstance(policy, SchedulerPolicy) and policy.iterations.mixes):
+            raise ConfigError(
+                f"{policy} does not compute prompts beside decodes, as verifying drafts takes: leave "
+                "speculative_config out, or take vllm_v1, adaptive or another preset"
+            )
+        self._ledger = ledger
 
     def is_expected(self, state: SchedulerState) -> bool:
         """Whether the next iteration is likely to verify drafts, by what the host knows of tokens so far."""
@@ -117,6 +140,7 @@ class Speculation:
             if tokens:
                 found.append((request, tokens))
         drafts = self._cut(found, plan, state, gone) if found else []
+        self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
         self._num_fruitful += _RATE * (bool(drafts) - self._num_fruitful)
         self.policy.asked(time.perf_counter() - began, is_fruitful=bool(drafts))
         return drafts
@@ -184,10 +208,30 @@ class Speculation:
         """Note that an iteration has ended."""
         (began, before), sampled = self._previous, scheduled.sampled
         self._previous = now, sampled
-        if not sampled or sampled[0] not in before or scheduled.has_copies:
-            return  # it may not have followed at once
         verified = [chunk for chunk in scheduled.prefill if chunk.drafts]
-        if len(verified) == len(scheduled.prefill):
-            num_decodes = len(scheduled.decode) + len(verified)
+        work = VerifyingWork(len(scheduled.decode) + len(verified), len(verified), scheduled.num_drafts)
+        follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
+        seconds = None
+        if follows and not scheduled.has_copies and len(verified) == len(scheduled.prefill):
             seconds = (now - began) / scheduled.num_decode_steps
-            self.policy.observe(num_decodes, len(verified), scheduled.num_drafts, seconds)
+        if verified and self._ledger is not None:
+            self._ledger.verified(self._record(scheduled, work, now, seconds))
+        if seconds is not None:
+            self.policy.observe(work, seconds)
+
+    def _record(
+        self, scheduled: SchedulerOutput, work: VerifyingWork, now: float, seconds: float | None
+    ) -> VerificationRecord:
+        known = [(chunk, chunk.request.num_known_tokens) for chunk in scheduled.prefill if chunk.drafts]
+        return VerificationRecord(
+            step_id=scheduled.step_id,
+            time=now,
+            num_decodes=work.num_decodes,
+            num_verified=work.num_verified,
+            num_drafted=work.num_drafts,
+            num_kept=sum([max(0, num_tokens - chunk.start - 2) for chunk, num_tokens in known]),
+            expected_kept=self._expected_kept,
+            predicted_seconds=self.policy.predicted(work),
+            plain_seconds=self.policy.predicted(VerifyingWork(work.num_decodes)),
+            measured_seconds=seconds,
+        )

@@ -1,5 +1,7 @@
 """Speculative decoding: proposers, settings, and the same tokens as without, whatever is drafted."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from engine_helpers import Knowing, make_llm
@@ -9,12 +11,15 @@ from scheduler_helpers import make_request
 
 from jaxllm import BeamSearchParams, SamplingParams
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.ledgers import read_ledger
 from jaxllm.engine.speculation import SpeculativeConfig
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sched.ledger import Ledger, VerificationRecord
 from jaxllm.sched.policies import SchedulerPolicy, SeparateIterations
-from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, IterationRows
+from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, IterationRows, VerifyingWork
 from jaxllm.sched.proposers.ngram import PromptLookup, repeated
+from jaxllm.sched.proposers.suffix import SuffixLookup
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Acceptance, Speculation
 
@@ -52,7 +57,7 @@ def llm():
         max_model_len=176,
         num_host_blocks=32,
         num_gpu_blocks_override=176,
-        speculative_config={"num_speculative_tokens": MOST},
+        speculative_config={"num_speculative_tokens": MOST, "policy": "fixed"},
     )
 
 
@@ -62,10 +67,11 @@ def alone(llm):
     return [run(engine_of(llm), [place])[place] for place in range(len(PARAMS))]
 
 
-def engine_of(llm, speculation=None, policy=None, **settings):
+def engine_of(llm, speculation=None, policy=None, scheduler=None, **settings):
+    config, policy = llm.engine.scheduler.config, policy or SchedulerPolicy()
     return Engine(
         llm.executor,
-        Scheduler(llm.engine.scheduler.config, policy or SchedulerPolicy(), speculation=speculation),
+        scheduler or Scheduler(config, policy, speculation=speculation),
         vocab_size=llm.model_config.vocab_size,
         tokenizer=llm.tokenizer,
         eos_token_ids=frozenset([llm.tokenizer.eos_token_id]),
@@ -114,7 +120,7 @@ def answers_of(alone):
 @pytest.mark.parametrize("place", range(len(PARAMS)))
 @pytest.mark.parametrize("num_right", [0, 1, 3, MOST])
 def test_whatever_is_drafted_the_tokens_are_the_same(llm, alone, place, num_right):
-    speculation = speculating(Knowing(answers_of(alone), [num_right, 5]))
+    speculation = speculating(Knowing(answers_of(alone), [num_right, 9]))
     output = run(engine_of(llm, speculation), [place])[place]
     assert_same(output, alone[place])
     counts, num_tokens = speculation.counts, len(output.token_ids)
@@ -170,7 +176,7 @@ def test_samples_of_a_prompt_and_streams(llm):
 
 
 def test_a_grammar_draws_no_drafts_and_is_counted(llm):
-    speculation = speculating(Knowing({"0": [5] * 99, "1": [5] * 99}))
+    speculation = speculating(Knowing({"0": [5] * 99}, [MOST, 9]))
     engine = engine_of(llm, speculation)
     engine.add_request(
         "0", EDIT, SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})
@@ -182,6 +188,20 @@ def test_a_grammar_draws_no_drafts_and_is_counted(llm):
     assert len(text) == 4
     assert speculation.counts.num_drafted == 0
     assert speculation.counts.num_excluded > 0
+
+
+def test_prefix_hits_and_the_suffix_method(alone):
+    config = {"method": "suffix", "num_speculative_tokens": 4, "policy": "fixed"}
+    settings = {"skip_tokenizer_init": False, "enable_prefix_caching": True, "speculative_config": config}
+    with make_llm(demo_model_path(), max_num_batched_tokens=64, max_model_len=176, **settings) as llm:
+        for _ in range(2):
+            prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMS))]
+            outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+            for output, expected in zip(outputs, alone, strict=True):
+                assert_same(output, expected)
+        assert outputs[0].num_cached_tokens > 0
+        assert llm.engine.scheduler.speculation.counts.num_kept > 10
+        llm.engine.scheduler.check()
 
 
 def test_beam_search_is_refused_by_name(llm):
@@ -208,6 +228,36 @@ def test_drafts_preempt_nobody_and_take_only_what_is_free(llm, alone):
         engine.close()
         blocks.release(taken)
     assert counts[0] == counts[MOST] == 1
+
+
+def test_the_ledger_tells_what_became_of_drafts(llm, alone, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    with path.open("w") as file:
+        ledger = Ledger(file)
+        speculation = speculating(Knowing(answers_of(alone), [MOST, 0, 2, 1]), policy=ByCost(NoCosts()))
+        config = llm.engine.scheduler.config
+        engine = engine_of(llm, scheduler=Scheduler(config, ledger=ledger, speculation=speculation))
+        run(engine, [0, 1])
+        ledger.close()
+    counts, read = speculation.counts, read_ledger(path)
+    columns = read.columns("verifications")
+    assert (
+        columns["num_drafted"].sum() == counts.num_drafted > columns["num_kept"].sum() == counts.num_kept > 0
+    )
+    assert columns["num_verified"].sum() == counts.num_verifications
+    assert np.all(columns["expected_kept"] < columns["num_drafted"])
+    known = columns["measured_seconds"] > 0
+    assert known.any()
+    assert np.all(columns["measured_gain"][known & (columns["plain_seconds"] > 0)] > 0)
+    steps = read.columns("steps")
+    assert steps["num_prefill_tokens"].sum() == sum(len(alone[place].prompt_token_ids) for place in (0, 1))
+
+
+def test_gains_are_of_tokens_a_second():
+    record = VerificationRecord(3, 1.0, 2, 1, 4, 2, 1.0, 0.03, 0.02, 0.04)
+    assert record.predicted_gain == pytest.approx(1.0)  # three tokens for two, and half as long again
+    assert record.measured_gain == pytest.approx(1.0)  # four for two, in twice the time
+    assert dataclasses.replace(record, plain_seconds=None).measured_gain is None
 
 
 def test_a_preempted_request_keeps_its_history():
@@ -251,6 +301,26 @@ def test_prompt_lookup_finds_what_a_search_finds(tokens, cuts, least, span, coun
     assert not proposer._indices
 
 
+@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40), num_prompt=st.integers(1, 40))
+def test_suffix_lookup_finds_the_longest_ending(tokens, num_prompt):
+    proposer, request = SuffixLookup(factor=2.0), make_request(0, 1)
+    num_prompt = min(num_prompt, len(tokens))
+    request.prompt_token_ids[:] = tokens[:num_prompt]
+    for stop in range(num_prompt, len(tokens) + 1):
+        request.output_token_ids[:] = tokens[num_prompt:stop]
+        text = tokens[:stop]
+        starts = {
+            size: [end for end in range(size, stop) if text[end - size : end] == text[-size:]]
+            for size in range(1, stop)
+        }
+        longest = max((size for size, ends in starts.items() if ends), default=0)
+        found = list(proposer.propose(request, 5))
+        assert len(found) == min(5, 2 * longest)
+        assert not found or found in [repeated(text, end, len(found)) for end in starts[longest]]
+    proposer.forget(request)
+    assert not proposer._automata
+
+
 def test_what_repeats_goes_round():
     assert repeated([9, 1, 2, 3], 1, 7) == [1, 2, 3, 1, 2, 3, 1]
 
@@ -282,7 +352,7 @@ def tokens_a_second(policy, batch, rate, num_steps=400):
             counts = policy.num_drafts([8] * batch, [rate] * batch, IterationRows(batch, batch * 100, 0, 512))
         took = float(np.interp(batch + sum(counts), list(MEASURED), list(MEASURED.values())))
         took *= random.uniform(0.9, 1.1)
-        policy.observe(batch, sum([count > 0 for count in counts]), sum(counts), took)
+        policy.observe(VerifyingWork(batch, sum([count > 0 for count in counts]), sum(counts)), took)
         if step >= num_steps // 4:
             seconds += took
             is_right = random.random((batch, 8)) < rate
@@ -311,7 +381,7 @@ def test_asking_in_vain_takes_little_time():
     policy = ByCost(NoCosts(), share=0.01)
     num_asked = 0
     for _ in range(1000):
-        policy.observe(8, 0, 0, 0.01)
+        policy.observe(VerifyingWork(8), 0.01)
         if policy.is_worth_asking(8):
             num_asked += 1
             policy.asked(0.001, is_fruitful=False)

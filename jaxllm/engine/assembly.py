@@ -26,6 +26,7 @@ from jaxllm.engine.ledgers import open_ledger
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.profiling import Profiler
 from jaxllm.engine.scheduling import Scheduling
+from jaxllm.engine.speculation import SpeculativeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.kv.disk import BlockFiles, weights_fingerprint
@@ -280,6 +281,8 @@ def _plain(value: object) -> Any:
     """A setting as JSON has it; objects by their class or name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, SpeculativeConfig):
+        value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence):

@@ -12,10 +12,10 @@ from typing import Any, TypeVar, cast
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.online import KindReport
-from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
+from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord, VerificationRecord
 from jaxllm.sched.policies import PreemptionAction, ResumeAction
 
-_Record = TypeVar("_Record", HeaderRecord, PreemptionRecord, StepRecord, KindReport)
+_Record = TypeVar("_Record", HeaderRecord, PreemptionRecord, StepRecord, VerificationRecord, KindReport)
 
 
 def read_ledger(path: str | Path) -> Ledger:
@@ -54,6 +54,8 @@ def _add(ledger: Ledger, values: dict[str, Any], *, is_first: bool) -> None:
             last = ledger.steps[-1].time
             raise TypeError(f"time={step.time} is before {last}, of the step before: two runs?")
         ledger.steps.append(step)
+    elif kind == "verification":
+        ledger.verifications.append(_checked(VerificationRecord(**values)))
     elif kind == "header":
         if not is_first:
             raise TypeError("a header is a ledger's first line: two runs?")
@@ -64,7 +66,8 @@ def _add(ledger: Ledger, values: dict[str, Any], *, is_first: bool) -> None:
             raise TypeError(f"kind={of_kind!r} is none of {', '.join(COST_KINDS)}")
         ledger.predictions[of_kind] = _checked(KindReport(**values))
     else:
-        raise TypeError(f"record={kind!r} is neither 'header', 'preemption', 'step' nor 'predictions'")
+        kinds = "'header', 'preemption', 'step', 'verification' nor 'predictions'"
+        raise TypeError(f"record={kind!r} is neither {kinds}")
 
 
 def _objects(lines: Sequence[str], path: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -24,6 +24,19 @@ class IterationRows:
     num_free: int
 
 
+class VerifyingWork(NamedTuple):
+    """An iteration: how many requests decode, how many of these verify, and how many drafts together."""
+
+    num_decodes: int
+    num_verified: int = 0
+    num_drafts: int = 0
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        """Whether it verifies, and its rows, four sizes to an octave."""
+        return self.num_drafts > 0, round(4 * math.log2(self.num_decodes + self.num_drafts))
+
+
 class SpeculationPolicy(Protocol):
     """Says how many of the tokens that were proposed are verified."""
 
@@ -47,11 +60,12 @@ class SpeculationPolicy(Protocol):
         """Note that proposals were asked for, how long that took, and whether any is to be verified."""
         ...
 
-    def observe(self, num_decodes: int, num_verified: int, num_drafts: int, seconds: float) -> None:
-        """Take what an iteration without prompts took, from the end of the one before it to its own.
+    def observe(self, work: VerifyingWork, seconds: float) -> None:
+        """Take what an iteration without prompts took, from the end of the one before it to its own."""
+        ...
 
-        Of `num_decodes` requests, `num_verified` verified `num_drafts` drafts together.
-        """
+    def predicted(self, work: VerifyingWork) -> float | None:
+        """Seconds of an iteration without prompts; None if it predicts nothing."""
         ...
 
 
@@ -71,8 +85,12 @@ class AsProposed:
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """Of no interest."""
 
-    def observe(self, num_decodes: int, num_verified: int, num_drafts: int, seconds: float) -> None:
+    def observe(self, work: VerifyingWork, seconds: float) -> None:
         """Of no interest."""
+
+    def predicted(self, work: VerifyingWork) -> float | None:
+        """Nothing."""
+        return None
 
 
 class BelowBatch:
@@ -80,7 +98,8 @@ class BelowBatch:
 
     def __init__(self, limit: int, policy: SpeculationPolicy) -> None:
         self._limit, self._policy = limit, policy
-        self.num_drafts, self.asked, self.observe = policy.num_drafts, policy.asked, policy.observe
+        self.num_drafts, self.asked = policy.num_drafts, policy.asked
+        self.observe, self.predicted = policy.observe, policy.predicted
 
     def is_worth_asking(self, num_running: int) -> bool:
         """Below the limit."""
@@ -88,19 +107,6 @@ class BelowBatch:
 
 
 _ROWS = 32.0
-
-
-class _Work(NamedTuple):
-    """Requests that decode, how many of them verify, and how many drafts together."""
-
-    num_decodes: int
-    num_verified: int = 0
-    num_drafts: int = 0
-
-    @property
-    def kind(self) -> tuple[bool, int]:
-        """Whether it verifies, and its rows, four sizes to an octave."""
-        return self.num_drafts > 0, round(4 * math.log2(self.num_decodes + self.num_drafts))
 
 
 class ByCost:
@@ -133,7 +139,7 @@ class ByCost:
         # By size, without and with drafts; each with of how many it is the mean.
         self._ratios: tuple[dict[int, tuple[float, int]], dict[int, tuple[float, int]]] = {}, {}
         self._num_refused = self._num_verified = 0
-        self._predicted: dict[_Work, float] = {}
+        self._predicted: dict[VerifyingWork, float] = {}
         self._num_observed = 0
         self._asking = self._running = 0.0
         self._context = 0
@@ -146,7 +152,11 @@ class ByCost:
         """See `SpeculationPolicy`."""
         self._asking = 0.0 if is_fruitful else self._asking + seconds
 
-    def observe(self, num_decodes: int, num_verified: int, num_drafts: int, seconds: float) -> None:
+    def predicted(self, work: VerifyingWork) -> float | None:
+        """See `SpeculationPolicy`."""
+        return self.seconds(work) if any(self._ratios) else None
+
+    def observe(self, work: VerifyingWork, seconds: float) -> None:
         """See `SpeculationPolicy`."""
         self._running += seconds
         if self._running > 100 * seconds:
@@ -154,7 +164,6 @@ class ByCost:
         self._num_observed += 1
         if self._num_observed % self._FORGET_AFTER == 0:
             self._predicted.clear()
-        work = _Work(num_decodes, num_verified, num_drafts)
         predicted = self._model(work)
         if seconds <= 0.0 or predicted <= 0.0:
             return
@@ -179,14 +188,14 @@ class ByCost:
             reverse=True,
         )[: iteration.num_free]
         num_decodes, extra = iteration.num_decodes, self._extra(iteration)
-        best = (1.0 + self._margin) * num_decodes / (self.seconds(_Work(num_decodes)) + extra)
+        best = (1.0 + self._margin) * num_decodes / (self.seconds(VerifyingWork(num_decodes)) + extra)
         num_best, num_verified, expected = 0, 0, float(num_decodes)
         for count, (gain, number, _) in enumerate(ranked, 1):
             num_verified += number == -1
             expected += gain
             if count > 8 and count % (count // 8):
                 continue  # a few of them are enough to find the best
-            value = expected / (self.seconds(_Work(num_decodes, num_verified, count)) + extra)
+            value = expected / (self.seconds(VerifyingWork(num_decodes, num_verified, count)) + extra)
             if value > best:
                 best, num_best = value, count
         counts = [0] * len(proposed)
@@ -206,7 +215,7 @@ class ByCost:
         step = max(1, num_best // 4)
         return num_best + step if turn == 0 else num_best - step if turn == self._VARY_AFTER else num_best
 
-    def seconds(self, work: _Work) -> float:
+    def seconds(self, work: VerifyingWork) -> float:
         """Predicted, as measured: what predictions were off by between two sizes lies between theirs."""
         is_verifying, size = work.kind
         known = self._ratios[is_verifying] or self._ratios[not is_verifying]
@@ -226,7 +235,7 @@ class ByCost:
         with_prompts = self._costs.step_seconds(num_decodes, iteration.num_context_tokens, prompts, 1)
         return max(0.0, with_prompts - self._costs.step_seconds(num_decodes, iteration.num_context_tokens))
 
-    def _model(self, work: _Work) -> float:
+    def _model(self, work: VerifyingWork) -> float:
         """By the cost model, or if it knows nothing by rows alone."""
         seconds = self._predicted.get(work)
         if seconds is None:
