@@ -62,7 +62,9 @@ class ExecutorConfig:
         pairs = [key for pair in zip(decodes, random, strict=True) for key in pair]
         keys = [*keys[:1], *pairs, *keys[1:]]
         if self.max_drafts:
-            keys += steps
+            drafts = [self.draft_key(rows) for rows in reversed(buckets.sizes)]
+            keys += [key for one in drafts for key in (one, one._replace(sampling=Sampling.RANDOM))]
+            keys = list(dict.fromkeys(keys))
         if self.warms_everything:
             keys += [step._replace(sampling=Sampling.IN_STEPS) for step in steps]
         return keys
@@ -79,11 +81,15 @@ class ExecutorConfig:
     @property
     def logits_sizes(self) -> list[int]:
         """Of how many rows steps leave logits."""
-        most = self.max_num_seqs + self.max_drafts
-        sizes = {min(size, most) for size in self.buckets.sizes}
-        return sorted(sizes.union(self.buckets.decode))
+        rows = (*self.buckets.decode, *self.buckets.sizes)
+        found = {min(size, self.max_num_seqs) for size in rows}
+        return sorted(found | {min(size, self.max_num_seqs + self.max_drafts) for size in self.buckets.sizes})
 
     def prompt_key(self, rows: int) -> ProgramKey:
-        """The program of a step with prompts, or drafts, of so many rows."""
-        num_samples = min(rows, self.max_num_seqs + self.max_drafts) if self.max_drafts else 0
-        return ProgramKey(rows, self.buckets.max_chunks(rows), max_samples=num_samples)
+        """The program of a step with prompts of so many rows."""
+        return ProgramKey(rows, self.buckets.max_chunks(rows))
+
+    def draft_key(self, rows: int) -> ProgramKey:
+        """The program of a step with drafts of so many rows, and maybe prompts."""
+        key, num_samples = self.prompt_key(rows), min(rows, self.max_num_seqs + self.max_drafts)
+        return key if num_samples <= self.max_num_seqs else key._replace(max_samples=num_samples)

@@ -95,6 +95,7 @@ class ModelExecutor:
         self._set_row = jax.jit(lambda rows, place, row: rows.at[place].set(row), donate_argnums=0)
         self._set_tokens = jax.jit(lambda rows, at: rows.at[at[0], at[1]].set(at[2]), donate_argnums=0)
         self._prompt_keys = {size: config.prompt_key(size) for size in config.buckets.sizes}
+        self._draft_keys = {size: config.draft_key(size) for size in config.buckets.sizes}
         self._programs = programs or StepPrograms(model_config, config, device)
         if config.implementation == FASTEST:
             self._choose_fastest()
@@ -406,7 +407,8 @@ class ModelExecutor:
         num_decodes, num_steps = len(scheduled.decode), scheduled.num_decode_steps
         if prefill:
             size = buckets.size(num_decodes, scheduled.num_prefill_tokens, len(prefill))
-            key = self._prompt_keys[size]._replace(max_decode_steps=num_steps)
+            key = (self._draft_keys if scheduled.num_drafts else self._prompt_keys)[size]
+            key = key._replace(max_decode_steps=num_steps)
         else:
             key = ProgramKey(buckets.decode_size(num_decodes))
             if num_steps > 1 or key not in self._programs.shapes:

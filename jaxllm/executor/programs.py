@@ -52,6 +52,7 @@ class ProgramKey(NamedTuple):
     def covers(self, other: ProgramKey) -> bool:
         """Whether it computes whatever the other one does, with more padding."""
         is_alike = bool(self.max_chunks) == bool(other.max_chunks) and other.sampling in self.sampling
+        is_alike &= self.max_samples >= other.max_samples
         return is_alike and all(mine >= its for mine, its in zip(self[:3], other[:3], strict=True))
 
     def num_decodes(self, max_num_seqs: int) -> int:

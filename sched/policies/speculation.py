@@ -130,14 +130,14 @@ class ByCost:
     _RATE = 0.1
     _FORGET_AFTER = 64
     """Observations, after which predictions are made anew, for contexts have grown."""
-    _VARY_AFTER = 16
     _TRY_AFTER = 64
-    """Times that nothing was verified, after which what was measured of verifying is forgotten."""
+    """Iterations that did, or did not, verify drafts, in which others are tried."""
 
-    def __init__(self, costs: CostModel, *, share: float = 0.02, margin: float = 0.03) -> None:
+    def __init__(self, costs: CostModel, *, share: float = 0.01, margin: float = 0.03) -> None:
         self._costs, self._share, self._margin = costs, share, margin
         # By size, without and with drafts; each with of how many it is the mean.
         self._ratios: tuple[dict[int, tuple[float, int]], dict[int, tuple[float, int]]] = {}, {}
+        self._factors: dict[tuple[bool, int], float] = {}  # what they come to, as far as was asked since
         self._num_refused = self._num_verified = 0
         self._predicted: dict[VerifyingWork, float] = {}
         self._num_observed = 0
@@ -173,6 +173,7 @@ class ByCost:
         # One that was interrupted counts no more than one twice as long.
         known += max(self._RATE, 1 / (count + 1)) * (min(max(ratio, known / 2), known * 2) - known)
         self._ratios[is_verifying][size] = known, count + 1
+        self._factors.clear()
 
     def num_drafts(
         self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
@@ -193,7 +194,7 @@ class ByCost:
         for count, (gain, number, _) in enumerate(ranked, 1):
             num_verified += number == -1
             expected += gain
-            if count > 8 and count % (count // 8):
+            if count % (1 << max(0, count.bit_length() - 3)):
                 continue  # a few of them are enough to find the best
             value = expected / (self.seconds(VerifyingWork(num_decodes, num_verified, count)) + extra)
             if value > best:
@@ -209,23 +210,28 @@ class ByCost:
             self._num_refused += 1
             if self._num_refused % self._TRY_AFTER == 0:
                 self._ratios[True].clear()
+                self._factors.clear()
             return 0
         self._num_verified += 1
-        turn = self._num_verified % (2 * self._VARY_AFTER)
+        quarter, rest = divmod(self._num_verified % self._TRY_AFTER, self._TRY_AFTER // 4)
         step = max(1, num_best // 4)
-        return num_best + step if turn == 0 else num_best - step if turn == self._VARY_AFTER else num_best
+        return num_best if rest else (num_best, num_best - step, num_best + step, 0)[quarter]
 
     def seconds(self, work: VerifyingWork) -> float:
         """Predicted, as measured: what predictions were off by between two sizes lies between theirs."""
-        is_verifying, size = work.kind
+        factor = self._factors.get(work.kind)
+        if factor is None:
+            factor = self._factors[work.kind] = self._factor(*work.kind)
+        return self._model(work) * factor
+
+    def _factor(self, is_verifying: bool, size: int) -> float:
         known = self._ratios[is_verifying] or self._ratios[not is_verifying]
-        below = max((one for one in known if one <= size), default=None)
-        above = min((one for one in known if one >= size), default=None)
-        if below is None or above is None:
-            nearest = above if below is None else below
-            return self._model(work) * (1.0 if nearest is None else known[nearest][0])
-        share = (size - below) / max(1, above - below)
-        return self._model(work) * (known[below][0] * (1 - share) + known[above][0] * share)
+        if not known:
+            return 1.0
+        below = max((one for one in known if one <= size), default=min(known))
+        above = min((one for one in known if one >= size), default=max(known))
+        share = min(1.0, max(0.0, (size - below) / (above - below))) if above > below else 0.0
+        return known[below][0] * (1 - share) + known[above][0] * share
 
     def _extra(self, iteration: IterationRows) -> float:
         """What others' prompts add, by the model alone."""
