@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
 
 
@@ -13,6 +14,11 @@ def shown(value: object, most: int = 200) -> str:
     except Exception:  # an integer of more than 4300 digits, or an object that cannot tell
         text = f"something of type {type(value).__name__}"
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def reason(error: Exception) -> str:
+    """What an error says, of a file's without its number and the file's name."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
@@ -74,6 +80,44 @@ class EngineError(JaxllmError, RuntimeError):
     """
 
     finished: Sequence[object] = ()
+
+
+class UserCodeError(JaxllmError, RuntimeError):
+    """A policy or predictor of the user's own raised; the message names it, where, and the request.
+
+    `__cause__` is what it raised, `request_id` whom it was asked about, if that is known.
+    """
+
+    request_id: str | None = None
+
+    def about(self, request_id: str | None, asker: str | None = None) -> None:
+        """Say who asked, and about which request, if that is known and was not said."""
+        if asker is not None:
+            self.args = (f"{self.args[0]}, asked by {asker}",)
+        if request_id is not None and self.request_id is None:
+            self.request_id = request_id
+            self.args = (f"{self.args[0]}, about request {request_id!r}",)
+
+
+def is_outside(found: object) -> bool:
+    """Whether an object's class is none of this package's."""
+    return type(found).__module__.partition(".")[0] != "jaxllm"
+
+
+def blame(owner: object, method: str, error: Exception, request_id: str | None = None) -> Exception:
+    """What to raise where a method of a user's object raised: itself, if it is an error of this package."""
+    name = f"{type(owner).__module__}:{type(owner).__qualname__}.{method}"
+    if isinstance(error, UserCodeError):
+        error.about(request_id, name)
+    if isinstance(error, JaxllmError) or not is_outside(owner):
+        return error
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    found = UserCodeError(
+        f"{name} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+    )
+    found.about(request_id)
+    found.__cause__ = error
+    return found
 
 
 class TryAgainError(JaxllmError, RuntimeError):

@@ -162,7 +162,7 @@ class LLM:
         Raises:
             RequestError, SamplingParamsError: an input is invalid; nothing was run.
             EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
-            Exception: what a scheduling policy raised.
+            UserCodeError: a scheduling policy or a predictor raised; the message names it.
         """
         check_call_arguments(others, LLM.generate)
         stream = self._submit(prompts, sampling_params, priority, deadline, stream=False)

@@ -11,6 +11,7 @@ from jaxllm.pallas_kernels.api import (
     default_implementation,
     prefill_attention,
     settle_implementation,
+    why_no_layout,
     write_kv,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "default_implementation",
     "prefill_attention",
     "settle_implementation",
+    "why_no_layout",
     "write_kv",
 ]

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
+from jaxllm.pallas_kernels.kv_layout import layout_of
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.pallas_kernels.tiles import current_device
+from jaxllm.system.dtypes import DTYPES, KV_DTYPES
 from jaxllm.system.import_path import imported
 
 REFERENCE = "reference"
@@ -28,8 +30,6 @@ here are, with `window` and `soft_cap` where a model has them. XLA's stand in fo
 """
 OPERATIONS = ("decode_attention", "prefill_attention", "write_kv")
 """What an implementation of one's own may be made of."""
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @under_jax_defaults
@@ -216,7 +216,7 @@ def attend(
     if hasattr(backend, "rotate_and_write"):
         pool, q = backend.rotate_and_write(qkv, rope, pool, slot_mapping, layer=layer)
     else:
-        q, k, v = rotated_heads(qkv, rope, pool.shape[3], pool.shape[5])
+        q, k, v = rotated_heads(qkv, rope, pool.shape[3], layout_of(pool).head_dim)
         pool = backend.write_kv(pool, k, v, slot_mapping, layer=layer)
     decoded = prefilled = None
     if decode is not None:
@@ -241,14 +241,26 @@ def default_implementation() -> str:
 
 
 def settle_implementation(
-    num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, *, kv_dtype: str = "float32"
 ) -> tuple[str, str | None]:
     """What None stands for with a model of these sizes, and why the device's default is not it if so."""
     name = default_implementation()
-    reason = None
-    if name == "native":
+    reason = why_no_layout(name, kv_dtype)
+    if reason is None and name == "native":
         reason = _load_backend(name).why_not(num_q_heads, num_kv_heads, head_dim, block_size)
     return (name, None) if reason is None else ("xla", f"not {name}: {reason}")
+
+
+def why_no_layout(name: str, kv_dtype: str) -> str | None:
+    """What keeps an implementation from keys and values of a dtype; None if nothing does."""
+    known = _LAYOUTS.get(name)
+    if known is None or kv_dtype in known:
+        return None
+    return f"it has no KV of {kv_dtype}"
+
+
+_LAYOUTS = {"native": (*DTYPES, "int8"), "triton": DTYPES, "mosaic": DTYPES}
+"""Dtypes of KV that implementations store, of those that have not all."""
 
 
 def _best_for(platform: str, compute_capability: str) -> str:
@@ -266,8 +278,9 @@ def _backend(
 ) -> tuple[Any, dict[str, Any]]:
     """The back-end of a name, and the options for it: those that the name holds, and what is not None."""
     if implementation is None:
-        sizes = num_q_heads, pool.shape[3], *pool.shape[5:3:-1]
-        implementation, _ = settle_implementation(*sizes)
+        layout = layout_of(pool)
+        sizes = num_q_heads, pool.shape[3], layout.head_dim, pool.shape[4]
+        implementation, _ = settle_implementation(*sizes, kv_dtype=layout.dtype)
     name, colon, tiling = implementation.partition(":")
     is_own = colon and name not in IMPLEMENTATIONS
     if not is_own and (name not in IMPLEMENTATIONS or (colon and name != "triton")):
@@ -279,6 +292,8 @@ def _backend(
         raise ConfigError(f"window is {window}: it must be at least 1, or None to see all tokens")
     if soft_cap is not None and not soft_cap > 0:
         raise ConfigError(f"soft_cap is {soft_cap}: it must be above 0, or None to leave scores as they are")
+    if reason := why_no_layout(name, layout_of(pool).dtype):
+        raise ConfigError(f"attention implementation {name!r}: {reason}; use 'xla'")
     options = {"window": window, "soft_cap": soft_cap}
     options = {option: value for option, value in options.items() if value is not None}
     if options and name == "mosaic":
@@ -315,7 +330,8 @@ def _check_pool(pool: jax.Array, layer: int) -> None:
         )
     if 0 in pool.shape:
         raise ConfigError(f"pool has shape {pool.shape}: every axis must be at least 1")
-    _check_dtype("pool", pool)
+    if pool.dtype.name not in KV_DTYPES.values():
+        raise ConfigError(f"pool is {pool.dtype.name}: make it one of {', '.join(KV_DTYPES.values())}")
     if not 0 <= layer < pool.shape[1]:
         raise ConfigError(f"layer is {layer}: expected 0 <= layer < {pool.shape[1]}, the layers of the pool")
 
@@ -323,7 +339,7 @@ def _check_pool(pool: jax.Array, layer: int) -> None:
 def _check_new(pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, layer: int) -> None:
     _check_pool(pool, layer)
     num_tokens = k.shape[0]
-    expected = (num_tokens, pool.shape[3], pool.shape[5])
+    expected = (num_tokens, pool.shape[3], layout_of(pool).head_dim)
     for name, array in (("k", k), ("v", v)):
         if array.shape != expected:
             raise ConfigError(f"{name} has shape {array.shape}, but this pool takes {expected}: reshape it")
@@ -334,7 +350,7 @@ def _check_new(pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Ar
 def _check_projection(qkv: jax.Array, rope: RopeTable | None, pool: jax.Array) -> int:
     """How many query heads there are."""
     _check_dtype("qkv", qkv)
-    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    num_kv_heads, head_dim = pool.shape[3], layout_of(pool).head_dim
     num_q_heads = qkv.shape[-1] // head_dim - 2 * num_kv_heads
     columns = (num_q_heads + 2 * num_kv_heads) * head_dim
     if (
@@ -375,8 +391,9 @@ def _check_prompts(
 def _check_attention(q: jax.Array, pool: jax.Array, layer: int) -> None:
     _check_pool(pool, layer)
     _check_dtype("q", q)
-    if q.ndim != 3 or q.shape[0] == 0 or q.shape[2] != pool.shape[5]:
-        raise ConfigError(f"q has shape {q.shape}: expected [at least 1, num_q_heads, {pool.shape[5]}]")
+    head_dim = layout_of(pool).head_dim
+    if q.ndim != 3 or q.shape[0] == 0 or q.shape[2] != head_dim:
+        raise ConfigError(f"q has shape {q.shape}: expected [at least 1, num_q_heads, {head_dim}]")
     if q.shape[1] == 0 or q.shape[1] % pool.shape[3]:
         raise ConfigError(
             f"q has {q.shape[1]} heads: expected a multiple of the pool's {pool.shape[3]} KV heads"
@@ -384,8 +401,8 @@ def _check_attention(q: jax.Array, pool: jax.Array, layer: int) -> None:
 
 
 def _check_dtype(name: str, array: jax.Array) -> None:
-    if array.dtype.name not in _DTYPES:
-        raise ConfigError(f"{name} is {array.dtype.name}: cast it to one of {', '.join(_DTYPES)}")
+    if array.dtype.name not in DTYPES:
+        raise ConfigError(f"{name} is {array.dtype.name}: cast it to one of {', '.join(DTYPES)}")
 
 
 def _check_ints(name: str, array: jax.Array, shape: tuple[int | None, ...]) -> None:

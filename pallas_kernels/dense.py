@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllm.pallas_kernels.kv_layout import layout_of
+
 _MASKED = -1e30
 
 
@@ -69,7 +71,7 @@ def write_kv(
     """Store each token's K and V at its slot; see `pallas_kernels.write_kv`."""
     num_blocks, block_size = pool.shape[0], pool.shape[4]
     block = jnp.where(slot_mapping >= 0, slot_mapping // block_size, num_blocks)
-    kv = jnp.stack([k, v], axis=1).astype(pool.dtype)
+    kv = layout_of(pool).stored(jnp.stack([k, v], axis=1))
     return pool.at[block, layer, :, :, slot_mapping % block_size].set(kv, mode="drop")
 
 
@@ -118,8 +120,9 @@ def _gathered(
     pool: jax.Array, block_tables: jax.Array, layer: int, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """K and V `[num_seqs, max_blocks * block_size, num_kv_heads, head_dim]`, 0 from each length on."""
-    num_blocks, _, _, num_kv_heads, block_size, head_dim = pool.shape
-    kv = pool[jnp.clip(block_tables, 0, num_blocks - 1), layer].astype(jnp.float32)
+    num_blocks, _, _, num_kv_heads, block_size, _ = pool.shape
+    layout = layout_of(pool)
+    kv, head_dim = layout.loaded(pool[jnp.clip(block_tables, 0, num_blocks - 1), layer]), layout.head_dim
     num_seqs, max_blocks = block_tables.shape
     kv = kv.transpose(2, 0, 1, 4, 3, 5).reshape(2, num_seqs, max_blocks * block_size, num_kv_heads, head_dim)
     is_there = jnp.arange(max_blocks * block_size) < lengths[:, None]

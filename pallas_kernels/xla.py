@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllm.pallas_kernels.kv_layout import layout_of
+
 _DECODE_PAIR_BYTES = 64 * 1024
 _PREFILL_KV_BLOCKS = 8
 _PREFILL_ROWS = 64
@@ -161,7 +163,7 @@ def write_kv(
 ) -> jax.Array:
     """Store each token's K and V at its slot; see `pallas_kernels.write_kv`."""
     num_blocks, _, _, _, block_size, _ = pool.shape
-    kv = jnp.stack([k, v], axis=1).astype(pool.dtype)
+    kv = layout_of(pool).stored(jnp.stack([k, v], axis=1))
 
     def body(token: jax.Array, pool: jax.Array) -> jax.Array:
         slot = slot_mapping[token]
@@ -195,7 +197,7 @@ def _load_block(
     block = block_tables[row, jnp.minimum(index, block_tables.shape[1] - 1)]
     block = jnp.clip(block, 0, pool.shape[0] - 1)
     kv = lax.dynamic_slice(pool, (block, layer, 0, 0, 0, 0), (1, 1, *pool.shape[2:]))[0, 0]
-    kv = kv.astype(jnp.float32)
+    kv = layout_of(pool).loaded(kv)
     return kv[0], kv[1]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
-from jaxllm.errors import ConfigError
-from jaxllm.system.dtypes import ITEMSIZES, dtype_of
+from jaxllm.errors import ConfigError, blame, shown
+from jaxllm.system.dtypes import ITEMSIZES, KV_DTYPES, dtype_of, kv_row_bytes
 
 CostKind = Literal["prefill", "decode", "mixed", "swap_out", "swap_in"]
 COST_KINDS: tuple[CostKind, ...] = ("prefill", "decode", "mixed", "swap_out", "swap_in")
@@ -84,10 +84,11 @@ class CheckedCosts:
 
     Raises:
         ConfigError: by its methods, of an answer that is negative, no finite number, or no number at all.
+        UserCodeError: by its methods, where those of a model from outside the package raise.
     """
 
     def __init__(self, model: CostModel) -> None:
-        self._model = model
+        self.model = model
 
     def step_seconds(
         self,
@@ -103,26 +104,36 @@ class CheckedCosts:
         work: tuple[int, ...] = batch, context_tokens
         if prompt_tokens:
             work = *work, prompt_tokens, num_prompts, prompt_context
-        return self._checked("step_seconds", self._model.step_seconds(*work), work)
+        return self._checked("step_seconds", self.model.step_seconds, work)
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """The model's."""
         if num_blocks <= 0:
             return 0.0
-        return self._checked("swap_out_seconds", self._model.swap_out_seconds(num_blocks), (num_blocks,))
+        return self._checked("swap_out_seconds", self.model.swap_out_seconds, (num_blocks,))
 
     def swap_in_seconds(self, num_blocks: int) -> float:
         """The model's."""
         if num_blocks <= 0:
             return 0.0
-        return self._checked("swap_in_seconds", self._model.swap_in_seconds(num_blocks), (num_blocks,))
+        return self._checked("swap_in_seconds", self.model.swap_in_seconds, (num_blocks,))
 
-    def _checked(self, name: str, seconds: float, work: tuple[int, ...]) -> float:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckedCosts) and bool(self.model == other.model)
+
+    def __hash__(self) -> int:
+        return hash((CheckedCosts, type(self.model)))
+
+    def _checked(self, name: str, method: Callable[..., float], work: tuple[int, ...]) -> float:
+        try:
+            seconds = method(*work)
+        except Exception as error:
+            raise blame(self.model, f"{name}{work}", error)  # noqa: B904, which chains
         if type(seconds) is float and 0.0 <= seconds < math.inf:
             return seconds
         if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
             raise ConfigError(
-                f"{type(self._model).__name__}.{name}{work} is {seconds!r}: it must be seconds, a finite "
+                f"{type(self.model).__name__}.{name}{work} is {seconds!r}: it must be seconds, a finite "
                 "number of at least 0"
             )
         return float(seconds)
@@ -149,7 +160,8 @@ class ModelShape:
         tie_word_embeddings: whether the lm head is the embedding matrix.
         num_experts: MLPs of each layer, of which a token takes `experts_per_token`; 0 where there is one.
         window: tokens that `num_window_layers` of the layers attend to; the others attend to all.
-        dtype: of weights and KV alike, one of `jaxllm.system.dtypes`.
+        dtype: of weights, one of `jaxllm.system.dtypes`.
+        kv_dtype: of KV, one of `jaxllm.system.dtypes.KV_DTYPES`; "auto" is `dtype`.
 
     Raises:
         ConfigError: a size is not an integer in [1, 2**31), the heads do not divide by `num_kv_heads`,
@@ -171,6 +183,7 @@ class ModelShape:
     window: int = 0
     num_window_layers: int = 0
     dtype: str = "float16"
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -202,10 +215,14 @@ class ModelShape:
                 f"window={self.window}: give both, or neither"
             )
         object.__setattr__(self, "dtype", dtype_of("ModelShape.dtype", self.dtype))
+        kv_dtype = self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+        if kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"ModelShape.kv_dtype={shown(kv_dtype)} must be one of {', '.join(KV_DTYPES)}")
+        object.__setattr__(self, "kv_dtype", kv_dtype)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of weights and KV."""
+        """Bytes of one element of weights."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -246,7 +263,7 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * kv_row_bytes(self.kv_dtype, self.head_dim)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block of `block_size` tokens over all layers (AdaptiveLLM, Eq. 3)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, did_you_mean
 from jaxllm.predictors.base import check_number
 
 _LARGEST = 1e21
@@ -182,5 +182,5 @@ def device_spec(name: str) -> DeviceSpec:
         if spec.is_called(name):
             return spec
     raise ConfigError(
-        f"device {name!r} is not in the table; known: {', '.join(DEVICES)}. Or make a DeviceSpec"
+        f"device {name!r} is not in the table; {did_you_mean(name, DEVICES)}known: {', '.join(DEVICES)}"
     )

@@ -54,6 +54,11 @@ def own_costs(given: CostModel | str | os.PathLike[str]) -> OwnCosts:
     return OwnCosts(model if isinstance(model, OnlineCalibration) else CheckedCosts(model), source)
 
 
+def checked(costs: CostModel) -> CostModel:
+    """A predictor that was probed (`check_costs`), and whose answers are checked (`CheckedCosts`)."""
+    return costs if isinstance(costs, CheckedCosts) else CheckedCosts(check_costs(costs))
+
+
 def check_costs(costs: Any, name: str | None = None) -> CostModel:
     """Verify that an object answers as a `CostModel` does, by its signatures and a few questions.
 
@@ -123,6 +128,8 @@ def _probe(
 
 def type_name(costs: object) -> str:
     """What messages and records call a predictor that was given as an object."""
+    while isinstance(costs, CheckedCosts | OnlineCalibration):
+        costs = costs.model
     kind = type(costs)
     return f"{kind.__module__}:{kind.__qualname__}"
 

@@ -134,6 +134,7 @@ class Profile:
             _fail(path, "format_version", FORMAT_VERSION, document.get("format_version"))
         _check_fields(path, "", document, expected)
         model_fields = {field.name for field in dataclasses.fields(ModelShape)}
+        document["model"].setdefault("kv_dtype", "auto")  # profiles of before have none
         _check_fields(path, "model.", document["model"], dict.fromkeys(model_fields, object))
         table = _load_table(path, document["arrays"], document["padding_share"])
         try:

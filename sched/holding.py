@@ -7,6 +7,7 @@ import dataclasses
 
 from jaxllm.sched.cache.names import BlockName
 from jaxllm.sched.plan import check_seconds
+from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.holds import HoldPolicy
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import Request
@@ -34,7 +35,7 @@ class Holding:
     """
 
     def __init__(self, state: SchedulerState, policy: HoldPolicy) -> None:
-        self._state, self._policy = state, policy
+        self._state, self._policy = state, watched(policy)
         self._turns: collections.OrderedDict[BlockName, _Turn] = collections.OrderedDict()
         self._held: dict[_Turn, None] = {}  # in the order in which they ended
         self._claimed: dict[_Turn, bool] = {}  # and whether they were held then

@@ -26,10 +26,12 @@ _logger = logging.getLogger(__name__)
 class HeaderRecord:
     """What wrote a ledger: its file's first line.
 
-    `jaxllm` and `jax` are versions, the latter None of a simulation; `device` is what JAX calls it. `policy`
+    `jaxllm` and `jax` are versions, the latter None of a simulation; `device` is what JAX calls it, or
+    "simulated". `policy`
     is what was asked for, by name or import path or class, and `costs_source` where predicted costs come
     from, None if nothing is known. `settings` are those of the engine (`EngineConfig`), as they were given,
-    and `limits` those of its scheduler (`SchedulerConfig`), as they were settled.
+    or the arguments of `simulate`. `limits` are those of the scheduler (`SchedulerConfig`), as they were
+    settled.
     """
 
     jaxllm: str
@@ -176,6 +178,8 @@ class Ledger:
     predicted when it is closed. Each line has a `record` field, "header", "preemption", "step",
     "verification" or "predictions". docs/ledger.md has all fields and units.
 
+    `cut_line` is the number of a last line that was cut off, of a ledger that was read from a file.
+
     Args:
         file: where to write; None keeps `preemptions`, `steps` and `verifications` in memory.
         costs: predicts what swapping and recomputing cost one after the other (`AdaptiveAction`) where the
@@ -196,6 +200,7 @@ class Ledger:
         self.verifications: list[VerificationRecord] = []
         self.predictions: dict[str, KindReport] = {}
         self.header: HeaderRecord | None = None
+        self.cut_line: int | None = None
         self._file, self._on_record = file, on_record
         self._is_broken = False
         self.costs = costs

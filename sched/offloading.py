@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable
 
 from jaxllm.sched.cache.names import BlockName
+from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.offload import OffloadPolicy
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import MAX_STAGED_BLOCKS, Swap
@@ -19,7 +20,7 @@ class Offloader:
 
     def __init__(self, state: SchedulerState, policy: OffloadPolicy, *, is_eager: bool) -> None:
         """Reads `state`, and stores in its host pool; `is_eager` for policies that are not, too."""
-        self._state, self._policy = state, policy
+        self._state, self._policy = state, watched(policy)
         state.collects_filled = is_eager or policy.is_eager
         # Blocks that earlier iterations filled, and what they held then.
         self._filled: collections.OrderedDict[int, BlockName] = collections.OrderedDict()

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
-from jaxllm.errors import ConfigError, did_you_mean, shown
-from jaxllm.predictors.base import CostModel
+from jaxllm.errors import ConfigError, did_you_mean, is_outside, shown
+from jaxllm.predictors.base import CheckedCosts, CostModel
 from jaxllm.predictors.lengths import RankPredictor
 from jaxllm.sched.baselines import VLLM025
 from jaxllm.sched.policies import (
@@ -45,7 +45,7 @@ from jaxllm.sched.policies import (
     WriteThrough,
     is_policy,
 )
-from jaxllm.sched.policies.user import describe, import_policy, own_policy
+from jaxllm.sched.policies.user import check_names, describe, import_policy, own_policy
 from jaxllm.system.import_path import imported
 
 
@@ -260,9 +260,10 @@ def as_policy(choice: object, costs: CostModel | None = None) -> SchedulingPolic
         costs: predicted seconds, for policies that weigh actions.
 
     Raises:
-        ConfigError: it stands for none, or needs `costs`.
+        ConfigError: it stands for none, needs `costs`, or has a part under a name that nobody asks for.
     """
     if is_policy(choice):
+        check_names(describe(choice), choice)
         return choice
     if isinstance(choice, str):
         return make_preset(choice, costs)
@@ -314,6 +315,7 @@ def make_preset(name: str, costs: CostModel | None = None) -> SchedulingPolicy:
 
 
 def _required(name: str, costs: CostModel | None) -> CostModel:
+    """The costs; those from outside the package are named where they raise, or answer with no seconds."""
     if costs is None:
         raise ConfigError(f"preset {name!r} weighs swapping against recomputing: pass costs=...")
-    return costs
+    return CheckedCosts(costs) if is_outside(costs) else costs

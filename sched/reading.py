@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from jaxllm.sched.cache.names import FileIndex
+from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.offload import OffloadPolicy
 from jaxllm.sched.queues import Verdict
 from jaxllm.sched.state import SchedulerState
@@ -22,7 +23,7 @@ class ReadAhead:
 
     def __init__(self, state: SchedulerState, files: FileIndex, policy: OffloadPolicy) -> None:
         """Stores in the host pool of `state`; `policy` says what it is worth to wait for."""
-        self._state, self._files, self._policy = state, files, policy
+        self._state, self._files, self._policy = state, files, watched(policy)
         self._block_seconds = 0.0  # of a read, by the last ones
         self._began: dict[int, float] = {}  # when a read was alone on the disk, by handle
         self._last_ended = float("-inf")

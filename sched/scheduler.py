@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 from typing import NamedTuple
 
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, UserCodeError
 from jaxllm.sched.applying import Iteration
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.sched.config import SchedulerConfig
@@ -17,7 +17,7 @@ from jaxllm.sched.offloading import Offloader
 from jaxllm.sched.plan import Plan, Planner, PlanningPolicy, check_plan
 from jaxllm.sched.planner import PolicyPlanner
 from jaxllm.sched.policies import LearningPolicy, NoHold, Progress, SchedulerPolicy, SchedulingPolicy
-from jaxllm.sched.policies.contract import is_outside, unchanged, watched
+from jaxllm.sched.policies.contract import is_outside, name_asker, unchanged, watched
 from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.reading import ReadAhead
 from jaxllm.sched.speculation import Speculation
@@ -111,7 +111,7 @@ class Scheduler:
         self.config = config
         self.policy = policy
         parts = (getattr(policy, question, None) for question in ("admission", "victim"))
-        self._learners = [part for part in parts if isinstance(part, LearningPolicy)]
+        self._learners = [watched(part) for part in parts if isinstance(part, LearningPolicy)]
         if speculation is not None:
             speculation.begin(policy, ledger)
             self._learners.append(speculation)
@@ -248,7 +248,8 @@ class Scheduler:
 
         Raises:
             ConfigError: a policy's answer is not one of those it may give.
-            Exception: whatever a policy raises. In both cases, if `is_planning`, nothing has changed.
+            UserCodeError: a policy or predictor from outside the package raised. In both cases, if
+                `is_planning`, nothing has changed.
 
         With drafts in it (`num_drafts`) it has to be read, and those who verified them accepted (`accept`),
         before the next call.
@@ -262,13 +263,17 @@ class Scheduler:
         if self._holding is not None:
             self._holding.settle(now)
         self.is_planning = True
-        if self._read_ahead is not None:
-            self._read_ahead.add_reads(self._reads, now)
-        while (plan := self._plan(now)) is None:
-            state.join(next(iter(state.loading.values())))
-        if self.speculation is not None:
-            plan.drafts = self.speculation.draft(plan, state)
-            max_decode_steps = self.speculation.max_decode_steps(max_decode_steps)
+        try:
+            if self._read_ahead is not None:
+                self._read_ahead.add_reads(self._reads, now)
+            while (plan := self._plan(now)) is None:
+                state.join(next(iter(state.loading.values())))
+            if self.speculation is not None:
+                plan.drafts = self.speculation.draft(plan, state)
+                max_decode_steps = self.speculation.max_decode_steps(max_decode_steps)
+        except UserCodeError as error:
+            name_asker(error)
+            raise
         self.is_planning = False
         iteration = Iteration(state, self.ledger, self.num_scheduled, now)
         self.num_scheduled += 1
@@ -383,8 +388,8 @@ class Scheduler:
         state.under_way.pop(request.request_id, None)
         state.progress.num_ended += 1
         state.num_read.pop(request.request_id, None)
-        if reason in ("stop", "length") and self.policy.length is not None:
-            self.policy.length.observe(request, len(request.output_token_ids))
+        if reason in ("stop", "length") and self._length is not None:
+            self._length.observe(request, len(request.output_token_ids))
         for learner in self._learners:
             is_cut = (
                 request.sampling_params.max_tokens is not None if reason == "length" else reason != "stop"

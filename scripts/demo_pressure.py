@@ -14,6 +14,7 @@ from jaxllm.engine.ledgers import read_ledger
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.commands.explain import Span, plot, summary, timeline
+from jaxllm.research.figures import check_picture
 from jaxllm.research.workloads import make_trace
 from jaxllm.research.workloads.result import RunResult
 from jaxllm.sched.ledger import Ledger, PreemptionRecord
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--ledger", type=new_file, help="keep the decisions of preset adaptive there")
     parser.add_argument("--plot", type=new_file, metavar="FILE.png", help="draw its timeline, by matplotlib")
     args = parser.parse_args()
+    check_picture(args.plot)
     llm = LLM(
         skip_tokenizer_init=True,
         warm_up="all",

@@ -34,6 +34,7 @@ from jaxllm.engine.costs import shape_of
 from jaxllm.engine.profiling import Profiler
 from jaxllm.errors import JaxllmError
 from jaxllm.research.bench.results import command_line, write_json
+from jaxllm.research.figures import check_picture
 from jaxllm.system import hardware
 from jaxllm.system.output_files import OutputParser, new_file
 
@@ -88,6 +89,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=new_file, help="draw swap errors by size to this file")
     parser.add_argument("--report", type=new_file, help="write the Markdown there, too")
     args = parser.parse_args(argv)
+    check_picture(args.plot)
     if unknown := sorted(set(args.families) - set(FAMILIES)):
         parser.error(f"--families: there is no {', '.join(unknown)}; families are {', '.join(FAMILIES)}")
     if min(args.layers) < 1 or max(args.layers) > 64:

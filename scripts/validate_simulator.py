@@ -51,6 +51,7 @@ from jaxllm.predictors.table import TableCostModel
 from jaxllm.research.bench.beside_steps import busy_host_share, sending_seconds
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.bench.results import about, write_json
+from jaxllm.research.figures import check_picture
 from jaxllm.research.intervals import ratio_interval
 from jaxllm.research.simulator.run import simulate
 from jaxllm.research.workloads import Trace, UniformLengths, make_trace
@@ -275,6 +276,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=new_file, help="draw tokens/s and turnaround to this .png file")
     parser.add_argument("--from-json", type=pathlib.Path, help="draw what --out wrote, and measure nothing")
     args = parser.parse_args(argv)
+    check_picture(args.plot)
     known = {*PRESETS, *COMBINED, *CHANGED}
     if unknown := sorted(set(args.presets) - known):
         parser.error(f"--presets: there is no {', '.join(unknown)}; there are {', '.join(sorted(known))}")

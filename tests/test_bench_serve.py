@@ -399,7 +399,7 @@ def test_the_api_key_is_sent_and_never_written(monkeypatch, capsys):
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):
-    there = tmp_path / "there"
+    there = tmp_path / "there.png"
     there.write_text("precious")
     with FakeServer(as_asked) as server:
         assert bench(server.url, f"--output={there}") == 2
@@ -423,12 +423,12 @@ def test_a_run_that_fails_leaves_no_empty_file(tmp_path, capsys):
     [
         (["--base-url=127.0.0.1:8000"], "write http://HOST:PORT"),
         (["--arrivals=poisson"], "poisson:RATE"),
-        (["--arrivals=poisson:0"], "rate must lie in"),
+        (["--arrivals=poisson:0"], "'poisson:0': RATE must lie in"),
         (["--arrivals", "all", "all"], "named twice"),
-        (["--num-prompts=0"], "num_requests must lie in"),
-        (["--input-len=0"], "shortest"),
+        (["--num-prompts=0"], "--num-prompts must lie in"),
+        (["--input-len=0"], "--input-len: '0' must be a length of at least 1"),
         (["--input-len=a"], "invalid length or range"),
-        (["--output-len=9:3"], "longest"),
+        (["--output-len=9:3"], "--output-len: '9:3' must be a length"),
         (["--vocab-size=0"], "--vocab-size 0"),
         (["--seed=-1"], "seed"),
         (["--max-concurrency=0"], "--max-concurrency 0"),
@@ -463,7 +463,7 @@ def test_a_run_that_fails_leaves_no_empty_file(tmp_path, capsys):
         (["--sweep=adaptiv"], "did you mean adaptive?"),
         (["--sweep=vllm,vllm"], "named twice"),
         (["--sweep=vllm", "--start-timeout=0"], "--start-timeout 0"),
-        (["--output=same", "--plot=same"], "are one file"),
+        (["--output=same.png", "--plot=same.png"], "are one file"),
     ],
 )
 def test_wrong_options_are_one_error(options, said, tmp_path, monkeypatch, capsys):

@@ -131,7 +131,7 @@ def test_version(capsys):
         (["generate", "a", "--model", "absent", "-q"], "absent"),
         (["generate", "--input", "absent.txt"], "absent.txt"),
         (["convert", "absent", "out"], "absent"),
-        (["bench", "throughput", "--input-len", "9:8"], "--input-len 9:8"),
+        (["bench", "throughput", "--input-len", "9:8"], "--input-len: '9:8' must be a length"),
         (["bench", "throughput", "--input-len", "long"], "length or range"),
     ],
 )

@@ -171,5 +171,5 @@ def test_arrivals_of_a_command_line():
     ):
         with pytest.raises(ConfigError, match="write all, poisson:RATE"):
             parse_arrivals(text)
-    with pytest.raises(ConfigError, match="num_clients must lie in"):
+    with pytest.raises(ConfigError, match="CLIENTS must lie in"):
         parse_arrivals("closed:0")

@@ -181,7 +181,7 @@ def test_openvino_writes_in_a_process_of_its_own(monkeypatch, tmp_path):
 
     commands = []
     monkeypatch.setattr("subprocess.run", lambda command, **options: commands.append(command))
-    openvino_worker.write_export(tmp_path, tmp_path / "out")
+    openvino_worker.write_export(tmp_path, "fp32", tmp_path / "out")
     assert commands[0][-1] == str(tmp_path / "out")
     assert "fp32" in commands[0]
 

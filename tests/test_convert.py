@@ -12,8 +12,10 @@ import pytest
 from checkpoint_helpers import GQA, assert_same, read_config, stored, write
 from variants import golden_checkpoint
 
+from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ConfigError, WeightsError
-from jaxllm.loading import convert_checkpoint, load_params, orbax_format, resolve_dtype
+from jaxllm.loading import compressed_tensors, convert_checkpoint, load_params, orbax_format, resolve_dtype
+from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
 
 
@@ -183,3 +185,38 @@ def test_convert_refuses_what_it_would_overwrite(tmp_path):
     for target in (tmp_path, tmp_path / "file", golden_checkpoint(GQA)):
         with pytest.raises(ConfigError, match="exists and is not an empty folder"):
             convert_checkpoint(golden_checkpoint(GQA), target, "float32")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8_weight", "int4_weight", "fp8"])
+def test_a_quantised_folder_gives_what_quantising_at_load_gives(quantization, tmp_path, monkeypatch):
+    monkeypatch.setattr(compressed_tensors, "_SHARD_BYTES", 2**20)  # many files
+    source, options = demo_model_path(), {"max_num_seqs": 2, "max_model_len": 128, "prefill_buckets": [64]}
+    folder = convert_checkpoint(source, tmp_path / "quantised", quantization=quantization)
+    assert (folder / "tokenizer.json").is_file()
+    stored = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
+    assert len(stored) > 1
+    whole = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=1)
+    answers = []
+    for model, settings in (
+        (folder, {}),
+        (source, {"quantization": quantization, "quantize_lm_head": False}),
+    ):
+        with LLM(model, dtype="float32", **options, **settings) as llm:
+            answers.append(llm.generate("import os\n", params, use_tqdm=False)[0].outputs[0])
+            kinds = {type(one).__name__ for one in llm.executor._params.values()} - {"ArrayImpl", "Panels"}
+        assert len(kinds) == 1
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].cumulative_logprob == pytest.approx(answers[1].cumulative_logprob, abs=1e-4)
+    assert sum(stored.values()) < whole
+
+
+def test_what_cannot_be_quantised_is_refused(tmp_path):
+    folder = convert_checkpoint(demo_model_path(), tmp_path / "quantised", quantization="int8")
+    with pytest.raises(ConfigError, match="are quantised already; convert the checkpoint"):
+        convert_checkpoint(folder, tmp_path / "again", quantization="int8")
+    with pytest.raises(ConfigError, match="stays as it is; leave the dtype out"):
+        convert_checkpoint(demo_model_path(), tmp_path / "again", "float32", quantization="int8")
+    with pytest.raises(ConfigError, match="quantization='int5' is not supported"):
+        convert_checkpoint(demo_model_path(), tmp_path / "again", quantization="int5")
+    assert not (tmp_path / "again").exists()

@@ -63,6 +63,7 @@ def ledger_file(tmp_path_factory):
 def test_every_line_is_a_record_and_reads_back(ledger_file):
     lines = [json.loads(line) for line in ledger_file.read_text().splitlines()]
     ledger = read_ledger(ledger_file)
+    assert lines.pop(0)["record"] == "header"
     assert {line["record"] for line in lines} == {"preemption", "step"}
     assert len(lines) == len(ledger.preemptions) + len(ledger.steps)
     actions = [record.action for record in ledger.preemptions]
@@ -174,7 +175,45 @@ def test_explain_refuses_what_is_no_ledger(tmp_path, capsys):
     assert main(["explain", str(broken), "--plot", str(tmp_path / "x.unknown")]) == 2
     assert "--plot" in capsys.readouterr().err
     assert main(["explain", str(broken)]) == 0
+    capsys.readouterr()
     assert main(["explain", str(broken), "--width", "0"]) == 2
+
+
+def test_a_ledger_that_is_cut_off_is_told_and_the_rest_is_used(ledger_file, tmp_path, capsys):
+    lines = ledger_file.read_text().splitlines(keepends=True)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(lines[:20]) + lines[20][:-9])
+    for arguments in ([str(cut)], [str(ledger_file), str(cut)]):
+        assert main(["explain", *arguments, "--json", "-"]) == 0
+        printed = capsys.readouterr()
+        assert "cut.jsonl, line 21, the last, is cut off" in printed.err
+        values = json.loads(printed.out)
+        assert values.get("second", values)["cut_line"] == 21
+    whole, rest = read_ledger(ledger_file), read_ledger(cut)
+    assert (whole.cut_line, rest.cut_line) == (None, 21)
+    assert rest.steps == whole.steps[: len(rest.steps)]
+    assert rest.steps
+    assert main(["explain", str(ledger_file)]) == 0
+    assert "cut off" not in capsys.readouterr().err
+
+
+def test_a_simulations_ledger_has_a_header(ledger_file, capsys):
+    header = read_ledger(ledger_file).header
+    assert (header.jaxllm, header.jax, header.device) == (jaxllm.__version__, None, "simulated")
+    assert header.policy == "jaxllm.sched.policies:SchedulerPolicy"
+    assert header.costs_source == f"{Costs.__module__}:Costs"
+    assert header.settings["overlap_swaps"] is False
+    assert header.limits["num_gpu_blocks"] == 24
+    assert main(["explain", str(ledger_file)]) == 0
+    assert (
+        f"costs {Costs.__module__}:Costs; jaxllm {jaxllm.__version__} on simulated" in capsys.readouterr().out
+    )
+    ledger = Ledger()
+    trace, costs = make_trace("chatbot", 4, 32, seed=1), OnlineCalibration(Costs())
+    sizes = {"num_gpu_blocks": 24, "block_size": 16, "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    limits = SchedulerConfig(max_model_len=256, **sizes)
+    simulate(trace, limits, "adaptive", costs, overlap_swaps=True, ledger=ledger)
+    assert (ledger.header.policy, ledger.header.costs_source) == ("adaptive", f"{Costs.__module__}:Costs")
 
 
 HEADER = HeaderRecord("0.1.0", "0.10.2", "cpu", "paper", "mine:costs", {}, {})

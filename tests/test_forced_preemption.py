@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
-from jaxllm.errors import EngineError
+from jaxllm.errors import EngineError, UserCodeError
 from jaxllm.executor import compile_stats
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.policies import (
@@ -152,10 +152,8 @@ def run(engine, aborts=()):
                 engine.abort(str(place))
         try:
             finished = engine.step()
-        except EngineError:
-            raise
-        except RuntimeError as error:
-            assert str(error) == "a fault"  # noqa: PT017
+        except UserCodeError as error:
+            assert str(error.__cause__) == "a fault"  # noqa: PT017
             finished = []
         outputs.update({int(output.request_id): output for output in finished})
         engine.scheduler.check()

@@ -13,10 +13,12 @@ from jax import export
 from variants import golden_checkpoint, golden_data
 
 from jaxllm import functional as F
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, WeightsError
 from jaxllm.loading import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.registry import pack_linear_weights
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.linear_weights import Weight
+from jaxllm.models.registry import in_format
 
 NAME = "llama_gqa"
 BLOCK = 16
@@ -191,6 +193,76 @@ def test_generation_is_exported_where_it_has_no_kernels(model, tokens):
     assert again.tolist() == F.generate(params, config, tokens, lengths, 5, key).tokens.tolist()
 
 
+def test_what_native_kernels_cannot_do_is_named_and_caches_are_exported(model, tokens):
+    config, params = model
+    lengths, cache = np.full(4, 12, np.int32), F.init_cache(config, 4, 32)
+
+    def prefill(implementation):
+        return lambda p, c: F.prefill(p, config, c, tokens, lengths, implementation=implementation)
+
+    def generate(p, c):
+        return F.generate(p, config, tokens, lengths, 5, jax.random.key(0))
+
+    def decode(p, c):
+        return F.decode(p, config, c, tokens[:, 0], lengths)
+
+    for function in (prefill(None), prefill("native"), decode, generate):
+        with pytest.raises(
+            ConfigError, match=r"'native' cannot be exported.*pass implementation='xla', or 'ref"
+        ):
+            export.export(jax.jit(function))(params, cache)
+    for implementation in ("xla", "reference"):
+        program = export.export(jax.jit(prefill(implementation)))(params, cache)
+        kept, scores = export.deserialize(program.serialize()).call(params, cache)
+        assert isinstance(kept, F.KVCache)
+        close(scores, prefill(None)(params, cache)[1], atol=1e-4)
+    jax.jit(prefill("native")).lower(params, cache)  # which is no export
+
+
+WEIGHT = "layers.0.mlp.down_proj.weight"
+
+
+def test_a_weight_that_is_none_or_missing_is_named(model, tokens):
+    config, params = model
+    lacking = {name: weight for name, weight in params.items() if name != WEIGHT}
+    cache, lengths = F.init_cache(config, 4, 32), np.full(4, 12)
+    for call in (
+        lambda p: F.logits(p, config, tokens),
+        lambda p: jax.jit(jax.grad(lambda p: F.loss(p, config, tokens)))(p),
+        lambda p: F.prefill(p, config, cache, tokens, lengths),
+        lambda p: F.generate(p, config, tokens, lengths, 2, jax.random.key(0)),
+    ):
+        with pytest.raises(WeightsError, match=f"params lack {WEIGHT} .*pass all that load_params"):
+            call(lacking)
+    for wrong in (None, "x", [1.0]):
+        with pytest.raises(ConfigError, match=rf"params\['{WEIGHT}'\] is .*, and must be an array"):
+            F.logits({**params, WEIGHT: wrong}, config, tokens)
+    with pytest.raises(ConfigError, match="must be an array, as load_params"):
+        F.prefill({**params, WEIGHT: None}, config, cache, tokens, lengths)
+
+
+@pytest.mark.parametrize("edit", [lambda x: x, lambda layer, x, more: x, lambda *, layer, x: x])
+def test_an_edit_of_other_arguments_is_told_what_it_gets(edit, model, tokens):
+    config, params = model
+    cache, lengths = F.init_cache(config, 4, 32), np.full(4, 12)
+    for call in (
+        lambda: F.trace(params, config, tokens, edit=edit),
+        lambda: jax.jit(lambda p: F.logits(p, config, tokens, edit=edit))(params),
+        lambda: F.prefill(params, config, cache, tokens, lengths, edit=edit),
+    ):
+        with pytest.raises(RequestError, match=r"edit\(.*\) cannot be called .*such as lambda layer, x: x"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", ["foo", None, jnp.int8])
+def test_a_dtype_of_kv_that_is_not_supported_is_told_which_are(dtype, model):
+    for make in (F.init_cache, F.init_pool):
+        sizes = (4, 32) if make is F.init_cache else (4,)
+        with pytest.raises(ConfigError, match="pass dtype as one of float32, bfloat16, float16"):
+            make(model[0], *sizes, dtype=dtype)
+    assert F.init_cache(model[0], 4, 32, dtype="torch.bfloat16").pool.dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("implementation", [None, "xla", "triton", "reference"])
 def test_caches_side_by_side(implementation, model, tokens):
     """A batch of caches, which `vmap` hands to each implementation."""
@@ -333,9 +405,9 @@ def test_edits_steer_every_pass_alike(model, tokens):
 
 def test_packed_weights_of_an_engine_have_the_same_logits_and_gradients(model, tokens, gradients):
     config, params = model
-    packed = dict(params)
-    pack_linear_weights(config, packed)
-    if all(weight.ndim < 3 for weight in packed.values()):
+    formats = LinearFormats(is_native=True)
+    packed = {name: in_format(config, formats, name, weight) for name, weight in params.items()}
+    if not any(isinstance(weight, Weight) for weight in packed.values()):
         pytest.skip("this machine has no native products")
     close(F.logits(packed, config, tokens), F.logits(params, config, tokens), atol=1e-5)
     found = jax.grad(lambda p: F.loss(p, config, tokens))(packed)

@@ -32,7 +32,7 @@ PROGRAMS = [ProgramKey(64), ProgramKey(16, 0, 8), ProgramKey(512, 64)]
 
 @pytest.mark.parametrize("key", PROGRAMS, ids=lambda key: key.name)
 def test_a_one_gib_pool_is_aliased_and_temporaries_are_under_a_tenth(key):
-    block_bytes = memory.block_bytes(CONFIG, 16, 4)
+    block_bytes = memory.block_bytes(CONFIG, 16, "float32")
     jitted, arguments = step_program(
         CONFIG,
         key,
@@ -60,7 +60,7 @@ def test_block_bytes_is_equation_3_of_the_paper():
             "intermediate_size": 13824,
         }
     )
-    assert memory.block_bytes(llama_13b, 16, 2) == 13_107_200
+    assert memory.block_bytes(llama_13b, 16, "float16") == 13_107_200
 
 
 def size(**settings):
@@ -104,14 +104,14 @@ def test_pool_sizes():
 def test_limits_grow_with_the_memory(gib, limits):
     """Of Llama-3-8B: 16 GB of weights, 128 KiB of KV a token."""
     config = config_from_dict(LLAMA_3_8B)
-    assert memory.default_limits(config, 2, weight_bytes(config, "bfloat16"), gib * GIB) == limits
+    assert memory.default_limits(config, "bfloat16", weight_bytes(config, "bfloat16"), gib * GIB) == limits
 
 
 def test_small_models_get_the_largest_limits_and_large_ones_the_smallest(tmp_path):
     tiny = config_from_dict({**LLAMA_3_8B, "num_hidden_layers": 2, "vocab_size": 1024})
-    assert memory.default_limits(tiny, 2, weight_bytes(tiny, "bfloat16"), 76 * GIB) == (1024, 8192)
-    assert memory.default_limits(tiny, 2, 90 * GIB, 76 * GIB) == (256, 2048)
-    assert memory.device_limits(jax.devices("cpu")[0], tiny, 2, 90 * GIB) == (64, 512)
+    assert memory.default_limits(tiny, "bfloat16", weight_bytes(tiny, "bfloat16"), 76 * GIB) == (1024, 8192)
+    assert memory.default_limits(tiny, "bfloat16", 90 * GIB, 76 * GIB) == (256, 2048)
+    assert memory.device_limits(jax.devices("cpu")[0], tiny, "bfloat16", 90 * GIB) == (64, 512)
 
 
 def test_steps_with_prompts_are_padded_by_less_than_a_quarter_where_they_are_large():

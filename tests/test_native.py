@@ -454,5 +454,5 @@ def test_nothing_is_started_in_vain(prepared, cache_folder, monkeypatch):
 
 def test_whoever_prepares_waits_for_no_thread_that_loads(prepared):
     with native._loading:
-        native.prepare(1, 64, "float32", is_gated=True, computes_products=True)
+        native.prepare(1, 64, "float32", is_gated=True, products=["float32"])
     assert not prepared

@@ -90,6 +90,40 @@ def test_columns_that_are_not_there_are_named(tmp_path):
             read_prompts(str(text), PARAMS, **options)
 
 
+def test_bad_lines_are_told_whatever_part_of_a_file_is_asked_for(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        b'{"prompt": "a", "split": "test"}',
+        b'{"prompt": "b", "split": "test", "sampling_parms": {"max_tokens": 2}}',
+        b'{"prompt": "c", "Split": "test"}',
+        b'{"prompt": "d", "split": "test"',
+        b'{"prompt": 5, "split": "test"}',
+        b'{"prompt": "\xff", "split": "test"}',
+        b'{"prompt": "g", "split": "train"}',
+        b'{"prompt": "h", "level": 2}',
+    ]
+    path.write_bytes(b"\n".join(lines))
+    rows = read_prompts(str(path), PARAMS, where={"split": "test", "level": "1"})
+    assert [row.index for row in rows if "no 'level', as --where says" in str(row.error)] == [0, 1, 4]
+    assert 7 not in [row.index for row in rows]
+    rows = {row.index: str(row.error) for row in read_prompts(str(path), PARAMS, where={"split": "test"})}
+    assert rows.pop(0) == "None"
+    for index, message in {
+        1: 'unknown key "sampling_parms". Did you mean "sampling_params"?',
+        2: "there is no 'split', as --where says. Did you mean 'Split'?",
+        3: "no valid JSON",
+        4: '"prompt" must be a non-empty string, not 5',
+        5: "no UTF-8",
+        7: "there is no 'split', as --where says.",
+    }.items():
+        assert message in rows.pop(index)
+    assert not rows
+    with pytest.raises(RequestError, match="no line has 'spilt', which --where names"):
+        read_prompts(str(path), PARAMS, where={"spilt": "test"})
+    without = read_prompts(str(path), PARAMS, "prompt")
+    assert [row.index for row in without if row.error is not None] == [1, 3, 4, 5]
+
+
 def test_parts_of_a_file_have_the_indices_and_answers_of_the_whole(run, tmp_path):
     write(tmp_path / "rows.jsonl", ROWS)
     options = ["--input", "rows.jsonl", "--column", "question", "--id-column", "key", "-q"]
@@ -207,6 +241,9 @@ def test_a_quiet_job_says_nothing(run, capsys):
         ("dtype='int4' is not", "--dtype 'int4' is not"),
         ("num_host_blocks=None)", "no --num-host-blocks)"),
         ("raise --max-model-len", "raise --max-model-len"),
+        ("seed must lie in [0, 9], got -1", "--seed must lie in [0, 9], got -1"),
+        ("a seed must lie in [0, 9]", "a seed must lie in [0, 9]"),
+        ("cut them with too_long='clip' (--clip), or pass x= (--x)", "cut them with --clip, or pass --x"),
         ("the dtype of the model", "the dtype of the model"),
         ("'max_num_seqs=5' is text", "'max_num_seqs=5' is text"),
         ("sampling_params.max_tokens", "sampling_params.max_tokens"),

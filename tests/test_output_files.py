@@ -68,11 +68,34 @@ def test_commands_look_before_they_work(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     there = tmp_path / "there.json"
     there.write_text("precious")
+    if COMMANDS[command][-1] == "--plot":
+        there = there.rename(tmp_path / "there.png")
     assert main([*COMMANDS[command], str(there)]) == 2
     assert "exists, and nothing is overwritten" in capsys.readouterr().err
-    assert main([*COMMANDS[command], str(tmp_path / "none" / "x.json")]) == 2
+    assert main([*COMMANDS[command], str(tmp_path / "none" / "x.png")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert there.read_text() == "precious"
+
+
+PICTURES = {
+    "bench serve": ["bench", "serve", "--base-url", "http://127.0.0.1:9", "--model", "m"],
+    "compare": ["compare", "--backends", "nobody"],
+    "explain": ["explain", "nowhere.jsonl"],
+    "plan": ["plan", "nowhere", "--device", "h100", "--crossover"],
+    "simulate": ["simulate", "--trace", "nowhere.jsonl"],
+}
+
+
+@pytest.mark.parametrize("command", PICTURES)
+def test_pictures_are_told_by_their_names_before_the_work(command, tmp_path, capsys):
+    for name in ("r.txt", "r"):
+        assert main([*PICTURES[command], "--plot", str(tmp_path / name)]) == 2
+        assert re.search(
+            r"--plot .*r(\.txt)? is no picture's name: it must end in .*\.png", capsys.readouterr().err
+        )
+    assert not [*tmp_path.iterdir()]
+    assert main([*PICTURES[command], "--plot", str(tmp_path / "r.PNG")]) != 0
+    assert "picture" not in capsys.readouterr().err
 
 
 def test_a_benchmarks_model_is_written_over_nothing(tmp_path):

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from docs_helpers import DOCS, Page
 from engine_helpers import make_llm
+from scheduler_helpers import LinearCosts
 from variants import golden_checkpoint
 
 from jaxllm import LLM, EngineConfig, SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.engine.ledgers import read_ledger
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, UserCodeError
 from jaxllm.predictors.base import CheckedCosts
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.own import own_costs
@@ -201,3 +202,31 @@ def test_a_calibration_of_ones_own_is_taken_as_it_is():
 def test_costs_that_are_given_are_not_measured():
     with pytest.raises(ConfigError, match="profile_seconds=1 would measure it: leave one of them out"):
         EngineConfig(costs=Flat(), profile_seconds=1.0)
+
+
+def test_costs_that_raise_in_mid_run_are_named_and_the_engine_goes_on():
+    class Breaks(LinearCosts):
+        is_broken = False
+
+        def swap_out_seconds(self, num_blocks):
+            if self.is_broken:
+                raise LookupError("no such size")
+            return super().swap_out_seconds(num_blocks)
+
+    costs = Breaks()
+    sizes = {"num_gpu_blocks_override": 30, "num_host_blocks": 30}
+    llm = make_llm(golden_checkpoint("llama_gqa"), costs=costs, scheduler_policy="paper", **sizes)
+    prompts = [{"prompt_token_ids": [5 + place] * 12} for place in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    costs.is_broken = True
+    said = r"Breaks.swap_out_seconds\(\d+,\) raised LookupError: no such size"
+    with pytest.raises(
+        UserCodeError, match=said + " .* asked by AdaptiveAction.choose, about request"
+    ) as raised:
+        llm.generate(prompts, params, use_tqdm=False)
+    assert isinstance(raised.value.__cause__, LookupError)
+    costs.is_broken = False
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
+    llm.close()

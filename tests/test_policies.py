@@ -15,7 +15,7 @@ from scheduler_helpers import (
     step,
 )
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, UserCodeError
 from jaxllm.predictors.programs import ProgramCosts, ProgramSizes
 from jaxllm.sched.plan import ask_action
 from jaxllm.sched.policies import (
@@ -470,7 +470,9 @@ def test_whatever_a_policy_raises_changes_nothing():
     for request in requests:
         scheduler.add(request)
     assert step(scheduler) == "| r0[0:4]! r1[0:4]! r2[0:4]!"
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(
+        UserCodeError, match=r"FailsSecond.choose raised ZeroDivisionError: .* about request 'r1'"
+    ):
         scheduler.schedule(0.0)  # r1 would be the second victim
     scheduler.check()
     assert [(r.num_tokens, r.num_computed_tokens, len(r.block_ids)) for r in requests] == [(5, 4, 1)] * 3

@@ -9,18 +9,23 @@ from scheduler_helpers import V1, LinearCosts, make_request, make_scheduler, ste
 from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, UserCodeError
+from jaxllm.predictors.base import CheckedCosts
 from jaxllm.sched.plan import Plan, Planner, PlanningPolicy
 from jaxllm.sched.policies import (
+    AdaptiveAction,
     Decision,
     FCFSPriority,
     LatestArrivalVictim,
+    LeastUrgentVictim,
     PreemptionAction,
     ResumeAction,
     ResumeDecision,
     SwapIfItFits,
+    WriteThrough,
 )
 from jaxllm.sched.policies.contract import watched
+from jaxllm.sched.presets import make_preset
 from jaxllm.types import Request, RequestStatus
 
 
@@ -215,6 +220,110 @@ def test_an_answer_that_is_none_is_refused_with_the_request(question, answer, me
     policy = dataclasses.replace(policy, **{question: Answers(answer)})
     with pytest.raises(ConfigError, match=re.escape(message)):
         run_two(make_scheduler(policy, num_gpu_blocks=2, num_host_blocks=2))
+
+
+class Raises(Changes):
+    """Any policy's methods, each of which raises."""
+
+    def _change(self, *args, **named):
+        raise ZeroDivisionError("a slip")
+
+    score = group = choose = admits = predict = observe = _change
+
+
+class RaisesInCache(Raises):
+    """The policies of offload and of retention."""
+
+    loses_heads = is_eager = False
+    values = keeps = num_ahead = reads = observe = Raises._change
+
+
+@pytest.mark.parametrize(
+    ("question", "method"),
+    [
+        ("priority", "group"),
+        ("admission", "admits"),
+        ("victim", "score"),
+        ("action", "choose"),
+        ("resume", "choose"),
+        ("length", "predict"),
+    ],
+)
+def test_whoever_raises_is_named_with_its_hook_and_the_request(question, method):
+    policy = dataclasses.replace(V1, action=SwapIfItFits(LinearCosts()))
+    scheduler = make_scheduler(
+        dataclasses.replace(policy, **{question: Raises(None)}), num_gpu_blocks=2, num_host_blocks=2
+    )
+    said = rf"test_policy_contract:Raises\.{method} raised ZeroDivisionError: a slip \(.*\.py, line \d+\)"
+    with pytest.raises(UserCodeError, match=said + r", about request 'r[01]'$") as raised:
+        run_two(scheduler)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert raised.value.request_id in ("r0", "r1")
+
+
+def test_a_priority_within_a_policy_of_the_package_is_named_too():
+    class Touchy(FCFSPriority):
+        def score(self, request, now):
+            if request.block_ids:
+                raise KeyError("held")
+            return 0.0
+
+    policy = dataclasses.replace(V1, victim=LeastUrgentVictim(Touchy()))
+    with pytest.raises(UserCodeError, match=r"Touchy\.score raised KeyError: 'held' .*about request 'r0'"):
+        run_two(make_scheduler(policy, num_gpu_blocks=2))
+
+
+@pytest.mark.parametrize("part", [{"offload": RaisesInCache(None)}, {"retention": RaisesInCache(None)}])
+def test_policies_of_the_cache_are_named_where_they_raise(part):
+    policy = dataclasses.replace(V1, **({"offload": WriteThrough()} | part))
+    scheduler = make_scheduler(policy, num_gpu_blocks=4, num_host_blocks=2, enable_prefix_caching=True)
+    for index in range(8):
+        scheduler.add(make_request(index, 8, max_new_tokens=2, prompt_token_ids=[index] * 8))
+
+    def run():
+        for now in range(32):
+            step(scheduler, float(now))
+
+    with pytest.raises(UserCodeError, match=r"RaisesInCache\.\w+ raised ZeroDivisionError: a slip"):
+        run()
+
+
+def test_a_planner_that_raises_is_named():
+    scheduler = make_scheduler(Planned(lambda state: 1 // 0))
+    scheduler.add(make_request(0, 4))
+    with pytest.raises(UserCodeError, match=r"\.plan raised ZeroDivisionError"):
+        scheduler.schedule(0.0)
+    assert scheduler.is_planning
+
+
+@pytest.mark.parametrize(
+    ("action", "asker"),
+    [
+        (lambda costs: AdaptiveAction(CheckedCosts(costs)), "AdaptiveAction.choose"),
+        (lambda costs: make_preset("paper", costs).action, "AdaptiveAction.choose"),
+        (None, "Weighs.choose"),
+    ],
+)
+def test_costs_that_raise_are_named_with_who_asked_and_about_whom(action, asker):
+    class Weighs:
+        def __init__(self, costs):
+            self.costs = costs
+
+        def choose(self, victim, state, now):
+            self.costs.swap_out_seconds(1)
+
+    class Costs(LinearCosts):
+        def swap_out_seconds(self, num_blocks):
+            raise OSError("no table")
+
+    made = Weighs(CheckedCosts(Costs())) if action is None else action(Costs())
+    policy = dataclasses.replace(V1, action=made)
+    with pytest.raises(UserCodeError) as raised:
+        run_two(make_scheduler(policy, num_gpu_blocks=2, num_host_blocks=2))
+    message = str(raised.value)
+    assert "Costs.swap_out_seconds(1,) raised OSError: no table" in message
+    assert re.search(rf", asked by .*{re.escape(asker)}, about request 'r1'$", message)
+    assert isinstance(raised.value.__cause__, OSError)
 
 
 def test_policies_of_the_package_are_asked_directly():

@@ -11,7 +11,7 @@ from scheduler_helpers import LinearCosts, describe, make_request, make_schedule
 from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, UserCodeError
 from jaxllm.executor.kv import file_io
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.sched.policies import NoOffload, OffloadIfCheaper
@@ -208,7 +208,7 @@ def test_what_a_policy_raises_loses_no_read():
     scheduler = impatient_scheduler(files=files, offload=Raising())
     for request in (first, second):
         scheduler.add(request)
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(UserCodeError, match=r"Raising\.reads raised ValueError: no"):
         scheduler.schedule(0.0)
     assert scheduler.is_planning  # an engine goes on
     scheduler.check()

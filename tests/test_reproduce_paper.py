@@ -199,7 +199,7 @@ def test_a_choice_of_presets_limits_and_arrivals(tmp_path, capsys):
         (["--batch-limits", "48", "--parts", "fig4"], "choose of (8, 16"),
         (["--presets", "mine"], "there is no preset 'mine'"),
         (["--presets", "vllm"], "table3 compares all presets"),
-        (["--arrivals", "closed:0"], "num_clients must lie in"),
+        (["--arrivals", "closed:0"], "CLIENTS must lie in"),
         (["--data", "alpaca=x:y:z"], "write NAME=FILE:COLUMN:TOKENIZER, of chatbot"),
         (["--data", "chatbot=x"], "write FILE:COLUMN:TOKENIZER"),
     ):

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_helpers import LinearCosts, make_request, make_scheduler
 
 from jaxllm.engine.speculation import accepted
+from jaxllm.errors import UserCodeError
 from jaxllm.sched.policies import (
     S3FIFO,
     AdaptiveAction,
@@ -408,7 +409,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             before = self._snapshot()
         try:
             output = self.scheduler.schedule(self.now, copies, max_steps)
-        except Broken:
+        except UserCodeError as error:
+            if not isinstance(error.__cause__, Broken):
+                raise
             self._check_intact(before, num_scheduled)
             self.now += 1.0  # the next attempt draws other answers
             return

@@ -10,7 +10,7 @@ from scheduler_helpers import LinearCosts
 from test_predictors_store import PROFILE
 
 from jaxllm.cli.main import main
-from jaxllm.errors import CapacityError, ConfigError, JaxllmError, RequestTooLargeError
+from jaxllm.errors import CapacityError, ConfigError, JaxllmError, RequestTooLargeError, UserCodeError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
@@ -108,10 +108,39 @@ def test_costs_of_ones_own():
     assert isinstance(make_system("llama-3-8b", costs="roofline").costs, RooflineCostModel)
     with pytest.raises(ConfigError, match="link is part of a cost model"):
         make_system("llama-3-8b", costs=costs, link=1e9)
-    with pytest.raises(ConfigError, match="must be silicon, roofline or a profile's JSON file"):
+    with pytest.raises(
+        ConfigError, match=r"did you mean silicon.* a profile's JSON file or module:attribute"
+    ):
         make_system("llama-3-8b", costs="sillicon")
     with pytest.raises(ConfigError, match="or a CostModel"):
         make_system("llama-3-8b", costs=3)
+
+
+def test_costs_of_ones_own_are_named_by_import_path(tmp_path, monkeypatch, capsys):
+    (tmp_path / "priced.py").write_text(
+        "from scheduler_helpers import LinearCosts\n\ncosts = LinearCosts()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["--gpu-blocks", "400", "--num-prompts", "20", "--policy", "paper"]
+    assert main(["simulate", "--costs", "priced:costs", *options]) == 0
+    assert "priced:costs" in capsys.readouterr().out
+    assert main(["simulate", "--costs", "priced:cost", *options]) == 2
+    assert "did you mean costs?" in capsys.readouterr().err
+
+
+def test_costs_of_ones_own_that_raise_are_named():
+    class Breaks(LinearCosts):
+        num_asked = 0
+
+        def swap_out_seconds(self, num_blocks):
+            self.num_asked += 1
+            if self.num_asked > 20:  # later than when it is given
+                raise LookupError("no such size")
+            return 1.0
+
+    few = {"num_gpu_blocks": 60, "num_host_blocks": 60, "num_prompts": 60, "max_model_len": 900}
+    with pytest.raises(UserCodeError, match=r"Breaks.swap_out_seconds\(\d+,\) raised LookupError: no such"):
+        simulate(model="llama-3-8b", costs=Breaks(), policies="paper", too_long="clip", **few)
 
 
 def test_a_profile_is_costs_and_names_its_model_and_device(tmp_path):
@@ -401,3 +430,45 @@ def test_pictures_are_refused_where_they_cannot_be_written(tmp_path):
     found = simulate(trace(), policies="vllm_v1", num_gpu_blocks=64)
     with pytest.raises(ConfigError, match="--plot"):
         found.plot(Path(tmp_path / "picture.nothing"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--closed", "0"], "--closed must lie in [1, "),
+        (["--rate", "0"], "--rate must lie in [1e-06, "),
+        (["--seeds", "0"], "--seeds must lie in [1, 1000], got 0"),
+        (["--num-prompts", "0"], "--num-prompts must lie in [1, "),
+        (["--gpu-blocks", "0"], "--gpu-blocks must lie in [1, "),
+        (["--host-blocks", "-1"], "--host-blocks must lie in [0, "),
+        (
+            ["--gpu-blocks", "9", "--memory-utilization", "0.5"],
+            "--gpu-blocks 9 and --memory-utilization 0.5 both",
+        ),
+        (["--link", "0"], "--link: 0 must be GB/s, more than 0"),
+        (["--input-len", "0"], "--input-len: '0' must be a length of at least 1"),
+        (["--input-len", "5:3"], "--input-len: '5:3' must be a length"),
+        (["--arrivals", "closed:0"], "'closed:0': CLIENTS must lie in [1, "),
+        (["--arrivals", "gamma:1:0"], "'gamma:1:0': CV must lie in [0.01, 20]"),
+        (["--device", "a101"], "is not in the table; known: "),
+        (
+            ["--policy", "vllm", "--prefix-caching"],
+            "--prefix-caching: policy 'vllm' plans without a prefix cache",
+        ),
+        (
+            ["--gpu-blocks", "2"],
+            "cut them with --clip, leave them out with --skip, or raise --gpu-blocks x --block",
+        ),
+        (["--trace", "TRACE", "--json", "TRACE", "--overwrite"], "--trace and --json are one file, '"),
+        (["--trace", "TRACE"], "pass --tokenizer"),
+    ],
+)
+def test_messages_are_in_the_commands_own_words(options, message, tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": "hello", "output_length": 5}\n')
+    given = [str(trace) if one == "TRACE" else one for one in options]
+    assert main(["simulate", *given]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    for word in ("num_", "PosixPath", "too_long=", "DeviceSpec", "tokenizer="):
+        assert word not in said.replace(str(tmp_path), "")

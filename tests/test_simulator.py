@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scheduler_helpers import V1, LinearCosts, make_request
 
-from jaxllm.errors import ConfigError, RequestTooLargeError
+from jaxllm.errors import ConfigError, RequestTooLargeError, UserCodeError
 from jaxllm.research.simulator.executor import SimulatedExecutor
 from jaxllm.research.simulator.files import SimulatedFiles
 from jaxllm.research.simulator.run import simulate
@@ -14,6 +14,7 @@ from jaxllm.research.simulator.truth import ExpectedAction, HindsightAction, Reg
 from jaxllm.research.workloads import Poisson, make_conversations
 from jaxllm.research.workloads.result import TimeSpent
 from jaxllm.research.workloads.trace import Trace
+from jaxllm.sched.baselines import VLLM025
 from jaxllm.sched.cache.names import names_of
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
@@ -476,3 +477,28 @@ def test_costs_that_are_no_seconds_are_refused_by_name(method, seconds):
     setattr(Broken, method, lambda self, *work: seconds)
     with pytest.raises(ConfigError, match=rf"Broken.{method}\(.*\) is {seconds!r}: it must be seconds"):
         simulate(TWO, config(), SWAP, Broken(), overlap_swaps=False)
+
+
+def test_costs_and_policies_that_raise_are_named_by_what_they_were_asked():
+    class Breaks(ConstantCosts):
+        num_asked = 0
+
+        def swap_out_seconds(self, num_blocks):
+            self.num_asked += 1
+            if self.num_asked > 3:  # which probe it
+                raise LookupError("no such size")
+            return 1.0
+
+    said = r"Breaks.swap_out_seconds\(\d+,\) raised LookupError: no such size"
+    with pytest.raises(
+        UserCodeError, match=rf"{said} .*, asked by AdaptiveAction.choose, about request '1'$"
+    ):
+        simulate(TWO, config(), "paper_strategy", Breaks(), overlap_swaps=False)
+
+    class Gives:
+        def choose(self, victim, state, now):
+            raise LookupError("no choice")
+
+    for policy in (dataclasses.replace(SWAP, action=Gives()), VLLM025(action=Gives())):
+        with pytest.raises(UserCodeError, match=r"Gives.choose raised LookupError: no .*about request '1'$"):
+            simulate(TWO, config(), policy, ConstantCosts(), overlap_swaps=False)

@@ -65,7 +65,8 @@ def test_columns_can_be_named(tmp_path):
     assert trace.arrival_times.tolist() == [0, 1]
     assert (trace.prompt_lens.tolist(), trace.output_lens.tolist()) == ([7, 5], [8, 6])
     with pytest.raises(
-        ConfigError, match=r"is none of the known traces .*BurstGPT.*; pass output_column=; the col"
+        ConfigError,
+        match=r"is none of the known traces .*BurstGPT.*, or pass output_column= in Python; the col",
     ):
         load_trace_csv(path, arrival_column="when", input_column="in")
     with pytest.raises(
@@ -152,7 +153,7 @@ def test_bad_csv_rows(tmp_path, row, message):
         (
             b"a,b\n1,2\n",
             ConfigError,
-            "none of the known traces .* pass arrival_column=; the columns are 'a', 'b'",
+            "none of the known traces .* or pass arrival_column= in Python; the columns are 'a', 'b'",
         ),
         (BURSTGPT.replace("Model", "Timestamp").encode(), ConfigError, "there are 2 columns 'Timestamp'"),
         (BURSTGPT.encode() + b"\xff\n", ConfigError, "no valid UTF-8"),

@@ -364,3 +364,50 @@ def test_a_class_that_answers_in_part_is_told_what_it_lacks():
 
     with pytest.raises(ConfigError, match=r"for VictimPolicy it lacks score\(request"):
         as_policy(Half(), COSTS)
+
+
+def methods(*names):
+    """An object of a class that has these methods, each of which takes a request and the time."""
+    return type("Mine", (), {name: lambda self, request, now: 0.0 for name in names})()
+
+
+@pytest.mark.parametrize(
+    ("choice", "messages"),
+    [
+        (
+            methods("scores", "outrank"),
+            ["'scores': did you mean score?", "'outrank': did you mean outranks?"],
+        ),
+        (methods("score", "outrank"), ["VictimPolicy it lacks outranks", "did you mean outranks?"]),
+        (type("Mine", (), {"victims": methods("score", "outranks")})(), ["'victims': did you mean victim?"]),
+        (
+            type("Mine", (), {"victim": methods("score", "outranks"), "actions": None})(),
+            ["parts named victim make a policy by SchedulerPolicy(victim=...)", "did you mean action?"],
+        ),
+        (
+            type("Mine", (), {name: lambda self, *of: 0.0 for name in ("score", "group", "outranks")})(),
+            ["answers priority and victim: say which by SchedulerPolicy(priority=..., victim=...)"],
+        ),
+        (
+            type("Mine", (SchedulerPolicy,), {"victims": methods("score", "outranks")})(),
+            ["has 'victims', which nobody asks for: did you mean victim?"],
+        ),
+    ],
+)
+def test_nearly_right_names_within_a_class_are_named(choice, messages):
+    given = choice, lambda: choice
+    for one in given:
+        with pytest.raises(ConfigError) as raised:
+            as_policy(one, COSTS)
+        for message in messages:
+            assert message in str(raised.value)
+
+
+def test_a_part_with_a_nearly_right_name_is_told_the_right_one():
+    with pytest.raises(ConfigError, match=r"it has 'scores': did you mean score\?"):
+        SchedulerPolicy(victim=methods("scores", "outranks"))
+
+
+def test_names_that_mean_something_else_are_left_alone():
+    own = type("Mine", (SchedulerPolicy,), {"victim_log": [], "prior": 3})()
+    assert as_policy(own, COSTS) is own

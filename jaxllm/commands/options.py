@@ -95,7 +95,7 @@ def model_folder(settings: Mapping[str, Any], name: str = "model") -> Path:
     )
 
 
-def check_distinct(files: Mapping[str, str | None]) -> None:
+def check_distinct(files: Mapping[str, str | os.PathLike[str] | None]) -> None:
     """Verify that options name different files, whatever the spelling.
 
     Raises:
@@ -112,7 +112,9 @@ def check_distinct(files: Mapping[str, str | None]) -> None:
             key = os.path.realpath(os.path.expanduser(path))
         other = seen.setdefault(key, option)
         if other != option:
-            raise ConfigError(f"{other} and {option} are one file, {path!r}: name another for one of them")
+            raise ConfigError(
+                f"{other} and {option} are one file, {os.fspath(path)!r}: name another for one of them"
+            )
 
 
 @contextlib.contextmanager

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
+_CALLED = "flags_by_other_names"
 _VALUE = r"(?P<value>True|False|None|'[^']*'|\"[^\"]*\"|[^\s,;:()'\"]+)"
+
+
+def call_too(parser: argparse.ArgumentParser, **names: str) -> None:
+    """Say which flags of a command stand for what Python calls otherwise."""
+    parser.set_defaults(**{_CALLED: names})
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     """The flag of each setting of a parser and its commands, by the setting's name."""
-    found: dict[str, str] = {}
-    for action in _actions(parser):
+    found: dict[str, str] = dict(parser.get_default(_CALLED) or {})
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                found |= flags_of(one)
         for option in action.option_strings:
             if option == "--" + action.dest.replace("_", "-"):
                 found[action.dest] = option
     return found
 
 
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for one in action.choices.values():
-                yield from _actions(one)
-        else:
-            yield action
-
-
 def in_flags(message: str, flags: Mapping[str, str]) -> str:
     """A message whose settings, such as `max_num_seqs=0`, are flags with values: `--max-num-seqs 0`.
 
-    Names of one word count only where a value follows. What is in the command line's words already stays.
+    Names of one word count only where a value follows, or the rule that the value breaks. What is in the
+    command line's words already stays.
     """
     if not flags:
         return message
@@ -44,7 +45,8 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     several = "|".join(sorted((re.escape(name) for name in flags if "_" in name), key=len, reverse=True))
     if several:
         message = re.sub(rf"(?<![\w.\"'-])({several})(?![\w=(])", lambda found: flags[found[1]], message)
-    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", message)
+    message = re.sub(rf"^({names})(?= must )", lambda found: flags[found[1]], message)
+    return re.sub(r"(?:--[\w-]+|[a-z_]+=(?:'[^']*')?) \((--[\w-]+)\)", r"\1", message)
 
 
 def _with_value(found: re.Match[str], flags: Mapping[str, str]) -> str:

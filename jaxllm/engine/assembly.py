@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,10 @@ from jaxllm import pallas_kernels
 from jaxllm.engine import sizing
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.ledgers import open_ledger
+from jaxllm.engine.ledgers import header_of, open_ledger
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.profiling import Profiler
 from jaxllm.engine.scheduling import Scheduling
-from jaxllm.engine.speculation import SpeculativeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.kv.disk import BlockFiles, weights_fingerprint
@@ -35,16 +34,14 @@ from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.loading import iter_params
 from jaxllm.loading.given import iter_given
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
-from jaxllm.models.registry import pack_linear_weights
+from jaxllm.models.registry import in_format
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.predictors.base import ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.table import TableCostModel
 from jaxllm.sampling.params import SamplingParams
-from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
-from jaxllm.sched.policies.user import describe
+from jaxllm.sched.ledger import Ledger, PreemptionRecord, StepRecord
 from jaxllm.sched.presets import DEFAULT_PRESET
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system import forks
@@ -174,11 +171,12 @@ def _load(
             tokenizer = tokenization.load_tokenizer(model.tokenizer_folder)
         eos_token_ids = tokenization.eos_token_ids(model.folder, tokenizer, config.hf_overrides)
         if given is None:
-            params = dict(_stored(config, model, sizes))
+            weights = _stored(config, model, sizes)
         else:
-            params = dict(iter_given(given, model.dtype, model.device))
-        if sizes.executor.packs_weights:
-            pack_linear_weights(sizes.model_config, params)
+            weights = iter_given(given, model.dtype, model.device)
+        formats, params = sizes.executor.formats, {}
+        for name, weight in weights:
+            params[name] = in_format(sizes.model_config, formats, name, weight)
         executor = ModelExecutor(sizes.model_config, params, sizes.executor, model.device, programs)
         loaded = time.perf_counter()
         if config.warm_up != "background":
@@ -202,6 +200,7 @@ def _stored(
         load_format=config.load_format,
         seed=config.seed,
         device=model.device,
+        formats=model.formats,
     )
 
 
@@ -223,7 +222,10 @@ def _join(
         )
     if ledger is not None:
         ledger.costs = None if costs_source is None else scheduling.costs
-        ledger.begin(_header(config, sizes.scheduler, executor.device_kind, costs_source))
+        settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        policy = DEFAULT_PRESET if config.scheduler_policy is None else config.scheduler_policy
+        device, version = executor.device_kind, jax.__version__
+        ledger.begin(header_of(policy, device, costs_source, settings, sizes.scheduler, jax=version))
     speculation = None
     if config.speculative_config is not None:
         speculation = config.speculative_config.make(chosen.max_drafts, scheduling.costs.model)
@@ -260,36 +262,6 @@ def _join(
     )
 
 
-def _header(
-    config: EngineConfig, limits: SchedulerConfig, device_kind: str, costs_source: str | None
-) -> HeaderRecord:
-    """What an engine's ledger begins with."""
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    policy = config.scheduler_policy
-    return HeaderRecord(
-        jaxllm=jaxllm.__version__,
-        jax=jax.__version__,
-        device=device_kind,
-        policy=str(_plain(DEFAULT_PRESET if policy is None else policy)),
-        costs_source=costs_source,
-        settings={name: _plain(value) for name, value in settings.items()},
-        limits={name: _plain(value) for name, value in dataclasses.asdict(limits).items()},
-    )
-
-
-def _plain(value: object) -> Any:
-    """A setting as JSON has it; objects by their class or name."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, SpeculativeConfig):
-        value = dataclasses.asdict(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else describe(value)
-
-
 def _keep_files(
     config: EngineConfig,
     folder: Path,
@@ -310,6 +282,8 @@ def _keep_files(
         "overrides": sorted((config.hf_overrides or {}).items()),
         "rope": hashlib.blake2b(frequencies, digest_size=16).hexdigest(),
         "dtype": executor.config.dtype,
+        "formats": repr(executor.config.formats),
+        "kv_dtype": executor.config.kv_dtype,
         "block": list(executor.block_shape),
         "kernels": f"{kernels} on {executor.device_kind}",
         "matmul_precision": getattr(jax.config, "jax_default_matmul_precision"),  # noqa: B009, mypy

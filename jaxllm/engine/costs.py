@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.registry import PLAIN
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -32,10 +34,17 @@ def profile_folder() -> Path:
     return cache_folder("profiles")
 
 
-def shape_of(config: ModelConfig, name: str, dtype: str) -> ModelShape:
-    """The sizes of a model that decide its costs."""
+def shape_of(
+    config: ModelConfig,
+    name: str,
+    dtype: str,
+    formats: LinearFormats = PLAIN,
+    kv_dtype: str | None = None,
+) -> ModelShape:
+    """The sizes of a model that decide its costs; its name is followed by the formats of weights and KV."""
+    kv_dtype = kv_dtype or dtype
     return ModelShape(
-        name=name,
+        name=name + formats.suffix + (f"-kv-{kv_dtype}" if kv_dtype != dtype else ""),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -46,6 +55,7 @@ def shape_of(config: ModelConfig, name: str, dtype: str) -> ModelShape:
         gated_mlp=ARCHITECTURES[config.architecture].has_gated_mlp,
         tie_word_embeddings=config.tie_word_embeddings,
         dtype=dtype,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -299,7 +299,7 @@ class Engine:
 
         Raises:
             EngineError: the engine has failed, or another thread uses it. `finished` has what had finished.
-            Exception: what a scheduling policy raised.
+            UserCodeError: a scheduling policy or a predictor raised; the message names it.
         """
         self.advance()
         reports, self._reports = self._reports, []

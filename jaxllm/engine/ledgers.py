@@ -5,17 +5,56 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import jaxllm
+from jaxllm.engine.speculation import SpeculativeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.online import KindReport
+from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord, VerificationRecord
 from jaxllm.sched.policies import PreemptionAction, ResumeAction
+from jaxllm.sched.policies.user import describe
 
 _Record = TypeVar("_Record", HeaderRecord, PreemptionRecord, StepRecord, VerificationRecord, KindReport)
+
+
+def header_of(
+    policy: object,
+    device: str,
+    costs_source: str | None,
+    settings: Mapping[str, object],
+    limits: SchedulerConfig,
+    *,
+    jax: str | None = None,
+) -> HeaderRecord:
+    """What a ledger begins with; the arguments are its fields, with objects instead of their names."""
+    return HeaderRecord(
+        jaxllm=jaxllm.__version__,
+        jax=jax,
+        device=device,
+        policy=str(_plain(policy)),
+        costs_source=costs_source,
+        settings={name: _plain(value) for name, value in settings.items()},
+        limits={name: _plain(value) for name, value in dataclasses.asdict(limits).items()},
+    )
+
+
+def _plain(value: object) -> Any:
+    """A setting as JSON has it; objects by their class or name."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, SpeculativeConfig):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else describe(value)
 
 
 def read_ledger(path: str | Path) -> Ledger:
@@ -23,18 +62,21 @@ def read_ledger(path: str | Path) -> Ledger:
 
     Raises:
         ConfigError: a line is not one of a ledger's, or time goes back from one step to the next; the last
-            line may be cut off, as a killed run leaves it.
+            line may be cut off, as a killed run leaves it: it is left out, and `Ledger.cut_line` its number.
     """
     ledger = Ledger()
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a ledger's, which are text in UTF-8: {error}") from None
+    num_read = 0
     for number, values in _objects(lines, str(path)):
         try:
             _add(ledger, values, is_first=number == 1)
         except TypeError as error:
             raise ConfigError(f"{path}, line {number} is not a ledger's: {error}") from None
+        num_read = number
+    ledger.cut_line = len(lines) if num_read < len(lines) else None
     return ledger
 
 

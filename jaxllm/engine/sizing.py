@@ -25,9 +25,14 @@ from jaxllm.loading import resolve_dtype
 from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.generation_config import default_sampling_params
 from jaxllm.loading.given import check_given
+from jaxllm.loading.load import checkpoint_formats
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.registry import weight_bytes
+from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
+from jaxllm.models.names import EMBEDDING, LM_HEAD
+from jaxllm.models.quantisation import quantisation_of
+from jaxllm.models.registry import PLAIN, weight_bytes
+from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.predictors.base import ModelShape
 from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.params import SamplingParams
@@ -49,7 +54,9 @@ class Model:
         tokenizer_folder: the tokenizer's.
         device: the first of JAX's.
         config: sizes and layers, for the longest sequences that its positions allow.
-        dtype: of weights and KV.
+        dtype: of weights and activations.
+        kv_dtype: keys and values are stored as that, one of `KV_DTYPES`.
+        formats: of the weights of linear layers.
         num_weight_bytes: of all weights in that.
         default_params: its own sampling parameters.
     """
@@ -59,12 +66,14 @@ class Model:
     device: jax.Device
     config: ModelConfig
     dtype: str
+    kv_dtype: str
+    formats: LinearFormats
     num_weight_bytes: int
     default_params: SamplingParams
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of weights or KV."""
+        """Bytes of a number of activations."""
         return ITEMSIZES[self.dtype]
 
 
@@ -137,9 +146,39 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
         check_given(model_config, params)
         hf_config = {**hf_config, "dtype": find_dtype(next(iter(params.values())).dtype) or "float32"}
     dtype = settle_dtype(config, folder, hf_config, device.platform)
-    num_weight_bytes = weight_bytes(model_config, dtype)
+    is_given = params is not None
+    formats = _formats(config, folder, model_config, hf_config, is_given=is_given)
+    num_weight_bytes = weight_bytes(model_config, dtype, formats)
     memory.check_fits(device, num_weight_bytes, 0)
-    return Model(folder, tokenizer_folder, device, model_config, dtype, num_weight_bytes, default_params)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    weights = formats, num_weight_bytes
+    return Model(folder, tokenizer_folder, device, model_config, dtype, kv_dtype, *weights, default_params)
+
+
+def _formats(
+    config: EngineConfig,
+    folder: Path,
+    model_config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    *,
+    is_given: bool,
+) -> LinearFormats:
+    """What the settings or the checkpoint make of the weights of linear layers.
+
+    Raises:
+        ConfigError: they are quantised already.
+    """
+    if config.quantization is None:
+        return PLAIN if is_given else checkpoint_formats(folder, model_config, hf_config, config.load_format)
+    if not is_given and (said := quantisation_of(hf_config)):
+        method = said.get("quant_method") if isinstance(said, Mapping) else said
+        raise ConfigError(
+            f"quantization={config.quantization!r} is for checkpoints of 16 or 32 bits, and the weights of "
+            f"{str(config.model)!r} are quantised already ({method}): leave it out"
+        )
+    head = EMBEDDING if model_config.tie_word_embeddings else LM_HEAD
+    others = () if config.quantize_lm_head else ((head, LinearFormat()),)
+    return LinearFormats(QUANTIZATIONS[config.quantization], others)
 
 
 def choose(config: EngineConfig, model: Model) -> Choices:
@@ -149,20 +188,23 @@ def choose(config: EngineConfig, model: Model) -> Choices:
         ConfigError: a setting is unsupported with this model.
         ProfileError: see `make_scheduling`.
     """
-    defaults = memory.device_limits(model.device, model.config, model.itemsize, model.num_weight_bytes)
+    weights = model.dtype, model.num_weight_bytes
+    defaults = memory.device_limits(model.device, model.config, *weights, model.kv_dtype)
     max_num_seqs = config.max_num_seqs or defaults[0]
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
     max_model_len = config.max_model_len or model.config.default_max_model_len
     bounded = model.config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
-    shape = shape_of(model.config, Path(config.model).resolve().name, model.dtype)
+    name = Path(config.model).resolve().name
+    shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype)
     kind = model.device.device_kind
     scheduling = make_scheduling(config.scheduler_policy, shape, kind, config.block_size, own=config.costs)
     heads = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
-    default, _ = pallas_kernels.settle_implementation(*heads, config.block_size)
+    default, _ = pallas_kernels.settle_implementation(*heads, config.block_size, kv_dtype=model.kv_dtype)
     kernels = config.attention_implementation or default
+    _check_kv_dtype(kernels, model)
     has_native_products = kernels == "native" and model.dtype == "float32"
     if config.attention_implementation not in (None, FASTEST):
-        _check_attention(config, bounded, model.dtype)
+        _check_attention(config, bounded, model)
     buckets = Buckets.make(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -178,6 +220,30 @@ def choose(config: EngineConfig, model: Model) -> Choices:
     return Choices(shape, scheduling, kernels, has_native_products, *limits, buckets)
 
 
+def _check_kv_dtype(kernels: str, model: Model) -> None:
+    """Verify that an implementation and a device have keys and values of a dtype.
+
+    Raises:
+        ConfigError: they have none.
+    """
+    dtype = model.kv_dtype
+    if kernels == FASTEST and dtype != model.dtype:
+        raise ConfigError(
+            f"kv_cache_dtype={dtype!r} and attention_implementation={kernels!r}: what is measured has "
+            f"KV of {model.dtype}; name an implementation, or leave one of them out"
+        )
+    if reason := pallas_kernels.why_no_layout(kernels.partition(":")[0], dtype):
+        raise ConfigError(
+            f"kv_cache_dtype={dtype!r} and attention_implementation={kernels!r}: {reason}; use 'xla'"
+        )
+    capability = str(getattr(model.device, "compute_capability", "9.0"))
+    if dtype == "fp8_e4m3" and [int(part) for part in capability.split(".")] < [8, 9]:
+        raise ConfigError(
+            f"kv_cache_dtype={dtype!r} needs a GPU of compute capability 8.9, and this is {capability}: take "
+            "'int8' or 'bfloat16'"
+        )
+
+
 def size(config: EngineConfig, model: Model, chosen: Choices, *, has_weights: bool = False) -> Sizes:
     """Size pool, host memory and programs; `has_weights` says that the checkpoint's are not used.
 
@@ -185,7 +251,7 @@ def size(config: EngineConfig, model: Model, chosen: Choices, *, has_weights: bo
         ConfigError: they contradict each other, or there cannot be files.
         CapacityError: device or host cannot hold them.
     """
-    bytes_per_block = memory.block_bytes(model.config, config.block_size, model.itemsize)
+    bytes_per_block = memory.block_bytes(model.config, config.block_size, model.kv_dtype)
     needed_blocks = chosen.max_num_seqs * -(-chosen.max_model_len // config.block_size)
     num_blocks = memory.num_blocks_that_fit(
         device=model.device,
@@ -247,9 +313,10 @@ def _executor_config(
         max_num_seqs=chosen.max_num_seqs,
         buckets=chosen.buckets,
         dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
         seed=config.seed,
         implementation=config.attention_implementation,
-        packs_weights=chosen.has_native_products,
+        formats=dataclasses.replace(model.formats, is_native=chosen.has_native_products),
         num_host_blocks=num_host_blocks,
         max_drafts=chosen.max_drafts,
         max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
@@ -266,15 +333,16 @@ def _folders(config: EngineConfig) -> tuple[Path, Path]:
     return folder, folder if config.tokenizer is None else find(config.tokenizer)
 
 
-def _check_attention(config: EngineConfig, model_config: ModelConfig, dtype: str) -> None:
+def _check_attention(config: EngineConfig, model_config: ModelConfig, model: Model) -> None:
     """Find out, by tracing it, whether an implementation that was asked for can be had of this model.
 
     Raises:
         ConfigError: it cannot.
     """
     heads, head_dim = model_config.num_kv_heads, model_config.head_dim
-    q = jax.ShapeDtypeStruct((1, model_config.num_heads, head_dim), dtype)
-    pool = jax.ShapeDtypeStruct((1, 1, 2, heads, config.block_size, head_dim), dtype)
+    layout = KVLayout(model.kv_dtype, head_dim)
+    q = jax.ShapeDtypeStruct((1, model_config.num_heads, head_dim), model.dtype)
+    pool = jax.ShapeDtypeStruct((1, 1, 2, heads, config.block_size, layout.width), layout.array_dtype)
     tables, lengths = jax.ShapeDtypeStruct((1, 1), "int32"), jax.ShapeDtypeStruct((1,), "int32")
     attend = functools.partial(
         pallas_kernels.decode_attention,

@@ -8,6 +8,8 @@ from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of, row_sizes
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.registry import PLAIN
 from jaxllm.sampling.logits_processors import LogitsProcessor
 
 
@@ -16,7 +18,8 @@ class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
     `max_drafts`: most drafts that one step verifies.
-    `packs_weights`: linear layers are packed for native products (`registry.pack_linear_weights`).
+    `kv_dtype`: keys and values are stored as that, one of `KV_DTYPES`; None is `dtype`.
+    `formats`: those that weights of linear layers are in (`registry.in_format`).
     `warms_sampling`: the programs of what is sampled apart are among those compiled ahead, but for what
     prompts' and all tokens' log-probabilities take, which `warms_everything` adds.
     """
@@ -27,9 +30,10 @@ class ExecutorConfig:
     max_num_seqs: int
     buckets: Buckets
     dtype: str
+    kv_dtype: str | None = None
     seed: int = 0
     implementation: str | None = None
-    packs_weights: bool = False
+    formats: LinearFormats = PLAIN
     num_host_blocks: int = 0
     max_decode_steps: int = 1
     max_drafts: int = 0

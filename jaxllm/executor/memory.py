@@ -8,6 +8,7 @@ import jax
 
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.models.architecture import ModelConfig
+from jaxllm.system.dtypes import ITEMSIZES, kv_row_bytes
 
 _GIB = 2**30
 _CPU_KV_CACHE_BYTES = 4 * 2**30
@@ -21,9 +22,10 @@ MEM_FRACTION = 0.95
 """Share of a GPU's memory that JAX's allocator is to take (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 
-def block_bytes(config: ModelConfig, block_size: int, itemsize: int) -> int:
+def block_bytes(config: ModelConfig, block_size: int, kv_dtype: str) -> int:
     """Bytes of one KV block over all layers (Eq. 3 of the AdaptiveLLM paper, with num_kv_heads heads)."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * itemsize
+    row_bytes = kv_row_bytes(kv_dtype, config.head_dim)
+    return 2 * config.num_layers * config.num_kv_heads * block_size * row_bytes
 
 
 def temporary_bytes(config: ModelConfig, num_tokens: int, num_rows: int, itemsize: int) -> int:
@@ -39,7 +41,7 @@ def slot_bytes(max_model_len: int, block_size: int, num_slots: int) -> int:
 
 
 def default_limits(
-    config: ModelConfig, itemsize: int, weight_bytes: int, memory_bytes: int
+    config: ModelConfig, dtype: str, weight_bytes: int, memory_bytes: int, kv_dtype: str | None = None
 ) -> tuple[int, int]:
     """`max_num_seqs` and `max_num_batched_tokens` for a model in so many bytes of an accelerator's memory.
 
@@ -47,21 +49,21 @@ def default_limits(
     sequence.
     """
     for num_seqs, num_tokens in _LIMITS:
-        temporaries = temporary_bytes(config, num_tokens, num_seqs, itemsize)
+        temporaries = temporary_bytes(config, num_tokens, num_seqs, ITEMSIZES[dtype])
         pool_bytes = memory_bytes * _DEFAULT_UTILIZATION - weight_bytes - temporaries
-        needed = num_seqs * _TOKENS_EACH * block_bytes(config, 1, itemsize)
+        needed = num_seqs * _TOKENS_EACH * block_bytes(config, 1, kv_dtype or dtype)
         if temporaries < _MOST_TEMPORARIES * memory_bytes and pool_bytes >= needed:
             return num_seqs, num_tokens
     return _LIMITS[-1]
 
 
 def device_limits(
-    device: jax.Device, config: ModelConfig, itemsize: int, weight_bytes: int
+    device: jax.Device, config: ModelConfig, dtype: str, weight_bytes: int, kv_dtype: str | None = None
 ) -> tuple[int, int]:
     """The same for a device; of a CPU 64 sequences and 512 tokens."""
     if device.platform == "cpu":
         return _CPU_LIMITS
-    return default_limits(config, itemsize, weight_bytes, _device_memory(device)[0])
+    return default_limits(config, dtype, weight_bytes, _device_memory(device)[0], kv_dtype)
 
 
 def _device_memory(device: jax.Device) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.registry import Params, abstract_params, packed
+from jaxllm.models.registry import Params, abstract_params, in_format
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling.params import SamplingParams
@@ -118,6 +118,7 @@ class ModelExecutor:
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
+            kv_dtype=config.kv_dtype,
         )
         try:
             make = jax.jit(lambda: EngineState(*(jnp.zeros(s.shape, s.dtype) for s in shapes)))
@@ -252,14 +253,12 @@ class ModelExecutor:
         """
         for name, weight in weights:
             self._params.pop(name, None)
-            if self.config.packs_weights:
-                weight = packed(self.model_config, name, weight)
-            self._params[name] = weight
+            self._params[name] = in_format(self.model_config, self.config.formats, name, weight)
 
     def let_go(self, *, weights: bool) -> None:
         """Give the memory of the pool back, and with `weights` theirs; nobody may hold a block of it."""
         self.settle_copies()
-        for array in (self._state.pool, *(self._params.values() if weights else ())):
+        for array in (self._state.pool, *(jax.tree.leaves(self._params) if weights else ())):
             array.delete()
         if weights:
             self._params = {}

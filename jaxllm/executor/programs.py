@@ -21,7 +21,9 @@ from jaxllm.executor.step import (
     run_step,
 )
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.registry import Params, abstract_params
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.registry import PLAIN, Params, abstract_params
+from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.sampling.logits_processors import LogitsProcessor
 
 _NOWHERE = np.iinfo(np.int32).max
@@ -115,8 +117,9 @@ def step_program(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
+    kv_dtype: str | None = None,
     implementation: str | None = None,
-    packs_weights: bool = False,
+    formats: LinearFormats = PLAIN,
     processors: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
@@ -130,12 +133,13 @@ def step_program(
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        kv_dtype=kv_dtype,
     )
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PackedSlotParams.host_zeros(max_num_seqs)))
     _, num_inputs = _layout(key, max_num_seqs, block_size)
     packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
     step = functools.partial(_packed_step, model_config, key, max_num_seqs, implementation, processors)
-    params = abstract_params(model_config, dtype, is_packed=packs_weights)
+    params = abstract_params(model_config, dtype, formats)
     return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed)
 
 
@@ -147,13 +151,18 @@ def state_shapes(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
+    kv_dtype: str | None = None,
 ) -> EngineState:
-    """The shapes and dtypes of the KV pool, the tokens' history and the block tables."""
-    pool = (num_gpu_blocks, model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
+    """The shapes and dtypes of the KV pool, the tokens' history and the block tables.
+
+    `kv_dtype` is one of `KV_DTYPES`; None is `dtype`.
+    """
+    layout = KVLayout(kv_dtype or dtype, model.head_dim)
+    pool = (num_gpu_blocks, model.num_layers, 2, model.num_kv_heads, block_size, layout.width)
     history = (max_num_seqs + 1, max_model_len + 1)
     tables = (max_num_seqs + 1, -(-max_model_len // block_size))
     return EngineState(
-        jax.ShapeDtypeStruct(pool, jnp.dtype(dtype)),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct(pool, layout.array_dtype),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(history, jnp.int32),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(tables, jnp.int32),  # type: ignore[arg-type]
     )

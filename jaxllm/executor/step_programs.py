@@ -65,6 +65,7 @@ class StepPrograms:
             model_config.num_kv_heads,
             model_config.head_dim,
             config.block_size,
+            kv_dtype=config.kv_dtype or config.dtype,
         )
         self._changed = threading.Condition()
         self._waiting: collections.deque[Key] = collections.deque()
@@ -156,9 +157,9 @@ class StepPrograms:
             native.prepare(
                 model.num_heads // model.num_kv_heads,
                 model.head_dim,
-                self._config.dtype,
+                self._config.kv_dtype or self._config.dtype,
                 is_gated=ARCHITECTURES[model.architecture].has_gated_mlp,
-                computes_products=self._config.packs_weights,
+                products=self._config.formats.products,
             )
         with self._changed:
             known = {*self._compiled, *self._under_way, *self._waiting}
@@ -318,7 +319,7 @@ class StepPrograms:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=config.max_model_len,
                 processors=config.logits_processors,
-                is_native=config.packs_weights,
+                is_native=config.formats.is_native,
                 is_lazy=self._device.platform == "cpu",  # elsewhere the host would wait for each condition
             )
         else:
@@ -330,8 +331,9 @@ class StepPrograms:
                 block_size=config.block_size,
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
+                kv_dtype=config.kv_dtype,
                 implementation=self.implementation(key),
-                packs_weights=config.packs_weights,
+                formats=config.formats,
                 processors=config.logits_processors,
             )
         here = SingleDeviceSharding(self._device)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import batching, mlir
 
-from jaxllm.errors import ConfigError, RequestError, shown
+from jaxllm.errors import ConfigError, RequestError, WeightsError, shown
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.layers import Edit
+from jaxllm.models.registry import abstract_params
 from jaxllm.pallas_kernels import REFERENCE
+from jaxllm.pallas_kernels.api import settle_implementation
+from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
 
 Params = Mapping[str, jax.Array]
 _R = TypeVar("_R")
@@ -54,9 +61,25 @@ def checked_params(params: Params, config: ModelConfig) -> Params:
             "params must be weights by name, as jaxllm.loading.load_params returns, not "
             f"{shown(list(params)[:3]) if isinstance(params, Mapping) else type(params).__name__}"
         )
+    for name, weight in params.items():
+        if not hasattr(weight, "shape") or not hasattr(weight, "dtype"):
+            raise ConfigError(
+                f"params[{name!r}] is {shown(weight, 60)}, and must be an array, as load_params(folder, "
+                "config) returns; where some are trained apart, join them before: {**frozen, **trained}"
+            )
+    if lacking := sorted(_names(config) - params.keys()):
+        raise WeightsError(
+            f"params lack {', '.join(lacking[:8])}{', ...' if len(lacking) > 8 else ''} of the "
+            f"{config.architecture} configuration: pass all that load_params(folder, config) returns"
+        )
     if any(isinstance(weight, np.ndarray) for weight in params.values()):
         return {name: jnp.asarray(weight) for name, weight in params.items()}
     return params
+
+
+@functools.lru_cache(maxsize=16)
+def _names(config: ModelConfig) -> frozenset[str]:
+    return frozenset(abstract_params(config, "float32"))
 
 
 def checked_edit(edit: Edit | None) -> Edit | None:
@@ -69,6 +92,15 @@ def checked_edit(edit: Edit | None) -> Edit | None:
         return None
     if not callable(edit):
         raise RequestError(f"edit={shown(edit)} must be a function of a layer's number and its activations")
+    try:
+        inspect.signature(edit).bind(0, None)
+    except TypeError as error:
+        raise RequestError(
+            f"edit{inspect.signature(edit)} cannot be called with a layer's number and its activations "
+            f"({error}): it must be such as lambda layer, x: x"
+        ) from error
+    except ValueError:  # of a compiled module, which has no signature
+        pass
 
     def verified(layer: int, x: jax.Array) -> jax.Array:
         changed = edit(layer, x)
@@ -114,7 +146,8 @@ def check_cache(config: ModelConfig, cache: tuple[jax.Array, jax.Array], lengths
     """Verify that a cache is of the model, and has room for rows of these lengths."""
     pool, tables = cache
     block_size = pool.shape[4] if pool.ndim == 6 else 0
-    expected = config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim
+    width = KVLayout(layout_of(pool).dtype, config.head_dim).width if pool.ndim == 6 else 0
+    expected = config.num_layers, 2, config.num_kv_heads, block_size, width
     if pool.ndim != 6 or pool.shape[1:] != expected or tables.shape[:1] != lengths.shape:
         raise ConfigError(
             f"a cache of shape {pool.shape} with block tables {tables.shape} is not of this model and "
@@ -143,10 +176,42 @@ def check_lengths(config: ModelConfig, lengths: jax.Array) -> None:
         check_positions(config, int(np.asarray(lengths).max()))
 
 
-def undifferentiated(function: Callable[..., _R], implementation: str | None) -> Callable[..., _R]:
-    """A function of arrays that says what to pass if it is differentiated, where its kernels cannot be."""
+def _lower(context: mlir.LoweringRuleContext, x: Any) -> list[Any]:
+    parameters = getattr(context.module_context, "lowering_parameters", None)
+    if getattr(parameters, "for_export", False):
+        raise ConfigError(
+            "attention implementation 'native' cannot be exported, which is the default on this CPU: pass "
+            f"implementation='xla', or {REFERENCE!r}, which has gradients as well"
+        )
+    return [x]
+
+
+_not_exported = jax.extend.core.Primitive("jaxllm_not_exported")
+"""Its argument, but not in programs that are exported."""
+_not_exported.def_impl(lambda x: x)
+_not_exported.def_abstract_eval(lambda x: x)
+batching.defvectorized(_not_exported)
+mlir.register_lowering(_not_exported, _lower)
+
+
+def transformable(
+    function: Callable[..., _R], implementation: str | None, config: ModelConfig, block_size: int
+) -> Callable[..., _R]:
+    """A function of weights and arrays that says what to pass where its kernels cannot be transformed.
+
+    They have no gradients, and native ones cannot be exported.
+    """
     if implementation == REFERENCE:
         return function
+    if implementation is None:
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        implementation, _ = settle_implementation(*heads, block_size)
+    if implementation == "native":
+        native = function
+
+        def function(params: Params, first: Any, *rest: Any) -> _R:
+            return native(params, _not_exported.bind(first), *rest)
+
     refusing = jax.custom_jvp(function)
 
     @refusing.defjvp

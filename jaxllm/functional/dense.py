@@ -21,7 +21,7 @@ from jaxllm.functional.checks import (
 )
 from jaxllm.models.architecture import CausalLM, ModelConfig
 from jaxllm.models.layers import Attend, Edit, whole
-from jaxllm.models.registry import bind, unpacked
+from jaxllm.models.registry import bind, portable
 from jaxllm.pallas_kernels.dense import dense_attention
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
 from jaxllm.pallas_kernels.settings import under_jax_defaults
@@ -158,7 +158,7 @@ def _pass(
     if is_known(tokens):
         check_range("tokens", tokens, 0, config.vocab_size - 1)
     check_positions(config, tokens.shape[1])
-    model = bind(config, unpacked(config, params))
+    model = bind(config, portable(params))
     attend = _WholeSequences(config, tokens.shape, edit, way)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     flat = jnp.asarray(tokens, jnp.int32).reshape(-1)

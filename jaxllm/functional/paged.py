@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from jaxllm.errors import RequestError
 from jaxllm.executor.sampler import Sampling, SlotParams
@@ -36,12 +36,14 @@ from jaxllm.functional.checks import (
     checked_prompts,
     integers,
     is_known,
-    undifferentiated,
+    transformable,
 )
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.layers import Edit
+from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling.params import MAX_LOGIT_BIAS
+from jaxllm.system.dtypes import KV_DTYPES, dtype_of
 
 _MAX_TEMPERATURE = 1e6
 
@@ -56,6 +58,9 @@ class KVCache(NamedTuple):
     block_tables: jax.Array
 
 
+export.register_namedtuple_serialization(KVCache, serialized_name="jaxllm.KVCache")
+
+
 class Generated(NamedTuple):
     """`tokens` [B, max_new_tokens] int32, 0 after a row's end; `lengths` [B] int32.
 
@@ -66,18 +71,26 @@ class Generated(NamedTuple):
     lengths: jax.Array
 
 
+export.register_namedtuple_serialization(Generated, serialized_name="jaxllm.Generated")
+
+
 @under_jax_defaults
 def init_pool(
     config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: Any = jnp.float32
 ) -> jax.Array:
     """An empty KV pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
 
+    `dtype` is that of NumPy or JAX, or one of `jaxllm.system.dtypes.KV_DTYPES`; of "int8" the last axis is
+    four longer (`jaxllm.pallas_kernels.kv_layout`).
+
     Raises:
-        ConfigError: a size is no positive integer.
+        ConfigError: a size is no positive integer, or the dtype is not supported.
     """
     check_sizes(config, num_blocks=num_blocks, block_size=block_size)
-    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-    return jnp.zeros(shape, dtype)
+    is_kv_dtype = isinstance(dtype, str) and dtype in KV_DTYPES
+    layout = KVLayout(dtype if is_kv_dtype else dtype_of("dtype", dtype), config.head_dim)
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, layout.width)
+    return jnp.zeros(shape, layout.array_dtype)
 
 
 @under_jax_defaults
@@ -87,7 +100,7 @@ def init_cache(
     """A cache in which each of `batch_size` rows owns blocks for `max_len` tokens.
 
     Raises:
-        ConfigError: a size is no positive integer.
+        ConfigError: a size is no positive integer, or the dtype is not supported.
     """
     check_sizes(config, batch_size=batch_size, max_len=max_len, block_size=block_size)
     blocks_per_row = -(-max_len // block_size)
@@ -178,7 +191,8 @@ def prefill(
         logits = model.logits(hidden[rows.reshape(-1)])
         return pool, logits.reshape(batch_size, most, -1)
 
-    pool, logits = undifferentiated(run, implementation)(
+    block_size = cache.pool.shape[4]
+    pool, logits = transformable(run, implementation, config, block_size)(
         params, cache.pool, cache.block_tables, tokens, lengths, before
     )
     return KVCache(pool, cache.block_tables), logits
@@ -233,7 +247,8 @@ def decode(
         )
         return pool, model.logits(hidden)
 
-    pool, logits = undifferentiated(run, implementation)(
+    block_size = cache.pool.shape[4]
+    pool, logits = transformable(run, implementation, config, block_size)(
         params, cache.pool, cache.block_tables, tokens, lengths
     )
     return KVCache(pool, cache.block_tables), logits
@@ -318,7 +333,7 @@ def generate(
         return _generated(step, slot_params, cache, tokens, lengths, max_new_tokens, stops)
 
     arguments = params, tokens, lengths, key, temperature, top_k, top_p, min_p
-    return undifferentiated(run, implementation)(*arguments)
+    return transformable(run, implementation, config, block_size)(*arguments)
 
 
 def _generated(

@@ -142,7 +142,8 @@ def read_jsonl_file(
         sampling_params: of rows that have none of their own.
         column: what `prompt` is called; other keys go with the row to the output then.
         id_column: what `id` is called; likewise.
-        where: values of keys, as JSON or text, of the rows that are wanted; likewise.
+        where: values of keys, as JSON or text, of the rows that are wanted; likewise. A line without such a
+            key is bad, unless it has another value of another one.
         keep_bad: make what is wrong with a line its row's `error`.
 
     Raises:
@@ -151,20 +152,30 @@ def read_jsonl_file(
         SamplingParamsError: a line's parameters are invalid; names file and line.
     """
 
+    unseen = set(where or ())
+
     def row(index: int, source: str, line: bytes) -> PromptRow | None:
         text = _text_of(source, line)
         if column is None and id_column is None and not where:
             return parse_row(index, source, text, sampling_params)
         values = _parsed(source, text)
-        if not is_wanted(values, where):
+        unseen.difference_update(values)
+        if not is_wanted(values, {name: value for name, value in (where or {}).items() if name in values}):
             return None
-        for option, name in (("--column", column), ("--id-column", id_column)):
-            if name is not None and name not in values:
-                raise RequestError(f"{source}: there is no {name!r}, as {option} says.")
+        named = {"--column": [column], "--id-column": [id_column], "--where": [*(where or ())]}
+        for option, names in named.items():
+            for name in names:
+                if name is not None and name not in values:
+                    near = nearest(name, values)
+                    hint = f" Did you mean {near!r}?" if near else ""
+                    raise RequestError(f"{source}: there is no {name!r}, as {option} says.{hint}")
         return row_of(index, source, values, sampling_params, column or "prompt", id_column=id_column)
 
     with opened(path) as file:
-        return rows_of(os.fspath(path), _lines(os.fspath(path), file), row, sampling_params, keep_bad)
+        rows = rows_of(os.fspath(path), _lines(os.fspath(path), file), row, sampling_params, keep_bad)
+    if unseen:
+        raise RequestError(f"{os.fspath(path)}: no line has {min(unseen)!r}, which --where names.")
+    return rows
 
 
 def rows_of(
@@ -387,6 +398,9 @@ def row_of(
         if taken := sorted(ANSWER_KEYS & extras.keys()):
             extras = {name: value for name, value in extras.items() if name not in taken}
             raise RequestError(f"{source}: answers have a {', '.join(taken)}, too: rename or drop it.")
+        for name, value in extras.items():
+            if isinstance(value, Mapping) and nearest(name, ["sampling_params"]):
+                raise RequestError(f'{source}: unknown key "{name}". Did you mean "sampling_params"?')
         known = {name: value for name, value in values.items() if name in keys and value is not None}
         if column in values and (column != "prompt" or not known.keys() & set(PROMPT_KEYS)):
             if known.keys() & set(PROMPT_KEYS) - {column}:

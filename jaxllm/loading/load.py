@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.loading.dummy import dummy_params
 from jaxllm.loading.orbax_format import has_orbax_params, load_orbax, stored_dtype
-from jaxllm.loading.safetensors_format import load_safetensors
+from jaxllm.loading.safetensors_format import load_safetensors, stored_formats
 from jaxllm.loading.shards import INDEX_FILE, SINGLE_FILE, list_tensors
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import read_hf_config
-from jaxllm.models.registry import Params
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.quantisation import quantisation_of
+from jaxllm.models.registry import PLAIN, Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.system.dtypes import dtype_of, dtype_or_auto
 
@@ -59,8 +61,9 @@ def iter_params(
     load_format: str = "auto",
     seed: int = 0,
     device: jax.Device | jax.sharding.Sharding | None = None,
-) -> Iterator[tuple[str, jax.Array]]:
-    """As `load_params`, one weight at a time."""
+    formats: LinearFormats = PLAIN,
+) -> Iterator[tuple[str, Any]]:
+    """As `load_params`, one weight at a time; those that are quantised in `formats`, if it has any."""
     folder = Path(path)
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
@@ -70,7 +73,16 @@ def iter_params(
         return dummy_params(config, dtype, seed=seed, placement=placement)
     if _is_orbax(folder, load_format):
         return load_orbax(folder, config, dtype, placement)
-    return load_safetensors(folder, config, dtype, placement)
+    return load_safetensors(folder, config, dtype, placement, formats)
+
+
+def checkpoint_formats(
+    path: str | Path, config: ModelConfig, hf_config: Mapping[str, Any], load_format: str = "auto"
+) -> LinearFormats:
+    """The formats in which an engine holds a checkpoint's weights; see `stored_formats`."""
+    folder = Path(path)
+    is_quantised = bool(quantisation_of(hf_config)) and load_format != "dummy"
+    return stored_formats(folder, config) if is_quantised and not _is_orbax(folder, load_format) else PLAIN
 
 
 def resolve_dtype(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from jaxllm.errors import WeightsError
 from jaxllm.loading.shards import ShardReader, StoredTensor
+from jaxllm.models.linear_formats import LinearFormat
+from jaxllm.models.linear_weights import Weight
 from jaxllm.models.quantisation import OF_ACTIVATIONS, Quantisation
-from jaxllm.models.weight_layouts import WeightLayout
+from jaxllm.models.weight_layouts import Codes, WeightLayout
 
+_R = TypeVar("_R")
 _logger = logging.getLogger(__name__)
 
 
@@ -28,6 +32,24 @@ class QuantisedTensor(StoredTensor):
 
     layout: WeightLayout
     arrays: Mapping[str, StoredTensor]
+
+    def held(self, reader: ShardReader) -> LinearFormat:
+        """The format that an engine holds it in."""
+        shapes = {name: array.shape for name, array in self.arrays.items()}
+        out, width = self.shape
+        order = next(
+            (array for name, array in self.of_inputs(reader).items() if name.endswith("g_idx")), None
+        )
+        stored = self.arrays[self.layout.values].stored_dtype
+        try:
+            return self.layout.held(shapes, stored, out, width, order)
+        except ValueError as error:
+            raise WeightsError(f"{self.name}: {error}") from error
+
+    def of_inputs(self, reader: ShardReader) -> dict[str, np.ndarray]:
+        """Its arrays that fused layers share: order and scales of inputs."""
+        ends = ("g_idx", "input_scale", "input_zero_point")
+        return {name: array.read(reader) for name, array in self.arrays.items() if name.endswith(ends)}
 
     @property
     def dtype(self) -> str:
@@ -45,13 +67,33 @@ class QuantisedTensor(StoredTensor):
         Raises:
             WeightsError: it has numbers that are not finite, or arrays of the wrong kind.
         """
+        return self._read(reader, lambda codes, arrays: codes.numbers())
+
+    def read_held(self, reader: ShardReader, held: LinearFormat, dtype: str) -> Weight:
+        """The weight as an engine holds it, in host memory.
+
+        Raises:
+            WeightsError: see `read`.
+        """
+
+        def made(codes: Codes, arrays: Mapping[str, np.ndarray]) -> Weight:
+            inputs = None
+            if held.rounds.endswith("static"):
+                zero = arrays.get("input_zero_point", np.zeros(1))
+                inputs = np.array([arrays["input_scale"].item(), zero.item()], np.float32)
+            return codes.in_format(held, dtype, inputs)
+
+        return self._read(reader, made)
+
+    def _read(self, reader: ShardReader, made: Callable[[Codes, Mapping[str, np.ndarray]], _R]) -> _R:
         arrays = {name: array.read(reader) for name, array in self.arrays.items()}
         try:
-            found = self.layout.dequantise(arrays, *self.shape)
+            codes = self.layout.codes(arrays, *self.shape)
+            found = made(codes, arrays)
         except (IndexError, TypeError, ValueError) as error:
             kinds = ", ".join(f"{array.name} of {array.stored_dtype}" for array in self.arrays.values())
             raise WeightsError(f"{self.name}: {kinds} are no {self.layout.name} ({error})") from error
-        if not np.isfinite(found).all():
+        if not np.isfinite(codes.scales).all() or not np.isfinite(codes.codes.astype(np.float32)).all():
             raise WeightsError(f"{self.name}: its scales give numbers that are not finite; load another copy")
         return found
 

@@ -5,31 +5,38 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import WeightsError
-from jaxllm.loading.quantised import is_empty_bias, with_quantised
+from jaxllm.loading.quantised import QuantisedTensor, is_empty_bias, with_quantised
 from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.config import read_hf_config
-from jaxllm.models.names import LM_HEAD, WeightNames
-from jaxllm.models.quantisation import read_quantisation
-from jaxllm.models.registry import abstract_params
+from jaxllm.models.linear_formats import LinearFormat, LinearFormats
+from jaxllm.models.linear_weights import Fused, Weight, stacked
+from jaxllm.models.names import EMBEDDING, LM_HEAD, WeightNames
+from jaxllm.models.quantisation import quantisation_of, read_quantisation
+from jaxllm.models.registry import PLAIN, abstract_params, linear_weights
 from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None
-_EMBEDDING = "embed_tokens.weight"
 _COMPARED_ROWS = 4096
 
 
 def load_safetensors(
-    folder: Path, config: ModelConfig, dtype: str, placement: Placement = None
-) -> Iterator[tuple[str, jax.Array]]:
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    placement: Placement = None,
+    formats: LinearFormats = PLAIN,
+) -> Iterator[tuple[str, Any]]:
     """Yield every weight of the model, on the device and in `dtype`, in the order of the files.
+
+    Those that are quantised come in their formats, if `formats` has any of them.
 
     The whole checkpoint is checked from its headers before the first weight is read. On the host there is
     one mapped file (more only for a weight whose parts lie in several) and one tensor at a time.
@@ -37,15 +44,7 @@ def load_safetensors(
     Raises:
         WeightsError: tensors are missing, unexpected or misshapen (all are named), or a file is corrupt.
     """
-    names = ARCHITECTURES[config.architecture].names
-    tensors = list_tensors(folder)
-    has_config = (folder / "config.json").is_file()
-    if has_config and (said := read_hf_config(folder).get("quantization_config")):
-        tensors = with_quantised(tensors, read_quantisation(said))
-    found = _by_canonical_name(tensors, names)
-    if config.tie_word_embeddings:
-        _drop_tied_head(found, folder)
-    plan = _plan(found, names, config, folder)
+    plan = _stored(folder, config)
     # In the order of the last file a weight needs, so that each file is opened about once.
     order = sorted(
         plan, key=lambda target: max(str(file) for tensor in plan[target] for file in tensor.files)
@@ -55,7 +54,66 @@ def load_safetensors(
             parts = plan.pop(target)
             reader.keep({file for tensor in parts for file in tensor.files})
             # Blocks, so that host copies never queue up behind a slow transfer.
-            yield target, jax.block_until_ready(_to_device(reader, parts, dtype, placement))
+            held = formats.of(target)
+            weight: jax.Array | Weight
+            if is_held(held) and any(isinstance(part, QuantisedTensor) for part in parts):
+                weight = _held_on_device(reader, parts, held, dtype, placement)
+            else:
+                weight = _to_device(reader, parts, dtype, placement)
+            yield target, jax.block_until_ready(weight)
+
+
+def stored_formats(folder: Path, config: ModelConfig) -> LinearFormats:
+    """The formats in which an engine holds what of a checkpoint is quantised.
+
+    Parts of a fused layer that are of different formats, or whose inputs are, are held apart.
+
+    Raises:
+        WeightsError: as `load_safetensors`.
+    """
+    others: list[tuple[str, LinearFormat]] = []
+    plan = _stored(folder, config)
+    with ShardReader() as reader:
+        for target in linear_weights(config):
+            reader.keep({file for tensor in plan[target] for file in tensor.files})
+            held = _held(reader, plan[target])
+            others += [(target, held)] if is_held(held) else []
+    return LinearFormats(others=tuple(others))
+
+
+def _held(reader: ShardReader, parts: tuple[StoredTensor, ...]) -> LinearFormat:
+    """The format of a weight of these parts."""
+    formats, shared = [], []
+    for part in parts:
+        is_quantised = isinstance(part, QuantisedTensor)
+        formats.append(part.held(reader) if is_quantised else LinearFormat())  # type: ignore[attr-defined]
+        shared.append(part.of_inputs(reader) if is_quantised else {})  # type: ignore[attr-defined]
+    first = shared[0]
+    are_alike = len(set(formats)) == 1 and all(
+        one.keys() == first.keys() and all((array == first[name]).all() for name, array in one.items())
+        for one in shared
+    )
+    if are_alike or not any(one.kind for one in formats):
+        return formats[0]
+    return LinearFormat(parts=tuple((part.shape[0], one) for part, one in zip(parts, formats, strict=True)))
+
+
+def is_held(held: LinearFormat) -> bool:
+    """Whether a format is of any codes."""
+    return bool(held.kind or held.parts)
+
+
+def _stored(folder: Path, config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
+    """The stored tensors of each weight."""
+    names = ARCHITECTURES[config.architecture].names
+    tensors = list_tensors(folder)
+    has_config = (folder / "config.json").is_file()
+    if has_config and (said := quantisation_of(read_hf_config(folder))):
+        tensors = with_quantised(tensors, read_quantisation(said))
+    found = _by_canonical_name(tensors, names)
+    if config.tie_word_embeddings:
+        _drop_tied_head(found, folder)
+    return _plan(found, names, config, folder)
 
 
 def _by_canonical_name(tensors: Mapping[str, StoredTensor], names: WeightNames) -> dict[str, StoredTensor]:
@@ -77,7 +135,7 @@ def _drop_tied_head(found: dict[str, StoredTensor], folder: Path) -> None:
     head = found.pop(LM_HEAD, None)
     if head is None:
         return
-    embedding = found.setdefault(_EMBEDDING, head)
+    embedding = found.setdefault(EMBEDDING, head)
     if not _same_values(embedding, head):
         raise WeightsError(
             f"config.json says tie_word_embeddings=True but {embedding.name} and {head.name} differ in "
@@ -139,6 +197,22 @@ def _to_device(
         array = jax.device_put(part.read(reader), placement)
         arrays.append(array if array.dtype == dtype else _cast(array, dtype))
     return arrays[0] if len(arrays) == 1 else _stack(arrays)
+
+
+def _held_on_device(
+    reader: ShardReader, parts: tuple[StoredTensor, ...], held: LinearFormat, dtype: str, placement: Placement
+) -> Weight:
+    formats = [one for _, one in held.parts] or [held] * len(parts)
+    placed: list[Any] = []
+    for part, one in zip(parts, formats, strict=True):
+        if one.kind and isinstance(part, QuantisedTensor):
+            placed.append(jax.device_put(part.read_held(reader, one, dtype), placement))
+        else:
+            placed.append(_to_device(reader, (part,), dtype, placement))
+    if held.parts:
+        return Fused(tuple(placed))
+    found: Weight = placed[0] if len(placed) == 1 else stacked(placed)
+    return found
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

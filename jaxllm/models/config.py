@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxllm.errors import ConfigError, UnsupportedModelError, shown
 from jaxllm.models.architecture import ARCHITECTURES, Architecture, ModelConfig
 from jaxllm.models.fields import INERT_FIELDS, Fields
-from jaxllm.models.quantisation import read_quantisation
+from jaxllm.models.quantisation import KEYS, quantisation_of, read_quantisation
 from jaxllm.system.json_text import read_object
 
 # Of the inert fields, what others than the model itself read.
@@ -56,8 +56,10 @@ def config_from_dict(
         named = [name for name, one in ARCHITECTURES.items() if model_type == _model_type(one)]
         architectures = named or [f"model_type={model_type!r}"]
     architecture = architectures[0]
-    if quantised := values.pop("quantization_config", None):
+    if quantised := quantisation_of(values):
         read_quantisation(quantised)  # the loader does so again; here it may be refused
+    for name in KEYS:
+        values.pop(name, None)
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
@@ -78,9 +80,9 @@ def _override(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
     for name in overrides:
         if not isinstance(name, str):
             raise ConfigError(f"hf_overrides has {shown(name)}, which is no name of a config.json field")
-    if "quantization_config" in overrides:
+    if said := overrides.keys() & {*KEYS}:
         raise ConfigError(
-            "hf_overrides has quantization_config, which says how the files' weights lie: leave it out, or "
+            f"hf_overrides has {min(said)}, which says how the files' weights lie: leave it out, or "
             "correct config.json"
         )
     idle = sorted(overrides.keys() & (INERT_FIELDS - _OVERRIDABLE))

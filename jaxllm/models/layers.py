@@ -11,13 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxllm.models.linear_weights import Weight, precision_of, product
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.pallas_kernels.norms import add_rms_norm
 
-# Up to this many rows `weight @ x.T` was mostly faster than `x @ weight.T` on a CPU (docs/architecture.md);
-# on GPUs the two are the same call.
-_MAX_ROWS_WEIGHT_FIRST = 128
 _LAYER_NORM_EPS = 1e-5
 _SPLIT_PRODUCT_SIZE = 2**21  # numbers in the parts of a product on a GPU: two tiles of 64 x 128 a core
 
@@ -66,38 +64,6 @@ class Attend:
         return found
 
 
-def _precision(dtype: jnp.dtype) -> lax.Precision:
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-
-
-def linear(
-    x: jax.Array,
-    weight: jax.Array,
-    out_features: int,
-    num_rows: jax.Array | None = None,
-    *,
-    bias: jax.Array | None = None,
-    relu: bool = False,
-    out_dtype: jnp.dtype | None = None,
-) -> jax.Array:
-    """`x` [T, in] times `weight`, plus `bias` [out_features] -> [T, out_features]; with `relu` at least 0.
-
-    The weight is [out_features, in], the layout of checkpoints, or packed for a CPU (`native.pack`); then
-    only the first `num_rows` rows are computed.
-    """
-    if weight.ndim == 3:
-        return native.linear(x, weight, out_features, num_rows, bias=bias, relu=relu)
-    options: Any = {"precision": _precision(x.dtype), "preferred_element_type": out_dtype}
-    dimensions = (((1,), (1,)), ((), ()))
-    num_known = x.shape[0]  # no integer in a program for any number of rows
-    if isinstance(num_known, int) and num_known <= _MAX_ROWS_WEIGHT_FIRST:
-        y = lax.dot_general(weight, x, dimensions, **options).T
-    else:
-        y = lax.dot_general(x, weight, dimensions, **options)
-    y = y if bias is None else y + bias
-    return jax.nn.relu(y) if relu else y
-
-
 def gelu_glu(gate_up: jax.Array) -> jax.Array:
     """`gelu(gate) * up` of `gate_up` [T, 2 * features], GELU by its tanh approximation -> [T, features]."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
@@ -138,7 +104,8 @@ class Linear(nnx.Module):
     @property
     def is_packed(self) -> bool:
         """Whether its products are native."""
-        return self.weight[...].ndim == 3
+        weight = self.weight.get_value()
+        return isinstance(weight, Weight) and weight.is_native
 
     def __call__(
         self,
@@ -150,8 +117,7 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """`x` [T, in], of which `num_rows` are in use -> [T, out]; with `relu` at least 0."""
         bias = None if self.bias is None else self.bias[...]
-        weight = self.weight[...]
-        return linear(x, weight, self.out_features, num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
+        return product(x, self.weight.get_value(), num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
 
     def parts(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, in] -> [T, out]; or, for a kernel that adds them up, parts of it, [parts, T, out].
@@ -160,15 +126,18 @@ class Linear(nnx.Module):
         """
         if self.bias is not None or not attend.splits_products:
             return self(x, attend.num_rows)
+        weight = self.weight.get_value()
+        if isinstance(weight, Weight):
+            return self(x, attend.num_rows)[None]
         rows, in_features = x.shape
         wanted = _SPLIT_PRODUCT_SIZE // (rows * self.out_features)
         num_parts = math.gcd(in_features, min(8, 1 << (wanted.bit_length() - 1))) if wanted > 1 else 1
         if num_parts == 1:
             return self(x, attend.num_rows)[None]
-        split = x.reshape(rows, num_parts, -1), self.weight[...].reshape(self.out_features, num_parts, -1)
+        split = x.reshape(rows, num_parts, -1), weight.reshape(self.out_features, num_parts, -1)
         dimensions = (((2,), (2,)), ((1,), (1,)))
         return lax.dot_general(
-            *split, dimensions, precision=_precision(x.dtype), preferred_element_type=jnp.float32
+            *split, dimensions, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
         )
 
 
@@ -181,14 +150,14 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """`ids` [T] int32 -> [T, features]. Ids are validated before they reach the device."""
-        table = self.weight[...]
-        if table.ndim == 3:
-            return native.unpacked_rows(table, ids)
+        table = self.weight.get_value()
+        if isinstance(table, Weight):
+            return table.rows(ids)
         return table.at[ids].get(mode="clip")
 
     def as_head(self, x: jax.Array, num_rows: jax.Array | None = None, *, out_dtype: jnp.dtype) -> jax.Array:
         """`x` [T, features], of which `num_rows` are in use, times the table -> [T, num_embeddings]."""
-        return linear(x, self.weight[...], self.num_embeddings, num_rows, out_dtype=out_dtype)
+        return product(x, self.weight.get_value(), num_rows, out_dtype=out_dtype)
 
 
 class RMSNorm(nnx.Module):

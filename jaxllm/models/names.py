@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(original_)?(inv_freq|cos_cached|sin_cached)|masked_bias)")
 LM_HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+"""Also the output head of models whose embeddings are tied."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Quantisation:
         if any(_matches(pattern, module) for pattern in self.ignored):
             return None
         named = (layout for pattern, layout in self.layouts if _matches(pattern, module))
-        every = (layout for pattern, layout in self.layouts if pattern == _EVERY)
+        every = (layout for pattern, layout in self.layouts if pattern.lower() == _EVERY)
         return next(named, None) or next(every, None)
 
     @property
@@ -56,13 +56,37 @@ class Quantisation:
         return frozenset(name for _, layout in self.layouts for name in layout.arrays)
 
 
-_EVERY = "Linear"
+_EVERY = "linear"
+
+
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+"""What engines call the layer that a layer is a part of."""
 
 
 def _matches(pattern: str, module: str) -> bool:
+    """Whether a pattern is that of a module, or names the fused layer that it is a part of."""
+    prefix, dot, name = module.rpartition(".")
+    fused = _FUSED.get(name)
+    is_fused = fused is not None and fused in pattern and _is_of(pattern, f"{prefix}{dot}{fused}")
+    return is_fused or _is_of(pattern, module)
+
+
+def _is_of(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return pattern == module or module.endswith("." + pattern)
+
+
+KEYS = ("quantization_config", "compression_config")
+"""Of a config.json that says how weights lie; the second is that of older llm-compressor."""
+
+
+def quantisation_of(values: Mapping[str, Any]) -> Any:
+    """What a config.json says of how its weights lie, if it says anything."""
+    return next((values[key] for key in KEYS if values.get(key)), None)
 
 
 def read_quantisation(config: Any) -> Quantisation:
@@ -73,7 +97,11 @@ def read_quantisation(config: Any) -> Quantisation:
     """
     if not isinstance(config, Mapping):
         raise UnsupportedModelError(f"config.json: quantization_config={shown(config)} must be an object")
+    if isinstance(inner := config.get("quantization_config"), Mapping):  # as older llm-compressor has it
+        config = {**config, **inner}
     method = config.get("quant_method")
+    if method == "compressed_tensors":
+        method = "compressed-tensors"
     if not isinstance(method, str) or method not in _METHODS:
         hint = did_you_mean(method, _METHODS) if isinstance(method, str) else ""
         raise UnsupportedModelError(
@@ -148,14 +176,31 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
         if not isinstance(weights, Mapping):
             raise _refuse(config, f"a group without weights: {shown(group, 80)}")
         layout = _compressed_layout(config, weights, group.get("format") or config.get("format"))
+        if inputs := group.get("input_activations"):
+            rounds = _rounds(inputs) if isinstance(inputs, Mapping) else ""
+            layout = layout.rounding(rounds)
+            notes += [] if rounds else [_activations("inputs of layers")]
         layouts += [(target, layout) for target in _names(group, "targets") or (_EVERY,)]
-        if group.get("input_activations"):
-            notes.append(_activations("inputs of layers"))
     if config.get("kv_cache_scheme"):
         notes.append("KV is stored in the model's dtype, not as kv_cache_scheme says")
     return Quantisation(
         "compressed-tensors", tuple(layouts), _names(config, "ignore"), tuple(dict.fromkeys(notes))
     )
+
+
+def _rounds(inputs: Mapping[str, Any]) -> str:
+    """How compressed-tensors' `input_activations` are rounded; "" if that is not done here."""
+    kind, strategy = inputs.get("type", "int"), inputs.get("strategy")
+    if inputs.get("num_bits") != 8 or kind not in ("int", "float"):
+        return ""
+    is_symmetric, is_dynamic = inputs.get("symmetric", True), inputs.get("dynamic", False)
+    if is_dynamic is True and is_symmetric and strategy == "token":
+        return "int8" if kind == "int" else "fp8"
+    if is_dynamic is True and is_symmetric and kind == "float" and strategy == "group":
+        return "fp8_128" if inputs.get("group_size") == 128 else ""
+    if is_dynamic is False and strategy in ("tensor", None):
+        return "int8_static" if kind == "int" else "fp8_static"
+    return ""
 
 
 def _compressed_layout(config: Mapping[str, Any], weights: Mapping[str, Any], form: Any) -> WeightLayout:
@@ -205,6 +250,10 @@ def _of_gptq(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _of_awq(config: Mapping[str, Any]) -> Quantisation:
+    for name, other in (("bits", "w_bit"), ("group_size", "q_group_size")):  # as AutoAWQ writes them itself
+        if other in config and config.get(name, config[other]) != config[other]:
+            raise _refuse(config, f"{name}={shown(config[name])} and {other}={shown(config[other])}")
+        config = {name: config.get(other), **config}
     _integer(config, "bits", (4,))
     forms = {str(config.get(key) or "gemm").lower() for key in ("version", "format", "checkpoint_format")}
     if forms != {"gemm"} or not config.get("zero_point", True):
@@ -222,16 +271,17 @@ def _torchao(config: Mapping[str, Any]) -> Quantisation:
     if kind not in _TORCHAO or set(types or ()) != {"default"}:
         raise _refuse(config, f"quant_type={shown(types, 80)} (of torchao, {', '.join(_TORCHAO)} are read)")
     layout = scaled(kind, "_weight_qdata", "_weight_scale", "_weight_zero_point")
-    notes = (_activations("inputs of layers"),) if "Activation" in kind else ()
-    return Quantisation("torchao", ((_EVERY, layout),), _names(config, "modules_to_not_convert"), notes)
+    layout = layout.rounding(_TORCHAO[kind])
+    return Quantisation("torchao", ((_EVERY, layout),), _names(config, "modules_to_not_convert"))
 
 
-_TORCHAO = (
-    "Float8WeightOnlyConfig",
-    "Int8WeightOnlyConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Float8DynamicActivationFloat8WeightConfig",
-)
+_TORCHAO = {
+    "Float8WeightOnlyConfig": "",
+    "Int8WeightOnlyConfig": "",
+    "Int8DynamicActivationInt8WeightConfig": "int8",
+    "Float8DynamicActivationFloat8WeightConfig": "fp8",
+}
+"""Kinds, and how they round activations (`linear_weights.ROUNDS`)."""
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,

@@ -18,9 +18,14 @@ from flax import nnx
 from jaxllm.errors import WeightsError
 from jaxllm.models.architecture import ARCHITECTURES, CausalLM, ModelConfig
 from jaxllm.models.layers import Linear
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.linear_weights import Weight
+from jaxllm.models.names import EMBEDDING
 from jaxllm.pallas_kernels import native
 
-Params = dict[str, jax.Array]
+Params = dict[str, Any]
+"""By name arrays, or of linear weights what their `LinearFormat` makes."""
+PLAIN = LinearFormats()
 
 
 def _model(config: ModelConfig, dtype: str) -> CausalLM:
@@ -39,21 +44,18 @@ def _name(path: tuple) -> str:
     return ".".join(str(part) for part in path)
 
 
-def abstract_params(
-    config: ModelConfig, dtype: str, *, is_packed: bool = False
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of every weight, by name; packed or not."""
-    params = {_name(path): value for path, value in _structure(config, dtype)[1].items()}
-    for name in _linear_weights(config) if is_packed else ():
-        if native.packs(params[name]):
-            shape = native.packed_shape(*params[name].shape)
-            params[name] = jax.ShapeDtypeStruct(shape, params[name].dtype)
-    return params
+def abstract_params(config: ModelConfig, dtype: str, formats: LinearFormats = PLAIN) -> dict[str, Any]:
+    """Shapes and dtypes of every weight, by name, those of linear layers in their formats."""
+    params: dict[str, Any] = {_name(path): value for path, value in _structure(config, dtype)[1].items()}
+    if formats == PLAIN:
+        return params
+    return params | {name: formats.of(name).struct(params[name]) for name in linear_weights(config)}
 
 
-def weight_bytes(config: ModelConfig, dtype: str) -> int:
+def weight_bytes(config: ModelConfig, dtype: str, formats: LinearFormats = PLAIN) -> int:
     """Bytes of all weights."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in abstract_params(config, dtype).values())
+    arrays = jax.tree.leaves(abstract_params(config, dtype, formats))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 def bind(config: ModelConfig, params: Mapping[str, jax.Array]) -> CausalLM:
@@ -68,7 +70,7 @@ def bind(config: ModelConfig, params: Mapping[str, jax.Array]) -> CausalLM:
     wrong = sorted(
         name
         for name in expected.keys() | params.keys()
-        if name not in params or name not in expected or not _fits(params[name].shape, expected[name])
+        if name not in params or name not in expected or tuple(params[name].shape) != expected[name]
     )
     if wrong:
         raise WeightsError(f"params do not match the {config.architecture} configuration: {', '.join(wrong)}")
@@ -76,41 +78,27 @@ def bind(config: ModelConfig, params: Mapping[str, jax.Array]) -> CausalLM:
     return nnx.merge(graphdef, state)
 
 
-def pack_linear_weights(config: ModelConfig, params: Params) -> None:
-    """Pack, one after the other and in place of it, every weight that native products take."""
-    for name in _linear_weights(config):
-        params[name] = packed(config, name, params[name])
-
-
-def packed(config: ModelConfig, name: str, weight: jax.Array) -> jax.Array:
-    """A weight, packed if it is one that native products take."""
-    if name not in _linear_weights(config) or not native.packs(weight):
+def in_format(config: ModelConfig, formats: LinearFormats, name: str, weight: Any) -> Any:
+    """A weight as its format has it; `weight` itself if it is not of a linear layer."""
+    if name not in linear_weights(config):
         return weight
-    weight = jax.block_until_ready(native.pack(weight))
-    native.use_huge_pages(weight)
-    return weight
+    made = formats.of(name).make(weight)
+    if made is not weight:
+        made = jax.block_until_ready(made)
+        for array in jax.tree.leaves(made) if formats.is_native else ():
+            native.use_huge_pages(array)
+    return made
 
 
-def unpacked(config: ModelConfig, params: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-    """The weights, those that are packed as checkpoints have them."""
-    if all(weight.ndim < 3 for weight in params.values()):
-        return params
-    shapes = abstract_params(config, "float32")
-    return {
-        name: weight if weight.ndim < 3 else native.unpacked_rows(weight, jnp.arange(shapes[name].shape[0]))
-        for name, weight in params.items()
-    }
+def portable(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The weights, none of them for native products."""
+    return {name: one.portable() if isinstance(one, Weight) else one for name, one in params.items()}
 
 
 @functools.lru_cache(maxsize=16)
-def _linear_weights(config: ModelConfig) -> list[str]:
+def linear_weights(config: ModelConfig) -> list[str]:
     """Names of the weights that activations are multiplied by."""
     model: Any = nnx.eval_shape(lambda: _model(config, "float32"))
     found = [path for path, module in nnx.iter_modules(model) if isinstance(module, Linear)]
     names = [f"{_name(path)}.weight" for path in found]
-    return [*names, "embed_tokens.weight"] if config.tie_word_embeddings else names
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Whether a weight of one shape is, packed or not, what was expected."""
-    return shape == expected or (len(expected) == 2 and shape == native.packed_shape(*expected))
+    return [*names, EMBEDDING] if config.tie_word_embeddings else names

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxllm.errors import WeightsError
+from jaxllm.models.linear_formats import LinearFormat
+from jaxllm.models.linear_weights import Coded, Int8, Weight
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 Shape: TypeAlias = tuple[int, ...]
@@ -24,7 +26,66 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FLOATS = ("F32", "BF16", "F16")
 _INTEGERS = ("I32", "I64")
+OF_DTYPES = {"I8": "int8", "F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
+"""Kinds of codes by the dtype of what is stored, as safetensors calls it."""
+_SAFETENSORS = {"int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the columns of eight nibbles lie in their word
+
+
+class Codes(NamedTuple):
+    """A weight as codes and scales: `(codes - zeros) * scales`, of the group of each input.
+
+    Attributes:
+        kind: one of `linear_weights.CODES`.
+        codes: [out, in]: int8, float8, or nibbles as int32, 0 to 15 for -8 to 7 or for floats of four bits.
+        scales: [out, groups] float32.
+        zeros: like them, of numbers that the codes stand for; None for 0.
+        groups: [in], of each input, if they do not lie one after another.
+    """
+
+    kind: str
+    codes: npt.NDArray[Any]
+    scales: Floats
+    zeros: npt.NDArray[Any] | None = None
+    groups: npt.NDArray[Any] | None = None
+
+    def numbers(self) -> Floats:
+        """The weight, float32 [out, in]."""
+        width = self.codes.shape[1]
+        groups = _groups(self.groups, width, -(-width // self.scales.shape[1]))
+        found = self.codes.astype(np.float32)
+        if self.kind == "int4":
+            found -= 8
+        elif self.kind == "fp4":
+            found = np.where(self.codes & 8, -1, 1).astype(np.float32) * _E2M1[self.codes & 7]
+        if self.zeros is not None:
+            found -= self.zeros.astype(np.float32)[:, groups]
+        return found * self.scales[:, groups]
+
+    def in_format(self, held: LinearFormat, dtype: str, inputs: Floats | None = None) -> Weight:
+        """As an engine holds it, in host memory; `inputs` are scale and zero point of rounded activations.
+
+        Raises:
+            ValueError: it has zero points where there can be none.
+        """
+        codes, scales = self.codes, self.scales
+        if held.rounds == "int8":
+            if self.zeros is not None and self.zeros.any():
+                raise ValueError("zero points of weights whose activations are rounded")
+            return Int8(codes, scales[:, 0], dtype)  # type: ignore[arg-type]
+        order = None
+        if held.is_ordered:
+            order = np.argsort(self.groups, kind="stable").astype(np.int32)  # type: ignore[arg-type]
+            codes = codes[:, order]
+        if self.kind in ("int4", "fp4"):
+            codes = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+        offsets = None
+        if held.has_offsets:
+            zeros = np.zeros_like(scales) if self.zeros is None else self.zeros
+            offsets = -(zeros * scales).astype(np.float32)
+        arrays: dict[str, Any] = {"codes": codes, "scales": scales, "offsets": offsets}
+        arrays |= {"order": order, "inputs": inputs}
+        return Coded(**arrays, kind=self.kind, rounds=held.rounds, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +99,13 @@ class WeightLayout:
         optional: arrays that may be there.
         shape: `[out, in]` of the weight, from the shapes of its arrays.
         expected: shapes that each array may have, from those of all and `[out, in]`.
-        dequantise: the weight, float32 `[out, in]`, from its arrays and `[out, in]`.
+        codes: the weight's, from its arrays and `[out, in]`.
+        kind: of the codes, one of `linear_weights.CODES`; "" if the dtype of `values` says it.
+        group: inputs of a group, from shapes and `[out, in]`.
         kinds: dtypes that each array may have, by safetensors' names.
         aliases: other names of arrays.
+        rounds: how activations are rounded, one of `linear_weights.ROUNDS`.
+        is_offset: whether codes have offsets even if no zero points are stored.
     """
 
     name: str
@@ -49,14 +114,54 @@ class WeightLayout:
     optional: tuple[str, ...]
     shape: Callable[[Shapes], Shape]
     expected: Callable[[Shapes, int, int], Mapping[str, Sequence[Shape]]]
-    dequantise: Callable[[Arrays, int, int], Floats]
+    codes: Callable[[Arrays, int, int], Codes]
+    kind: str
+    group: Callable[[Shapes, int, int], int]
     kinds: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rounds: str = ""
+    is_offset: bool = False
+
+    def rounding(self, rounds: str) -> WeightLayout:
+        """The same, of a layer whose activations are rounded."""
+        if not rounds.endswith("static"):
+            return dataclasses.replace(self, rounds=rounds)
+        optional = (*self.optional, "input_scale", "input_zero_point")
+        kinds = {**self.kinds, "input_scale": _FLOATS, "input_zero_point": ("I8", *_INTEGERS)}
+        return dataclasses.replace(self, rounds=rounds, optional=optional, kinds=kinds)
+
+    def held(
+        self, shapes: Shapes, stored: str, out: int, width: int, order: npt.NDArray[Any] | None
+    ) -> LinearFormat:
+        """The format that an engine holds such a weight in: its codes where it can, else its numbers.
+
+        Args:
+            shapes: of its arrays.
+            stored: the dtype of `values`, by safetensors' name.
+            out: rows of the weight.
+            width: inputs of it.
+            order: the stored groups of its inputs.
+        """
+        kind, group = self.kind or OF_DTYPES.get(stored, ""), self.group(shapes, out, width) or width
+        zeros = [name for name in shapes if name.endswith(("zero_point", "qzeros")) and name[:5] != "input"]
+        groups = _order(order, width, group)
+        is_int8 = kind == "int8" and group == width and groups is None
+        is_even = width % group == 0 and (groups is None or (np.bincount(groups) == group).all())
+        if not is_even or (self.rounds == "int8" and not is_int8) or (group % 2 and kind in ("int4", "fp4")):
+            return LinearFormat()
+        has_offsets = self.rounds != "int8" and (bool(zeros) or self.is_offset)
+        return LinearFormat(
+            kind, 0 if group == width else group, self.rounds, has_offsets, groups is not None
+        )
 
     @property
     def arrays(self) -> tuple[str, ...]:
         """All that may be there."""
         return (self.values, *self.others, *self.optional, *self.aliases)
+
+    def dequantise(self, arrays: Arrays, out: int, width: int) -> Floats:
+        """The weight, float32 `[out, in]`."""
+        return self.codes(arrays, out, width).numbers()
 
     def check(self, module: str, shapes: Shapes, kinds: Mapping[str, str]) -> Shape:
         """The shape of a module's weight, from the shapes and dtypes of its arrays.
@@ -100,30 +205,22 @@ def unpack(words: npt.NDArray[Any], bits: int, axis: int) -> npt.NDArray[np.int3
     return np.moveaxis(codes.reshape(*words.shape[:-1], -1), -1, axis).astype(np.int32)
 
 
-def _spread(scales: npt.NDArray[Any], out: int, width: int, block: Shape = ()) -> Floats:
-    """Scales of a tensor, rows, groups of inputs or blocks, as they multiply a weight of `[out, width]`."""
-    found = np.asarray(scales, np.float32)
-    if found.size == 1:
-        return found.reshape(1, 1)
-    if found.ndim == 1:
-        found = found[:, None]
+def _rows(scales: npt.NDArray[Any], out: int, block: Shape = ()) -> npt.NDArray[Any]:
+    """Scales or zero points of a tensor, rows, groups of inputs or blocks, as `[out, groups]`."""
+    found = scales.reshape(-1, 1) if scales.ndim < 2 else scales
     if block:
-        found = np.repeat(np.repeat(found, block[0], 0)[:out], block[1], 1)[:, :width]
-    elif found.shape[1] not in (1, width):
-        found = np.repeat(found, width // found.shape[1], 1)
-    return found
+        found = np.repeat(found, block[0], 0)[:out]
+    return np.broadcast_to(found, (out, found.shape[1]))
 
 
-def _fp4(packed: npt.NDArray[Any]) -> Floats:
-    """Numbers of four bits (a sign, two of exponent, one of mantissa), low nibble first."""
-    codes = np.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1)
-    return np.where(codes & 8, -1.0, 1.0).astype(np.float32) * _E2M1[codes & 7]
+def _nibbles(packed: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Of bytes, the lower one first."""
+    return np.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1).astype(np.int32)
 
 
-def _exponents(scales: npt.NDArray[Any], width: int) -> Floats:
-    """Powers of two from their biased exponents, one for each group of inputs."""
-    found = np.exp2(scales.view(np.uint8).astype(np.float32) - 127)
-    return np.repeat(found, width // found.shape[1], 1)
+def _exponents(scales: npt.NDArray[Any]) -> Floats:
+    """Powers of two from their biased exponents."""
+    return np.exp2(scales.view(np.uint8).astype(np.float32) - 127)
 
 
 def _groups(given: npt.NDArray[Any] | None, width: int, size: int) -> npt.NDArray[Any]:
@@ -138,6 +235,33 @@ def _groups(given: npt.NDArray[Any] | None, width: int, size: int) -> npt.NDArra
     if given.min() < 0 or given.max() >= count:
         raise ValueError(f"groups of inputs go from {given.min()} to {given.max()}, and there are {count}")
     return given
+
+
+def _order(given: npt.NDArray[Any] | None, width: int, size: int) -> npt.NDArray[Any] | None:
+    """The group of each input; None if they lie one after another, all of one size."""
+    groups = _groups(given, width, size)
+    return None if width % size == 0 and (groups == np.arange(width) // size).all() else groups
+
+
+def _kind_of(bits: int) -> str:
+    return "int8" if bits == 8 else "int4"
+
+
+def _integers(
+    bits: int,
+    codes: npt.NDArray[np.int32],
+    scales: Floats,
+    zeros: npt.NDArray[np.int32] | None,
+    groups: npt.NDArray[Any] | None = None,
+) -> Codes:
+    """Of codes of two, four or eight bits from 0 on, whose zero is the middle unless one is given."""
+    middle, wide = 1 << (bits - 1), 128 if bits == 8 else 8
+    if zeros is None and middle != wide:
+        zeros = np.full(scales.shape, middle)
+    zeros = None if zeros is None else zeros - wide
+    return Codes(
+        _kind_of(bits), (codes - wide).astype(np.int8) if bits == 8 else codes, scales, zeros, groups
+    )
 
 
 # Layouts
@@ -167,11 +291,13 @@ def scaled(
 ) -> WeightLayout:
     """Numbers of eight bits, as they are, times scales."""
 
-    def dequantise(arrays: Arrays, out: int, width: int) -> Floats:
-        codes = arrays[values].astype(np.float32)
-        if zero in arrays:
-            codes -= _spread(arrays[zero], out, width, block)
-        return codes * _spread(arrays[scale], out, width, block)
+    def codes(arrays: Arrays, out: int, width: int) -> Codes:
+        scales = _rows(arrays[scale], out, block).astype(np.float32)
+        zeros = _rows(arrays[zero], out, block) if zero in arrays else None
+        groups = np.arange(width) // block[1] if block and width % block[1] else None
+        return Codes(
+            OF_DTYPES[_SAFETENSORS[arrays[values].dtype.name]], arrays[values], scales, zeros, groups
+        )
 
     def expected(shapes: Shapes, out: int, width: int) -> dict[str, Sequence[Shape]]:
         allowed = _of_rows(out, width, block, group)
@@ -186,22 +312,22 @@ def scaled(
         zero: (*_FLOATS, "I8", *_INTEGERS, "F8_E4M3"),
     }
     aliases = {alias: scale} if alias else {}
-    return WeightLayout(name, values, (scale,), (zero,), shape, expected, dequantise, kinds, aliases)
+    size = block[1] if block else group or 0
+    return WeightLayout(
+        name, values, (scale,), (zero,), shape, expected, codes, "", lambda *_: size, kinds, aliases
+    )
 
 
 def packed(bits: int, group: int | None) -> WeightLayout:
     """compressed-tensors' pack-quantized: words along the inputs, zero points along the outputs."""
     per_word = 32 // bits
 
-    def dequantise(arrays: Arrays, out: int, width: int) -> Floats:
-        codes = unpack(arrays["weight_packed"], bits, 1)[:out, :width]
+    def codes(arrays: Arrays, out: int, width: int) -> Codes:
+        words, stored = arrays["weight_packed"], arrays.get("weight_zero_point")
         scales = np.asarray(arrays["weight_scale"], np.float32).reshape(out, -1)
-        size = width // scales.shape[1]
-        groups = _groups(arrays.get("weight_g_idx"), width, size)
-        zeros: Any = 1 << (bits - 1)
-        if "weight_zero_point" in arrays:
-            zeros = unpack(arrays["weight_zero_point"], bits, 0)[:out][:, groups]
-        return (codes - zeros).astype(np.float32) * scales[:, groups]
+        groups = _order(arrays.get("weight_g_idx"), width, width // scales.shape[1])
+        zeros = None if stored is None else unpack(stored, bits, 0)[:out]
+        return _integers(bits, unpack(words, bits, 1)[:out, :width], scales, zeros, groups)
 
     def shape(shapes: Shapes) -> Shape:
         out, words = shapes["weight_packed"]
@@ -227,25 +353,29 @@ def packed(bits: int, group: int | None) -> WeightLayout:
         optional,
         shape,
         expected,
-        dequantise,
+        codes,
+        _kind_of(bits),
+        lambda shapes, out, width: width // (shapes["weight_scale"][-1] if group else 1),
         {
             "weight_packed": ("I32",),
             "weight_scale": _FLOATS,
             "weight_zero_point": ("I32",),
             "weight_g_idx": _INTEGERS,
         },
+        is_offset=bits == 2,
     )
 
 
 def float4(name: str, group: int, others: tuple[str, ...]) -> WeightLayout:
     """mxfp4 and nvfp4: two numbers of four bits in a byte, a scale for each group of inputs."""
 
-    def dequantise(arrays: Arrays, out: int, width: int) -> Floats:
-        numbers = _fp4(arrays["weight_packed"].view(np.uint8))
-        if "weight_global_scale" not in others:
-            return numbers * _exponents(arrays["weight_scale"], width)
-        scales = arrays["weight_scale"].astype(np.float32) / np.float32(arrays["weight_global_scale"].item())
-        return numbers * np.repeat(scales, group, 1)
+    def codes(arrays: Arrays, out: int, width: int) -> Codes:
+        scales = arrays["weight_scale"]
+        if "weight_global_scale" in others:
+            scales = scales.astype(np.float32) / np.float32(arrays["weight_global_scale"].item())
+        else:
+            scales = _exponents(scales)
+        return Codes("fp4", _nibbles(arrays["weight_packed"].view(np.uint8)), scales)
 
     def expected(shapes: Shapes, out: int, width: int) -> dict[str, Sequence[Shape]]:
         return {"weight_scale": [(out, width // group)], "weight_global_scale": [(1,), ()]}
@@ -259,15 +389,25 @@ def float4(name: str, group: int, others: tuple[str, ...]) -> WeightLayout:
         "weight_global_scale": _FLOATS,
     }
     return WeightLayout(
-        name, "weight_packed", ("weight_scale", *others), (), shape, expected, dequantise, kinds
+        name,
+        "weight_packed",
+        ("weight_scale", *others),
+        (),
+        shape,
+        expected,
+        codes,
+        "fp4",
+        lambda *_: group,
+        kinds,
     )
 
 
 def mxfp8() -> WeightLayout:
     """Numbers of eight bits with an exponent for each 32 inputs (OCP microscaling)."""
 
-    def dequantise(arrays: Arrays, out: int, width: int) -> Floats:
-        return arrays["weight"].astype(np.float32) * _exponents(arrays["weight_scale"], width)
+    def codes(arrays: Arrays, out: int, width: int) -> Codes:
+        kind = OF_DTYPES[_SAFETENSORS[arrays["weight"].dtype.name]]
+        return Codes(kind, arrays["weight"], _exponents(arrays["weight_scale"]))
 
     def expected(shapes: Shapes, out: int, width: int) -> dict[str, Sequence[Shape]]:
         return {"weight_scale": [(out, width // 32)]}
@@ -279,7 +419,9 @@ def mxfp8() -> WeightLayout:
         (),
         _plain_shape,
         expected,
-        dequantise,
+        codes,
+        "",
+        lambda *_: 32,
         {"weight": ("F8_E4M3", "F8_E5M2"), "weight_scale": ("U8", "F8_E8M0")},
     )
 
@@ -288,16 +430,15 @@ def gptq(bits: int, group: int, *, is_second: bool, is_symmetric: bool) -> Weigh
     """GPTQ's words along the inputs, with zero points less one unless it is the second version."""
     per_word = 32 // bits
 
-    def dequantise(arrays: Arrays, out: int, width: int) -> Floats:
-        codes = unpack(arrays["qweight"], bits, 0)
-        scales = arrays["scales"].astype(np.float32)
-        groups = _groups(arrays.get("g_idx"), width, -(-width // len(scales)))
+    def codes(arrays: Arrays, out: int, width: int) -> Codes:
+        scales = arrays["scales"].astype(np.float32).T
+        groups = _order(arrays.get("g_idx"), width, -(-width // scales.shape[1]))
         zeros, middle = unpack(arrays["qzeros"], bits, 1)[:, :out], 1 << (bits - 1)
         if is_symmetric and np.isin(zeros, (middle - 1, middle)).all():
             zeros = np.full_like(zeros, middle)  # some writers of the first version store it as it is
         else:
             zeros = zeros + (0 if is_second else 1)
-        return np.ascontiguousarray(((codes - zeros[groups]).astype(np.float32) * scales[groups]).T)
+        return _integers(bits, unpack(arrays["qweight"], bits, 0).T, scales, zeros.T, groups)
 
     def shape(shapes: Shapes) -> Shape:
         return shapes["qweight"][1], shapes["qweight"][0] * per_word
@@ -312,7 +453,16 @@ def gptq(bits: int, group: int, *, is_second: bool, is_symmetric: bool) -> Weigh
 
     kinds = {"qweight": ("I32",), "qzeros": ("I32",), "scales": _FLOATS, "g_idx": _INTEGERS}
     return WeightLayout(
-        "GPTQ", "qweight", ("qzeros", "scales"), ("g_idx",), shape, expected, dequantise, kinds
+        "GPTQ",
+        "qweight",
+        ("qzeros", "scales"),
+        ("g_idx",),
+        shape,
+        expected,
+        codes,
+        _kind_of(bits),
+        lambda shapes, out, width: -(-width // shapes["scales"][0]),
+        kinds,
     )
 
 
@@ -323,12 +473,9 @@ def awq(group: int) -> WeightLayout:
         codes = unpack(words, 4, 1)
         return codes.reshape(len(codes), -1, 8)[:, :, _AWQ_ORDER].reshape(codes.shape)
 
-    def dequantise(arrays: Arrays, out: int, width: int) -> Floats:
-        scales = arrays["scales"].astype(np.float32)
-        size = width // len(scales)
-        zeros = np.repeat(codes_of(arrays["qzeros"]), size, 0)
-        found = (codes_of(arrays["qweight"]) - zeros).astype(np.float32) * np.repeat(scales, size, 0)
-        return np.ascontiguousarray(found.T)
+    def codes(arrays: Arrays, out: int, width: int) -> Codes:
+        scales, zeros = arrays["scales"].astype(np.float32).T, codes_of(arrays["qzeros"]).T
+        return _integers(4, codes_of(arrays["qweight"]).T, scales, zeros)
 
     def shape(shapes: Shapes) -> Shape:
         return shapes["qweight"][1] * 8, shapes["qweight"][0]
@@ -338,4 +485,15 @@ def awq(group: int) -> WeightLayout:
         return {"scales": [(count, out)], "qzeros": [(count, out // 8)]}
 
     kinds = {"qweight": ("I32",), "qzeros": ("I32",), "scales": _FLOATS}
-    return WeightLayout("AWQ", "qweight", ("qzeros", "scales"), (), shape, expected, dequantise, kinds)
+    return WeightLayout(
+        "AWQ",
+        "qweight",
+        ("qzeros", "scales"),
+        (),
+        shape,
+        expected,
+        codes,
+        "int4",
+        lambda shapes, out, width: width // shapes["scales"][0],
+        kinds,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -29,6 +30,24 @@ def import_pyplot() -> ModuleType:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def check_picture(path: str | os.PathLike[str] | None) -> None:
+    """Verify before the work that what `--plot` names can be drawn; None is nothing to draw.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or writes no files that end so.
+    """
+    if path is None:
+        return
+    import_pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in known:
+        raise ConfigError(
+            f"--plot {os.fspath(path)} is no picture's name: it must end in .{', .'.join(sorted(known))}"
+        )
 
 
 def save(figure: Figure, path: Path) -> None:

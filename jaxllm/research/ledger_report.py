@@ -54,6 +54,7 @@ def report(ledger: Ledger, top: int) -> dict[str, Any]:
         }
     return {
         "header": None if ledger.header is None else dataclasses.asdict(ledger.header),
+        "cut_line": ledger.cut_line,
         "num_steps": len(ledger.steps),
         "num_preemptions": len(records),
         "actions": actions,
@@ -104,6 +105,7 @@ class Comparison:
             differing = [getattr(one, name) for one in self.differences]
             sides[name] = {
                 "header": None if ledger.header is None else dataclasses.asdict(ledger.header),
+                "cut_line": ledger.cut_line,
                 "all": _total(ledger.preemptions),
                 "differing": _total([one for one in differing if one is not None]),
                 "num_alone": sum(

@@ -16,9 +16,15 @@ import numpy as np
 import jaxllm.functional as F
 from jaxllm.errors import ConfigError, RequestError
 from jaxllm.functional.checks import Params
-from jaxllm.loading.load import load_params
+from jaxllm.loading.load import checkpoint_formats, iter_params
+from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormats
+from jaxllm.models.quantisation import quantisation_of
+from jaxllm.models.registry import in_format
 from jaxllm.predictors.base import check_integer
+from jaxllm.system.dtypes import KV_DTYPES
+from jaxllm.system.options import check_choice
 from jaxllm.text.tokenizer import encode, load_tokenizer
 
 _MOST_PARTED = 10
@@ -101,6 +107,8 @@ def compare_quality(
     context: int = 512,
     dtype: str = "float32",
     second_dtype: str | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Quality:
     """Compare what two checkpoints predict for a text, token by token.
 
@@ -112,6 +120,9 @@ def compare_quality(
         context: tokens of a piece, at most what both models take.
         dtype: of weights and arithmetic.
         second_dtype: of the second; None is `dtype`.
+        quantization: what the second's weights are rounded to, as that of an engine, head and all.
+        kv_cache_dtype: what the second's keys and values are stored as before they are attended to; "auto"
+            for not at all.
 
     Raises:
         ConfigError: the vocabularies differ, or a number is out of range.
@@ -134,19 +145,18 @@ def compare_quality(
         raise RequestError(
             f"the tokenizer of {first} gives token {max(tokens)}, and the models have {sizes[0]}"
         )
+    if quantization is not None:
+        check_choice("quantization", quantization, tuple(QUANTIZATIONS))
+    check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", *KV_DTYPES))
     params = [
-        load_params(Path(folder), config, chosen)
-        for folder, config, chosen in (
-            (first, configs[0], dtype),
-            (second, configs[1], second_dtype or dtype),
-        )
+        _weights(Path(first), configs[0], dtype, None),
+        _weights(Path(second), configs[1], second_dtype or dtype, quantization),
     ]
 
     @jax.jit
     def measured(params: Sequence[Params], row: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
-        one, other = (
-            F.logits(weights, config, row[None])[0] for weights, config in zip(params, configs, strict=True)
-        )
+        one = F.logits(params[0], configs[0], row[None])[0]
+        other = _logits(params[1], configs[1], row, kv_cache_dtype)
         logs, other_logs = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
         divergence = jnp.sum(jnp.exp(logs) * (logs - other_logs), axis=-1)
         best = jax.lax.top_k(one, 2)[0]
@@ -164,6 +174,29 @@ def compare_quality(
         positions += range(start + 1, start + 1 + count)
     found = [np.concatenate(column) for column in zip(*columns, strict=True)]
     return _quality(tokenizer, tokens, positions, found)
+
+
+def _weights(folder: Path, config: ModelConfig, dtype: str, quantization: str | None) -> Params:
+    """As an engine holds them."""
+    hf_config = read_hf_config(folder)
+    if quantization is None:
+        formats = checkpoint_formats(folder, config, hf_config)
+    elif quantisation_of(hf_config):
+        raise ConfigError(f"quantization={quantization!r}: the weights of {folder} are quantised already")
+    else:
+        formats = LinearFormats(QUANTIZATIONS[quantization])
+    weights = iter_params(folder, config, dtype, formats=formats)
+    return {name: in_format(config, formats, name, weight) for name, weight in weights}
+
+
+def _logits(params: Params, config: ModelConfig, row: jax.Array, kv_cache_dtype: str) -> jax.Array:
+    """Of all tokens, [T, vocab_size]; keys and values are stored first, if told to."""
+    if kv_cache_dtype == "auto":
+        return F.logits(params, config, row[None])[0]
+    cache = F.init_cache(config, 1, row.shape[0], dtype=kv_cache_dtype)
+    lengths = jnp.full(1, row.shape[0], jnp.int32)
+    options: Any = {"all_positions": True, "implementation": "reference"}
+    return F.prefill(params, config, cache, row[None], lengths, **options)[1][0]
 
 
 def _quality(

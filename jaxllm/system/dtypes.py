@@ -12,8 +12,22 @@ from jaxllm.errors import ConfigError, did_you_mean, shown
 ITEMSIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number by NumPy's name of its dtype."""
 DTYPES = tuple(ITEMSIZES)
+KV_DTYPES: Mapping[str, str] = {
+    **{name: name for name in DTYPES},
+    "int8": "int8",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""What keys and values may be stored as, and NumPy's name of the pool's dtype."""
 SAFETENSORS_NAMES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _NAMES = {**{name: name for name in DTYPES}, **SAFETENSORS_NAMES, "float": "float32", "half": "float16"}
+
+
+def kv_row_bytes(kv_dtype: str, head_dim: int) -> int:
+    """Bytes of one head of a token's keys or values; of int8 with their scale, a float32."""
+    if kv_dtype == "int8":
+        return head_dim + 4
+    return head_dim * ITEMSIZES.get(kv_dtype, 1)
 
 
 def find_dtype(name: object) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,9 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
+from jaxllm.pallas_kernels.kv_layout import layout_of
 from jaxllm.pallas_kernels.native.pages import use_huge_pages as use_huge_pages
-from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, RowsShape, Shape
+from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, RowsShape, Shape
 from jaxllm.pallas_kernels.native.targets import register, why_not_callable
 
 LANES = 16
@@ -58,7 +59,7 @@ def attend(
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A layer's rotation, writes and attention; see `pallas_kernels.attend`."""
-    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    num_kv_heads, head_dim = pool.shape[3], layout_of(pool).head_dim
     if rope is not None and (qkv.dtype != jnp.float32 or head_dim % (2 * LANES)):
         heads = rotated_heads(qkv, rope, num_kv_heads, head_dim)
         qkv, rope = jnp.concatenate(heads, axis=1).reshape(qkv.shape), None
@@ -125,7 +126,7 @@ def packed_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
 
 @jax.jit
 def pack(weight: jax.Array) -> jax.Array:
-    """`[out, in]` float32 to panels `[ceil(out / 32), in, 32]`, with zeros at the end."""
+    """`[out, in]` of any dtype to panels `[ceil(out / 32), in, 32]`, with zeros at the end."""
     weight = jnp.pad(weight, ((0, -weight.shape[0] % PANEL), (0, 0)))
     return weight.reshape(-1, PANEL, weight.shape[1]).swapaxes(1, 2)
 
@@ -149,13 +150,94 @@ def linear(
     Only the first `num_rows`, an int32 scalar, are computed if it is given; the others may hold anything.
     With `relu` what is below 0 becomes 0.
     """
+    return _product("float32", x, panels, out_features, num_rows, bias, relu)
+
+
+def packs_codes(in_features: int) -> bool:
+    """Whether `linear_int8` takes weights of so many inputs here."""
+    return in_features % LANES == 0 and why_not(1, 1, LANES, LANES) is None
+
+
+@jax.jit
+def pack_codes(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`[out, in]` int8 to panels `[ceil(out / 32), in / 4, 32, 4]`, and 128 times each row's sum, int32.
+
+    The sums are `[32 * ceil(out / 32)]`; what is added at the end is 0.
+    """
+    codes = jnp.pad(codes, ((0, -codes.shape[0] % PANEL), (0, 0)))
+    panels = codes.reshape(-1, PANEL, codes.shape[1] // 4, 4).swapaxes(1, 2)
+    return panels, 128 * codes.sum(axis=1, dtype=jnp.int32)
+
+
+def unpacked_codes(panels: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows `[n, in]` of packed codes."""
+    return panels[rows // PANEL, :, rows % PANEL].reshape(*rows.shape, -1)
+
+
+def linear_int8(
+    x: jax.Array,
+    panels: jax.Array,
+    scales: jax.Array,
+    sums: jax.Array,
+    out_features: int,
+    num_rows: jax.Array | None = None,
+    *,
+    bias: jax.Array | None = None,
+    relu: bool = False,
+) -> jax.Array:
+    """As `linear`, of codes and sums from `pack_codes` and `scales` [32 * ceil(out / 32)] float32.
+
+    Each row of `x` is rounded to int8 by 1 / 127 of its largest number; the products are summed exactly.
+    """
+    return _product("int8", x, panels, out_features, num_rows, bias, relu, scales, sums)
+
+
+def linear_codes(
+    x: jax.Array,
+    panels: jax.Array,
+    scales: jax.Array,
+    offsets: jax.Array | None,
+    out_features: int,
+    num_rows: jax.Array | None = None,
+    *,
+    kind: str,
+    bias: jax.Array | None = None,
+    relu: bool = False,
+) -> jax.Array:
+    """As `linear`, of weights `code * scale + offset` that are codes of eight or four bits.
+
+    Args:
+        x: [rows, in] float32.
+        panels: `pack` of codes [out, in], or of bytes [out, in / 2] that hold two of them, the first below.
+        scales: `pack` of [out, groups] float32, each for as many inputs one after another.
+        offsets: like them; None for 0.
+        out_features: of the weight.
+        num_rows: as for `linear`.
+        kind: of the codes, one of `shape.CODES`; what floats stand for is said by `vectors.Builder.decoded`.
+        bias: as for `linear`.
+        relu: as for `linear`.
+    """
+    offsets = jnp.zeros((0, 1, PANEL), jnp.float32) if offsets is None else offsets
+    return _product(kind, x, panels, out_features, num_rows, bias, relu, scales, offsets)
+
+
+def _product(
+    numbers: str,
+    x: jax.Array,
+    panels: jax.Array,
+    out_features: int,
+    num_rows: jax.Array | None,
+    bias: jax.Array | None,
+    relu: bool,
+    *scales: jax.Array,
+) -> jax.Array:
     from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
 
-    shape = LinearShape.for_registers(machine_code.has_wide_registers())
     out = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
     bias = jnp.zeros(0, jnp.float32) if bias is None else bias
     flags = np.array([relu], np.int32)
-    return _ffi_call(_target(shape), out)(x, panels, _count(x, num_rows), bias, flags)
+    target = _target(machine_code.linear_shape(numbers))
+    return _ffi_call(target, out)(x, panels, _count(x, num_rows), bias, flags, *scales)
 
 
 def gated(x: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
@@ -223,7 +305,7 @@ def _target(shape: Shape) -> str:
     return shape.name
 
 
-def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, computes_products: bool) -> None:
+def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, products: Sequence[str]) -> None:
     """Start to compile a model's kernels that are not on disk, beside whatever comes before they are needed.
 
     Args:
@@ -231,16 +313,16 @@ def prepare(group: int, head_dim: int, dtype: str, *, is_gated: bool, computes_p
         head_dim: size of a head.
         dtype: of the pool.
         is_gated: whether the MLP has a gate, and norms have no bias.
-        computes_products: whether packed products, gates and norms are native, too.
+        products: numbers of packed products (`LinearShape`); with any, gates and norms are native, too.
     """
     from jaxllm.pallas_kernels.native import machine_code  # imports llvmlite
 
     attention = AttentionShape(group, head_dim, dtype)
     rest: list[Shape] = []
-    if computes_products:
+    if products:
         rest = [RowsShape("rms_norm" if is_gated else "layer_norm"), RowsShape("argmax")]
         rest += [RowsShape("gate")] if is_gated else []
-        rest += [LinearShape.for_registers(machine_code.has_wide_registers())]
+        rest += [machine_code.linear_shape(numbers) for numbers in products]
     if _loading.acquire(blocking=False):  # else a thread loads kernels already, and nobody is to wait for it
         try:
             machine_code.prepare(rest)
@@ -283,7 +365,8 @@ def _call(
     aliases: dict[int, int],
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The call of a handler, and its arguments from the tables of decodes on."""
-    num_kv_heads, block_size, head_dim = pool.shape[3:]
+    num_kv_heads, block_size, _ = pool.shape[3:]
+    head_dim = layout_of(pool).head_dim
     num_q_heads = jax.tree.leaves(results)[-1].shape[1]
     reason = why_not(num_q_heads, num_kv_heads, head_dim, block_size)
     if reason is not None:

@@ -21,7 +21,7 @@ Values of tokens that do not exist are never multiplied: stale memory may hold N
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,13 @@ def cap_scores(b: Builder, scores: Any, count: Any, cap: Any) -> None:
 def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
     """An item of a row and some of its KV heads, for numba."""
     group, head_dim, dtype = shape
-    itemsize, vectors = shape.itemsize, head_dim // LANES
+    itemsize, vectors, stride, token_bytes = (
+        shape.itemsize,
+        head_dim // LANES,
+        shape.stride,
+        shape.token_bytes,
+    )
+    has_scales = dtype == "int8"
     heads_at_once = max(1, _ROW_VECTORS // vectors)
     head_parts = [range(i, min(i + heads_at_once, group)) for i in range(0, group, heads_at_once)]
 
@@ -103,19 +109,22 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
     def score(b: Builder, query: Any, keys: Any, scores: Any, following: Any) -> None:
         """Products of the group's queries with 16 keys; asks for those that follow."""
         key, ahead = b.array(keys, dtype), b.array(following, dtype)
-        lines = iter(range(0, LANES * head_dim, 64 // itemsize))
-        per_product = -(-LANES * head_dim * itemsize // (64 * LANES * group))
+        lines = iter(range(0, LANES * stride, 64 // itemsize))
+        per_product = -(-LANES * token_bytes // (64 * LANES * group))
+        places = [key.at(token * stride + head_dim).floats() for token in range(LANES)]
+        scales = b.together([place.scalar() for place in places]) if has_scales else None
         for head in range(group):
             q = [b.floats(query).load(head * head_dim + LANES * i) for i in range(vectors)]
             products = []
             for token in range(LANES):
-                product = b.multiply(q[0], key.load(token * head_dim))
+                product = b.multiply(q[0], key.load(token * stride))
                 for i in range(1, vectors):
-                    product = b.fma(q[i], key.load(token * head_dim + LANES * i), product)
+                    product = b.fma(q[i], key.load(token * stride + LANES * i), product)
                 products.append(product)
                 for line in itertools.islice(lines, per_product):
                     ahead.prefetch(line)
-            b.floats(scores).store(b.totals(products), head * LANES)
+            total = b.totals(products)
+            b.floats(scores).store(b.multiply(total, scales) if has_scales else total, head * LANES)
 
     @vector_code
     def weigh(b: Builder, scores: Any, start: Any, stop: Any, peaks: Any, totals: Any, decays: Any) -> None:
@@ -146,10 +155,10 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
                         b.floats(sums).load(head * head_dim + LANES * i), decay
                     )
             with b.loop(stop, start) as token:
-                value = b.array(values, dtype).at(b.times(token, head_dim))
-                row = [value.load(LANES * i) for i in range(vectors)]
-                for line in range(0, head_dim, 64 // itemsize) if heads is head_parts[0] else ():
-                    ahead.at(b.times(token, head_dim)).prefetch(line)
+                value = b.array(values, dtype).at(b.times(token, stride))
+                row = _row(b, value, shape)
+                for line in range(0, stride, 64 // itemsize) if heads is head_parts[0] else ():
+                    ahead.at(b.times(token, stride)).prefetch(line)
                 for n, head in enumerate(heads):
                     weight = b.floats(weights).at(token).splat(head * LANES)
                     for i in range(vectors):
@@ -185,16 +194,16 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
         window = words[WINDOW]
         first_seen = max(0, length - window) if window > 0 else 0
         table = int32s(words[DECODE_TABLES] + 4 * row * words[DECODE_WIDTH])
-        head_bytes = size * head_dim * itemsize
+        head_bytes = size * token_bytes
         for start in range(first_seen // LANES * LANES, length, LANES):
             block = min(max(np.int64(table[start // size]), 0), words[NUM_BLOCKS] - 1)
             of_layer = (block * words[NUM_LAYERS] + words[LAYER]) * 2 * num_kv_heads
-            tokens = words[POOL] + of_layer * head_bytes + start % size * head_dim * itemsize
+            tokens = words[POOL] + of_layer * head_bytes + start % size * token_bytes
             after = tokens
             if start + LANES < length:
                 block = min(max(np.int64(table[(start + LANES) // size]), 0), words[NUM_BLOCKS] - 1)
                 of_layer = (block * words[NUM_LAYERS] + words[LAYER]) * 2 * num_kv_heads
-                after = words[POOL] + of_layer * head_bytes + (start + LANES) % size * head_dim * itemsize
+                after = words[POOL] + of_layer * head_bytes + (start + LANES) % size * token_bytes
             after += first * head_bytes
             low, high = max(first_seen - start, 0), min(length - start, LANES)
             for head in range(heads):
@@ -216,7 +225,7 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
 def prompt_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
     """An item of a tile of a prompt's rows and a KV head, for numba."""
     group, head_dim, dtype = shape
-    itemsize, vectors = shape.itemsize, head_dim // LANES
+    vectors, stride, token_bytes = head_dim // LANES, shape.stride, shape.token_bytes
     num_rows, per_tile = _rows_of(group), tile_rows(group)
     score = _product(head_dim, KEYS, head_dim, KEYS // LANES, accumulates=False)
     accumulate = _product(KEYS, head_dim, KEYS, vectors, accumulates=True)
@@ -224,16 +233,18 @@ def prompt_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
     @vector_code
     def transpose(b: Builder, keys: Any, target: Any) -> None:
         """16 keys [16, head_dim] become columns of [head_dim, KEYS]."""
+        tokens = [b.array(keys, dtype).at(token * stride) for token in range(LANES)]
         for i in range(vectors):
-            rows = [b.array(keys, dtype).load(token * head_dim + LANES * i) for token in range(LANES)]
+            rows = [_part(b, token, shape, i) for token in tokens]
             for dimension, column in enumerate(b.transposed(rows)):
                 b.floats(target).store(column, (LANES * i + dimension) * KEYS)
 
     @vector_code
     def copy(b: Builder, values: Any, count: Any, target: Any) -> None:
-        """`count` numbers, a multiple of the lanes, as float32."""
-        with b.loop(count, step=LANES) as index:
-            b.floats(target).store(b.array(values, dtype).load(index), index)
+        """The values of `count` tokens as float32."""
+        with b.loop(count) as token:
+            for i, part in enumerate(_row(b, b.array(values, dtype).at(b.times(token, stride)), shape)):
+                b.floats(target).at(b.times(token, head_dim)).store(part, LANES * i)
 
     @vector_code
     def weigh(b: Builder, scores: Any, start: Any, stop: Any, peak: Any, total: Any, sums: Any) -> None:
@@ -297,7 +308,7 @@ def prompt_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
         window = words[WINDOW]
         first_seen = max(0, position + 1 - window) if window > 0 else 0
         table = int32s(words[PROMPT_TABLES] + 4 * seq * words[PROMPT_WIDTH])
-        head_bytes = size * head_dim * itemsize
+        head_bytes = size * token_bytes
         for start in range(first_seen // KEYS * KEYS, end, KEYS):
             for part in range(0, KEYS, LANES):
                 token = start + part
@@ -305,9 +316,9 @@ def prompt_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
                 if left > 0:
                     block = min(max(np.int64(table[token // size]), 0), words[NUM_BLOCKS] - 1)
                     of_layer = (block * words[NUM_LAYERS] + words[LAYER]) * 2 * num_kv_heads + head
-                    source = words[POOL] + of_layer * head_bytes + token % size * head_dim * itemsize
+                    source = words[POOL] + of_layer * head_bytes + token % size * token_bytes
                     transpose(source, keys + 4 * part)
-                    copy(source + num_kv_heads * head_bytes, left * head_dim, values + 4 * part * head_dim)
+                    copy(source + num_kv_heads * head_bytes, left, values + 4 * part * head_dim)
                 left = max(left, 0)
                 if left < LANES:
                     memset(values + 4 * (part + left) * head_dim, 0, 4 * (LANES - left) * head_dim)
@@ -363,7 +374,7 @@ def write_item(shape: AttentionShape) -> Callable[[int, int], None]:
         qkv [rows, query heads | key heads | value heads, each head_dim]    cos, sin [rows, head_dim / 2]
     """
     group, head_dim, dtype = shape
-    head_bytes, half, stored_bytes = 4 * head_dim, head_dim // 2, head_dim * shape.itemsize
+    head_bytes, half, stored_bytes = 4 * head_dim, head_dim // 2, shape.token_bytes
     copy_query, copy_kv = _copy(head_dim, "float32"), _copy(head_dim, dtype)
     rotate_query, rotate_key = _rotate(head_dim, "float32"), _rotate(head_dim, dtype)
 
@@ -413,8 +424,7 @@ def _copy(head_dim: int, dtype: str) -> Any:
 
     @vector_code
     def copy(b: Builder, source: Any, target: Any) -> None:
-        for i in range(0, head_dim, LANES):
-            b.array(target, dtype).store(b.floats(source).load(i), i)
+        _store(b, target, dtype, [b.floats(source).load(i) for i in range(0, head_dim, LANES)])
 
     return copy
 
@@ -425,10 +435,36 @@ def _rotate(head_dim: int, dtype: str) -> Any:
 
     @vector_code
     def rotate(b: Builder, source: Any, cos: Any, sin: Any, target: Any) -> None:
+        lower, upper = [], []
         for i in range(0, half, LANES):
             first, second = b.floats(source).load(i), b.floats(source).load(half + i)
             c, s = b.floats(cos).load(i), b.floats(sin).load(i)
-            b.array(target, dtype).store(b.subtract(b.multiply(first, c), b.multiply(second, s)), i)
-            b.array(target, dtype).store(b.add(b.multiply(second, c), b.multiply(first, s)), half + i)
+            lower.append(b.subtract(b.multiply(first, c), b.multiply(second, s)))
+            upper.append(b.add(b.multiply(second, c), b.multiply(first, s)))
+        _store(b, target, dtype, [*lower, *upper])
 
     return rotate
+
+
+def _part(b: Builder, head: Any, shape: AttentionShape, part: int) -> Any:
+    """Sixteen numbers of a token's head in the pool."""
+    found = head.load(LANES * part)
+    return b.multiply(found, head.at(shape.head_dim).floats().splat()) if shape.dtype == "int8" else found
+
+
+def _row(b: Builder, head: Any, shape: AttentionShape) -> list[Any]:
+    """All of them."""
+    return [_part(b, head, shape, i) for i in range(shape.head_dim // LANES)]
+
+
+def _store(b: Builder, target: Any, dtype: str, parts: Sequence[Any]) -> None:
+    """Store a head; of int8 with its scale behind it, as `KVLayout.stored` says."""
+    if dtype == "int8":
+        largest = b.constant(1e-10)
+        for part in parts:
+            largest = b.maximum_or_nan(largest, b.absolute(part))
+        unit = b.multiply(b.splat(b.largest_or_nan(largest)), b.constant(1 / 127))
+        b.array(target, dtype).at(len(parts) * LANES).floats().put(b.first(unit))
+        parts = [b.rounded(b.divide(part, unit)) for part in parts]
+    for i, part in enumerate(parts):
+        b.array(target, dtype).store(part, LANES * i)

@@ -9,8 +9,15 @@ from numba import cfunc, njit
 
 from jaxllm.pallas_kernels.native import attention as items
 from jaxllm.pallas_kernels.native import ffi, gates, largest, norms, products, threads
-from jaxllm.pallas_kernels.native.memory import int32s, int64s, memset
-from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShape, RowsShape, items_symbol
+from jaxllm.pallas_kernels.native.memory import free, int32s, int64s, malloc, memset
+from jaxllm.pallas_kernels.native.shape import (
+    CODES,
+    PANEL,
+    AttentionShape,
+    LinearShape,
+    RowsShape,
+    items_symbol,
+)
 
 # Arguments of a call.
 (
@@ -19,6 +26,7 @@ from jaxllm.pallas_kernels.native.shape import PANEL, AttentionShape, LinearShap
 ) = range(13)  # fmt: skip
 _ATTEND, _WRITE = 0, 1
 _ITEMS_PER_THREAD, _MOST_PANELS = 4, 8
+_MOST_ROUNDED_ALONE = 4  # items of rows that are rounded by one thread: others would come too late
 
 
 def attention_worker(shape: AttentionShape) -> Any:
@@ -170,21 +178,56 @@ _ROWS: dict[str, Any] = {"gate": gates, "rms_norm": norms, "layer_norm": norms, 
 
 
 def linear_worker(shape: LinearShape) -> Any:
-    """The C function that computes items of a product."""
-    item = products.linear_item(shape)
+    """The C function that computes items of a product, or rounds rows before one."""
+    item, rounding = products.linear_item(shape), products.rounding_item()
+    is_float = shape.numbers != "int8"
 
     def run_item(job, scratch, index):  # type: ignore[no-untyped-def]
-        item(job, scratch, index)
+        if is_float or int64s(job)[products.ROUNDED_FROM] == 0:
+            item(job, scratch, index)
+        else:
+            rounding(job, scratch, index)
 
     return threads.worker(run_item)
 
 
 def linear_handler(shape: LinearShape) -> Any:
-    """A handler of `x [rows, in]`, `panels [out / 32, in, 32]`, how many rows count, and `bias [out]`.
+    """A handler of `x [rows, in]`, `panels [out / 32, steps, 32]`, how many rows count, and `bias [out]`.
 
     It makes `[rows, out]`. The bias may be empty; one more argument says whether the results are raised to 0.
+    Of int8 two more are the scales and sums of the weights, `[out / 32, 32]`; of codes their scales and
+    offsets, `[out / 32, in / group, 32]`, of which the latter may be empty.
     """
     task, rows_of_tile = ffi.c_address(items_symbol(shape)), shape.rows
+    is_float, is_coded, rows_at_once = shape.numbers != "int8", shape.numbers in CODES, products.ROWS_AT_ONCE
+
+    @njit(error_model="numpy")
+    def new_job(frame, num_rows, num_items, num_threads, scratch, x):  # type: ignore[no-untyped-def]
+        job = threads.new_job(num_items, num_threads, scratch)
+        if job == 0:
+            return job
+        words = int64s(job)
+        words[products.X], words[products.NUM_ROWS] = x, num_rows
+        words[products.PANELS], words[products.STEPS] = ffi.argument(frame, 1), ffi.dimension(frame, 1, 1)
+        words[products.IN_FEATURES] = ffi.dimension(frame, 0, 1)
+        words[products.ROW_SCALES] = x + 4 * num_rows * words[products.STEPS]
+        return job
+
+    @njit(error_model="numpy")
+    def rounded(frame, num_rows, num_threads):  # type: ignore[no-untyped-def]
+        """Address of the rows rounded to int8, and their scales."""
+        memory = malloc(4 * num_rows * (ffi.dimension(frame, 1, 1) + 1))
+        if memory == 0:
+            return memory
+        num_items = (num_rows + rows_at_once - 1) // rows_at_once
+        job = new_job(frame, num_rows, num_items, num_threads, 64, memory)
+        if job == 0:
+            free(memory)
+            return job
+        words = int64s(job)
+        words[products.ROUNDED_FROM] = ffi.argument(frame, 0)
+        threads.run(frame, job, task(), num_threads if num_items >= _MOST_ROUNDED_ALONE else np.int64(1))
+        return memory
 
     @cfunc(ffi.HANDLER)
     def multiply(frame):  # type: ignore[no-untyped-def]
@@ -202,20 +245,37 @@ def linear_handler(shape: LinearShape) -> Any:
         num_parts = min(num_parts, (num_rows + rows_of_tile - 1) // rows_of_tile)
         rows_per_item = (num_rows + num_parts - 1) // num_parts
         num_parts = (num_rows + rows_per_item - 1) // rows_per_item
-        job = threads.new_job(num_groups * num_parts, num_threads, (rows_per_item + 1) * 4 * PANEL)
+        x = ffi.argument(frame, 0) if is_float else rounded(frame, num_rows, num_threads)
+        if x == 0:
+            return ffi.out_of_memory(frame)
+        scratch = (rows_per_item + 1) * 4 * PANEL
+        if is_coded:
+            scratch += (products.DECODED_AT_ONCE + 1) * 4 * PANEL
+        job = new_job(frame, num_rows, num_groups * num_parts, num_threads, scratch, x)
         if job == 0:
+            if not is_float:
+                free(x)
             return ffi.out_of_memory(frame)
         words = int64s(job)
-        words[products.X], words[products.PANELS] = ffi.argument(frame, 0), ffi.argument(frame, 1)
-        words[products.OUT] = ffi.result(frame, 0)
-        words[products.NUM_ROWS], words[products.IN_FEATURES] = num_rows, ffi.dimension(frame, 0, 1)
-        words[products.OUT_FEATURES] = ffi.result_dimension(frame, 0, 1)
+        words[products.OUT], words[products.OUT_FEATURES] = (
+            ffi.result(frame, 0),
+            ffi.result_dimension(frame, 0, 1),
+        )
         words[products.NUM_PANELS], words[products.PANELS_PER_ITEM] = num_panels, panels_per_item
         words[products.NUM_PARTS], words[products.ROWS_PER_ITEM] = num_parts, rows_per_item
         if ffi.dimension(frame, 3, 0) > 0:
             words[products.BIAS] = ffi.argument(frame, 3)
         words[products.IS_RELU] = np.int64(int32s(ffi.argument(frame, 4))[0])
+        if not is_float:
+            words[products.SCALES], words[products.SUMS] = ffi.argument(frame, 5), ffi.argument(frame, 6)
+        if is_coded:
+            words[products.SCALES] = ffi.argument(frame, 5)
+            words[products.GROUP] = ffi.dimension(frame, 0, 1) // ffi.dimension(frame, 5, 1)
+            if ffi.dimension(frame, 6, 0) > 0:
+                words[products.OFFSETS] = ffi.argument(frame, 6)
         threads.run(frame, job, task(), num_threads)
+        if not is_float:
+            free(x)
         return 0
 
     return multiply

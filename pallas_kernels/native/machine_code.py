@@ -27,7 +27,7 @@ from collections.abc import Iterable
 import jax
 import llvmlite.binding as llvm
 
-from jaxllm.pallas_kernels.native.shape import Shape, items_symbol
+from jaxllm.pallas_kernels.native.shape import LinearShape, Shape, items_symbol
 
 _MAGIC = b"jaxllm\x00\x01"
 _NUMBA_ERRORS = (
@@ -119,9 +119,9 @@ def _load(shape: Shape) -> int:
     return _address(handler, handler_name)
 
 
-def has_wide_registers() -> bool:
-    """Whether this processor has registers of 16 float32 lanes, and 32 of them."""
-    return bool(llvm.get_host_cpu_features().get("avx512f"))
+def linear_shape(numbers: str) -> LinearShape:
+    """Of products of such numbers on this processor."""
+    return LinearShape.for_processor(llvm.get_host_cpu_features(), numbers)
 
 
 def _address(code: bytes, name: bytes) -> int:

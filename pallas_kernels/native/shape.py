@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 PANEL = 32
 """Output features that lie side by side in a packed weight."""
+CODES = {"code_int8": 1, "code_e4m3": 1, "code_e5m2": 1, "code_int4": 2, "code_fp4": 2}
+"""Kinds of codes of weights, and how many of them a byte holds."""
 
 
 class AttentionShape(NamedTuple):
@@ -18,7 +21,17 @@ class AttentionShape(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the pool."""
-        return 4 if self.dtype == "float32" else 2
+        return {"float32": 4, "int8": 1}.get(self.dtype, 2)
+
+    @property
+    def stride(self) -> int:
+        """Numbers of the pool from one token's head to the next one's; of int8 four more, its scale."""
+        return self.head_dim + (4 if self.dtype == "int8" else 0)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's head in the pool."""
+        return self.stride * self.itemsize
 
     @property
     def name(self) -> str:
@@ -27,20 +40,33 @@ class AttentionShape(NamedTuple):
 
 
 class LinearShape(NamedTuple):
-    """Rows and vectors whose sums are kept in registers at once."""
+    """Rows and vectors whose sums are kept in registers at once, and what is multiplied how.
+
+    Attributes:
+        rows: of a tile.
+        vectors: of a tile's rows.
+        numbers: "float32", or "int8" on both sides; or float32 with weights of codes: one of `CODES`.
+        dot: of int8, what adds four products to a sum: "vnni512" and "vnni256" (one instruction, of so many
+            bits), "pairs" (two of AVX2), or "" (whatever the compiler finds).
+    """
 
     rows: int
     vectors: int
+    numbers: str = "float32"
+    dot: str = ""
 
     @property
     def name(self) -> str:
         """Of the handler, to XLA."""
-        return f"jaxllm_linear_{self.rows}_{self.vectors}"
+        return "_".join(("jaxllm_linear", *(str(part) for part in self if part)))
 
     @classmethod
-    def for_registers(cls, are_wide: bool) -> LinearShape:
-        """For 32 registers of 16 lanes, or 16 of 8."""
-        return cls(13, 2) if are_wide else cls(6, 1)
+    def for_processor(cls, features: Mapping[str, bool], numbers: str = "float32") -> LinearShape:
+        """For 32 registers of 16 lanes, or 16 of 8, and the instructions there are, by LLVM's names."""
+        known = {"vnni512": "avx512vnni", "vnni256": "avxvnni", "pairs": "avx2"}
+        dots = (dot for dot, feature in known.items() if numbers == "int8" and features.get(feature, False))
+        dot = next(dots, "")
+        return cls(*((13, 2) if features.get("avx512f", False) else (6, 1)), numbers, dot)
 
 
 class RowsShape(NamedTuple):

@@ -27,11 +27,18 @@ from numba.extending import intrinsic
 LANES = 16
 
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
-_INT16, _INT32, _INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_ELEMENTS = {"float32": _FLOAT, "bfloat16": _INT16, "float16": _HALF, "int32": _INT32, "int64": _INT64}
+_INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_ELEMENTS = {
+    "int8": _INT8,
+    "float32": _FLOAT,
+    "bfloat16": _INT16,
+    "float16": _HALF,
+    "int32": _INT32,
+    "int64": _INT64,
+}
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _INTS = ir.VectorType(_INT32, LANES)
-_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+_SIZES = {"int8": 1, "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 _LN2_HIGH, _LN2_LOW, _LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
@@ -58,7 +65,7 @@ def vector_code(body: Callable[..., None]) -> Any:
 
 
 class Array:
-    """Numbers in memory from an address on; what is loaded is float32 (int32 where they are integers)."""
+    """Numbers in memory from an address on; what is loaded is float32 (int32 where they are int32)."""
 
     def __init__(self, builder: ir.IRBuilder, pointer: Any, dtype: str) -> None:
         """Of `dtype`."""
@@ -86,6 +93,8 @@ class Array:
         if self._dtype == "bfloat16":
             high = b.shl(b.zext(loaded, _INTS), _all_lanes(16))
             return b.bitcast(high, _FLOATS)
+        if self._dtype == "int8":
+            return b.sitofp(b.sext(loaded, _INTS), _FLOATS)
         return b.fpext(loaded, _FLOATS) if self._dtype == "float16" else loaded
 
     def store(self, vector: Any, index: Any = 0) -> None:
@@ -99,8 +108,14 @@ class Array:
             rounded = b.add(bits, b.add(odd, _all_lanes(0x7FFF)))
             bits = b.select(b.fcmp_unordered("uno", vector, vector), _all_lanes(0x7FC00000), rounded)
             vector = b.trunc(b.lshr(bits, _all_lanes(16)), ir.VectorType(_INT16, LANES))
+        elif self._dtype == "int8":
+            vector = b.trunc(b.fptosi(vector, _INTS), ir.VectorType(_INT8, LANES))
         target = b.bitcast(self.at(index)._pointer, vector.type.as_pointer())
         b.store(vector, target, align=_SIZES[self._dtype])
+
+    def floats(self) -> Array:
+        """The float32 numbers from its first one's place on."""
+        return Array(self._builder, self._builder.bitcast(self._pointer, _FLOAT.as_pointer()), "float32")
 
     def splat(self, index: Any = 0) -> Any:
         """One number in all lanes."""
@@ -115,6 +130,14 @@ class Array:
         b.call(function, [pointer, _INT32(0), _INT32(3), _INT32(1)])
 
 
+_HALF_BITS = ir.VectorType(_INT16, LANES)
+
+
+def _bits(number: int) -> Any:
+    """In all lanes of 16 bits."""
+    return ir.Constant(_HALF_BITS, [number] * LANES)
+
+
 def _all_lanes(number: int) -> Any:
     return ir.Constant(_INTS, [number] * LANES)
 
@@ -122,9 +145,9 @@ def _all_lanes(number: int) -> Any:
 class Registers:
     """Vectors that a loop changes, which LLVM keeps in registers."""
 
-    def __init__(self, builder: ir.IRBuilder, count: int) -> None:
+    def __init__(self, builder: ir.IRBuilder, count: int, kind: Any) -> None:
         self._builder = builder
-        self._places = [cgutils.alloca_once(builder, _FLOATS) for _ in range(count)]
+        self._places = [cgutils.alloca_once(builder, kind) for _ in range(count)]
 
     def __getitem__(self, index: int) -> Any:
         return self._builder.load(self._places[index])
@@ -148,9 +171,9 @@ class Builder:
         """The float32 numbers from an address (int64) on."""
         return self.array(address, "float32")
 
-    def registers(self, count: int) -> Registers:
-        """Uninitialised vectors."""
-        return Registers(self._b, count)
+    def registers(self, count: int, dtype: str = "float32") -> Registers:
+        """Uninitialised vectors of float32 or int32."""
+        return Registers(self._b, count, ir.VectorType(_ELEMENTS[dtype], LANES))
 
     @contextlib.contextmanager
     def loop(self, stop: Any, start: Any = None, step: int = 1) -> Iterator[Any]:
@@ -216,6 +239,13 @@ class Builder:
         undefined = ir.Constant(kind, ir.Undefined)
         first = self._b.insert_element(undefined, scalar, _INT32(0))
         return self._b.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+
+    def together(self, scalars: Sequence[Any]) -> Any:
+        """A vector of `LANES` float32."""
+        found = ir.Constant(_FLOATS, ir.Undefined)
+        for lane, scalar in enumerate(scalars):
+            found = self._b.insert_element(found, scalar, _INT32(lane))
+        return found
 
     def first(self, vector: Any) -> Any:
         """Lane 0."""
@@ -291,17 +321,111 @@ class Builder:
     def sigmoid(self, x: Any) -> Any:
         """1 / (1 + e to the power of minus each lane)."""
         one = self.constant(1.0)
-        e = self.exp(self.multiply(self._call("llvm.fabs.v16f32", _FLOATS, (x,)), self.constant(-1.0)))
+        e = self.exp(self.multiply(self.absolute(x), self.constant(-1.0)))
         is_negative = self._b.fcmp_ordered("<", x, self.constant(0.0))
         return self.divide(self._b.select(is_negative, e, one), self.add(one, e))
 
     def tanh(self, x: Any) -> Any:
         """Of each lane."""
-        size = self._call("llvm.fabs.v16f32", _FLOATS, (x,))
-        e = self.exp(self.multiply(size, self.constant(-2.0)))
+        e = self.exp(self.multiply(self.absolute(x), self.constant(-2.0)))
         one = self.constant(1.0)
         tanh = self.divide(self.subtract(one, e), self.add(one, e))
         return self._call("llvm.copysign.v16f32", _FLOATS, (tanh, x))
+
+    # Integers: vectors of int32, of which some are sixteen times four numbers of eight bits
+
+    def no_integers(self) -> Any:
+        """0 in all lanes."""
+        return _all_lanes(0)
+
+    def as_floats(self, x: Any) -> Any:
+        """Integers as float32."""
+        return self._b.sitofp(x, _FLOATS)
+
+    def minus(self, x: Any, y: Any) -> Any:
+        """`x - y` of integers."""
+        return self._b.sub(x, y)
+
+    def rounded(self, x: Any) -> Any:
+        """To the nearest integer, or even, as float32."""
+        return self._call("llvm.rint.v16f32", _FLOATS, (x,))
+
+    def absolute(self, x: Any) -> Any:
+        """Of each lane."""
+        return self._call("llvm.fabs.v16f32", _FLOATS, (x,))
+
+    def decoded(self, address: Any, index: Any, kind: str) -> list[Any]:
+        """The numbers of `LANES` bytes from an index on; of halves of bytes the lower ones first.
+
+        `kind` is one of `shape.CODES`.
+        "code_int4" is 0 to 15 for -8 to 7. Floats of eight and four bits are numbers of 16 bits with fewer
+        digits, and a smaller exponent: e4m3 gives 2**-8 of what it stands for, fp4 2**-14, e5m2 the number.
+        """
+        b = self._b
+        source = b.inttoptr(b.add(address, index), ir.VectorType(_INT8, LANES).as_pointer())
+        raw = b.load(source, align=1)
+        if kind == "code_int8":
+            return [b.sitofp(b.sext(raw, _INTS), _FLOATS)]
+        if kind in ("code_e4m3", "code_e5m2"):
+            return [self._from_float(b.zext(raw, _HALF_BITS), 8, 7 if kind == "code_e4m3" else 8)]
+        wide = b.zext(raw, _HALF_BITS)
+        parts = b.and_(wide, _bits(15)), b.lshr(wide, _bits(4))
+        if kind == "code_fp4":
+            return [self._from_float(part, 4, 9) for part in parts]
+        return [b.sitofp(b.sub(part, _bits(8)), _FLOATS) for part in parts]
+
+    def _from_float(self, codes: Any, bits: int, shift: int) -> Any:
+        """Floats of so many bits, the first of them the sign, whose others go so far to the left."""
+        b = self._b
+        sign = b.shl(b.and_(codes, _bits(1 << (bits - 1))), _bits(16 - bits))
+        rest = b.shl(b.and_(codes, _bits((1 << (bits - 1)) - 1)), _bits(shift))
+        return b.fpext(b.bitcast(b.or_(sign, rest), ir.VectorType(_HALF, LANES)), _FLOATS)
+
+    def put_bytes(self, address: Any, index: Any, x: Any) -> None:
+        """Store `LANES` float32 that are integers from 0 to 255 as bytes, from an index on."""
+        b = self._b
+        bytes_ = b.trunc(b.fptosi(x, _INTS), ir.VectorType(_INT8, LANES))
+        b.store(bytes_, b.inttoptr(b.add(address, index), bytes_.type.as_pointer()), align=1)
+
+    def dot(self, unsigned: Any, signed: Any, total: Any, how: str) -> Any:
+        """`total` plus the four products of bytes in each lane, none of which has 0 to 255 times -128 to 127.
+
+        `how` is that of a `LinearShape`.
+        """
+        b = self._b
+        if how == "vnni512":
+            bytes_ = [b.bitcast(x, ir.VectorType(_INT8, 4 * LANES)) for x in (unsigned, signed)]
+            return self._call("llvm.x86.avx512.vpdpbusd.512", _INTS, (total, *bytes_))
+        if how == "vnni256":
+            return self._in_halves(self._vnni_half, total, unsigned, signed)
+        if how == "pairs":
+            return self._in_halves(self._pairs_half, total, unsigned, signed)
+        for place in range(4):
+            left = b.and_(b.lshr(unsigned, _all_lanes(8 * place)), _all_lanes(255))
+            right = b.ashr(b.shl(signed, _all_lanes(24 - 8 * place)), _all_lanes(24))
+            total = b.add(total, b.mul(left, right))
+        return total
+
+    def _in_halves(self, operation: Callable[..., Any], *vectors: Any) -> Any:
+        """Of eight lanes each."""
+        halves = [range(LANES // 2), range(LANES // 2, LANES)]
+        low, high = (operation(*(self._shuffle(x, x, half) for x in vectors)) for half in halves)
+        return self._shuffle(low, high, range(LANES))
+
+    def _vnni_half(self, total: Any, unsigned: Any, signed: Any) -> Any:
+        bytes_ = [self._b.bitcast(x, ir.VectorType(_INT8, 2 * LANES)) for x in (unsigned, signed)]
+        return self._call("llvm.x86.avx512.vpdpbusd.256", total.type, (total, *bytes_))
+
+    def _pairs_half(self, total: Any, unsigned: Any, signed: Any) -> Any:
+        """Even and odd bytes apart, as 16 bits, since two products of bytes do not fit 16 bits."""
+        b, kind = self._b, ir.VectorType(_INT16, LANES)
+        eight = ir.Constant(kind, [8] * LANES)
+        unsigned, signed = b.bitcast(unsigned, kind), b.bitcast(signed, kind)
+        even = b.and_(unsigned, ir.Constant(kind, [255] * LANES)), b.ashr(b.shl(signed, eight), eight)
+        odd = b.lshr(unsigned, eight), b.ashr(signed, eight)
+        for pair in (even, odd):
+            total = b.add(total, self._call("llvm.x86.avx2.pmadd.wd", total.type, pair))
+        return total
 
     def keep(self, x: Any, start: Any, stop: Any, first_lane: int = 0) -> Any:
         """`x` in lanes whose number plus `first_lane` is in [start, stop) (int64s), else `LEAST`."""
@@ -344,7 +468,7 @@ class Builder:
         return vectors
 
     def _shuffle(self, x: Any, y: Any, lanes: Sequence[int]) -> Any:
-        return self._b.shuffle_vector(x, y, ir.Constant(_INTS, list(lanes)))
+        return self._b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_INT32, len(lanes)), list(lanes)))
 
     def _call(self, name: str, result: Any, arguments: Sequence[Any], flags: Sequence[str] = ()) -> Any:
         kind = ir.FunctionType(result, [one.type for one in arguments])

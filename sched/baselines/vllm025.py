@@ -15,6 +15,7 @@ from typing import Literal
 from jaxllm.errors import ConfigError
 from jaxllm.sched.plan import Plan, Planner, PlanningPolicy, ask_action
 from jaxllm.sched.policies import ActionPolicy, Decision, PreemptionAction, ResumeAction, ResumeDecision
+from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.priority import FCFSPriority, PriorityPolicy
 from jaxllm.sched.queues import Verdict
 from jaxllm.sched.state import SchedulerState
@@ -84,7 +85,7 @@ class VLLM025Planner(Planner):
 
     def __init__(self, state: SchedulerState, rules: VLLM025) -> None:
         """Reads `state`."""
-        self._state, self._rules = state, rules
+        self._state, self._rules, self._action = state, rules, watched(rules.action)
 
     def plan(self, now: float) -> Plan:
         """The next iteration."""
@@ -125,9 +126,9 @@ class VLLM025Planner(Planner):
     def _decide(self, victim: Request, num_free: int, num_host_free: int, now: float) -> Decision:
         """What becomes of a victim, while so many blocks are free."""
         rules = self._rules
-        if rules.action is not None:
+        if self._action is not None:
             pools = self._state.pools(num_free, num_host_free)
-            return ask_action(rules.action, victim, pools, num_host_free, now)
+            return ask_action(self._action, victim, pools, num_host_free, now)
         return _SWAP if rules.swaps != "never" and len(victim.block_ids) <= num_host_free else _DROP
 
     def _prefill(self, plan: Plan, now: float) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from jaxllm.errors import KVCacheError
 from jaxllm.sched.cache.eviction import EvictionOrder, Piece, RecencyOrder, ValueOrder
 from jaxllm.sched.cache.names import BlockName, NameIndex
+from jaxllm.sched.policies.contract import watched
 from jaxllm.sched.policies.retention import IdlePiece, LeastRecentlyUsed, RetentionPolicy
 from jaxllm.types import HostBlock, HostPiece, host_blocks_of
 
@@ -61,7 +62,7 @@ class HostPool:
         """Nothing in it; blocks have `block_size` tokens, and `retention` says which ones go."""
         self.num_blocks = self.num_free = num_blocks
         self.now = 0.0
-        self._block_size, self._retention = block_size, retention
+        self._block_size, self._retention = block_size, watched(retention)
         self.names: NameIndex[HostBlock] = NameIndex()
         self._order: EvictionOrder = ValueOrder(self._values)
         if isinstance(retention, LeastRecentlyUsed):

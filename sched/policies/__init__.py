@@ -38,10 +38,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-from jaxllm.errors import ConfigError, did_you_mean
+from jaxllm.errors import ConfigError, did_you_mean, nearest
 from jaxllm.predictors.lengths import LengthPolicy
 from jaxllm.sched.policies.actions import (
     ActionPolicy,
@@ -198,6 +198,7 @@ __all__ = [
     "WriteThrough",
     "is_policy",
     "members_of",
+    "misspelt",
 ]
 
 QUESTIONS: Mapping[str, type] = {
@@ -222,6 +223,15 @@ _ALL_READS = ("priority", "deadline")
 def members_of(protocol: type) -> dict[str, Any]:
     """What a policy of this protocol is asked: its methods and properties by name."""
     return {name: member for name, member in vars(protocol).items() if not name.startswith("_")}
+
+
+def misspelt(found: object, known: Collection[str]) -> str:
+    """Names of an object's own that are nearly `known` ones, for the end of a message; empty if none is."""
+    if type(found).__module__ == "builtins":
+        return ""
+    others = [name for name in dir(found) if not name.startswith("_") and name not in known]
+    near = {name: nearest(name, known) for name in others}
+    return "".join(f"; it has {name!r}: did you mean {word}?" for name, word in near.items() if word)
 
 
 @runtime_checkable
@@ -338,7 +348,7 @@ class SchedulerPolicy:
             if isinstance(policy, type) or not all(hasattr(policy, name) for name in asked):
                 raise ConfigError(
                     f"{question}={policy!r} does not answer the question: it must be an object that has "
-                    f"{', '.join(asked)} ({protocol.__module__}.{protocol.__name__})"
+                    f"{', '.join(asked)} ({protocol.__module__}.{protocol.__name__}){misspelt(policy, asked)}"
                 )
         patience = self.patience
         if patience is not None and (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxllm.errors import ConfigError, shown
+from jaxllm.errors import ConfigError, UserCodeError, blame, is_outside, shown
 from jaxllm.types import Request
 
 _FIELDS = (
@@ -37,21 +39,34 @@ _fields_of = operator.attrgetter(*_FIELDS)
 _Facts = tuple[tuple[Any, ...], int, int, int]
 
 
-def is_outside(policy: object) -> bool:
-    """Whether a policy's class is none of this package's."""
-    return type(policy).__module__.partition(".")[0] != "jaxllm"
-
-
 def watched(policy: Any) -> Any:
-    """A policy that may not change the requests it is asked about; one of this package as it is.
+    """A policy that may not change the requests it is asked about, and is named where it raises.
+
+    One of this package is as it is, but for a priority from outside that it reads.
 
     The first 1,024 questions to each method are watched, which take 2 us longer, and then one in 16. A change
     is put back, but for the contents of lists.
 
     Raises:
         ConfigError: by the methods of what is returned, where a request was changed.
+        UserCodeError: likewise, where the policy raises what is no error of this package.
     """
-    return _Watched(policy) if policy is not None and is_outside(policy) else policy
+    if policy is None or is_outside(policy):
+        return policy and _Watched(policy)
+    priority = getattr(policy, "priority", None)
+    if priority is not None and is_outside(priority) and dataclasses.is_dataclass(policy):
+        return dataclasses.replace(policy, priority=watched(priority))  # type: ignore[type-var]
+    return policy
+
+
+def name_asker(error: UserCodeError) -> None:
+    """Where predicted costs raised, name the policy of this package that asked, and about which request."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        asked = frame.f_locals.get("self")
+        if type(asked).__module__.startswith("jaxllm.sched.policies.") and not isinstance(asked, _Watched):
+            named = [value.request_id for value in frame.f_locals.values() if type(value) is Request]
+            error.about(next(iter(named), None), f"{type(asked).__name__}.{frame.f_code.co_name}")
+            return
 
 
 @contextmanager
@@ -60,9 +75,13 @@ def unchanged(who: object, requests: Iterable[Request]) -> Iterator[None]:
 
     Raises:
         ConfigError: it did.
+        UserCodeError: it raised what is no error of this package.
     """
     before = [(request, _facts(request)) for request in requests]
-    yield
+    try:
+        yield
+    except Exception as error:
+        raise blame(who, "plan", error)  # noqa: B904, which chains
     for request, facts in before:
         if _facts(request) != facts:
             _refuse(who, request, facts)
@@ -84,23 +103,24 @@ class _Watched:
         return repr(self._policy)
 
 
-def _watch(policy: object, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _watch(policy: object, name: str, method: Callable[..., Any], num_asked: int = 0) -> Callable[..., Any]:
     """A method that compares the requests it is given before and after."""
 
-    num_asked = 0
-
-    def ask(*args: Any) -> Any:
+    def ask(*args: Any, **named: Any) -> Any:
         nonlocal num_asked
         num_asked += 1
-        if num_asked > _NUM_WATCHED and num_asked % _THEN_EACH:
-            return method(*args)
-        before = [(one, _facts(one)) for one in args if type(one) is Request]
-        answer = method(*args)
+        is_watched = num_asked <= _NUM_WATCHED or not num_asked % _THEN_EACH
+        before = [(one, _facts(one)) for one in args if type(one) is Request] if is_watched else ()
+        try:
+            answer = method(*args, **named)
+        except Exception as error:
+            about = next((one.request_id for one in args if type(one) is Request), None)
+            raise blame(policy, name, error, about)  # noqa: B904, which chains
         for request, facts in before:
             if _facts(request) != facts:
                 _refuse(f"{policy}.{name}", request, facts)
         # Of a victim policy the scorer of an iteration.
-        return _watch(policy, name, answer) if callable(answer) else answer
+        return _watch(policy, name, answer, num_asked) if callable(answer) else answer
 
     return ask
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxllm.errors import ConfigError, shown
+from jaxllm.errors import ConfigError, nearest, shown
 from jaxllm.predictors.base import CostModel
 from jaxllm.sched.policies import (
     QUESTIONS,
@@ -17,6 +17,7 @@ from jaxllm.sched.policies import (
     SchedulingPolicy,
     is_policy,
     members_of,
+    misspelt,
 )
 from jaxllm.system.import_path import imported
 
@@ -53,14 +54,13 @@ def own_policy(
     if inspect.isclass(found) or (callable(found) and not is_answer):
         found = _called(name, found, costs)
     if is_policy(found):
+        check_names(name, found)
         return found
     question = _question(found)
     if question is None:
         raise ConfigError(
             f"{name} must be a preset's name, a SchedulerPolicy, a policy class, or a function that returns "
-            f"one; it is or returned a {type(found).__name__}, which has what none, or several, of these ask "
-            f"for: {', '.join(protocol.__name__ for protocol in QUESTIONS.values())} (jaxllm.sched.policies)"
-            f"{_nearest(found)}"
+            f"one; it is or returned a {type(found).__name__}, {_answers(found)}"
         )
     changes: dict[str, Any] = {question: found}
     if question == "priority":
@@ -89,8 +89,12 @@ def _called(name: str, found: Any, costs: CostModel | None) -> Any:
 
 def _question(found: Any) -> str | None:
     """The one question that an object answers."""
-    answered = [question for question, protocol in QUESTIONS.items() if not _lacks(found, protocol)]
+    answered = _answered(found)
     return answered[0] if len(answered) == 1 else None
+
+
+def _answered(found: Any) -> list[str]:
+    return [question for question, protocol in QUESTIONS.items() if not _lacks(found, protocol)]
 
 
 def _lacks(found: Any, protocol: type) -> list[str]:
@@ -109,14 +113,44 @@ def _lacks(found: Any, protocol: type) -> list[str]:
     return lacking
 
 
+def _answers(found: Any) -> str:
+    """Why an object answers no one question: it answers several, or lacks or misspells what is asked."""
+    if several := _answered(found):
+        chosen = ", ".join(f"{question}=..." for question in several)
+        return f"which answers {' and '.join(several)}: say which by SchedulerPolicy({chosen})"
+    said = f"which has what none of these asks for: {', '.join(one.__name__ for one in QUESTIONS.values())} "
+    return f"{said}(jaxllm.sched.policies){_nearest(found)}"
+
+
 def _nearest(found: Any) -> str:
-    """Of the protocol that an object answers in part, what it lacks."""
+    """What an object lacks of the protocols that it answers for the most part, and names nearly right."""
     asked = {protocol: _lacks(found, protocol) for protocol in QUESTIONS.values()}
     in_part = {one: lacking for one, lacking in asked.items() if 0 < len(lacking) < len(members_of(one))}
+    known = {*QUESTIONS, *(name for protocol in asked for name in members_of(protocol))}
     if not in_part:
-        return ""
-    protocol, lacking = min(in_part.items(), key=lambda one: len(one[1]))
-    return f"; for {protocol.__name__} it lacks {', '.join(lacking)}"
+        parts = [name for name in QUESTIONS if hasattr(found, name)]
+        chosen = ", ".join(f"{name}=..." for name in parts)
+        said = f"; parts named {', '.join(parts)} make a policy by SchedulerPolicy({chosen})" if parts else ""
+        return said + misspelt(found, known)
+    least = min(map(len, in_part.values()))
+    lacking = [
+        f"; for {one.__name__} it lacks {', '.join(names)}"
+        for one, names in in_part.items()
+        if len(names) == least
+    ]
+    return "".join(lacking) + misspelt(found, known)
+
+
+def check_names(name: str, policy: Any) -> None:
+    """Refuse a policy whose class has an answer under a name that is nearly that of a question.
+
+    Raises:
+        ConfigError: it has.
+    """
+    for own in set(dir(policy)).difference(dir(SchedulerPolicy), QUESTIONS):
+        question = None if own.startswith("_") else nearest(own, QUESTIONS)
+        if question is not None and not _lacks(getattr(policy, own), QUESTIONS[question]):
+            raise ConfigError(f"{name} has {own!r}, which nobody asks for: did you mean {question}?")
 
 
 def describe(choice: object) -> str:

@@ -16,6 +16,7 @@ from jaxllm.commands.options import (
     note,
     note_compile_report,
 )
+from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands import bench_serve
 from jaxllm.research.commands.rows import add_of_rows, check_no_rows, too_long_of
@@ -77,6 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     throughput.add_argument("--output", metavar="FILE", help="write the JSON there (default: stdout)")
     add_overwrite(throughput)
     add_engine_options(throughput)
+    call_too(throughput, num_requests="--num-prompts")
     throughput.set_defaults(run=run_throughput)
     bench_serve.add_measurement(kinds)
 

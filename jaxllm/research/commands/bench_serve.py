@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.options import check_distinct, note
 from jaxllm.commands.signals import signals_as_interrupts
+from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands.rows import add_of_rows, check_no_rows, too_long_of
 from jaxllm.system.options import json_object
@@ -41,6 +42,10 @@ With --sweep it starts servers with different scheduling policies, one after ano
 def length_range(text: str) -> tuple[int, int]:
     """A length, or a range of lengths."""
     low, _, high = text.partition(":")
+    if not 1 <= int(low) <= int(high or low):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a length of at least 1, or a range LOW:HIGH of them"
+        )
     return int(low), int(high or low)
 
 
@@ -179,6 +184,7 @@ def add_measurement(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         group = parser.add_argument_group(title)
         for name, (convert, default, metavar, text) in options.items():
             group.add_argument(f"--{name}", type=convert, default=default, metavar=metavar, help=text)
+    call_too(parser, num_requests="--num-prompts")
     parser.set_defaults(run=run)
 
 
@@ -187,12 +193,11 @@ def run(args: argparse.Namespace) -> int:
     from jaxllm.research.bench.serving.client import import_from_extra
     from jaxllm.research.bench.serving.plot import plot
     from jaxllm.research.bench.serving.report import brief, rows, summary, table
-    from jaxllm.research.figures import import_pyplot
+    from jaxllm.research.figures import check_picture
 
     for name in ("aiohttp", "prometheus_client"):
         import_from_extra(name)
-    if args.plot is not None:
-        import_pyplot()
+    check_picture(args.plot)
     sweep = _sweep(args)
     check_distinct(
         {"--output": args.output, "--plot": args.plot, "--trace": args.trace, "--dataset": args.dataset}

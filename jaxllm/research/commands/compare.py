@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.commands.options import API_KEYS_VARIABLE, note
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, reason
 from jaxllm.research.bench.results import command_line, write_json
 from jaxllm.research.commands.rows import add_on_bad
 from jaxllm.research.compare import report
@@ -28,7 +28,9 @@ from jaxllm.research.compare.workloads import (
     get_workload,
     save_workload,
 )
+from jaxllm.research.figures import check_picture
 from jaxllm.system.cache_folder import cache_folder
+from jaxllm.system.options import json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 MAX_MODEL_LEN = 1024
@@ -144,7 +146,7 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--jaxllm-settings",
-        type=json.loads,
+        type=json_object,
         default={},
         metavar="JSON",
         help="further fields of EngineConfig",
@@ -158,6 +160,7 @@ def _add_measuring(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
     outputs = {"--out": args.out, "--plot": args.plot, "--save-workload": args.save_workload}
+    check_picture(args.plot)
     check_writable({name: path and str(path) for name, path in outputs.items()}, overwrite=args.overwrite)
     environments = args.environments or cache_folder("compare")
     for name in args.install.split(",") if args.install else ():
@@ -195,7 +198,7 @@ def _read_results(path: Path) -> dict[str, Any]:
         _ = results["rows"], results["hardware"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--from-json {str(path)!r} holds no results of `jaxllm compare`: {error}"
+            f"--from-json {str(path)!r} holds no results of `jaxllm compare`: {reason(error)}"
         ) from error
     return results
 

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from jaxllm.errors import RequestError
+from jaxllm.models.linear_formats import QUANTIZATIONS
+from jaxllm.system.dtypes import KV_DTYPES
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 
@@ -35,6 +37,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="float32", metavar="NAME", help="of weights and arithmetic (default: float32)"
     )
     parser.add_argument("--second-dtype", metavar="NAME", help="of B's (default: as --dtype)")
+    parser.add_argument(
+        "--quantization", choices=tuple(QUANTIZATIONS), help="what B's weights are rounded to while loaded"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", *KV_DTYPES),
+        default="auto",
+        help="what B's keys and values are stored as before they are attended to (default: not stored)",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write all of it there")
     add_overwrite(parser)
     parser.set_defaults(run=run)
@@ -62,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         dtype=args.dtype,
         second_dtype=args.second_dtype,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     names = [folder.resolve().name for folder in (first, second)]
     print(found.table(*(names if names[0] != names[1] else ("first", "second"))))

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxllm.commands.options import check_distinct
+from jaxllm.commands.options import check_distinct, note
 from jaxllm.engine.ledgers import read_ledger
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import KindReport
 from jaxllm.research.bench.results import to_json
-from jaxllm.research.figures import import_pyplot, save
+from jaxllm.research.figures import check_picture, import_pyplot, save
 from jaxllm.research.ledger_report import ACTIONS, Comparison, accuracy, compare, most_costly, report
 from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
 from jaxllm.system.output_files import add_overwrite, check_writable
@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--width is of one ledger's timeline: leave OTHER out, or --width")
     files = {"--plot": args.plot, "--json": None if args.json == "-" else args.json}
     check_distinct({"LEDGER": args.ledger, "OTHER": args.other, **files})
+    check_picture(args.plot)
     check_writable(files, overwrite=args.overwrite)
     ledger = _read(args.ledger)
     if args.other is not None:
@@ -75,9 +76,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(path: str) -> Ledger:
     try:
-        return read_ledger(path)
+        ledger = read_ledger(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path!r}: {error.strerror}") from error
+    if ledger.cut_line is not None:
+        note(
+            f"{path}, line {ledger.cut_line}, the last, is cut off: its run was killed, or goes on; what is "
+            "told is of the lines before it"
+        )
+    return ledger
 
 
 def _tell(path: str | None, values: Mapping[str, Any], text: str) -> None:

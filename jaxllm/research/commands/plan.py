@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.options import check_distinct, note
 from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.research.figures import check_picture
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def _check(args: argparse.Namespace) -> None:
     args.clients = [one[0] for one in _numbers_of("--concurrency", args.concurrency, 1)]
     if args.plot is not None and not args.crossover:
         raise ConfigError("--plot draws what --crossover tells: pass both")
+    check_picture(args.plot)
     written = {
         name: path for name, path in (("--json", args.json), ("--plot", args.plot)) if path is not None
     }
@@ -185,7 +187,7 @@ def _compiled(args: argparse.Namespace, config: ModelConfig | None) -> dict[str,
     from jaxllm.models.registry import weight_bytes
     from jaxllm.research.plan.plan import make_plan
     from jaxllm.research.plan.target import get_target
-    from jaxllm.system.dtypes import ITEMSIZES, dtype_of
+    from jaxllm.system.dtypes import dtype_of
 
     assert config is not None  # published shapes are not compiled
     max_model_len = args.max_model_len or config.default_max_model_len
@@ -193,7 +195,7 @@ def _compiled(args: argparse.Namespace, config: ModelConfig | None) -> dict[str,
     target = get_target(args.device)
     taken = int(target.memory_size * args.mem_fraction)
     dtype = dtype_of("dtype", args.dtype)
-    defaults = default_limits(config, ITEMSIZES[dtype], weight_bytes(config, dtype), taken)
+    defaults = default_limits(config, dtype, weight_bytes(config, dtype), taken)
     plan = make_plan(
         config,
         target,

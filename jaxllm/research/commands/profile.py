@@ -153,7 +153,9 @@ def _measure(args: argparse.Namespace) -> int:
     name = model_name(settings)
     profiler = Profiler(
         llm.executor,
-        shape_of(llm.model_config, name, llm.dtype),
+        shape_of(
+            llm.model_config, name, llm.dtype, llm.executor.config.formats, llm.executor.config.kv_dtype
+        ),
         seed=args.seed,
         repetitions=args.repetitions,
     )

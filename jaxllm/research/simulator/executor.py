@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from jaxllm.executor.kv.copy_timer import CopyTimer
-from jaxllm.predictors.base import CheckedCosts, CostModel
-from jaxllm.predictors.own import check_costs
+from jaxllm.predictors.base import CostModel
+from jaxllm.predictors.own import checked
 from jaxllm.research.simulator.files import SimulatedFiles
 from jaxllm.research.simulator.truth import Residuals, key_of
 from jaxllm.research.workloads.result import TimeSpent
@@ -61,7 +61,7 @@ class SimulatedExecutor:
         self.block_size = block_size
         self.now = 0.0
         self.spent = TimeSpent()
-        self._costs = CheckedCosts(check_costs(costs))
+        self._costs = checked(costs)
         self._residuals = residuals
         self._overlap_swaps = overlap_swaps
         self._ledger = ledger

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxllm.engine.ledgers import header_of
 from jaxllm.engine.observer import StepObserver
 from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.own import checked, type_name
 from jaxllm.research.simulator.executor import SimulatedExecutor
 from jaxllm.research.simulator.files import SimulatedFiles
 from jaxllm.research.simulator.truth import Residuals
@@ -58,7 +60,7 @@ def simulate(
         costs: the truth, which `policy` should know only through predictors of its own.
         overlap_swaps: see `SimulatedExecutor`.
         residuals: the noise of the truth; None for none.
-        ledger: collects the decisions.
+        ledger: collects the decisions; it begins with a header if it has none.
         calibration: predictions to correct by what steps and copies take, as the engine does; None corrects
             nothing.
         priorities: of the requests, lower ones more urgent; all alike if None.
@@ -77,6 +79,17 @@ def simulate(
         ConfigError: an argument is of the wrong kind, or there is no such preset.
     """
     _check(trace, config)
+    if ledger is not None and ledger.header is None:
+        settings = {
+            "num_requests": len(trace),
+            "overlap_swaps": overlap_swaps,
+            "async_scheduling": async_scheduling,
+            "ingress_seconds": ingress_seconds,
+            "client_seconds": client_seconds,
+        }
+        source = type_name(costs if calibration is None else calibration.model)
+        ledger.begin(header_of(policy, "simulated", source, settings, config))
+    costs = checked(costs)
     if not is_policy(policy):
         policy = make_preset(policy, costs)  # type: ignore[arg-type]
     if scheduler is None:

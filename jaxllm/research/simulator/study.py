@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import ConfigError, did_you_mean
+from jaxllm.errors import ConfigError, did_you_mean, is_outside
 from jaxllm.predictors.base import CostModel, ModelShape, check_integer
 from jaxllm.predictors.devices import DeviceSpec
+from jaxllm.predictors.own import checked
 from jaxllm.research.intervals import Interval, mean_interval, ratio_interval
 from jaxllm.research.simulator.load import Load
 from jaxllm.research.simulator.run import simulate as play
@@ -314,9 +315,10 @@ def simulate(
         link=link,
         tensor_parallel=tensor_parallel,
     )
+    asked = checked(system.costs) if is_outside(system.costs) else system.costs
     chosen = policies_of(policies)
     for make in chosen.values():
-        make(system.costs)  # what is no policy is refused before anything is read
+        make(asked)  # what is no policy is refused before anything is read
     load = Load(
         trace,
         dataset=dataset,
@@ -343,13 +345,18 @@ def simulate(
     runs = []
     for name, make in chosen.items():
         for seed, drawn in zip(numbers, traces, strict=True):
-            policy = make(system.costs)
+            policy = make(asked)
+            if enable_prefix_caching is True and not policy.shares_prefixes:
+                raise ConfigError(
+                    f"enable_prefix_caching=True: policy {name!r} plans without a prefix cache; leave it "
+                    "out, or take vllm_v1, adaptive or another preset"
+                )
             own = dataclasses.replace(
                 config,
                 num_host_blocks=config.num_host_blocks if policy.may_swap else 0,
-                enable_prefix_caching=caches and (policy.shares_prefixes or enable_prefix_caching is True),
+                enable_prefix_caching=caches and policy.shares_prefixes,
             )
-            result = play(drawn, own, policy, system.costs, overlap_swaps=overlap_swaps)
+            result = play(drawn, own, policy, asked, overlap_swaps=overlap_swaps)
             runs.append(Run(name, seed, result, figures_of(result, drawn)))
     return Simulation(system, config, load.described(traces[0]), traces[0].notes, tuple(runs))
 
@@ -373,7 +380,9 @@ def policies_of(
     found: dict[str, Callable[[CostModel], SchedulingPolicy]] = {}
     for name, policy in named:
         if name in found:
-            raise ConfigError(f"two policies are called {name!r}: name them with a dictionary")
+            raise ConfigError(
+                f"two policies are called {name!r}: leave one out, or name them with a dictionary"
+            )
         found[name] = _maker(policy)
     if not found:
         raise ConfigError("policies must name at least one, such as 'adaptive'")

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import CapacityError, ConfigError, shown
+from jaxllm.errors import CapacityError, ConfigError, did_you_mean, shown
 from jaxllm.predictors.base import CostModel, ModelShape, check_integer, check_number
 from jaxllm.predictors.devices import DeviceSpec, device_spec
+from jaxllm.predictors.own import own_costs
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.predictors.store import Profile
@@ -18,6 +19,7 @@ from jaxllm.research.simulator.gpu import UTILIZATION, blocks_beside, pool_block
 
 HOST_BYTES = 4 * 2**30
 """Host memory for KV unless told otherwise, as of an engine; at most as many blocks as the device has."""
+_BY_NAME = ("silicon", "roofline")
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3-8b", "a100"
 
 
@@ -78,7 +80,8 @@ def make_system(
             None is "llama-3-8b", or the model of a profile.
         device: a name of `jaxllm.predictors.devices`, or one's own; None is "a100", or that of a profile.
         costs: "silicon": kernels that others measured on it; "roofline": data-sheet rates and assumed
-            efficiencies; the JSON file of a profile (`jaxllm profile`); or any cost model.
+            efficiencies; the JSON file of a profile (`jaxllm profile`); any cost model, or
+            its import path, "module:attribute".
         dtype: of weights and KV, where `model` is no sizes.
         block_size: tokens per KV block.
         num_gpu_blocks: of the device's pool; None takes what fits.
@@ -140,13 +143,14 @@ def make_system(
 
 def _profile(costs: Any) -> Profile | None:
     """The profile that `costs` names."""
-    if isinstance(costs, str) and costs in ("silicon", "roofline"):
+    if isinstance(costs, str) and (costs in _BY_NAME or ":" in costs):
         return None
     if isinstance(costs, str | os.PathLike):
         if not Path(costs).is_file():
+            hint = did_you_mean(os.fspath(costs), _BY_NAME)
             raise ConfigError(
-                f"costs={os.fspath(costs)!r} must be silicon, roofline or a profile's JSON file, and there "
-                "is no such file"
+                f"costs={os.fspath(costs)!r}: {hint}it must be silicon, roofline, a profile's JSON file or "
+                "module:attribute, and there is no such file"
             )
         return Profile.load(costs)
     if not all(hasattr(costs, name) for name in ("step_seconds", "swap_out_seconds", "swap_in_seconds")):
@@ -201,6 +205,9 @@ def _costs(
         return roofline, "a roofline of data-sheet rates"
     if link is not None:
         raise ConfigError("link is part of a cost model of one's own: leave it out")
+    if isinstance(costs, str):
+        own = own_costs(costs)
+        return own.model, own.source
     return costs, type(costs).__name__
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, reason
 from jaxllm.predictors.silicon_tables import MEASURED
 from jaxllm.research.validate.records import Figure, Load, Metric, Record, Server, shape_named
 
@@ -51,7 +51,7 @@ def read_records(path: Path) -> list[Record]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path} ({error})") from error
+        raise ConfigError(f"cannot read {path} ({reason(error)})") from error
     forms = (
         f"{path}: a file holds a JSON list of runs with stages, or of closed loops, or a CSV with columns "
     )

@@ -191,8 +191,9 @@ def parse_arrivals(text: str) -> ArrivalProcess:
         numbers = list(map(float, rest))
         makers = {("all", 0): AllAtOnce, ("poisson", 1): Poisson, ("gamma", 2): GammaBursts}
         return makers[kind, len(numbers)](*numbers)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        name, _, rule = str(error).partition(" ")
+        raise ConfigError(f"arrivals {text!r}: {name.removeprefix('num_').upper()} {rule}") from error
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"arrivals {text!r}: write all, poisson:RATE, gamma:RATE:CV, closed:CLIENTS or "

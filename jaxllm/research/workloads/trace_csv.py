@@ -168,7 +168,10 @@ def _choose_columns(file: Path, header: Sequence[str], wanted: Sequence[str | No
         if column is None:
             if known is None:
                 names = ", ".join(KNOWN_COLUMNS)
-                raise ConfigError(f"{file}: is none of the known traces ({names}); pass {role}=; {there}.")
+                raise ConfigError(
+                    f"{file}: is none of the known traces ({names}): name its columns as theirs, "
+                    f"or pass {role}= in Python; {there}."
+                )
             column = known[index]
         if header.count(column) != 1:
             found = f"there are {header.count(column)} columns" if column in header else "there is no column"

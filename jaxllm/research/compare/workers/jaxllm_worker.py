@@ -31,6 +31,8 @@ class JaxllmEngine(protocol.Engine):
         for name, value in {"warm_up": "all", "enable_prefix_caching": False}.items():
             if any(field.name == name for field in dataclasses.fields(EngineConfig)):
                 settings[name] = value  # earlier versions know nothing else
+        if self.job.get("weight_format"):
+            settings["quantization"] = self.job["weight_format"]
         self._llm = LLM(self.job["model"], **(settings | self.job["settings"]))
         return {
             "load_seconds": self._llm.load_times.load_seconds,

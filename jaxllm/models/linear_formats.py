@@ -1,0 +1,132 @@
+"""Which formats weights that activations are multiplied by are held in.
+
+A `LinearFormat` makes a `Weight` of a checkpoint's matrix, or leaves it the array that it is. Layers,
+loading, memory planning and programs ask the weight, and nothing else knows formats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.models.linear_weights import LARGEST, LEAST, Coded, Fused, Int8, Weight, encoded, for_cpu
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearFormat:
+    """How one kind of weights is held.
+
+    Args:
+        kind: of codes, one of `CODES`; "" for none.
+        group: inputs that have a scale together; 0 for all of an output.
+        rounds: how activations are rounded, one of `linear_weights.ROUNDS`.
+        has_offsets: whether codes have offsets, as those of an asymmetric quantisation.
+        is_ordered: whether inputs go in an order of their own, as with GPTQ's activation order.
+        is_native: whether it is for native products, where these take it.
+        parts: instead of all else but that, rows and the formats of these, if they differ.
+    """
+
+    kind: str = ""
+    group: int = 0
+    rounds: str = ""
+    has_offsets: bool = False
+    is_ordered: bool = False
+    is_native: bool = False
+    parts: tuple[tuple[int, LinearFormat], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For people, and for names of profiles."""
+        if self.parts:
+            return "-".join(dict.fromkeys(one.name for _, one in self.parts if one.name))
+        group = f"-g{self.group}" if self.group else ""
+        return f"{self.kind}{group}{f'-a{self.rounds}' if self.rounds else ''}"
+
+    def make(self, weight: jax.Array | Weight) -> jax.Array | Weight:
+        """The weight in this format: of a matrix [out, in], or of what a checkpoint holds in it already."""
+        found: Any = weight
+        if not isinstance(weight, Weight) and self.parts:
+            ends = list(itertools.accumulate(rows for rows, _ in self.parts))
+            pieces = jnp.split(weight, ends[:-1])
+            found = Fused(tuple(one.make(piece) for piece, (_, one) in zip(pieces, self.parts, strict=True)))
+        elif not isinstance(weight, Weight) and self.kind:
+            found = Int8.quantised(weight) if self.rounds == "int8" else self._coded(weight)
+        return for_cpu(found) if self.is_native else found
+
+    def _coded(self, weight: jax.Array) -> Coded:
+        """Round to nearest, each group by its largest number, or of int4 so that both ends fit."""
+        out, width = weight.shape
+        parts = weight.astype(jnp.float32).reshape(out, -1, self.group_of(width))
+        low, high = -parts.min(axis=2), parts.max(axis=2)
+        ends = (8.0, 7.0) if self.kind == "int4" else (LARGEST[self.kind],) * 2
+        scales = jnp.maximum(jnp.maximum(low / ends[0], high / ends[1]), LEAST / 127)
+        codes = encoded((parts / scales[:, :, None]).reshape(out, width), self.kind)
+        offsets = jnp.zeros_like(scales) if self.has_offsets else None
+        order = jnp.arange(width) if self.is_ordered else None
+        inputs = jnp.ones(2) if self.rounds.endswith("static") else None
+        arrays = codes, scales, offsets, order, inputs
+        return Coded(*arrays, self.kind, self.rounds, weight.dtype.name)
+
+    def group_of(self, width: int) -> int:
+        """Inputs of a group where there are `width`: a half or a quarter of `group` if that fits, or all."""
+        sizes = (self.group, self.group // 2, self.group // 4) if self.group else ()
+        return next((size for size in sizes if size >= 16 and width % size == 0), width)
+
+    def struct(self, weight: jax.ShapeDtypeStruct) -> Any:
+        """Shapes and dtypes of what `make` gives."""
+        return jax.eval_shape(self.make, weight)
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        """Of native products: what `native.shape.LinearShape` calls them."""
+        if self.parts:
+            return frozenset().union(*(one.numbers for _, one in self.parts))
+        if not self.kind:
+            return frozenset({"float32"})
+        return frozenset({"int8" if self.rounds == "int8" else f"code_{self.kind}"})
+
+
+QUANTIZATIONS = {
+    "int8": LinearFormat("int8", rounds="int8"),
+    "int8_weight": LinearFormat("int8"),
+    "int4_weight": LinearFormat("int4", group=128),
+    "fp8": LinearFormat("e4m3", rounds="fp8"),
+}
+"""Formats that matrices of 16 or 32 bits may be rounded to, by the names of `quantization`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearFormats:
+    """The formats of a model's linear weights.
+
+    Args:
+        default: of those that are not named.
+        others: names, and the formats of these.
+        is_native: whether they are for native products.
+    """
+
+    default: LinearFormat = LinearFormat()
+    others: tuple[tuple[str, LinearFormat], ...] = ()
+    is_native: bool = False
+
+    def of(self, name: str) -> LinearFormat:
+        """Of one weight."""
+        found = dict(self.others).get(name, self.default)
+        return dataclasses.replace(found, is_native=self.is_native)
+
+    @property
+    def suffix(self) -> str:
+        """What tells models apart whose weights differ in nothing else: "", or such as "-int8-aint8"."""
+        found = {self.default, *(one for _, one in self.others)}
+        names = sorted({one.name for one in found} - {""})
+        return "".join(f"-{name}" for name in names) + ("-mixed" if names and len(found) > 1 else "")
+
+    @property
+    def products(self) -> list[str]:
+        """The numbers of native products."""
+        found = self.default.numbers.union(*(one.numbers for _, one in self.others))
+        return sorted(found) if self.is_native else []

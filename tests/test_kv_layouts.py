@@ -1,0 +1,286 @@
+"""Keys and values of other dtypes than activations: what is stored, read, copied, and found again."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_helpers import Scripted, make_llm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import LAYER, Shape, decode_case, prefill_case, relative_error
+
+from jaxllm import LLM, SamplingParams, pallas_kernels
+from jaxllm.engine.engine import Engine
+from jaxllm.errors import ConfigError
+from jaxllm.executor import memory
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.pallas_kernels import reference
+from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
+from jaxllm.predictors.base import model_shape
+from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.system.dtypes import KV_DTYPES
+
+IMPLEMENTATIONS = ["native", "xla", "reference"]
+PAIRS = [
+    (name, dtype)
+    for name in IMPLEMENTATIONS
+    for dtype in ("bfloat16", "int8", "fp8_e4m3", "fp8_e5m2")
+    if pallas_kernels.why_no_layout(name, dtype) is None
+]
+
+
+def in_layout(case, dtype):
+    """The case with its pool stored in a layout; what was NaN is poison there, too."""
+    layout = KVLayout(dtype, case.pool.shape[5])
+    pool = jnp.where(jnp.isnan(case.pool).any(-1, keepdims=True), jnp.nan, case.pool)
+    return dataclasses.replace(case, pool=layout.stored(pool))
+
+
+def floats(pool):
+    return np.asarray(layout_of(pool).loaded(pool))
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), PAIRS)
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_q_heads": 3, "num_kv_heads": 1, "head_dim": 128}, {"block_size": 32}]
+)
+def test_attention_reads_what_is_stored(implementation, dtype, changes):
+    shape = Shape(**changes)
+    options = {"layer": LAYER, "scale": shape.scale}
+    case = in_layout(decode_case(shape, [1, 17, 0, 60]), dtype)
+    q, _, tables, lengths = case.decode_args()
+    expected = reference.decode_attention(q, floats(case.pool), tables, lengths, **options)
+    found = pallas_kernels.decode_attention(*case.decode_args(), **options, implementation=implementation)
+    assert relative_error(found, expected) < 1e-5
+    case = in_layout(prefill_case(shape, [(0, 20), (30, 7)], 40, 3), dtype)
+    q, _, *rest = case.prefill_args()
+    expected = reference.prefill_attention(q, floats(case.pool), *rest, **options)
+    found = pallas_kernels.prefill_attention(*case.prefill_args(), **options, implementation=implementation)
+    assert relative_error(found[:27], expected[:27]) < 1e-5
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), PAIRS)
+def test_what_is_written_is_what_the_layout_says(implementation, dtype):
+    rng = np.random.default_rng(0)
+    layout = KVLayout(dtype, 64)
+    pool = jnp.zeros((5, 2, 2, 2, 16, layout.width), layout.array_dtype)
+    k, v = (
+        jnp.asarray(rng.standard_normal((7, 2, 64)) * 10 ** rng.uniform(-3, 3, (7, 2, 1)), jnp.float32)
+        for _ in "kv"
+    )
+    k = k.at[3].set(0)
+    slots = jnp.asarray([3, 16, -1, 79, 17, 200, 0], jnp.int32)
+    found = np.asarray(pallas_kernels.write_kv(pool, k, v, slots, layer=1, implementation=implementation))
+    expected = np.asarray(pool).copy()
+    for token, slot in enumerate(slots.tolist()):
+        if 0 <= slot < 80:
+            for place, heads in enumerate((k, v)):
+                expected[slot // 16, 1, place, :, slot % 16] = np.asarray(layout.stored(heads[token]))
+    np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(KV_DTYPES)), st.integers(0, 99))
+def test_what_is_loaded_is_near_what_was_stored(dtype, seed):
+    rng = np.random.default_rng(seed)
+    heads = rng.standard_normal((3, 2, 32)).astype(np.float32) * np.float32(10 ** rng.uniform(-3, 2))
+    layout = KVLayout(dtype, 32)
+    rows = layout.stored(jnp.asarray(heads))
+    assert rows.shape == (3, 2, layout.width)
+    found = np.asarray(layout.loaded(rows))
+    largest = np.abs(heads).max(axis=-1, keepdims=True)
+    if dtype == "int8":
+        assert (np.abs(found - heads) <= largest / 127 * 0.5001).all()
+    else:  # half of a step, which is of the smallest normal number where a number is smaller
+        kind = jnp.finfo(layout.array_dtype)
+        step = float(kind.eps) * np.maximum(np.abs(heads), float(kind.smallest_normal))
+        assert (np.abs(found - heads) <= step / 2 * 1.01).all()
+    again = layout.stored(jnp.asarray(found))
+    np.testing.assert_allclose(np.asarray(layout.loaded(again)), found, rtol=1e-6)
+
+
+def test_int8_takes_at_most_0_52_of_bfloat16s_bytes():
+    config = dataclasses.replace(config_from_dict(read_hf_config(demo_model_path())), head_dim=128)
+    blocks = {dtype: memory.block_bytes(config, 16, dtype) for dtype in KV_DTYPES}
+    assert blocks["int8"] <= 0.52 * blocks["bfloat16"]
+    assert blocks["fp8_e4m3"] * 2 == blocks["bfloat16"] == blocks["float32"] // 2
+    shape = model_shape("llama-3-8b", "bfloat16")
+    narrow = dataclasses.replace(shape, kv_dtype="int8")
+    assert narrow.kv_bytes_per_token / shape.kv_bytes_per_token == (128 + 4) / 256
+    assert narrow.weight_bytes == shape.weight_bytes
+
+
+# Engines
+
+
+SMALL = {
+    "num_gpu_blocks_override": 128,
+    "num_host_blocks": 64,
+    "prefill_buckets": [16, 48],
+    "num_scheduler_steps": 4,
+}
+PROMPTS = ["import os\n\ndef ", "class Reader:\n    def __init__(self", "def add(a, b):\n", "for i in range("]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+COMBINATIONS = [
+    {"kv_cache_dtype": "bfloat16"},
+    {"kv_cache_dtype": "int8"},
+    {"kv_cache_dtype": "int8", "quantization": "int8"},
+    {"kv_cache_dtype": "bfloat16", "quantization": "int4_weight"},
+]
+LEAD = 0.2
+"""Logits by which the best token leads where another order of sums, rounded again, cannot change it."""
+
+
+class Action:
+    """All are swapped out, or all are computed again."""
+
+    def __init__(self, swaps):
+        self.swaps = swaps
+
+    def choose(self, victim, state, now):
+        num_blocks = -(-victim.num_computed_tokens // state.block_size)
+        if self.swaps and 0 < num_blocks <= state.num_host_free:
+            return Decision(PreemptionAction.SWAP)
+        return Decision(PreemptionAction.RECOMPUTE)
+
+
+class Resume:
+    def choose(self, request, num_tokens, state, now):
+        return ResumeDecision(ResumeAction.AT_ONCE)
+
+
+def answers(llm, script, swaps):
+    numbers = itertools.cycle([*script, 7])
+    policy = Scripted(script=numbers, action=Action(swaps), resume=Resume())
+    engine = Engine(
+        llm.executor,
+        Scheduler(llm.engine.scheduler.config, policy),
+        vocab_size=llm.model_config.vocab_size,
+        tokenizer=llm.tokenizer,
+        eos_token_ids=frozenset(),
+    )
+    for place, prompt in enumerate(PROMPTS):
+        engine.add_request(str(place), prompt, GREEDY)
+    found = {}
+    while engine.has_unfinished_requests:
+        found |= {int(output.request_id): output for output in engine.step()}
+        engine.scheduler.check()
+    return [found[place] for place in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS, ids=lambda one: "-".join(one.values()))
+def llm(request):
+    with make_llm(demo_model_path(), skip_tokenizer_init=False, **SMALL, **request.param) as made:
+        yield made
+
+
+def lead(output, place):
+    """Of the best token over the second, at a place."""
+    first, second = sorted((one.logprob for one in output.outputs[0].logprobs[place].values()), reverse=True)[
+        :2
+    ]
+    return first - second
+
+
+def test_what_was_swapped_is_the_same_and_what_was_computed_again_is_near(llm):
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
+    num_preemptions = 0
+
+    @settings(max_examples=8, deadline=None)
+    @given(st.lists(st.integers(0, 59), min_size=5, max_size=40), st.booleans())
+    def check(script, swaps):
+        nonlocal num_preemptions
+        for output, expected in zip(answers(llm, script, swaps), alone, strict=True):
+            num_preemptions += output.metrics.num_preemptions
+            mine, theirs = output.outputs[0].token_ids, expected.outputs[0].token_ids
+            parted = next(
+                (i for i, pair in enumerate(zip(mine, theirs, strict=True)) if len(set(pair)) > 1), None
+            )
+            is_exact = swaps or output.metrics.num_preemptions == 0
+            assert parted is None or (not is_exact and lead(expected, parted) < LEAD)
+
+    check()
+    assert num_preemptions > 10
+
+
+def test_files_are_of_one_layout(tmp_path):
+    prompt = "import os\n" * 20
+    options = {
+        **SMALL,
+        "skip_tokenizer_init": False,
+        "prefix_cache_dir": tmp_path,
+        "enable_prefix_caching": True,
+    }
+    outputs = []
+    for kv_cache_dtype, is_found in (("int8", False), ("int8", True), ("bfloat16", False), ("auto", False)):
+        with make_llm(demo_model_path(), kv_cache_dtype=kv_cache_dtype, **options) as llm:
+            output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+        assert (output.num_cached_tokens > 0) == is_found
+        outputs.append(output.outputs[0].token_ids)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_prefixes_that_are_shared_change_nothing(quantization):
+    options = {**SMALL, "skip_tokenizer_init": False, "kv_cache_dtype": "int8", "quantization": quantization}
+    options["enable_prefix_caching"] = True
+    prompts = ["import os\n" * 12 + end for end in ("def ", "class ")]
+    with make_llm(demo_model_path(), **options) as llm:
+        first = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts]
+    assert first[1].num_cached_tokens > 0
+    with make_llm(demo_model_path(), **{**options, "enable_prefix_caching": False}) as llm:
+        second = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts]
+    assert [one.outputs[0].token_ids for one in first] == [one.outputs[0].token_ids for one in second]
+
+
+def test_fp8_runs_on_xlas_attention():
+    with make_llm(demo_model_path(), skip_tokenizer_init=False, kv_cache_dtype="fp8_e4m3", **SMALL) as llm:
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        assert llm.executor._state.pool.dtype == jnp.float8_e4m3fn
+        assert {one.implementation for one in llm.executor.compile_report()} == {"xla"}
+        assert {one.fallback for one in llm.executor.compile_report()} == {
+            "not native: it has no KV of fp8_e4m3"
+        }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' is not supported"),
+        (
+            {"kv_cache_dtype": "fp8_e4m3", "attention_implementation": "native"},
+            "it has no KV of fp8_e4m3; use 'xla'",
+        ),
+        (
+            {"kv_cache_dtype": "int8", "attention_implementation": "fastest"},
+            "what is measured has KV of float32",
+        ),
+    ],
+)
+def test_what_there_is_not_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(**options)
+
+
+def test_gpus_whose_programs_would_abort_are_refused(monkeypatch):
+    from jaxllm.engine import sizing
+
+    device = type("Device", (), {"compute_capability": "8.0", "platform": "gpu"})()
+    model = type("Model", (), {"kv_dtype": "fp8_e4m3", "device": device, "dtype": "bfloat16"})()
+    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9, and this is 8\.0"):
+        sizing._check_kv_dtype("xla", model)
+    device.compute_capability = "8.9"
+    sizing._check_kv_dtype("xla", model)
+
+
+def test_profiles_of_before_are_of_the_models_dtype():
+    fields = dataclasses.asdict(model_shape("llama-3-8b", "float16"))
+    assert fields.pop("kv_dtype") == "float16"
+    assert json.loads(json.dumps(fields)) == fields
+    assert jax.tree.structure(fields)

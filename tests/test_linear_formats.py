@@ -1,0 +1,316 @@
+"""Weights in formats of their own: their arithmetic, their native products, and engines that hold them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import llvmlite.binding as llvm
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from variants import golden_checkpoint
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.errors import ConfigError
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.loading.load import load_params
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
+from jaxllm.models.linear_weights import CODES, Coded, Int8, Panels, Weight, stacked
+from jaxllm.models.registry import abstract_params, linear_weights, weight_bytes
+from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.native import machine_code
+from jaxllm.pallas_kernels.native.shape import LinearShape
+
+INT8 = QUANTIZATIONS["int8"]
+INT8_HERE = dataclasses.replace(INT8, is_native=True)
+FEATURES = llvm.get_host_cpu_features()
+DOTS = {"vnni512": ("avx512vnni",), "vnni256": ("avx512vnni", "avx512vl"), "pairs": ("avx2",), "": ()}
+SHAPES = [
+    pytest.param(
+        LinearShape(*tile, "int8", dot),
+        marks=pytest.mark.skipif(
+            not all(map(FEATURES.get, needed)), reason="this processor has no such instructions"
+        ),
+    )
+    for dot, needed in DOTS.items()
+    for tile in ((13, 2), (6, 1))
+    if (dot == "vnni512") == (tile == (13, 2)) or not dot
+]
+
+
+def rounded(x):
+    """Rows as integers and their units, by the formula."""
+    units = np.maximum(np.abs(x).max(axis=1), np.float32(1e-10)) * np.float32(1 / 127)
+    return np.rint(x / units[:, None]).astype(np.int64), units
+
+
+def oracle(x, weight, bias):
+    """What int8 products are, in the order in which float32 is rounded; the sums are exact."""
+    (codes, units), (of_weight, scales) = rounded(x), rounded(weight)
+    exact = (codes @ of_weight.T).astype(np.float32)
+    return exact * units[:, None] * scales + bias
+
+
+def random(seed, num_rows, in_features, out_features):
+    rng = np.random.default_rng(seed)
+    sizes = (num_rows, in_features), (out_features, in_features), (out_features,)
+    x, weight, bias = (rng.standard_normal(size).astype(np.float32) for size in sizes)
+    return x * np.exp(rng.normal(size=(num_rows, 1))).astype(np.float32), weight, bias
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_products_are_exact_with_every_instruction(shape, monkeypatch):
+    monkeypatch.setattr(machine_code, "linear_shape", lambda numbers: shape)
+    for seed, sizes in enumerate(((1, 16, 33), (7, 512, 32), (30, 2064, 70), (200, 48, 31))):
+        x, weight, bias = random(seed, *sizes)
+        if seed == 1:
+            x[:] = 0
+        if seed == 2:  # the largest sums there are
+            x, weight = np.sign(x), np.sign(weight)
+        made = INT8_HERE.make(jnp.asarray(weight))
+        assert made.is_native
+        found = np.asarray(made.multiply(jnp.asarray(x), bias=jnp.asarray(bias)))
+        np.testing.assert_allclose(found, oracle(x, weight, bias), rtol=2e-6, atol=1e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 100), st.booleans(), st.integers(0, 9))
+def test_int8_products_are_the_same_here_and_everywhere(num_rows, sixteenths, out_features, relu, seed):
+    x, weight, bias = random(seed, num_rows, 16 * sixteenths, out_features)
+    everywhere = INT8.make(jnp.asarray(weight))
+    here = INT8_HERE.make(jnp.asarray(weight))
+    arguments = {"bias": jnp.asarray(bias), "relu": relu}
+    expected = oracle(x, weight, bias)
+    expected = np.maximum(expected, 0) if relu else expected
+    for one in (everywhere, here):
+        assert one.shape == weight.shape
+        np.testing.assert_allclose(one.multiply(jnp.asarray(x), **arguments), expected, rtol=2e-6, atol=1e-5)
+    ids = jnp.asarray(np.random.default_rng(seed).integers(0, out_features, 9))
+    np.testing.assert_array_equal(here.rows(ids), everywhere.rows(ids))
+    back = here.portable()
+    np.testing.assert_array_equal(back.codes, everywhere.codes)
+    np.testing.assert_array_equal(back.scales, everywhere.scales)
+
+
+def test_a_matrix_is_within_half_a_step_of_what_it_was():
+    _, weight, _ = random(0, 1, 64, 40)
+    made = Int8.quantised(jnp.asarray(weight))
+    assert (np.abs(made.rows(jnp.arange(40)) - weight) <= np.asarray(made.scales)[:, None] / 2 + 1e-7).all()
+    assert np.abs(made.codes).max() == 127
+
+
+def test_rows_that_are_not_finite_stay_that():
+    x, weight, _ = random(0, 4, 64, 40)
+    x[1, 3], x[2, 5] = np.nan, np.inf
+    for is_native in (False, True):
+        found = np.asarray(
+            dataclasses.replace(INT8, is_native=is_native).make(jnp.asarray(weight)).multiply(jnp.asarray(x))
+        )
+        assert not np.isfinite(found[1:3]).any()
+        assert np.isfinite(found[[0, 3]]).all()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 13, 40])
+def test_only_rows_in_use_are_computed(num_rows):
+    x, weight, bias = random(0, 40, 96, 70)
+    made = INT8_HERE.make(jnp.asarray(weight))
+    some = np.asarray(made.multiply(jnp.asarray(x), jnp.int32(num_rows), bias=jnp.asarray(bias)))
+    np.testing.assert_allclose(some[:num_rows], oracle(x, weight, bias)[:num_rows], rtol=2e-6, atol=1e-5)
+
+
+def test_sizes_that_kernels_do_not_take_are_multiplied_by_xla():
+    x, weight, bias = random(0, 5, 20, 33)
+    made = INT8_HERE.make(jnp.asarray(weight))
+    assert not made.is_native
+    found = jax.jit(lambda x: made.multiply(x, bias=jnp.asarray(bias)))(jnp.asarray(x))
+    np.testing.assert_allclose(found, oracle(x, weight, bias), rtol=2e-6, atol=1e-5)
+
+
+KINDS = [
+    LinearFormat(),
+    *QUANTIZATIONS.values(),
+    LinearFormat("fp4", 16),
+    LinearFormat("e5m2", 32, "fp8"),
+    LinearFormat("int4", 64, has_offsets=True, is_ordered=True),
+    LinearFormat("int8", 0, "int8_static"),
+    LinearFormat(parts=((16, LinearFormat()), (24, LinearFormat("int4", 64)))),
+]
+
+
+@pytest.mark.parametrize("held", KINDS, ids=lambda held: held.name or "plain")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_structures_are_those_of_what_is_made(held, dtype, is_native):
+    held = dataclasses.replace(held, is_native=is_native)
+    weight = jnp.asarray(random(0, 1, 128, 40)[1], dtype)
+    made, struct = held.make(weight), held.struct(jax.ShapeDtypeStruct(weight.shape, weight.dtype))
+    assert jax.tree.structure(made) == jax.tree.structure(struct)
+    for array, one in zip(jax.tree.leaves(made), jax.tree.leaves(struct), strict=True):
+        assert (array.shape, array.dtype) == (one.shape, one.dtype)
+    if isinstance(made, Weight):
+        assert (tuple(made.shape), made.dtype) == (weight.shape, dtype)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([one for one in KINDS if one.kind and one.rounds != "int8"]),
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.integers(1, 80),
+    st.booleans(),
+    st.integers(0, 9),
+)
+def test_products_of_codes_are_those_of_their_numbers(held, num_rows, width, out_features, relu, seed):
+    x, weight, bias = random(seed, num_rows, 128 * width, out_features)
+    made = held.make(jnp.asarray(weight))
+    if made.order is not None:
+        made = dataclasses.replace(
+            made, order=jnp.asarray(np.random.default_rng(seed).permutation(128 * width))
+        )
+    if made.offsets is not None:
+        made = dataclasses.replace(made, offsets=-3 * made.scales)
+    here = made.for_cpu()
+    assert here.is_native
+    back, ids = here.portable(), jnp.arange(out_features)
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(back), strict=True):
+        np.testing.assert_array_equal(one, other)
+    numbers = np.asarray(made.rows(ids), np.float64)
+    np.testing.assert_allclose(here.rows(ids), numbers, rtol=1e-6)
+    expected = np.asarray(rounded_inputs(x, made), np.float64) @ numbers.T + bias
+    expected = np.maximum(expected, 0) if relu else expected
+    size = np.abs(x).max(axis=1, keepdims=True)
+    for one in (made, here):
+        found = np.asarray(one.multiply(jnp.asarray(x), bias=jnp.asarray(bias), relu=relu))
+        np.testing.assert_allclose(found / size, expected / size, atol=2e-5 * np.sqrt(128 * width))
+
+
+def rounded_inputs(x, made):
+    """By the formulas."""
+    if made.rounds == "int8_static":
+        return np.clip(np.rint(x) + 1, -128, 127) - 1
+    if not made.rounds:
+        return x
+    units = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(1e-10)) / np.float32(448)
+    return np.clip(x / units, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * units
+
+
+def test_every_code_stands_for_what_its_format_says():
+    """All codes there are, against ml_dtypes and the definition of the others."""
+    every = np.arange(256, dtype=np.uint8)
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    halves = np.stack([every & 15, every >> 4], 1).ravel()
+    expected = {
+        "int8": every.view(np.int8).astype(np.float32),
+        "e4m3": every.view(ml_dtypes.float8_e4m3fn).astype(np.float32),
+        "e5m2": every.view(ml_dtypes.float8_e5m2).astype(np.float32),
+        "int4": halves.astype(np.float32) - 8,
+        "fp4": np.where(halves & 8, -1, 1) * e2m1[halves & 7],
+    }
+    for kind, numbers in expected.items():
+        codes = every.view(np.dtype(CODES[kind]))
+        made = Coded(
+            jnp.asarray(codes[:, None].repeat(2, 1)),
+            jnp.ones((256, 1)),
+            None,
+            None,
+            None,
+            kind,
+            "",
+            "float32",
+        )
+        for one in (made, made.for_cpu()):
+            rows = np.asarray(one.rows(jnp.arange(256)))
+            repeated = numbers.reshape(256, -1)
+            np.testing.assert_array_equal(rows[:, : repeated.shape[1]], repeated)
+        unit = jnp.eye(2)[:1]
+        finite = np.isfinite(numbers.reshape(256, -1)[:, 0])
+        products = np.asarray(made.for_cpu().multiply(unit))[0]
+        np.testing.assert_array_equal(products[finite], numbers.reshape(256, -1)[finite, 0])
+
+
+@pytest.mark.parametrize(("name", "steps"), [("int8_weight", 1), ("int4_weight", 1), ("fp8", 32)])
+def test_numbers_are_rounded_to_the_nearest_code(name, steps):
+    _, weight, _ = random(0, 1, 256, 40)
+    made = QUANTIZATIONS[name].make(jnp.asarray(weight))
+    off = np.abs(np.asarray(made.rows(jnp.arange(40))) - weight).reshape(40, made.scales.shape[1], -1)
+    assert (off <= np.asarray(made.scales)[:, :, None] * steps * 0.501).all()
+
+
+def test_weights_above_one_another_are_those_of_fused_layers():
+    first, second = (Int8.quantised(jnp.asarray(random(seed, 1, 32, 8)[1])) for seed in (0, 1))
+    both = stacked([first, second])
+    assert both.shape == (16, 32)
+    np.testing.assert_array_equal(both.rows(jnp.arange(8, 16)), second.rows(jnp.arange(8)))
+
+
+# Engines
+
+
+OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [32]}
+PROMPTS = [[5, 6, 7, 8, 9], [100, 3, 17] * 8, list(range(40, 60))]
+
+
+def tokens_of(llm):
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    return [one.outputs[0].token_ids for one in outputs]
+
+
+@pytest.mark.parametrize("quantization", ["int4_weight", "fp8"])
+def test_an_engine_holds_codes_of_any_kind(quantization):
+    with LLM(golden_checkpoint("llama_gqa"), quantization=quantization, **OPTIONS) as llm:
+        native_tokens = tokens_of(llm)
+    xla = {"attention_implementation": "xla", "quantization": quantization}
+    with LLM(golden_checkpoint("llama_gqa"), **xla, **OPTIONS) as llm:
+        assert tokens_of(llm) == native_tokens
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "opt_pre_norm"])
+def test_an_engine_in_int8_has_the_tokens_of_its_rounded_weights(name):
+    with LLM(golden_checkpoint(name), quantization="int8", **OPTIONS) as llm:
+        native_tokens = tokens_of(llm)
+        formats = llm.executor.config.formats
+    assert formats.default == INT8
+    with LLM(golden_checkpoint(name), quantization="int8", attention_implementation="xla", **OPTIONS) as llm:
+        assert tokens_of(llm) == native_tokens
+
+
+def test_all_products_of_an_engine_are_those_it_was_asked_for():
+    with LLM(golden_checkpoint("llama_gqa"), quantization="int8", quantize_lm_head=False, **OPTIONS) as llm:
+        params, config = llm.executor._params, llm.model_config
+        kinds = {name: type(params[name]) for name in linear_weights(config)}
+    head = kinds.pop("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")
+    assert {kind.__name__ for kind in kinds.values()} <= {"Int8Panels", "Int8"}
+    assert head in (Panels, jax.Array) or "Array" in head.__name__
+
+
+def test_a_model_in_int8_takes_a_quarter_of_the_bytes():
+    config = config_from_dict(read_hf_config(demo_model_path()))
+    whole, quantised = (weight_bytes(config, "float32", LinearFormats(one)) for one in (LinearFormat(), INT8))
+    assert 0.25 < quantised / whole < 0.265
+    assert abstract_params(config, "bfloat16", LinearFormats(INT8))["norm.weight"].dtype == "bfloat16"
+
+
+def test_other_weights_come_in_the_same_format():
+    with LLM(golden_checkpoint("llama_gqa"), quantization="int8", **OPTIONS) as llm:
+        before = tokens_of(llm)
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert tokens_of(llm) == before
+        llm.update_weights(load_params(golden_checkpoint("llama_gqa"), llm.model_config))
+        assert tokens_of(llm) == before
+
+
+def test_what_contradicts_itself_is_refused():
+    with pytest.raises(ConfigError, match="quantize_lm_head=False leaves the output head out"):
+        LLM(golden_checkpoint("llama_gqa"), quantize_lm_head=False)
+    with pytest.raises(ConfigError, match="quantization='int9' is not supported"):
+        LLM(golden_checkpoint("llama_gqa"), quantization="int9")
+
+
+def test_native_panels_are_as_wide_as_they_say():
+    panels, sums = native.pack_codes(jnp.ones((33, 16), jnp.int8))
+    assert panels.shape == (2, 4, 32, 4)
+    assert sums.tolist() == [128 * 16] * 33 + [0] * 31
