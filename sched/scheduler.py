@@ -270,7 +270,8 @@ class Scheduler:
                 state.join(next(iter(state.loading.values())))
             if self.speculation is not None:
                 plan.drafts = self.speculation.draft(plan, state)
-                max_decode_steps = self.speculation.max_decode_steps(max_decode_steps)
+                num_running = len(state.running)
+                max_decode_steps = self.speculation.max_decode_steps(max_decode_steps, num_running)
         except UserCodeError as error:
             name_asker(error)
             raise

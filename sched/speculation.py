@@ -17,7 +17,7 @@ from jaxllm.types import Request, SchedulerOutput
 
 _FORGETS = 0.9
 _PRIOR_TRIALS = 2.0
-_RATE = 0.05
+_RATE = 0.2
 _Drafts = list[tuple[Request, Sequence[int]]]
 
 
@@ -145,8 +145,10 @@ class Speculation:
         self.policy.asked(time.perf_counter() - began, is_fruitful=bool(drafts))
         return drafts
 
-    def max_decode_steps(self, limit: int) -> int:
+    def max_decode_steps(self, limit: int, num_running: int) -> int:
         """How many iterations may go by before anybody is asked again: half those that one proposal takes."""
+        if not self.policy.is_worth_asking(num_running):
+            return limit
         return max(1, min(limit, int(0.5 / max(self._num_fruitful, 1e-6))))
 
     def _proposal(self, request: Request, num_tokens: int) -> Sequence[int]:
@@ -211,25 +213,26 @@ class Speculation:
         verified = [chunk for chunk in scheduled.prefill if chunk.drafts]
         work = VerifyingWork(len(scheduled.decode) + len(verified), len(verified), scheduled.num_drafts)
         follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
+        num_kept = sum([max(0, chunk.request.num_known_tokens - chunk.start - 2) for chunk in verified])
         seconds = None
         if follows and not scheduled.has_copies and len(verified) == len(scheduled.prefill):
-            seconds = (now - began) / scheduled.num_decode_steps
+            seconds = now - began
         if verified and self._ledger is not None:
-            self._ledger.verified(self._record(scheduled, work, now, seconds))
+            self._ledger.verified(self._record(scheduled.step_id, work, num_kept, now, seconds))
         if seconds is not None:
-            self.policy.observe(work, seconds)
+            num_steps = scheduled.num_decode_steps
+            self.policy.observe(work, num_steps, work.num_decodes * num_steps + num_kept, seconds)
 
     def _record(
-        self, scheduled: SchedulerOutput, work: VerifyingWork, now: float, seconds: float | None
+        self, step_id: int, work: VerifyingWork, num_kept: int, now: float, seconds: float | None
     ) -> VerificationRecord:
-        known = [(chunk, chunk.request.num_known_tokens) for chunk in scheduled.prefill if chunk.drafts]
         return VerificationRecord(
-            step_id=scheduled.step_id,
+            step_id=step_id,
             time=now,
             num_decodes=work.num_decodes,
             num_verified=work.num_verified,
             num_drafted=work.num_drafts,
-            num_kept=sum([max(0, num_tokens - chunk.start - 2) for chunk, num_tokens in known]),
+            num_kept=num_kept,
             expected_kept=self._expected_kept,
             predicted_seconds=self.policy.predicted(work),
             plain_seconds=self.policy.predicted(VerifyingWork(work.num_decodes)),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from jaxllm.predictors.base import CostModel
+from jaxllm.sched.policies.regimes import Regime
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,8 +61,11 @@ class SpeculationPolicy(Protocol):
         """Note that proposals were asked for, how long that took, and whether any is to be verified."""
         ...
 
-    def observe(self, work: VerifyingWork, seconds: float) -> None:
-        """Take what an iteration without prompts took, from the end of the one before it to its own."""
+    def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
+        """Take what iterations without prompts took, from the end of those before them to their own.
+
+        There were `num_steps` of them, which got `num_tokens` tokens.
+        """
         ...
 
     def predicted(self, work: VerifyingWork) -> float | None:
@@ -85,7 +89,7 @@ class AsProposed:
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """Of no interest."""
 
-    def observe(self, work: VerifyingWork, seconds: float) -> None:
+    def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
         """Of no interest."""
 
     def predicted(self, work: VerifyingWork) -> float | None:
@@ -121,6 +125,9 @@ class ByCost:
     did not pay so far they are tried again once in a while. What asking costs is bounded, too: while nothing
     comes of it, it may take `share` of the time.
 
+    Host and device work in turns while tokens are drafted, and side by side otherwise. No sum of parts tells
+    what that is worth: for each size of batch tokens a second are measured with and without them (`Regime`).
+
     Args:
         costs: predicts seconds of iterations.
         share: see above.
@@ -142,11 +149,15 @@ class ByCost:
         self._predicted: dict[VerifyingWork, float] = {}
         self._num_observed = 0
         self._asking = self._running = 0.0
+        self._regimes: dict[int, Regime] = {}  # by size of the batch, two to an octave
         self._context = 0
 
     def is_worth_asking(self, num_running: int) -> bool:
-        """While it costs next to nothing, or something came of it last time."""
-        return self._asking <= self._share * self._running
+        """Where drafts have paid, while it costs next to nothing or something came of it last time."""
+        return self._regime(num_running).is_with and self._asking <= self._share * self._running
+
+    def _regime(self, num_decodes: int) -> Regime:
+        return self._regimes.setdefault(round(2 * math.log2(max(1, num_decodes))), Regime())
 
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """See `SpeculationPolicy`."""
@@ -156,9 +167,11 @@ class ByCost:
         """See `SpeculationPolicy`."""
         return self.seconds(work) if any(self._ratios) else None
 
-    def observe(self, work: VerifyingWork, seconds: float) -> None:
+    def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
         """See `SpeculationPolicy`."""
+        self._regime(work.num_decodes).observe(num_tokens / work.num_decodes, seconds)
         self._running += seconds
+        seconds /= num_steps
         if self._running > 100 * seconds:
             self._running, self._asking = self._running / 2, self._asking / 2
         self._num_observed += 1
