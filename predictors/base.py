@@ -218,7 +218,6 @@ class ModelShape:
         kv_dtype = self.dtype if self.kv_dtype == "auto" else self.kv_dtype
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"ModelShape.kv_dtype={shown(kv_dtype)} must be one of {', '.join(KV_DTYPES)}")
-        object.__setattr__(self, "kv_dtype", kv_dtype)
 
     @property
     def itemsize(self) -> int:
@@ -263,7 +262,8 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * kv_row_bytes(self.kv_dtype, self.head_dim)
+        kv_dtype = self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+        return 2 * self.num_layers * self.num_kv_heads * kv_row_bytes(kv_dtype, self.head_dim)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block of `block_size` tokens over all layers (AdaptiveLLM, Eq. 3)."""

@@ -123,9 +123,9 @@ def test_invalid_workloads(prompts, max_tokens):
 
 def test_registry():
     assert list(BACKENDS) == [
-        *("jaxllm", "jaxllm-other"),
+        *("jaxllm", "jaxllm-other", "jaxllm-int8"),
         *("transformers", "transformers-cb"),
-        *("vllm", "openvino", "ctranslate2", "easydel", "tunix"),
+        *("vllm", "openvino", "openvino-int8", "ctranslate2", "easydel", "tunix"),
     ]
     assert all(backend.worker.is_file() for backend in BACKENDS.values())
     assert [backend.name for backend in get_backends("vllm, jaxllm")] == ["vllm", "jaxllm"]

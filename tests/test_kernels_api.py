@@ -72,7 +72,7 @@ def test_valid_arguments(op, arguments, expected):
         ({"pool": POOL[:, :, :1]}, "pool has shape .*num_blocks"),
         ({"pool": POOL[0]}, "pool has shape .*num_blocks"),
         ({"pool": POOL[:0]}, "at least 1"),
-        ({"pool": POOL.astype(jnp.int8)}, "pool is int8: cast it to one of float32"),
+        ({"pool": POOL.astype(jnp.int32)}, "pool is int32: make it one of float32"),
         ({"layer": 2}, "layer is 2: expected 0 <= layer < 2"),
         ({"layer": -1}, "layer is -1"),
         ({"q": jnp.zeros((3, 3, 8))}, "q has 3 heads: expected a multiple of the pool's 2"),

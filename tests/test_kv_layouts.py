@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -279,8 +277,10 @@ def test_gpus_whose_programs_would_abort_are_refused(monkeypatch):
     sizing._check_kv_dtype("xla", model)
 
 
-def test_profiles_of_before_are_of_the_models_dtype():
-    fields = dataclasses.asdict(model_shape("llama-3-8b", "float16"))
-    assert fields.pop("kv_dtype") == "float16"
-    assert json.loads(json.dumps(fields)) == fields
-    assert jax.tree.structure(fields)
+def test_a_shape_of_another_dtype_has_kv_of_that():
+    shape = model_shape("llama-3-8b", "float16")
+    assert dataclasses.replace(shape, dtype="float32").kv_bytes_per_token == 2 * shape.kv_bytes_per_token
+    narrow = dataclasses.replace(shape, kv_dtype="int8")
+    assert dataclasses.replace(narrow, dtype="float32").kv_bytes_per_token == narrow.kv_bytes_per_token
+    with pytest.raises(ConfigError, match="kv_dtype='int3' must be one of"):
+        dataclasses.replace(shape, kv_dtype="int3")

@@ -257,7 +257,7 @@ def test_errors_name_flags(message, said):
     ("options", "message"),
     [
         (["-tp", "2"], "--tensor-parallel-size 2 is not supported: the engine runs on one device"),
-        (["--quantization", "awq"], "--quantization 'awq' is not supported"),
+        (["--quantization", "awq"], "--quantization 'awq' is how a checkpoint says that it is quantised"),
         (["--enable-lora"], "--enable-lora is not supported: there are no LoRA adapters; merge them"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0 must be an integer from 1"),
         (["--max-model-len", "99999"], "pass --max-model-len of at most 1024"),

@@ -11,6 +11,7 @@ import pytest
 from jaxllm import functional
 from jaxllm.errors import ConfigError, UnsupportedModelError
 from jaxllm.models.config import config_from_dict
+from jaxllm.models.registry import abstract_params
 from jaxllm.models.rope import RopeConfig, rope_table
 from jaxllm.pallas_kernels.heads import apply_rope
 
@@ -118,8 +119,16 @@ def test_frequencies_of_a_length_ask_for_it_in_one_program():
     scaling = {"type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [2, 2, 2, 2], "factor": 2.0}
     config = config_from_dict({**LLAMA, "rope_scaling": scaling})
     tokens = jnp.zeros((1, 4), jnp.int32)
+    params = dict.fromkeys(abstract_params(config, "float32"), tokens)
     with pytest.raises(ValueError, match=r"'longrope' needs the longest sequence.*with_max_model_len\(8\)"):
-        functional.generate({"w": tokens}, config, tokens, jnp.full(1, 4), 4, jax.random.key(0))
+        functional.generate(
+            dict.fromkeys(abstract_params(config, "float32"), tokens),
+            config,
+            tokens,
+            jnp.full(1, 4),
+            4,
+            jax.random.key(0),
+        )
 
 
 def test_yarn_lengths_and_attention_factors():

@@ -11,6 +11,7 @@ from jaxllm.errors import ConfigError, shown
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.load import LOAD_FORMATS
 from jaxllm.models.linear_formats import QUANTIZATIONS
+from jaxllm.models.quantisation import METHODS
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.own import check_costs
 from jaxllm.sched.policies import SchedulingPolicy
@@ -54,6 +55,16 @@ def _overrides(name: str, value: object) -> object:
 def _implementation(name: str, value: object) -> object:
     if ":" not in str(value):
         check_choice(name, value, ATTENTION_IMPLEMENTATIONS)
+    return value
+
+
+def _quantization(name: str, value: object) -> object:
+    if isinstance(value, str) and value in METHODS and value not in QUANTIZATIONS:
+        raise ConfigError(
+            f"{name}={shown(value)} is how a checkpoint says that it is quantised, and needs no option: leave "
+            "it out"
+        )
+    check_choice(name, value, tuple(QUANTIZATIONS))
     return value
 
 
@@ -166,7 +177,7 @@ class EngineConfig:
     download_dir: str | os.PathLike[str] | None = option(None)
     skip_tokenizer_init: bool = option(False, flag=None)
     dtype: str = option("auto", choices=("auto", *DTYPES), check=dtype_or_auto)
-    quantization: str | None = option(None, choices=tuple(QUANTIZATIONS))
+    quantization: str | None = option(None, names=tuple(QUANTIZATIONS), check=_quantization)
     quantize_lm_head: bool = option(True)
     kv_cache_dtype: str = option("auto", choices=("auto", *KV_DTYPES))
     load_format: str = option("auto", choices=LOAD_FORMATS)

@@ -55,7 +55,7 @@ def shape_of(
         gated_mlp=ARCHITECTURES[config.architecture].has_gated_mlp,
         tie_word_embeddings=config.tie_word_embeddings,
         dtype=dtype,
-        kv_dtype=kv_dtype,
+        kv_dtype="auto" if kv_dtype == dtype else kv_dtype,
     )
 
 

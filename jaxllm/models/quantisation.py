@@ -102,14 +102,14 @@ def read_quantisation(config: Any) -> Quantisation:
     method = config.get("quant_method")
     if method == "compressed_tensors":
         method = "compressed-tensors"
-    if not isinstance(method, str) or method not in _METHODS:
-        hint = did_you_mean(method, _METHODS) if isinstance(method, str) else ""
+    if not isinstance(method, str) or method not in METHODS:
+        hint = did_you_mean(method, METHODS) if isinstance(method, str) else ""
         raise UnsupportedModelError(
-            f"config.json: weights are quantised by {shown(method)}, and {', '.join(_METHODS)} are read; "
+            f"config.json: weights are quantised by {shown(method)}, and {', '.join(METHODS)} are read; "
             f"{hint}take a checkpoint of one of these or in 16 bits, or make one where transformers can: "
             "AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other)"
         )
-    return _METHODS[method](config)
+    return METHODS[method](config)
 
 
 def _refuse(config: Mapping[str, Any], what: str) -> UnsupportedModelError:
@@ -282,7 +282,7 @@ _TORCHAO = {
     "Float8DynamicActivationFloat8WeightConfig": "fp8",
 }
 """Kinds, and how they round activations (`linear_weights.ROUNDS`)."""
-_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation]] = {
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
@@ -290,3 +290,4 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "awq": _of_awq,
     "torchao": _torchao,
 }
+"""What reads a `quantization_config`, by its `quant_method`."""
