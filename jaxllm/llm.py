@@ -341,10 +341,16 @@ class LLM:
             **others: as in `generate`.
 
         Raises:
+            ConfigError: the engine drafts tokens.
             RequestError, SamplingParamsError: an input is invalid; nothing was run.
             EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
         """
         check_call_arguments(others, LLM.beam_search)
+        if self.config.speculative_config is not None:
+            raise ConfigError(
+                "speculative_config drafts tokens after others, and beam_search takes one token at a time: "
+                "make an LLM without speculative_config"
+            )
         if not isinstance(params, BeamSearchParams):
             raise SamplingParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
         items, ends = _as_prompts(prompts), self.engine.eos_token_ids

@@ -355,6 +355,9 @@ class PrefillChunk:
     `is_last` marks the chunk that ends at the request's current length: its last row is sampled.
     `is_first` marks the one with which the request takes its slot; the KV of tokens before it, if there are
     any, is in the request's blocks. `num_recomputed` of its tokens repeat what a preemption threw away.
+
+    A verification is a last chunk of the newest token and its `drafts`, which nobody has sampled yet: all of
+    its rows are sampled, and what follows the first that differs from its draft means nothing.
     """
 
     request: Request
@@ -363,6 +366,7 @@ class PrefillChunk:
     is_last: bool
     is_first: bool = True
     num_recomputed: int = 0
+    drafts: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -399,7 +403,8 @@ class SchedulerOutput:
     Either may be empty. `preempted` lists requests that lost their blocks in this iteration, `num_swapped` of
     them to the host. `discarded` names loads that nobody waits for any more, `dropped` pieces of host memory
     that nobody will read. `ending` are those of its requests that get their last token by length.
-    `num_context_tokens` is how many tokens those of `decode` attend to, together.
+    `num_context_tokens` is how many tokens those of `decode` attend to, together, and `num_drafts` how many
+    drafts those of `prefill` verify.
 
     Executors first let go of what is `discarded` and `dropped`; then finish the copies of `joined`, which a
     `load` of an earlier iteration started, into blocks nobody else has touched since; then read the blocks
@@ -424,6 +429,7 @@ class SchedulerOutput:
     ending: tuple[Request, ...] = ()
     num_decode_steps: int = 1
     num_context_tokens: int = 0
+    num_drafts: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -447,8 +453,14 @@ class SchedulerOutput:
 
     @property
     def sampled(self) -> list[Request]:
-        """The requests that get a token, in the order executors report them; of several steps, in each."""
-        return [*self.decode, *(chunk.request for chunk in self.prefill if chunk.is_last)]
+        """The requests that get a token, in the order executors report them; of several steps, in each.
+
+        Those that verify drafts are there once more for each.
+        """
+        last = [chunk for chunk in self.prefill if chunk.is_last]
+        if self.num_drafts:
+            last = [chunk for chunk in last for _ in range(len(chunk.drafts) + 1)]
+        return [*self.decode, *(chunk.request for chunk in last)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

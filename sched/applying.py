@@ -32,7 +32,7 @@ class Iteration:
         self._swap_out: list[Swap] = []
         self._swap_in: list[Swap] = []
         self._load: list[Swap] = []
-        self._num_steps, self._num_context_tokens = 1, 0
+        self._num_steps, self._num_context_tokens, self._num_drafts = 1, 0, 0
 
     def apply(self, plan: Plan, max_decode_steps: int) -> None:
         """Do what the plan says, in the order that it assumes."""
@@ -43,6 +43,9 @@ class Iteration:
         self._hold_copies(plan)
         for victim, fate in plan.victims:
             self.preempt(victim, fate, plan.scores)
+        for request, _ in plan.drafts:
+            state.running.leave(request)
+            state.grow(request, request.num_tokens)
         chunks = list(plan.chunks)
         for request, decision, length in plan.resuming:
             if self._take_in(request, decision) and request in state.prompts:
@@ -53,6 +56,7 @@ class Iteration:
         for request, length in plan.starting:
             if self._take_in(request, plan.fetching.get(request)) and length:
                 self._prefill.append(self._compute(request, length))
+        self._prefill += [self._verify(*drafted) for drafted in plan.drafts]
         if self._is_empty and state.prompts:  # whoever was to wait for a copy found its blocks
             self._prefill = [self._compute(state.prompts[0], state.config.max_num_batched_tokens)]
 
@@ -84,6 +88,7 @@ class Iteration:
             ending=tuple(state.ending),
             num_decode_steps=self._num_steps,
             num_context_tokens=self._num_context_tokens,
+            num_drafts=self._num_drafts,
         )
         if self._ledger is not None:
             self._ledger.step(self._record(output))
@@ -234,8 +239,24 @@ class Iteration:
                 state.activate(request)
         return PrefillChunk(request, start, length, is_last, is_first, num_recomputed)
 
+    def _verify(self, request: Request, drafts: Sequence[int]) -> PrefillChunk:
+        """Schedule a request's newest token, and as many of its drafts as there are free blocks for."""
+        state, start = self._state, request.num_tokens - 1
+        num_held = (len(request.block_ids) + state.pool.num_free) * state.pool.block_size
+        drafts = tuple(drafts[: num_held - request.num_tokens])
+        if not drafts:
+            state.prompts.append(request)
+            return self._compute(request, 1)
+        length = len(drafts) + 1
+        state.grow(request, start + length)
+        request.num_computed_tokens, request.num_tokens = start + length, start + length + 1
+        state.verifying.append(request)
+        self._num_drafts += len(drafts)
+        return PrefillChunk(request, start, length, is_last=True, is_first=False, drafts=drafts)
+
     def _record(self, output: SchedulerOutput) -> StepRecord:
         state = self._state
+        num_verified = sum([bool(chunk.drafts) for chunk in output.prefill])
         return StepRecord(
             step_id=output.step_id,
             time=self._now,
@@ -244,8 +265,8 @@ class Iteration:
             num_swapped=len(state.swapped),
             num_used_blocks=state.pool.num_used,
             num_used_host_blocks=state.host.num_blocks - state.host.num_free,
-            num_prefill_tokens=output.num_prefill_tokens,
-            num_decoded=len(output.decode) * output.num_decode_steps,
+            num_prefill_tokens=sum([chunk.length for chunk in output.prefill if not chunk.drafts]),
+            num_decoded=len(output.decode) * output.num_decode_steps + num_verified,
             num_dropped=len(output.preempted) - output.num_swapped,
             num_swapped_out=output.num_swapped,
             num_swapped_in=len(output.swap_in) + len(output.joined),

@@ -23,7 +23,7 @@ def check_invariants(state: SchedulerState, held_ids: Collection[int] = ()) -> N
     pool.check()
     host.check()
     running.check()
-    holders = [*running, *state.ending, *state.prompts, *state.aside]
+    holders = [*running, *state.ending, *state.prompts, *state.aside, *state.verifying]
     released = [r for r in live.values() if r.status is RequestStatus.RUNNING and r.slot is None]
     placed = [r.request_id for r in (*waiting, *swapped, *loading, *holders, *released)]
     _require(

@@ -123,25 +123,65 @@ class StepRecord:
     num_blocks_in: int = 0
 
 
-Record = HeaderRecord | PreemptionRecord | StepRecord | KindReport
-TABLES = ("preemptions", "steps", "predictions")
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerificationRecord:
+    """What one iteration with drafts was expected to yield, and did.
+
+    Of its `num_decodes` requests `num_verified` verified `num_drafted` drafts, of which `num_kept` were
+    right; by what became of earlier ones `expected_kept` were to be. `predicted_seconds` is what the policy
+    predicted for the iteration, and `plain_seconds` for one without drafts; None if it predicts nothing.
+    `measured_seconds` is the time from the end of the iteration before it to its own; None if it did not
+    follow that at once, or prompts or copies rode in it.
+    """
+
+    step_id: int
+    time: float
+    num_decodes: int
+    num_verified: int
+    num_drafted: int
+    num_kept: int
+    expected_kept: float
+    predicted_seconds: float | None
+    plain_seconds: float | None
+    measured_seconds: float | None
+
+    @property
+    def predicted_gain(self) -> float | None:
+        """Expected tokens a second, over those without drafts."""
+        return self._gain(self.expected_kept, self.predicted_seconds)
+
+    @property
+    def measured_gain(self) -> float | None:
+        """Tokens a second as measured, over what was predicted without drafts."""
+        return self._gain(self.num_kept, self.measured_seconds)
+
+    def _gain(self, num_kept: float, seconds: float | None) -> float | None:
+        if not (seconds and self.plain_seconds):
+            return None
+        return (self.num_decodes + num_kept) / self.num_decodes * self.plain_seconds / seconds
+
+
+Record = HeaderRecord | PreemptionRecord | StepRecord | VerificationRecord | KindReport
+TABLES = ("preemptions", "steps", "verifications", "predictions")
 """What `Ledger.columns` makes arrays of."""
 
 
 _DERIVED = ("predicted_seconds", "regret_seconds", "regret_bound_seconds")
+_GAINS = ("predicted_gain", "measured_gain")
 
 
 class Ledger:
     """Collects records in memory, or writes them to a file as lines of JSON.
 
     A preemption is written when its request ends, or an iteration after it was preempted again, or when the
-    ledger is closed; a step at once; how well costs were predicted when it is closed. Each line has a
-    `record` field, "header", "preemption", "step" or "predictions". docs/ledger.md has all fields and units.
+    ledger is closed; a step at once; a verification when the step has been read; how well costs were
+    predicted when it is closed. Each line has a `record` field, "header", "preemption", "step",
+    "verification" or "predictions". docs/ledger.md has all fields and units.
 
     `cut_line` is the number of a last line that was cut off, of a ledger that was read from a file.
 
     Args:
-        file: where to write; None keeps `preemptions` and `steps` in memory.
+        file: where to write; None keeps `preemptions`, `steps` and `verifications` in memory.
         costs: predicts what swapping and recomputing cost one after the other (`AdaptiveAction`) where the
             policy predicts nothing, and knows how well if it is an `OnlineCalibration`; None leaves that
             unknown.
@@ -157,6 +197,7 @@ class Ledger:
     ) -> None:
         self.preemptions: list[PreemptionRecord] = []
         self.steps: list[StepRecord] = []
+        self.verifications: list[VerificationRecord] = []
         self.predictions: dict[str, KindReport] = {}
         self.header: HeaderRecord | None = None
         self.cut_line: int | None = None
@@ -177,7 +218,8 @@ class Ledger:
 
         Args:
             table: "preemptions" (with `predicted_seconds`, `regret_seconds` and `regret_bound_seconds`),
-                "steps", or "predictions" (with the `kind` of each).
+                "steps", "verifications" (with `predicted_gain` and `measured_gain`), or "predictions" (with
+                the `kind` of each).
 
         Returns:
             By name integers, floats and texts. What is not known is nan or "", and integers of which some are
@@ -195,6 +237,12 @@ class Ledger:
             ]
         elif table == "steps":
             kind, rows = StepRecord, [dataclasses.asdict(one) for one in self.steps]
+        elif table == "verifications":
+            kind = VerificationRecord
+            rows = [
+                {**dataclasses.asdict(one), **{name: getattr(one, name) for name in _GAINS}}
+                for one in self.verifications
+            ]
         elif table == "predictions":
             kind = KindReport
             rows = [{"kind": name, **dataclasses.asdict(one)} for name, one in self.predictions.items()]
@@ -203,6 +251,8 @@ class Ledger:
         types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
         if kind is PreemptionRecord:
             types |= dict.fromkeys(_DERIVED, "float | None")
+        elif kind is VerificationRecord:
+            types |= dict.fromkeys(_GAINS, "float | None")
         elif kind is KindReport:
             types = {"kind": "str", **types}
         return {name: _column([row[name] for row in rows], of) for name, of in types.items()}
@@ -286,6 +336,13 @@ class Ledger:
             self._write("step", record)
         elif self._on_record is None:
             self.steps.append(record)
+
+    def verified(self, record: VerificationRecord) -> None:
+        """Take what became of an iteration's drafts."""
+        if self._file is not None:
+            self._write("verification", record)
+        elif self._on_record is None:
+            self.verifications.append(record)
 
     def close(self) -> None:
         """Write what is still open, and how well costs were predicted; the file stays the caller's."""

@@ -42,6 +42,7 @@ class Plan:
             for what is copied from the host first.
         fetching: those of them that copy what they find in host memory, and how.
         reserved: the request that is the only one to take blocks, since it was passed over so often.
+        drafts: running requests whose next tokens are verified as drafts, and these.
         is_repeatable: whether the next iteration would be the same, if nothing happens, while blocks suffice.
     """
 
@@ -53,12 +54,14 @@ class Plan:
     starting: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
     fetching: dict[Request, ResumeDecision] = dataclasses.field(default_factory=dict)
     reserved: Request | None = None
+    drafts: list[tuple[Request, Sequence[int]]] = dataclasses.field(default_factory=list)
     is_repeatable: bool = True
 
     @property
     def is_only_decode(self) -> bool:
         """Whether nothing happens but that the running requests decode."""
-        return self.decodes and not (self.chunks or self.victims or self.resuming or self.starting)
+        others = self.chunks or self.victims or self.resuming or self.starting or self.drafts
+        return self.decodes and not others
 
 
 class Planner(Protocol):

@@ -20,6 +20,7 @@ from jaxllm.sched.policies import LearningPolicy, NoHold, Progress, SchedulerPol
 from jaxllm.sched.policies.contract import is_outside, name_asker, unchanged, watched
 from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.reading import ReadAhead
+from jaxllm.sched.speculation import Speculation
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
     NO_COPIES,
@@ -80,6 +81,7 @@ class Scheduler:
         *,
         ledger: Ledger | None = None,
         files: FileIndex | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """An empty scheduler within the limits of `config`; `ledger` records its decisions.
 
@@ -87,11 +89,14 @@ class Scheduler:
             config, policy, ledger: as above.
             files: what of the prefix cache executors can read from files; then every full block is copied to
                 the host as soon as it can, and written to a file.
+            speculation: drafts tokens of requests that decode, to be verified several in one iteration.
 
         Raises:
             ConfigError: prefixes are to be shared, and the policy does not; or there are files without
-                that, or without host memory to read them into; or nothing plans for the policy.
+                that, or without host memory to read them into; or nothing plans for the policy; or drafts
+                are to be verified, and its iterations hold no prompts beside decodes.
         """
+        self.speculation = speculation
         if files is not None and not (config.enable_prefix_caching and config.num_host_blocks):
             raise ConfigError(
                 "files of the prefix cache need enable_prefix_caching=True and num_host_blocks of 1 or more, "
@@ -107,6 +112,9 @@ class Scheduler:
         self.policy = policy
         parts = (getattr(policy, question, None) for question in ("admission", "victim"))
         self._learners = [watched(part) for part in parts if isinstance(part, LearningPolicy)]
+        if speculation is not None:
+            speculation.begin(policy, ledger)
+            self._learners.append(speculation)
         self._length = watched(policy.length)
         self.ledger = ledger
         self.num_scheduled = 0
@@ -242,6 +250,9 @@ class Scheduler:
             ConfigError: a policy's answer is not one of those it may give.
             UserCodeError: a policy or predictor from outside the package raised. In both cases, if
                 `is_planning`, nothing has changed.
+
+        With drafts in it (`num_drafts`) it has to be read, and those who verified them accepted (`accept`),
+        before the next call.
         """
         state = self._state
         self.is_planning = False
@@ -257,6 +268,10 @@ class Scheduler:
                 self._read_ahead.add_reads(self._reads, now)
             while (plan := self._plan(now)) is None:
                 state.join(next(iter(state.loading.values())))
+            if self.speculation is not None:
+                plan.drafts = self.speculation.draft(plan, state)
+                num_running = len(state.running)
+                max_decode_steps = self.speculation.max_decode_steps(max_decode_steps, num_running)
         except UserCodeError as error:
             name_asker(error)
             raise
@@ -320,6 +335,31 @@ class Scheduler:
     def complete(self, step_id: int) -> None:
         """Note that the device has finished step `step_id` and those before it, with their copies."""
         self._state.host.complete(step_id)
+
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether the next iteration will verify drafts, unless the tokens in flight say otherwise."""
+        self.is_planning = True
+        is_expected = self.speculation is not None and self.speculation.is_expected(self._state)
+        self.is_planning = False
+        return is_expected
+
+    def accept(self, request: Request, num_tokens: int, num_drafts: int) -> None:
+        """Let a request go on whose drafts were verified, of which all but the last of its new tokens are.
+
+        Args:
+            request: its new tokens are among its outputs, and have not ended it.
+            num_tokens: how many these are, one or more.
+            num_drafts: how many drafts there were.
+
+        Raises:
+            RequestError: none of its drafts were being verified.
+        """
+        if request not in self._state.verifying or self.speculation is None:
+            raise RequestError(f"request {request.request_id!r} verified no drafts")
+        self._state.accept(request)
+        self._state.progress.num_generated += num_tokens
+        self.speculation.verified(request, num_drafts, num_tokens - 1)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a live request in any state; what it holds is free at once.

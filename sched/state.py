@@ -39,6 +39,7 @@ class SchedulerState:
         running: those that decode.
         prompts: those whose prompt, or what was lost of it, is computed in part; in order of their start.
         aside: those that decode, but sit out for now.
+        verifying: those whose drafts are being verified, until somebody says how many were right.
         sitting_out: ids of all that do, of queued ones, too.
         ending: those whose last token has been scheduled, and which still hold what they held.
         being_read: by handle, host blocks that files are read into, what these hold, and host blocks that
@@ -86,6 +87,7 @@ class SchedulerState:
         self.running = RunningRequests(config.block_size)
         self.prompts: list[Request] = []
         self.aside: list[Request] = []
+        self.verifying: list[Request] = []
         self.sitting_out: Collection[str] = ()
         self.ending: list[Request] = []
         self.copied_out_at: dict[str, float] = {}
@@ -352,6 +354,17 @@ class SchedulerState:
         else:
             self.prompts.append(request)
 
+    def accept(self, request: Request) -> None:
+        """Let a request whose drafts were verified go on after its known tokens; the others never were."""
+        self.verifying.remove(request)
+        request.num_tokens = request.num_known_tokens
+        request.num_computed_tokens = request.num_tokens - 1
+        num_blocks = self.pool.blocks_for(request.num_computed_tokens)
+        self.pool.release(request.block_ids[num_blocks:])
+        request.block_ids = request.block_ids[:num_blocks]
+        self.name_blocks(request)
+        self.activate(request)
+
     def resume(self, swap: Swap, *, as_prompt: bool = False) -> None:
         """Let a request go on in the iteration that fills its blocks; `as_prompt` with a chunk in it."""
         request = _owner(swap)
@@ -401,6 +414,8 @@ class SchedulerState:
             self.prompts.remove(request)
         elif request in self.aside:
             self.aside.remove(request)
+        elif request in self.verifying:
+            self.verifying.remove(request)
         else:
             self.running.leave(request)
 

@@ -66,6 +66,27 @@ class _ScriptedPlanner(PolicyPlanner):
         return plan
 
 
+class Knowing:
+    """Proposes right tokens, and wrong or any others after them, as a script of numbers says.
+
+    `answers` are the right outputs, by request id.
+    """
+
+    def __init__(self, answers, script, vocab_size=4096):
+        self.answers, self.script, self.vocab_size = answers, itertools.cycle(script), vocab_size
+
+    def propose(self, request, num_tokens):
+        done = len(request.output_token_ids)
+        right = self.answers.get(request.request_id, [])[done : done + num_tokens]
+        num_right, draw = next(self.script) % (num_tokens + 1), next(self.script)
+        others = [(draw * 7 + place) % self.vocab_size for place in range(num_tokens - num_right)]
+        wrong = [(token + 1 + draw) % self.vocab_size for token in right[num_right:]]
+        return [*right[:num_right], *(wrong if draw % 2 else others)][: draw % 11 if draw % 3 else num_tokens]
+
+    def forget(self, request):
+        pass
+
+
 def restless(**parts):
     """Preempts the latest request every third iteration."""
     return Scripted(script=itertools.cycle([1, 1, -3]), **parts)

@@ -40,6 +40,7 @@ class FakeDevice:
         self.is_shared = is_shared
         self.cells = {}
         self.slots = {}  # slot -> request, newest token, number of tokens
+        self.verified = {}  # slot -> by number of tokens, those of the last verification
         self.files = {}  # name -> cells
         self.reads = []
         self.host = {}  # block of the host -> its cells
@@ -82,14 +83,20 @@ class FakeDevice:
             sampled += [self._decode(request, request.num_tokens - num_left) for request in scheduled.decode]
         for chunk in scheduled.prefill:
             stop = chunk.start + chunk.length
-            token_ids = chunk.request.token_ids(chunk.start, stop)
+            token_ids = [*chunk.request.token_ids(chunk.start, stop), *chunk.drafts]
             assert len(token_ids) == chunk.length, "prefills a token that is not known"
             if chunk.is_first:
                 self.slots[chunk.request.slot] = chunk.request, None, chunk.start
             assert self.slots[chunk.request.slot][0] is chunk.request, "goes on in a slot it did not open"
             self._write(chunk.request, chunk.start, token_ids)
-        last = [chunk.request for chunk in scheduled.prefill if chunk.is_last]
-        return sampled + [self._sample(request, request.num_tokens) for request in last]
+        for chunk in scheduled.prefill:
+            if chunk.is_last:
+                stop = chunk.start + chunk.length + 1
+                rows = range(stop - len(chunk.drafts), stop + 1)
+                tokens = [self._sample(chunk.request, num_tokens) for num_tokens in rows]
+                self.verified[chunk.request.slot] = dict(zip(rows, tokens, strict=True))
+                sampled += tokens
+        return sampled
 
     def drop(self, pieces):
         """Lose copies on the host."""
@@ -110,6 +117,8 @@ class FakeDevice:
     def _decode(self, request, num_tokens):
         """The token after the newest one, which the host may not know yet."""
         owner, newest, count = self.slots[request.slot]
+        if count > num_tokens - 1:  # after drafts that were wrong
+            newest, count = self.verified[request.slot][num_tokens - 1], num_tokens - 1
         assert (owner, count) == (request, num_tokens - 1), "goes on from a token that is not there"
         if newest in request.end_token_ids and count > request.num_prompt_tokens:
             self.slots[request.slot] = request, newest, num_tokens

@@ -11,6 +11,7 @@ from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import PoolState, SchedulerPolicy, SchedulingPolicy
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.sched.speculation import Speculation
 from jaxllm.types import CopyProgress, PrefillChunk, Request, SchedulerOutput
 
 V1 = SchedulerPolicy(patience=None)
@@ -30,7 +31,11 @@ def make_request(index: int, num_prompt_tokens: int, max_new_tokens: int = 8, **
 
 
 def make_scheduler(
-    policy: SchedulingPolicy = V1, ledger: Ledger | None = None, files: Any = None, **changes: Any
+    policy: SchedulingPolicy = V1,
+    ledger: Ledger | None = None,
+    files: Any = None,
+    speculation: Speculation | None = None,
+    **changes: Any,
 ) -> Scheduler:
     """A scheduler with blocks of 4 tokens and generous limits, but for `changes`."""
     limits: dict[str, Any] = {
@@ -40,7 +45,8 @@ def make_scheduler(
         "max_num_seqs": 8,
         "max_num_batched_tokens": 128,
     }
-    return Scheduler(SchedulerConfig(**(limits | changes)), policy, ledger=ledger, files=files)
+    config = SchedulerConfig(**(limits | changes))
+    return Scheduler(config, policy, ledger=ledger, files=files, speculation=speculation)
 
 
 def pools(num_free: int = 0, num_blocks: int = 10, **changes: Any) -> PoolState:

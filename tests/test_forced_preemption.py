@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from engine_helpers import Scripted, make_llm
+from engine_helpers import Knowing, Scripted, make_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,9 @@ from jaxllm.sched.policies import (
     SchedulerPolicy,
     SeparateIterations,
 )
+from jaxllm.sched.policies.speculation import AsProposed
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.sched.speculation import Speculation
 
 PROMPTS = ["import os\n\ndef ", "class Reader:\n    def __init__(self", "def add(a, b):\n", "for i in range("]
 GREEDY = {"temperature": 0, "max_tokens": 20}
@@ -35,6 +37,7 @@ PARAMS = [
     SamplingParams(temperature=1.0, seed=9, max_tokens=20, stop_token_ids=list(range(40, 60)), logprobs=0),
 ]
 NUM_HOST_BLOCKS = 64
+MOST_DRAFTS = 8
 
 
 class Chunked:
@@ -116,14 +119,20 @@ def llm():
         num_host_blocks=NUM_HOST_BLOCKS,
         prefill_buckets=[16, 48],
         num_scheduler_steps=4,
+        speculative_config={"num_speculative_tokens": MOST_DRAFTS},
     )
 
 
-def engine_of(llm, policy, *, num_host_blocks=NUM_HOST_BLOCKS, executor=None, **settings):
+def engine_of(
+    llm, policy, *, num_host_blocks=NUM_HOST_BLOCKS, executor=None, proposer=None, num_drafts=8, **settings
+):
     config = dataclasses.replace(llm.engine.scheduler.config, num_host_blocks=num_host_blocks)
+    speculation = None
+    if proposer is not None and policy.iterations.mixes:
+        speculation = Speculation(proposer, AsProposed(), num_drafts, 4 * MOST_DRAFTS)
     return Engine(
         executor or llm.executor,
-        Scheduler(config, policy),
+        Scheduler(config, policy, speculation=speculation),
         vocab_size=llm.model_config.vocab_size,
         tokenizer=llm.tokenizer,
         eos_token_ids=frozenset([llm.tokenizer.eos_token_id]),
@@ -171,13 +180,18 @@ def assert_no_copy_is_left(engine, llm):
 @pytest.fixture(scope="module")
 def alone(llm):
     """The answers of each request when nobody else is there, a token an iteration."""
-    answers = [
-        llm.generate(PROMPTS[place % len(PROMPTS)], params, use_tqdm=False)[0]
-        for place, params in enumerate(PARAMS)
-    ]
+    engine, answers = engine_of(llm, SchedulerPolicy()), []
+    for place, params in enumerate(PARAMS):
+        engine.add_request(str(place), PROMPTS[place % len(PROMPTS)], params)
+        while engine.has_unfinished_requests:
+            answers += engine.step()
     assert sum(output.metrics.num_preemptions for output in answers) == 0
     assert {output.finish_reason for output in answers} == {"length", "stop"}
     return answers
+
+
+def answers_of(alone):
+    return {str(place): output.token_ids for place, output in enumerate(alone)}
 
 
 def assert_same(output, expected):
@@ -214,7 +228,7 @@ def scripted(script, mixes):
 SCRIPTS = st.lists(st.integers(0, 59), min_size=5, max_size=40)
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     script=SCRIPTS,
     mixes=st.booleans(),
@@ -223,9 +237,21 @@ SCRIPTS = st.lists(st.integers(0, 59), min_size=5, max_size=40)
     num_scheduler_steps=st.sampled_from([1, 4]),
     aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, len(PARAMS) - 1)), max_size=2),
     policy_fault=st.integers(0, 40),
+    drafts=st.none() | st.lists(st.integers(0, 4095), min_size=2, max_size=20),
+    num_drafts=st.integers(0, MOST_DRAFTS),
 )
-def test_no_token_depends_on_the_schedule(
-    llm, alone, script, mixes, aborts, policy_fault, num_host_blocks, async_scheduling, num_scheduler_steps
+def test_no_token_depends_on_the_schedule_or_on_drafts(
+    llm,
+    alone,
+    script,
+    mixes,
+    aborts,
+    policy_fault,
+    num_host_blocks,
+    async_scheduling,
+    num_scheduler_steps,
+    drafts,
+    num_drafts,
 ):
     compiled, num_programs = compile_stats.total()[0], len(llm.executor.programs)
     policy = scripted([*script, 7], mixes)
@@ -236,6 +262,8 @@ def test_no_token_depends_on_the_schedule(
         num_host_blocks=num_host_blocks,
         async_scheduling=async_scheduling,
         num_scheduler_steps=num_scheduler_steps,
+        proposer=None if drafts is None else Knowing(answers_of(alone), drafts),
+        num_drafts=num_drafts,
     )
     outputs = run(engine, aborts)
     new_programs = len(llm.executor.programs) - num_programs  # requests that had not met before
@@ -255,8 +283,8 @@ def test_no_token_depends_on_the_schedule(
 )
 def test_after_a_fault_all_requests_have_ended(llm, alone, script, mixes, async_scheduling, name, place):
     executor = FailingExecutor(llm.executor, name, place)
-    policy = scripted([*script, 7], mixes)
-    engine = engine_of(llm, policy, executor=executor, async_scheduling=async_scheduling)
+    policy, proposer = scripted([*script, 7], mixes), Knowing(answers_of(alone), [*script, 3])
+    engine = engine_of(llm, policy, executor=executor, proposer=proposer, async_scheduling=async_scheduling)
     finished = {}
     try:
         finished = run(engine)
@@ -287,4 +315,15 @@ def test_the_script_does_preempt(llm, iterations):
     outputs = run(engine).values()
     assert sum(output.metrics.num_preemptions for output in outputs) > 10
     assert sum(output.metrics.num_swaps for output in outputs) > 3
+    assert_no_copy_is_left(engine, llm)
+
+
+def test_who_is_preempted_drafts_again(llm, alone):
+    policy, proposer = scripted([0, 1, 3, 5, 7], mixes=True), Knowing(answers_of(alone), [8, 3, 5, 2])
+    engine = engine_of(llm, policy, proposer=proposer)
+    for place, output in run(engine).items():
+        assert_same(output, alone[place])
+    counts = engine.scheduler.speculation.counts
+    assert engine.scheduler.progress.num_preempted > 3
+    assert counts.num_drafted > counts.num_kept > 10
     assert_no_copy_is_left(engine, llm)

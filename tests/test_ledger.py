@@ -14,7 +14,7 @@ from jaxllm.engine.ledgers import read_ledger
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.online import KindReport, OnlineCalibration
 from jaxllm.research.commands.explain import summary
-from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
+from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord, VerificationRecord
 from jaxllm.sched.policies import (
     AdaptiveAction,
     Decision,
@@ -365,6 +365,7 @@ RECORDS = {
     "header": HeaderRecord,
     "preemption": PreemptionRecord,
     "step": StepRecord,
+    "verification": VerificationRecord,
     "predictions": KindReport,
 }
 UNITS = {"-", "s", "tokens", "blocks", "requests", "comparisons", "share of the measurement", "the policy's"}
@@ -430,5 +431,7 @@ def test_columns_are_arrays_of_plain_types():
     assert predictions["kind"].tolist() == ["prefill", "decode", "mixed", "swap_out", "swap_in"]
     assert math.isnan(predictions["error_before"][0])
     assert {len(column) for column in Ledger().columns().values()} == {0}
-    with pytest.raises(ConfigError, match="no table 'step': use one of preemptions, steps, predictions"):
+    with pytest.raises(
+        ConfigError, match="no table 'step': use one of preemptions, steps, verifications, predictions"
+    ):
         ledger.columns("step")

@@ -4,12 +4,14 @@ import collections
 import dataclasses
 import itertools
 
+from engine_helpers import Knowing
 from fake_device import VOCAB_SIZE, FakeDevice, next_token
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_helpers import LinearCosts, make_request, make_scheduler
 
+from jaxllm.engine.speculation import accepted
 from jaxllm.errors import UserCodeError
 from jaxllm.sched.policies import (
     S3FIFO,
@@ -34,7 +36,9 @@ from jaxllm.sched.policies import (
     WriteThrough,
 )
 from jaxllm.sched.policies.actions import num_copied
+from jaxllm.sched.policies.speculation import AsProposed
 from jaxllm.sched.presets import PRESETS, make_preset
+from jaxllm.sched.speculation import Speculation
 from jaxllm.types import CopyProgress, RequestStatus, SchedulerOutput
 
 MAX_MODEL_LEN = 40
@@ -221,6 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ]
         ),
         keeps_parts=st.booleans(),
+        drafts=st.none() | st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=12),
     )
     def start(
         self,
@@ -240,6 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         offload,
         action,
         keeps_parts,
+        drafts,
     ):
         # Those of presets may learn, so every run has its own.
         self.policy = make_preset(policy, COSTS) if policy in PRESETS else POLICIES[policy]
@@ -260,9 +266,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget += max_num_seqs
         device = FakeDevice(block_size, self.is_shared)
         has_files = has_files and self.is_shared and num_host_blocks > 0
+        self.speculation = None
+        if drafts is not None and mixes(self.policy):
+            answers = collections.defaultdict(list)
+            self.speculation = Speculation(Knowing(answers, drafts, VOCAB_SIZE), AsProposed(), 6, 9)
         self.scheduler = make_scheduler(
             self.policy,
             files=device.files if has_files else None,
+            speculation=self.speculation,
             num_gpu_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             block_size=block_size,
@@ -343,6 +354,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.num_added += 1
         self.live[request.request_id] = request
+        if self.speculation is not None:
+            self.speculation.proposer.answers[request.request_id] = reference_output(request)
         self.scheduler.add(request)
 
     @precondition(lambda self: self.live)
@@ -391,6 +404,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies = CopyProgress(arrived, draw(self.now, 0, 40), read=read)
         max_steps = 1 + draw(self.now, 3, self.most_steps)
         num_scheduled = self.scheduler.num_scheduled
+        while self.pending and self.speculation is not None and draw(self.now, 1, 3):
+            self._commit(self.pending.popleft())
+            before = self._snapshot()
         try:
             output = self.scheduler.schedule(self.now, copies, max_steps)
         except UserCodeError as error:
@@ -407,7 +423,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.pending.append(Pending(output, self.device.execute(output)))
         # An empty iteration leaves the engine nothing to do but to read what is in flight.
         while self.pending and (
-            not self.live or len(self.pending) > (0 if output.is_empty else self.run_ahead)
+            not self.live
+            or len(self.pending) > (0 if output.is_empty or output.num_drafts else self.run_ahead)
         ):
             self._commit(self.pending.popleft())
         self._flush()
@@ -440,7 +457,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         output, token_ids = step.output, step.token_ids
         self.scheduler.complete(output.step_id)
         requests = output.sampled * output.num_decode_steps
-        for request, token_id in zip(requests, token_ids, strict=True):
+        rows = zip(requests, token_ids, strict=True)
+        for request, token_id in accepted(output, rows) if output.num_drafts else rows:
             if request.is_finished:
                 continue  # it ended while this token was in flight
             request.output_token_ids.append(token_id)
@@ -448,6 +466,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._finish(request, "stop", token_id)
             elif request.num_prompt_tokens + len(request.output_token_ids) == request.max_total_tokens:
                 self._finish(request, "length")
+        for chunk in output.prefill:
+            if chunk.drafts and not chunk.request.is_finished:
+                num_tokens = chunk.request.num_known_tokens - chunk.start - 1
+                assert 1 <= num_tokens <= chunk.length
+                self.scheduler.accept(chunk.request, num_tokens, len(chunk.drafts))
 
     def _finish(self, request, reason, stop_reason=None):
         del self.live[request.request_id]  # a KeyError here: finished twice
@@ -487,6 +510,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = chunk.request
             num_tokens, num_computed, status, _ = before[request]
             assert chunk.length > 0
+            if chunk.drafts:
+                assert chunk.is_last
+                assert (chunk.start, chunk.length) == (num_tokens - 1, len(chunk.drafts) + 1)
+                assert num_tokens + chunk.length == request.num_tokens <= request.max_total_tokens
+                assert len(request.block_ids) <= config.num_gpu_blocks
+                continue
             assert chunk.is_last == (chunk.start + chunk.length == num_tokens)
             if not self.scheduler._state.looks_past_gaps:
                 assert request.num_computed_tokens == chunk.start + chunk.length
@@ -494,7 +523,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert chunk.start % config.block_size == 0
             else:
                 assert chunk.start == num_computed
-            assert chunk.is_first or status is RequestStatus.RUNNING
+            # Who comes back might have verified drafts, had there been blocks for any.
+            assert (
+                chunk.is_first or status is RequestStatus.RUNNING or (self.speculation and request in resumed)
+            )
             assert request.num_tokens == num_tokens + chunk.is_last
             assert request.metrics.first_scheduled_time is not None
             assert 0 <= chunk.num_recomputed <= chunk.length

@@ -298,7 +298,7 @@ def test_masks_of_allowed_and_bad_tokens(data):
         bits = np.packbits(flags, bitorder="little").view(np.int32)
     mask = TokenMask(bits, BadWords(words, size))
     rows = np.full((3, 3), -1, np.int32)
-    fill_masks([(None, []), (mask, outputs)], rows)
+    fill_masks([(None, [], ()), (mask, outputs, ())], rows)
     banned = {word[-1] for word in words if word[:-1] == tuple(outputs[len(outputs) - len(word) + 1 :])}
     left = set(range(size) if allowed is None else allowed)
     expected = left - banned or left

@@ -226,9 +226,18 @@ def _join(
         policy = DEFAULT_PRESET if config.scheduler_policy is None else config.scheduler_policy
         device, version = executor.device_kind, jax.__version__
         ledger.begin(header_of(policy, device, costs_source, settings, sizes.scheduler, jax=version))
+    speculation = None
+    if config.speculative_config is not None:
+        speculation = config.speculative_config.make(chosen.max_drafts, scheduling.costs.model)
     engine = Engine(
         executor,
-        Scheduler(sizes.scheduler, scheduling.policy, ledger=ledger, files=executor.file_index),
+        Scheduler(
+            sizes.scheduler,
+            scheduling.policy,
+            ledger=ledger,
+            files=executor.file_index,
+            speculation=speculation,
+        ),
         observer=StepObserver(scheduling.costs, ledger),
         vocab_size=model.config.vocab_size,
         tokenizer=loaded.tokenizer,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxllm.engine.speculation import SpeculativeConfig, speculative_config
 from jaxllm.errors import ConfigError, shown
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.load import LOAD_FORMATS
@@ -144,6 +145,9 @@ class EngineConfig:
             many as take 50 ms, up to 8. It runs while at most 16 requests do and none of them needs a
             decision: the host then has less to do, and streams advance by several tokens. 1 turns it off,
             with fewer programs.
+        speculative_config: Draft tokens on the host and verify several in one step, as
+            {"method": "ngram", "num_speculative_tokens": 4} (`jaxllm.engine.speculation.SpeculativeConfig`
+            has all). Outputs stay the same.
         logits_processors: Pure JAX functions that change the logits of every request before all else, by
             import path module:function or themselves. They are compiled into the programs
             (`jaxllm.sampling.logits_processors`).
@@ -196,6 +200,9 @@ class EngineConfig:
     )
     async_scheduling: bool = option(True)
     num_scheduler_steps: int | None = option(None, within=(1, 1024))
+    speculative_config: Kept[SpeculativeConfig | None, Mapping[str, Any] | None] = option(
+        None, check=speculative_config, parse=json_object
+    )
     logits_processors: Sequence[str | Callable[..., Any]] | None = option(
         None, check=list_of("functions, or of paths 'module:function'"), parse=texts
     )

@@ -22,6 +22,7 @@ from jaxllm.engine.output_builder import Delta, OutputBuilder, Samples
 from jaxllm.engine.output_processor import NOT_FINITE, RequestState, Sink
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.owner import Owner
+from jaxllm.engine.speculation import accepted
 from jaxllm.errors import ConfigError, EngineError, RequestError, shown
 from jaxllm.sampling.params import RequestOutputKind, SamplingParams
 from jaxllm.sampling.token_masks import GrammarState, mask_threads, patience
@@ -131,6 +132,7 @@ class Engine:
                 f"{executor.max_decode_steps}, which the executor was built for"
             )
         self._num_scheduler_steps = num_scheduler_steps
+        self._speculation = scheduler.speculation
         self._decode_seconds = math.inf
         self._clock = clock
         self._observer = observer
@@ -555,6 +557,8 @@ class Engine:
         """Schedule, dispatch, commit."""
         while self._num_following and self._in_flight:  # what may come next depends on these tokens
             self._commit(self._in_flight.popleft())
+        if self._speculation is not None and self._in_flight and self.scheduler.expects_drafts:
+            self._commit_all()
         self._follow_grammars()
         self._look_at_programs()
         self.scheduler.sit_out({*self._late, *self._unready})
@@ -570,7 +574,9 @@ class Engine:
             result = self._executor.execute(scheduled)
             is_undisturbed = self._executor.is_undisturbed
             self._in_flight.append(_Dispatched(scheduled, result, sent, not self._in_flight, is_undisturbed))
-        if len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight):
+        if scheduled.num_drafts:
+            self._commit_all()  # which of these were right decides what comes next
+        elif len(self._in_flight) > self._depth or (scheduled.is_empty and self._in_flight):
             self._commit(self._in_flight.popleft())
         elif scheduled.is_empty:
             self._deliver()
@@ -578,6 +584,10 @@ class Engine:
         while self._in_flight and not self._states:  # all that is in flight is overrun
             self._commit(self._in_flight.popleft())
         self._flush()
+
+    def _commit_all(self) -> None:
+        while self._in_flight:
+            self._commit(self._in_flight.popleft())
 
     def _wait(self) -> None:
         """Wait for what nobody can go on without, but not for long: new requests may have come."""
@@ -635,10 +645,11 @@ class Engine:
             self._commit_prompt_logprobs(scheduled, sampled)
         requests = scheduled.sampled * scheduled.num_decode_steps
         logprobs = sampled.logprobs or [None] * len(requests)
+        rows = zip(requests, sampled.token_ids, logprobs, strict=True)
         states = self._states
         streaming: dict[str, RequestState] = {}
         num_tokens = 0
-        for request, token_id, scores in zip(requests, sampled.token_ids, logprobs, strict=True):
+        for request, token_id, scores in accepted(scheduled, rows) if scheduled.num_drafts else rows:
             if request.status is RequestStatus.FINISHED:
                 continue  # it has ended: this is a token of the overrun
             state = states[request.request_id]
@@ -656,9 +667,19 @@ class Engine:
             if state.stream:
                 streaming[request.request_id] = state
         self.on_tokens(num_tokens)
-        for state in streaming.values():
-            if state.request.status is not RequestStatus.FINISHED:
-                self._deliveries.append((state, state.delta()))
+        if self._speculation is not None:
+            self._go_on_after_drafts(scheduled)
+            self._speculation.observe(scheduled, now)
+        live = [state for state in streaming.values() if not state.request.is_finished]
+        self._deliveries += [(state, state.delta()) for state in live]
+
+    def _go_on_after_drafts(self, scheduled: SchedulerOutput) -> None:
+        """Let those go on whose drafts a step has verified."""
+        for chunk in scheduled.prefill:
+            request = chunk.request
+            if chunk.drafts and not request.is_finished:
+                num_tokens = request.num_known_tokens - chunk.start - 1
+                self.scheduler.accept(request, num_tokens, len(chunk.drafts))
 
     def _observe(self, step: _Dispatched, was_ready: bool, now: float) -> None:
         """Tell how long a step ran: exactly if it was waited for, and began when the last one ended.
@@ -668,7 +689,8 @@ class Engine:
         """
         scheduled = step.scheduled
         began = step.sent if step.is_first else self._last_ended
-        is_timed = began is not None and not (was_ready and self._depth) and step.is_undisturbed
+        is_hidden = was_ready and self._depth and not scheduled.num_drafts
+        is_timed = began is not None and not is_hidden and step.is_undisturbed
         seconds = now - (max(step.sent, self._last_read) if began is None else max(step.sent, began))
         self._last_read = now
         self._last_ended = None if was_ready else now

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jaxllm
+from jaxllm.engine.speculation import SpeculativeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import COST_KINDS
 from jaxllm.predictors.online import KindReport
 from jaxllm.sched.config import SchedulerConfig
-from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord
+from jaxllm.sched.ledger import HeaderRecord, Ledger, PreemptionRecord, StepRecord, VerificationRecord
 from jaxllm.sched.policies import PreemptionAction, ResumeAction
 from jaxllm.sched.policies.user import describe
 
-_Record = TypeVar("_Record", HeaderRecord, PreemptionRecord, StepRecord, KindReport)
+_Record = TypeVar("_Record", HeaderRecord, PreemptionRecord, StepRecord, VerificationRecord, KindReport)
 
 
 def header_of(
@@ -47,6 +48,8 @@ def _plain(value: object) -> Any:
     """A setting as JSON has it; objects by their class or name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, SpeculativeConfig):
+        value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence):
@@ -93,6 +96,8 @@ def _add(ledger: Ledger, values: dict[str, Any], *, is_first: bool) -> None:
             last = ledger.steps[-1].time
             raise TypeError(f"time={step.time} is before {last}, of the step before: two runs?")
         ledger.steps.append(step)
+    elif kind == "verification":
+        ledger.verifications.append(_checked(VerificationRecord(**values)))
     elif kind == "header":
         if not is_first:
             raise TypeError("a header is a ledger's first line: two runs?")
@@ -103,7 +108,8 @@ def _add(ledger: Ledger, values: dict[str, Any], *, is_first: bool) -> None:
             raise TypeError(f"kind={of_kind!r} is none of {', '.join(COST_KINDS)}")
         ledger.predictions[of_kind] = _checked(KindReport(**values))
     else:
-        raise TypeError(f"record={kind!r} is neither 'header', 'preemption', 'step' nor 'predictions'")
+        kinds = "'header', 'preemption', 'step', 'verification' nor 'predictions'"
+        raise TypeError(f"record={kind!r} is neither {kinds}")
 
 
 def _objects(lines: Sequence[str], path: str) -> Iterator[tuple[int, dict[str, Any]]]:

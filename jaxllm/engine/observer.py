@@ -35,7 +35,7 @@ class StepObserver:
 
     def observe(self, scheduled: SchedulerOutput, seconds: float, *, is_timed: bool = True) -> None:
         """Take a step that ran for `seconds`; at most for so long if it is not `is_timed`."""
-        if seconds <= 0.0:
+        if seconds <= 0.0 or scheduled.num_drafts:  # whose rows are no prompts'
             return
         self._num_steps += 1
         costs, ledger, prefill = self.costs, self._ledger, scheduled.prefill

@@ -89,6 +89,7 @@ class Choices:
         max_num_seqs: most sequences of a step.
         max_num_batched_tokens: most prompt tokens of it.
         max_model_len: longest sequence, unless the pool is smaller.
+        max_drafts: most drafts of a step.
         buckets: sizes of programs.
     """
 
@@ -99,6 +100,7 @@ class Choices:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_drafts: int
     buckets: Buckets
 
 
@@ -210,7 +212,11 @@ def choose(config: EngineConfig, model: Model) -> Choices:
         prefill_sizes=config.prefill_buckets,
         is_padding_cheap=has_native_products,
     )
-    limits = max_num_seqs, max_num_batched_tokens, max_model_len
+    max_drafts = 0
+    if config.speculative_config is not None:
+        most = max_num_batched_tokens - max_num_seqs
+        max_drafts = config.speculative_config.max_drafts(max_num_seqs, most, model.config.vocab_size)
+    limits = max_num_seqs, max_num_batched_tokens, max_model_len, max_drafts
     return Choices(shape, scheduling, kernels, has_native_products, *limits, buckets)
 
 
@@ -288,7 +294,7 @@ def size(config: EngineConfig, model: Model, chosen: Choices, *, has_weights: bo
 def _temporary_bytes(config: EngineConfig, model: Model, chosen: Choices, bytes_per_block: int) -> int:
     """Device memory beside weights and pool."""
     found = memory.temporary_bytes(
-        model.config, chosen.max_num_batched_tokens, chosen.max_num_seqs, model.itemsize
+        model.config, chosen.max_num_batched_tokens, chosen.max_num_seqs + chosen.max_drafts, model.itemsize
     )
     found += memory.slot_bytes(chosen.max_model_len, config.block_size, chosen.max_num_seqs)
     if chosen.scheduling.policy.may_swap and config.num_host_blocks != 0:
@@ -312,6 +318,7 @@ def _executor_config(
         implementation=config.attention_implementation,
         formats=dataclasses.replace(model.formats, is_native=chosen.has_native_products),
         num_host_blocks=num_host_blocks,
+        max_drafts=chosen.max_drafts,
         max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
         warms_sampling=config.warm_up != "background",
         warms_everything=config.warm_up == "everything",

@@ -54,7 +54,6 @@ SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
     "scheduling_policy": ((), _SCHEDULER),
     "scheduler_cls": ((None,), _SCHEDULER),
     "preemption_mode": ((None,), _SCHEDULER),
-    "speculative_config": ((None,), "there is no speculative decoding; leave it out"),
     "enable_lora": ((False,), _NO_LORA),
     "lora_modules": ((None,), _NO_LORA),
     "max_loras": ((1,), _NO_LORA),

@@ -17,6 +17,7 @@ from jaxllm.sampling.logits_processors import LogitsProcessor
 class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
+    `max_drafts`: most drafts that one step verifies.
     `kv_dtype`: keys and values are stored as that, one of `KV_DTYPES`; None is `dtype`.
     `formats`: those that weights of linear layers are in (`registry.in_format`).
     `warms_sampling`: the programs of what is sampled apart are among those compiled ahead, but for what
@@ -35,6 +36,7 @@ class ExecutorConfig:
     formats: LinearFormats = PLAIN
     num_host_blocks: int = 0
     max_decode_steps: int = 1
+    max_drafts: int = 0
     logits_processors: tuple[LogitsProcessor, ...] = ()
     warms_sampling: bool = False
     warms_everything: bool = False
@@ -47,8 +49,8 @@ class ExecutorConfig:
     def program_keys(self, platform: str) -> list[ProgramKey]:
         """The programs of greedy and of random steps, those first that a full engine needs first.
 
-        With prompts the random ones serve for greedy steps, too: noise is little beside so many tokens. Those
-        that score prompts come last, if there are to be any.
+        With prompts the random ones serve for greedy steps, too: noise is little beside so many tokens. It is
+        much beside drafts: for these there are greedy ones. Those that score prompts come last, if at all.
 
         A GPU's loop waits for the host to read its condition, so single steps have programs of their own
         there; on a CPU, where they cost a compilation more and gain nothing, the loop serves for them, too.
@@ -59,10 +61,14 @@ class ExecutorConfig:
         decodes += [ProgramKey(rows, 0, self.max_decode_steps) for rows in loops]
         decodes.sort(key=lambda key: -key.rows)
         random = [key._replace(sampling=Sampling.RANDOM) for key in decodes]
-        steps = [ProgramKey(rows, buckets.max_chunks(rows)) for rows in reversed(buckets.sizes)]
+        steps = [self.prompt_key(rows) for rows in reversed(buckets.sizes)]
         keys = [step._replace(sampling=Sampling.RANDOM) for step in steps]
         pairs = [key for pair in zip(decodes, random, strict=True) for key in pair]
         keys = [*keys[:1], *pairs, *keys[1:]]
+        if self.max_drafts:
+            drafts = [self.draft_key(rows) for rows in reversed(buckets.sizes)]
+            keys += [key for one in drafts for key in (one, one._replace(sampling=Sampling.RANDOM))]
+            keys = list(dict.fromkeys(keys))
         if self.warms_everything:
             keys += [step._replace(sampling=Sampling.IN_STEPS) for step in steps]
         return keys
@@ -80,4 +86,14 @@ class ExecutorConfig:
     def logits_sizes(self) -> list[int]:
         """Of how many rows steps leave logits."""
         rows = (*self.buckets.decode, *self.buckets.sizes)
-        return sorted({min(size, self.max_num_seqs) for size in rows})
+        found = {min(size, self.max_num_seqs) for size in rows}
+        return sorted(found | {min(size, self.max_num_seqs + self.max_drafts) for size in self.buckets.sizes})
+
+    def prompt_key(self, rows: int) -> ProgramKey:
+        """The program of a step with prompts of so many rows."""
+        return ProgramKey(rows, self.buckets.max_chunks(rows))
+
+    def draft_key(self, rows: int) -> ProgramKey:
+        """The program of a step with drafts of so many rows, and maybe prompts."""
+        key, num_samples = self.prompt_key(rows), min(rows, self.max_num_seqs + self.max_drafts)
+        return key if num_samples <= self.max_num_seqs else key._replace(max_samples=num_samples)

@@ -48,6 +48,7 @@ from jaxllm.types import (
     NO_COPIES,
     CopyProgress,
     HostPiece,
+    PrefillChunk,
     Read,
     Request,
     SchedulerOutput,
@@ -92,6 +93,9 @@ class ModelExecutor:
             self.swapper = BlockSwapper(self._device, most)
         self._transfers: FileTransfers | None = None
         self._set_row = jax.jit(lambda rows, place, row: rows.at[place].set(row), donate_argnums=0)
+        self._set_tokens = jax.jit(lambda rows, at: rows.at[at[0], at[1]].set(at[2]), donate_argnums=0)
+        self._prompt_keys = {size: config.prompt_key(size) for size in config.buckets.sizes}
+        self._draft_keys = {size: config.draft_key(size) for size in config.buckets.sizes}
         self._programs = programs or StepPrograms(model_config, config, device)
         if config.implementation == FASTEST:
             self._choose_fastest()
@@ -194,6 +198,8 @@ class ModelExecutor:
         if self.swapper is not None:
             self._state = self._state._replace(pool=self.swapper.warm_up(self._state.pool))
         self._restore(self.config.max_num_seqs, [], [])
+        if self.config.max_drafts:
+            self._write_drafts(())
 
     @under_jax_defaults
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -274,7 +280,7 @@ class ModelExecutor:
         self._params, self.swapper = {}, None
         if self._transfers is not None:
             self._transfers.close()
-        for name in ("_state", "_slot_params", "_set_row"):
+        for name in ("_state", "_slot_params", "_set_row", "_set_tokens"):
             vars(self).pop(name, None)
 
     def keep_files(
@@ -400,7 +406,8 @@ class ModelExecutor:
         num_decodes, num_steps = len(scheduled.decode), scheduled.num_decode_steps
         if prefill:
             size = buckets.size(num_decodes, scheduled.num_prefill_tokens, len(prefill))
-            key = ProgramKey(size, buckets.max_chunks(size), num_steps)
+            key = (self._draft_keys if scheduled.num_drafts else self._prompt_keys)[size]
+            key = key._replace(max_decode_steps=num_steps)
         else:
             key = ProgramKey(buckets.decode_size(num_decodes))
             if num_steps > 1 or key not in self._programs.shapes:
@@ -434,8 +441,10 @@ class ModelExecutor:
     def _sampling(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> Sampling:
         """What the requests of an iteration ask of its program."""
         found = int(np.bitwise_or.reduce(self._slot_sampling[slots])) & Sampling.RANDOM.value
-        for chunk in scheduled.prefill:  # the random programs with prompts serve for greedy steps, too
-            found |= int(self._slot_sampling[_slot(chunk.request)]) | Sampling.RANDOM.value
+        for chunk in scheduled.prefill:
+            asked = int(self._slot_sampling[_slot(chunk.request)])
+            # The random programs with prompts serve for greedy steps, too.
+            found |= asked & Sampling.RANDOM.value if chunk.drafts else asked | Sampling.RANDOM.value
         return Sampling(found) & Sampling.IN_STEPS
 
     def _following(self, scheduled: SchedulerOutput, slots: Sequence[int]) -> tuple[ProgramKey, ...]:
@@ -482,7 +491,7 @@ class ModelExecutor:
             needed += [TakeKey(num_logits, size) for num_logits in self.config.logits_sizes]
         if Sampling.PROMPT_LOGPROBS in asked:
             size = self.config.buckets.sizes[-1]  # whatever prompts come together
-            needed.append(ProgramKey(size, self.config.buckets.max_chunks(size), 1, Sampling.IN_STEPS))
+            needed.append(self.config.prompt_key(size)._replace(sampling=Sampling.IN_STEPS))
         return not needed or self._programs.prepare(needed)
 
     def wait_for_programs(self, seconds: float) -> None:
@@ -501,11 +510,28 @@ class ModelExecutor:
         if scheduled.num_decode_steps > 1:
             raise EngineError("requests that are sampled apart were scheduled for several iterations")
         kind = kind_of(Sampling(int(np.bitwise_or.reduce(asked[rows]))))
+        drafts = _drafts_before(scheduled)
+        if scheduled.num_drafts and (Sampling.ADJUSTED in kind or self.config.logits_processors):
+            self._write_drafts(scheduled.prefill)
         while rows:
             key = self._rows_key(len(rows), kind)
             now, rows = rows[: key.rows], rows[key.rows :]
-            apart.append(Apart(now, self._sample_rows(key, now, requests, logits)))
+            of_rows = [(requests[row], *drafts[row]) for row in now]
+            apart.append(Apart(now, self._sample_rows(key, now, of_rows, logits)))
         return apart
+
+    def _write_drafts(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Write drafts to the histories once more, where their steps wrote what they sampled instead."""
+        padding = self.config.max_num_seqs, 0, 0
+        written = [
+            (_slot(chunk.request), place, draft)
+            for chunk in chunks
+            for place, draft in enumerate(chunk.drafts, chunk.start + 1)
+        ]
+        written += [padding] * (self.config.max_drafts - len(written))
+        places = np.array(written, np.int32).T
+        history = self._set_tokens(self._state.history, places)
+        self._state = self._state._replace(history=history)
 
     def _rows_key(self, num_rows: int, kind: Sampling) -> RowsKey:
         """A program for as many rows as it can: the best one if it is compiled, or else one that is."""
@@ -525,21 +551,29 @@ class ModelExecutor:
         return best
 
     def _sample_rows(
-        self, key: RowsKey, rows: list[int], requests: Sequence[Request], logits: jax.Array
+        self,
+        key: RowsKey,
+        rows: list[int],
+        of_rows: Sequence[tuple[Request, int, Sequence[int]]],
+        logits: jax.Array,
     ) -> SampledRows:
-        """Sample rows of the logits, and store their tokens."""
-        size, of_rows = key.rows, [requests[row] for row in rows]
+        """Sample rows of the logits, and store their tokens.
+
+        `of_rows` are their requests, where their tokens belong from the end, and the drafts before these.
+        """
+        size = key.rows
         take = self.program(TakeKey(len(logits), size))
         places = np.stack(
             [
-                padded([_slot(request) for request in of_rows], size, self.config.max_num_seqs),
-                padded([request.num_tokens - 1 for request in of_rows], size, 0),
+                padded([_slot(request) for request, _, _ in of_rows], size, self.config.max_num_seqs),
+                padded([request.num_tokens - place for request, place, _ in of_rows], size, 0),
             ]
         )
         masks: list[np.ndarray] = []
         if Sampling.MASKED in key.sampling:
             masks = [np.full((size, mask_width(self.model_config.vocab_size)), -1, np.int32)]
-            fill_masks([(request.token_mask, request.output_token_ids) for request in of_rows], masks[0])
+            tokens = [(one.token_mask, one.output_token_ids, drafts) for one, _, drafts in of_rows]
+            fill_masks(tokens, masks[0])
         history, sampled = self.program(key)(
             self._state.history, self._slot_params, take(logits, padded(rows, size, 0)), places, *masks
         )
@@ -617,10 +651,10 @@ class ModelExecutor:
         for swap in scheduled.load:
             swapper.load(swap.handle, swap.block_ids, swap.host_blocks)
         self._state = self._state._replace(pool=swapper.advance(pool))
-        prefilled = {chunk.request for chunk in scheduled.prefill}
+        opened = {chunk.request for chunk in scheduled.prefill if chunk.is_first}
         for swap in (*scheduled.joined, *scheduled.swap_in):
             request = swap.request
-            if request is None or request.slot is None or request in prefilled:
+            if request is None or request.slot is None or request in opened:
                 continue  # preempted again in this very iteration, or opened with its chunk
             slot = request.slot
             self._restore(slot, request.token_ids(0, request.num_tokens), request.block_ids)
@@ -651,6 +685,9 @@ class ModelExecutor:
         count = len(decodes)
         lengths = [request.num_tokens - num_steps for request in decodes]
         packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
+        if self.config.max_drafts:  # of rejected ones there may be blocks that were given back
+            held = (packed.decode_lengths[:count] + (self.block_size - 2)) // self.block_size
+            self._table_sizes[slots] = np.minimum(self._table_sizes[slots], held)
         needed = (packed.decode_lengths[:count] + (num_steps + self.block_size - 2)) // self.block_size
         places: list[int] = []
         blocks: list[int] = []
@@ -691,12 +728,17 @@ class ModelExecutor:
             request, slot = chunk.request, _slot(chunk.request)
             stop, table = chunk.start + chunk.length, request.block_ids
             ids = request.token_ids(chunk.start, stop + 1)
+            ids += chunk.drafts
+            if self.config.max_drafts:
+                held = -(-chunk.start // self.block_size)
+                self._table_sizes[slot] = min(self._table_sizes[slot], held)
             tokens += ids[: chunk.length]
             targets += ids[1:]
             targets += [0] * (len(tokens) - len(targets))
             self._grow_table(slot, table, chunk.length // self.block_size + 1, places, blocks)
             if chunk.is_last:
-                sampled.append((first_row + len(tokens) - 1, slot, stop))
+                row = first_row + len(tokens) - 1
+                sampled += [(row - j, slot, stop - j) for j in range(len(chunk.drafts), -1, -1)]
         end = first_row + len(tokens)
         packed.tokens[first_row:end], packed.targets[first_row:end] = tokens, targets
         packed.query_starts[0] = first_row
@@ -708,6 +750,16 @@ class ModelExecutor:
         packed.num_seqs[0] = count
         if sampled:
             packed.sampled[:, first_row : first_row + len(sampled)] = np.array(sampled, np.int32).T
+
+
+def _drafts_before(scheduled: SchedulerOutput) -> list[tuple[int, Sequence[int]]]:
+    """Of each sampled row where its token belongs, from its request's end, and the drafts before it."""
+    found: list[tuple[int, Sequence[int]]] = [(1, ())] * len(scheduled.decode)
+    for chunk in scheduled.prefill:
+        if chunk.is_last:
+            count = len(chunk.drafts)
+            found += [(1 + count - j, chunk.drafts[:j]) for j in range(count + 1)]
+    return found
 
 
 def _slot(request: Request) -> int:

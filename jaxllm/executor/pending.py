@@ -35,7 +35,7 @@ class PendingStep:
         self._prompt_chunks: list[tuple[PrefillChunk, int]] = []
         row = len(scheduled.decode)
         for chunk in scheduled.prefill:
-            if chunk.request.sampling_params.prompt_logprobs is not None:
+            if chunk.request.sampling_params.prompt_logprobs is not None and not chunk.drafts:
                 self._prompt_chunks.append((chunk, row))
             row += chunk.length
         self._sampled: SampledRows | None = outputs.sampled

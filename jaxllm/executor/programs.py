@@ -33,13 +33,15 @@ class ProgramKey(NamedTuple):
     """What is static of a step: rows, and the most prompt chunks among them; 0 for one that only decodes.
 
     With `max_decode_steps` of more than one it is a program of up to so many decode iterations. `sampling` is
-    what it can do of `Sampling.IN_STEPS` and, if it only decodes, of `Sampling.FILTERED`.
+    what it can do of `Sampling.IN_STEPS` and, if it only decodes, of `Sampling.FILTERED`. `max_samples` are
+    rows that it samples, if these are more than one of each request.
     """
 
     rows: int
     max_chunks: int = 0
     max_decode_steps: int = 1
     sampling: Sampling = Sampling.GREEDY
+    max_samples: int = 0
 
     @property
     def name(self) -> str:
@@ -52,6 +54,7 @@ class ProgramKey(NamedTuple):
     def covers(self, other: ProgramKey) -> bool:
         """Whether it computes whatever the other one does, with more padding."""
         is_alike = bool(self.max_chunks) == bool(other.max_chunks) and other.sampling in self.sampling
+        is_alike &= self.max_samples >= other.max_samples
         return is_alike and all(mine >= its for mine, its in zip(self[:3], other[:3], strict=True))
 
     def num_decodes(self, max_num_seqs: int) -> int:
@@ -65,7 +68,8 @@ class ProgramKey(NamedTuple):
         if not chunks:
             return {**shapes, "num_steps": (1,), "new_blocks": (2, decodes)}
         shapes |= {"tokens": (rows,), "targets": (rows,), "query_starts": (chunks + 1,)}
-        shapes |= {"lengths": (chunks,), "slots": (chunks,), "num_seqs": (1,), "sampled": (3, decodes)}
+        shapes |= {"lengths": (chunks,), "slots": (chunks,), "num_seqs": (1,)}
+        shapes["sampled"] = 3, self.max_samples or decodes
         return {**shapes, "new_blocks": (2, decodes + chunks + rows // block_size)}
 
 

@@ -220,10 +220,11 @@ class TokenMask:
         self._num_followed = self._state = 0
         self.depends_on_outputs = grammar is not None or (bad_words is not None and bad_words.has_several)
 
-    def fill(self, row: np.ndarray, output_token_ids: Sequence[int]) -> None:
+    def fill(self, row: np.ndarray, output_token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Write the mask after these outputs, which begin with those of the last time, to `row`.
 
-        That is [mask_width] int32, all ones.
+        That is [mask_width] int32, all ones. `drafts` come after the outputs, for this once; with a grammar
+        there are none.
         """
         if self.grammar is not None:
             row[:] = self.grammar.row[: len(row)]
@@ -236,23 +237,28 @@ class TokenMask:
         for place in range(self._num_followed, len(output_token_ids)):
             self._state = words.after(self._state, output_token_ids[place])
         self._num_followed = len(output_token_ids)
+        state = self._state
+        for token in drafts:
+            state = words.after(state, token)
         before = row.copy()
         row &= words.others
-        places, kept = words.ends(self._state)
+        places, kept = words.ends(state)
         if len(places):
             np.bitwise_and.at(row.view(np.uint32), places, kept)
         if not row.any():
             row[:] = before  # something has to be sampled
 
 
-def fill_masks(masks: Sequence[tuple[TokenMask | None, Sequence[int]]], rows: np.ndarray) -> None:
-    """Write masks to `rows` [at least as many, mask_width] int32, all ones, each after its output tokens.
+def fill_masks(
+    masks: Sequence[tuple[TokenMask | None, Sequence[int], Sequence[int]]], rows: np.ndarray
+) -> None:
+    """Write masks to `rows` [at least as many, mask_width] int32, all ones, each after its tokens and drafts.
 
     Rows of no mask stay as they are.
     """
-    for row, (mask, outputs) in zip(rows, masks, strict=False):
+    for row, (mask, outputs, drafts) in zip(rows, masks, strict=False):
         if mask is not None:
-            mask.fill(row, outputs)
+            mask.fill(row, outputs, drafts)
 
 
 class TokenMasks:

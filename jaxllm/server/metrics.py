@@ -162,6 +162,13 @@ class _Engine(Collector):
         yield counter(
             "recomputed_tokens", "Tokens computed again after preemptions.", {(): totals.recomputed_tokens}
         )
+        if scheduler.speculation is not None:
+            counts = scheduler.speculation.counts
+            yield counter(
+                "spec_decode_num_drafts", "Verifications of drafts.", {(): counts.num_verifications}
+            )
+            yield counter("spec_decode_num_draft_tokens", "Drafts verified.", {(): counts.num_drafted})
+            yield counter("spec_decode_num_accepted_tokens", "Drafts kept.", {(): counts.num_kept})
         errors = {
             (str(kind),): report.error_after
             for kind, report in made.costs.report().items()

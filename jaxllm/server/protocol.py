@@ -78,7 +78,10 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "mm_processor_kwargs": (({},), _TEXT_ONLY),
     "media_io_kwargs": (({},), _TEXT_ONLY),
     "prompt_embeds": (([],), "prompts are text or token ids"),
-    "prediction": ((), "there is no speculative decoding"),
+    "prediction": (
+        (),
+        "drafts are of what the prompt holds; put it there, with the engine's speculative_config",
+    ),
     "web_search_options": ((), "there is no search; put what it found into the prompt"),
     "functions": (([],), "use tools"),
     "function_call": (("auto", "none"), "use tool_choice"),

@@ -1,0 +1,125 @@
+"""Speculative decoding: its settings, with vLLM's names, and which tokens of a verification count."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxllm.errors import ConfigError, did_you_mean, shown
+from jaxllm.predictors.base import CostModel
+from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, SpeculationPolicy
+from jaxllm.sched.proposers import Proposer
+from jaxllm.sched.proposers.ngram import PromptLookup
+from jaxllm.sched.proposers.suffix import SuffixLookup
+from jaxllm.sched.speculation import Speculation
+from jaxllm.system.options import check_choice, check_range
+from jaxllm.types import Request, SchedulerOutput, TokenLogprobs
+
+METHODS = ("ngram", "suffix")
+POLICIES = ("cost", "fixed")
+MAX_SPECULATIVE_TOKENS = 64
+_MOST_LOGITS_BYTES = 64 * 2**20
+"""Of all drafts that one step verifies."""
+SampledRow = tuple[Request, int, TokenLogprobs | None]
+"""Who gets a token, that, and its scores if asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted, with vLLM's names.
+
+    Args:
+        method: ngram takes what followed the same few tokens before (`jaxllm.sched.proposers.ngram`), suffix
+            what followed the longest ending that was there before (`jaxllm.sched.proposers.suffix`).
+        num_speculative_tokens: most drafts of a request in one step.
+        prompt_lookup_min: shortest run of tokens that ngram looks for.
+        prompt_lookup_max: longest run.
+        suffix_decoding_max_spec_factor: most drafts of suffix for each token of that ending.
+        policy: how many of the proposed tokens are verified: as many as pay by cost, or a fixed number.
+        disable_by_batch_size: draft nothing while so many requests decode, or more.
+
+    Raises:
+        ConfigError: a value is not supported, or out of range.
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    suffix_decoding_max_spec_factor: float = 1.0
+    policy: str = "cost"
+    disable_by_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, METHODS)
+        check_choice("policy", self.policy, POLICIES)
+        check_range("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+        check_range("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
+        check_range("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
+        check_range(
+            "suffix_decoding_max_spec_factor",
+            self.suffix_decoding_max_spec_factor,
+            0.1,
+            64.0,
+            is_integer=False,
+        )
+        if self.disable_by_batch_size is not None:
+            check_range("disable_by_batch_size", self.disable_by_batch_size, 1, 2**16)
+
+    def max_drafts(self, max_num_seqs: int, most: int, vocab_size: int) -> int:
+        """Most drafts of one step: those of all requests, at most `most`, while their logits are small."""
+        asked = max_num_seqs * self.num_speculative_tokens
+        return max(0, min(asked, most, _MOST_LOGITS_BYTES // (4 * vocab_size)))
+
+    def make(self, max_drafts: int, costs: CostModel) -> Speculation:
+        """What drafts at most so many tokens a step, by these costs of steps; each engine has its own."""
+        proposer: Proposer = PromptLookup(self.prompt_lookup_min, self.prompt_lookup_max)
+        if self.method == "suffix":
+            proposer = SuffixLookup(self.suffix_decoding_max_spec_factor)
+        policy: SpeculationPolicy = AsProposed()
+        if self.policy == "cost":
+            policy = ByCost(costs)
+        if self.disable_by_batch_size is not None:
+            policy = BelowBatch(self.disable_by_batch_size, policy)
+        return Speculation(proposer, policy, self.num_speculative_tokens, max_drafts)
+
+
+def speculative_config(name: str, value: object) -> SpeculativeConfig | None:
+    """A dictionary of `SpeculativeConfig`'s fields as one; None stays None.
+
+    Raises:
+        ConfigError: it is none, or a field is unknown or out of range.
+    """
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={shown(value)} must be a dictionary such as {{'method': 'ngram'}}")
+    known = [field.name for field in dataclasses.fields(SpeculativeConfig)]
+    for key in value:
+        if key not in known:
+            raise ConfigError(
+                f"{name} has no {shown(key)}; {did_you_mean(key, known)}it takes {', '.join(known)}"
+            )
+    settings: dict[str, Any] = {str(key): one for key, one in value.items()}
+    try:
+        return SpeculativeConfig(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def accepted(scheduled: SchedulerOutput, rows: Iterable[SampledRow]) -> Iterator[SampledRow]:
+    """Of a step's sampled rows those that count: none after a draft that was not what was sampled.
+
+    A draft is as likely to be sampled as to be right: so outputs are those of the same seeds without drafts,
+    and nothing has to be sampled again.
+    """
+    drafts: list[int | None] = [None] * len(scheduled.decode)
+    for chunk in scheduled.prefill:
+        if chunk.is_last:
+            drafts += [*chunk.drafts, None]
+    is_wrong = False
+    for draft, row in zip(drafts, rows, strict=True):
+        if not is_wrong:
+            yield row
+        is_wrong = draft is not None and (is_wrong or row[1] != draft)

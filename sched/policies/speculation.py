@@ -1,0 +1,269 @@
+"""How many tokens are drafted for each request of an iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from jaxllm.predictors.base import CostModel
+from jaxllm.sched.policies.regimes import Regime
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IterationRows:
+    """An iteration as it is without drafts.
+
+    `num_decodes` requests decode, with `num_context_tokens` tokens together, beside `num_prompt_tokens` of
+    others; `num_free` rows are left for drafts.
+    """
+
+    num_decodes: int
+    num_context_tokens: int
+    num_prompt_tokens: int
+    num_free: int
+
+
+class VerifyingWork(NamedTuple):
+    """An iteration: how many requests decode, how many of these verify, and how many drafts together."""
+
+    num_decodes: int
+    num_verified: int = 0
+    num_drafts: int = 0
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        """Whether it verifies, and its rows, four sizes to an octave."""
+        return self.num_drafts > 0, round(4 * math.log2(self.num_decodes + self.num_drafts))
+
+
+class SpeculationPolicy(Protocol):
+    """Says how many of the tokens that were proposed are verified."""
+
+    def is_worth_asking(self, num_running: int) -> bool:
+        """Whether proposals are asked for at all, beside so many requests that decode."""
+        ...
+
+    def num_drafts(
+        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+    ) -> Sequence[int]:
+        """How many drafts of each request are verified.
+
+        Args:
+            proposed: of each request how many there are, one or more.
+            acceptance: of each how likely one is right, given that all before it were, by its own history.
+            iteration: what goes on beside them.
+        """
+        ...
+
+    def asked(self, seconds: float, *, is_fruitful: bool) -> None:
+        """Note that proposals were asked for, how long that took, and whether any is to be verified."""
+        ...
+
+    def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
+        """Take what iterations without prompts took, from the end of those before them to their own.
+
+        There were `num_steps` of them, which got `num_tokens` tokens.
+        """
+        ...
+
+    def predicted(self, work: VerifyingWork) -> float | None:
+        """Seconds of an iteration without prompts; None if it predicts nothing."""
+        ...
+
+
+class AsProposed:
+    """All of them: a fixed number of drafts, as far as there are proposals."""
+
+    def is_worth_asking(self, num_running: int) -> bool:
+        """Always."""
+        return True
+
+    def num_drafts(
+        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+    ) -> Sequence[int]:
+        """As many as proposed."""
+        return proposed
+
+    def asked(self, seconds: float, *, is_fruitful: bool) -> None:
+        """Of no interest."""
+
+    def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
+        """Of no interest."""
+
+    def predicted(self, work: VerifyingWork) -> float | None:
+        """Nothing."""
+        return None
+
+
+class BelowBatch:
+    """As another policy says, while fewer than `limit` requests decode (vLLM's `disable_by_batch_size`)."""
+
+    def __init__(self, limit: int, policy: SpeculationPolicy) -> None:
+        self._limit, self._policy = limit, policy
+        self.num_drafts, self.asked = policy.num_drafts, policy.asked
+        self.observe, self.predicted = policy.observe, policy.predicted
+
+    def is_worth_asking(self, num_running: int) -> bool:
+        """Below the limit."""
+        return num_running < self._limit and self._policy.is_worth_asking(num_running)
+
+
+_ROWS = 32.0
+
+
+class ByCost:
+    """As many as give the most tokens a second, by what iterations of so many rows take; none if none does.
+
+    A request whose drafts are right with probability p each gets its j-th one with p**j (Leviathan et al.,
+    "Fast Inference from Transformers via Speculative Decoding", 2023, section 3.1). Of all drafts the
+    likeliest are verified, as many as make the expected tokens over the predicted seconds the largest.
+
+    Seconds are those of the cost model, times what iterations of about as many rows were off by so far, with
+    all that the host does between them; without a model 32 rows more take as long as all else. Where drafts
+    did not pay so far they are tried again once in a while. What asking costs is bounded, too: while nothing
+    comes of it, it may take `share` of the time.
+
+    Host and device work in turns while tokens are drafted, and side by side otherwise. No sum of parts tells
+    what that is worth: for each size of batch tokens a second are measured with and without them (`Regime`).
+
+    Args:
+        costs: predicts seconds of iterations.
+        share: see above.
+        margin: how much more drafts must promise than none, relative.
+    """
+
+    _RATE = 0.1
+    _FORGET_AFTER = 64
+    """Observations, after which predictions are made anew, for contexts have grown."""
+    _TRY_AFTER = 64
+    """Iterations that did, or did not, verify drafts, in which others are tried."""
+
+    def __init__(self, costs: CostModel, *, share: float = 0.01, margin: float = 0.03) -> None:
+        self._costs, self._share, self._margin = costs, share, margin
+        # By size, without and with drafts; each with of how many it is the mean.
+        self._ratios: tuple[dict[int, tuple[float, int]], dict[int, tuple[float, int]]] = {}, {}
+        self._factors: dict[tuple[bool, int], float] = {}  # what they come to, as far as was asked since
+        self._num_refused = self._num_verified = 0
+        self._predicted: dict[VerifyingWork, float] = {}
+        self._num_observed = 0
+        self._asking = self._running = 0.0
+        self._regimes: dict[int, Regime] = {}  # by size of the batch, two to an octave
+        self._context = 0
+
+    def is_worth_asking(self, num_running: int) -> bool:
+        """Where drafts have paid, while it costs next to nothing or something came of it last time."""
+        return self._regime(num_running).is_with and self._asking <= self._share * self._running
+
+    def _regime(self, num_decodes: int) -> Regime:
+        return self._regimes.setdefault(round(2 * math.log2(max(1, num_decodes))), Regime())
+
+    def asked(self, seconds: float, *, is_fruitful: bool) -> None:
+        """See `SpeculationPolicy`."""
+        self._asking = 0.0 if is_fruitful else self._asking + seconds
+
+    def predicted(self, work: VerifyingWork) -> float | None:
+        """See `SpeculationPolicy`."""
+        return self.seconds(work) if any(self._ratios) else None
+
+    def observe(self, work: VerifyingWork, num_steps: int, num_tokens: int, seconds: float) -> None:
+        """See `SpeculationPolicy`."""
+        self._regime(work.num_decodes).observe(num_tokens / work.num_decodes, seconds)
+        self._running += seconds
+        seconds /= num_steps
+        if self._running > 100 * seconds:
+            self._running, self._asking = self._running / 2, self._asking / 2
+        self._num_observed += 1
+        if self._num_observed % self._FORGET_AFTER == 0:
+            self._predicted.clear()
+        predicted = self._model(work)
+        if seconds <= 0.0 or predicted <= 0.0:
+            return
+        ratio = seconds / predicted
+        is_verifying, size = work.kind
+        known, count = self._ratios[is_verifying].get(size, (ratio, 0))
+        # One that was interrupted counts no more than one twice as long.
+        known += max(self._RATE, 1 / (count + 1)) * (min(max(ratio, known / 2), known * 2) - known)
+        self._ratios[is_verifying][size] = known, count + 1
+        self._factors.clear()
+
+    def num_drafts(
+        self, proposed: Sequence[int], acceptance: Sequence[float], iteration: IterationRows
+    ) -> Sequence[int]:
+        """See `SpeculationPolicy`."""
+        self._context = iteration.num_context_tokens // max(1, iteration.num_decodes)
+        ranked = sorted(
+            [
+                (rate**j, -j, place)
+                for place, rate in enumerate(acceptance)
+                for j in range(1, proposed[place] + 1)
+            ],
+            reverse=True,
+        )[: iteration.num_free]
+        num_decodes, extra = iteration.num_decodes, self._extra(iteration)
+        best = (1.0 + self._margin) * num_decodes / (self.seconds(VerifyingWork(num_decodes)) + extra)
+        num_best, num_verified, expected = 0, 0, float(num_decodes)
+        for count, (gain, number, _) in enumerate(ranked, 1):
+            num_verified += number == -1
+            expected += gain
+            if count % (1 << max(0, count.bit_length() - 3)):
+                continue  # a few of them are enough to find the best
+            value = expected / (self.seconds(VerifyingWork(num_decodes, num_verified, count)) + extra)
+            if value > best:
+                best, num_best = value, count
+        counts = [0] * len(proposed)
+        for _, _, place in ranked[: self._varied(num_best)]:
+            counts[place] += 1
+        return counts
+
+    def _varied(self, num_best: int) -> int:
+        """Now and then a quarter more or less, or what did not pay, so that what it takes is known."""
+        if not num_best:
+            self._num_refused += 1
+            if self._num_refused % self._TRY_AFTER == 0:
+                self._ratios[True].clear()
+                self._factors.clear()
+            return 0
+        self._num_verified += 1
+        quarter, rest = divmod(self._num_verified % self._TRY_AFTER, self._TRY_AFTER // 4)
+        step = max(1, num_best // 4)
+        return num_best if rest else (num_best, num_best - step, num_best + step, 0)[quarter]
+
+    def seconds(self, work: VerifyingWork) -> float:
+        """Predicted, as measured: what predictions were off by between two sizes lies between theirs."""
+        factor = self._factors.get(work.kind)
+        if factor is None:
+            factor = self._factors[work.kind] = self._factor(*work.kind)
+        return self._model(work) * factor
+
+    def _factor(self, is_verifying: bool, size: int) -> float:
+        known = self._ratios[is_verifying] or self._ratios[not is_verifying]
+        if not known:
+            return 1.0
+        below = max((one for one in known if one <= size), default=min(known))
+        above = min((one for one in known if one >= size), default=max(known))
+        share = min(1.0, max(0.0, (size - below) / (above - below))) if above > below else 0.0
+        return known[below][0] * (1 - share) + known[above][0] * share
+
+    def _extra(self, iteration: IterationRows) -> float:
+        """What others' prompts add, by the model alone."""
+        prompts, num_decodes = iteration.num_prompt_tokens, iteration.num_decodes
+        if not prompts:
+            return 0.0
+        with_prompts = self._costs.step_seconds(num_decodes, iteration.num_context_tokens, prompts, 1)
+        return max(0.0, with_prompts - self._costs.step_seconds(num_decodes, iteration.num_context_tokens))
+
+    def _model(self, work: VerifyingWork) -> float:
+        """By the cost model, or if it knows nothing by rows alone."""
+        seconds = self._predicted.get(work)
+        if seconds is None:
+            num_plain = work.num_decodes - work.num_verified
+            chunks: tuple[int, ...] = ()
+            if work.num_drafts:
+                rows = work.num_verified + work.num_drafts
+                chunks = rows, work.num_verified, work.num_verified * self._context
+            seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks)
+            seconds = seconds or 1.0 + (work.num_decodes + work.num_drafts) / _ROWS
+            self._predicted[work] = seconds
+        return seconds

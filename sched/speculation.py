@@ -1,0 +1,240 @@
+"""Drafts of running requests: proposed, cut to what pays and fits, and what became of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from jaxllm.errors import ConfigError
+from jaxllm.sched.ledger import Ledger, VerificationRecord
+from jaxllm.sched.plan import Plan
+from jaxllm.sched.policies import SchedulerPolicy, SchedulingPolicy
+from jaxllm.sched.policies.speculation import IterationRows, SpeculationPolicy, VerifyingWork
+from jaxllm.sched.proposers import Proposer
+from jaxllm.sched.state import SchedulerState
+from jaxllm.types import Request, SchedulerOutput
+
+_FORGETS = 0.9
+_PRIOR_TRIALS = 2.0
+_RATE = 0.2
+_Drafts = list[tuple[Request, Sequence[int]]]
+
+
+@dataclasses.dataclass(slots=True)
+class Acceptance:
+    """How many drafts were tried, each after those before it were right, and how many of these were right.
+
+    What was proposed and not verified counts, too, once the tokens are known: `proposed` from place `start`.
+    """
+
+    num_tried: float = 0.0
+    num_right: float = 0.0
+    start: int = 0
+    proposed: Sequence[int] = ()
+
+    def add(self, num_tried: int, num_right: int) -> None:
+        """Take drafts; what was before counts a tenth less."""
+        self.num_tried = self.num_tried * _FORGETS + num_tried
+        self.num_right = self.num_right * _FORGETS + num_right
+
+    def rate(self, prior: float) -> float:
+        """How likely the next one is right."""
+        return (self.num_right + prior * _PRIOR_TRIALS) / (self.num_tried + _PRIOR_TRIALS)
+
+    def compare(self, request: Request) -> tuple[int, int] | None:
+        """How many of what was proposed were tried by tokens that are known now, and right; None for none."""
+        known = request.token_ids(self.start, self.start + len(self.proposed))
+        if not known:
+            return None
+        pairs = zip(known, self.proposed, strict=False)
+        num_right = next((place for place, (one, other) in enumerate(pairs) if one != other), len(known))
+        self.proposed = ()
+        return min(num_right + 1, len(known)), num_right
+
+
+def _expected(rate: float, num_drafts: int) -> float:
+    """How many of so many drafts are right, each of which is if those before it are with this probability."""
+    return sum([rate**j for j in range(1, num_drafts + 1)])
+
+
+@dataclasses.dataclass(slots=True)
+class SpeculationCounts:
+    """Since the start: verifications, drafts, and those of them that were kept.
+
+    `num_excluded` counts how often a request was left out because its output follows a grammar.
+    """
+
+    num_verifications: int = 0
+    num_drafted: int = 0
+    num_kept: int = 0
+    num_excluded: int = 0
+
+
+class Speculation:
+    """Decides which drafts an iteration verifies. It preempts nobody: drafts take what is left.
+
+    Args:
+        proposer: guesses tokens.
+        policy: says how many of them are verified.
+        num_tokens: most drafts of a request in one iteration.
+        max_drafts: most drafts of all of them together.
+
+    Attributes:
+        counts: what became of them.
+    """
+
+    def __init__(
+        self, proposer: Proposer, policy: SpeculationPolicy, num_tokens: int, max_drafts: int
+    ) -> None:
+        self.policy, self.num_tokens, self.max_drafts = policy, num_tokens, max_drafts
+        self.proposer = proposer
+        self.counts = SpeculationCounts()
+        self._all = Acceptance()
+        self._histories: dict[str, Acceptance] = {}
+        self._ledger: Ledger | None = None
+        self._num_fruitful = 0.0  # of each asking, by and by
+        self._expected_kept = 0.0
+        self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
+
+    def begin(self, policy: SchedulingPolicy, ledger: Ledger | None) -> None:
+        """Draft for a scheduler of this policy, and tell its ledger.
+
+        Raises:
+            ConfigError: iterations of the policy hold no prompts beside decodes, as drafts would be.
+        """
+        if not (isinstance(policy, SchedulerPolicy) and policy.iterations.mixes):
+            raise ConfigError(
+                f"{policy} does not compute prompts beside decodes, as verifying drafts takes: leave "
+                "speculative_config out, or take vllm_v1, adaptive or another preset"
+            )
+        self._ledger = ledger
+
+    def is_expected(self, state: SchedulerState) -> bool:
+        """Whether the next iteration is likely to verify drafts, by what the host knows of tokens so far."""
+        return bool(self._drafts(Plan(), state))
+
+    def draft(self, plan: Plan, state: SchedulerState) -> _Drafts:
+        """Drafts of the running requests whose tokens are all known, within what a plan leaves."""
+        return self._drafts(plan, state, only_known=True) if plan.decodes else []
+
+    def _drafts(self, plan: Plan, state: SchedulerState, *, only_known: bool = False) -> _Drafts:
+        running = state.running
+        if not (running and self.policy.is_worth_asking(len(running))):
+            return []
+        gone = {victim for victim, _ in plan.victims}
+        asked = [
+            request
+            for request in running
+            if request not in gone and not (only_known and request.num_in_flight)
+        ]
+        if not asked:
+            return []
+        for request in asked:
+            if request.request_id not in self._histories:
+                self._proposal(request, 1)  # reads its prompt, which takes its time, once
+        began, found = time.perf_counter(), []
+        for request in asked:
+            num_left = request.max_total_tokens - request.num_tokens - 1
+            tokens = self._proposal(request, min(self.num_tokens, num_left))
+            if tokens:
+                found.append((request, tokens))
+        drafts = self._cut(found, plan, state, gone) if found else []
+        self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
+        self._num_fruitful += _RATE * (bool(drafts) - self._num_fruitful)
+        self.policy.asked(time.perf_counter() - began, is_fruitful=bool(drafts))
+        return drafts
+
+    def max_decode_steps(self, limit: int, num_running: int) -> int:
+        """How many iterations may go by before anybody is asked again: half those that one proposal takes."""
+        if not self.policy.is_worth_asking(num_running):
+            return limit
+        return max(1, min(limit, int(0.5 / max(self._num_fruitful, 1e-6))))
+
+    def _proposal(self, request: Request, num_tokens: int) -> Sequence[int]:
+        mask = request.token_mask
+        if mask is not None and mask.grammar is not None:
+            self.counts.num_excluded += 1
+            return ()
+        if num_tokens <= 0:
+            return ()
+        history = self._histories.setdefault(request.request_id, Acceptance())
+        if history.proposed and (compared := history.compare(request)) is not None:
+            history.add(*compared)
+            self._all.add(*compared)
+        tokens = self.proposer.propose(request, num_tokens)
+        history.start, history.proposed = request.num_known_tokens, tokens
+        return tokens
+
+    def _cut(self, found: _Drafts, plan: Plan, state: SchedulerState, gone: set[Request]) -> _Drafts:
+        """What the policy lets be verified, of all requests less where there are too few rows."""
+        others = *plan.chunks, *plan.starting, *[(request, length) for request, _, length in plan.resuming]
+        num_decodes = len(state.running) - sum([victim in state.running for victim in gone])
+        num_prompt_tokens = sum([length for _, length in others])
+        num_free = min(self.max_drafts, state.config.max_num_batched_tokens - num_decodes - num_prompt_tokens)
+        rows = IterationRows(num_decodes, state.running.num_tokens, num_prompt_tokens, max(0, num_free))
+        rates = [self._rate(request) for request, _ in found]
+        counts = self.policy.num_drafts([len(tokens) for _, tokens in found], rates, rows)
+        drafts = [(request, tokens[:count]) for (request, tokens), count in zip(found, counts, strict=True)]
+        most_chunks = state.config.max_prefill_seqs or state.config.max_num_seqs
+        drafts = [one for one in drafts if one[1]][: max(0, most_chunks - len(others))]
+        while rows.num_free < sum([len(tokens) for _, tokens in drafts]):
+            longest = max(len(tokens) for _, tokens in drafts) - 1
+            if not longest:
+                return drafts[: rows.num_free]
+            drafts = [(request, tokens[:longest]) for request, tokens in drafts]
+        return drafts
+
+    def _rate(self, request: Request) -> float:
+        history = self._histories.get(request.request_id)
+        prior = self._all.rate(0.5)
+        return prior if history is None else history.rate(prior)
+
+    def verified(self, request: Request, num_drafted: int, num_kept: int) -> None:
+        """Note that so many of a request's drafts were right."""
+        num_tried = min(num_drafted, num_kept + 1)
+        history = self._histories.setdefault(request.request_id, Acceptance())
+        history.add(num_tried, num_kept)
+        history.proposed = ()
+        self._all.add(num_tried, num_kept)
+        self.counts.num_verifications += 1
+        self.counts.num_drafted += num_drafted
+        self.counts.num_kept += num_kept
+
+    def ended(self, request: Request, *, is_whole: bool) -> None:
+        """Let go of what is kept of a request."""
+        self._histories.pop(request.request_id, None)
+        self.proposer.forget(request)
+
+    def observe(self, scheduled: SchedulerOutput, now: float) -> None:
+        """Note that an iteration has ended."""
+        (began, before), sampled = self._previous, scheduled.sampled
+        self._previous = now, sampled
+        verified = [chunk for chunk in scheduled.prefill if chunk.drafts]
+        work = VerifyingWork(len(scheduled.decode) + len(verified), len(verified), scheduled.num_drafts)
+        follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
+        num_kept = sum([max(0, chunk.request.num_known_tokens - chunk.start - 2) for chunk in verified])
+        seconds = None
+        if follows and not scheduled.has_copies and len(verified) == len(scheduled.prefill):
+            seconds = now - began
+        if verified and self._ledger is not None:
+            self._ledger.verified(self._record(scheduled.step_id, work, num_kept, now, seconds))
+        if seconds is not None:
+            num_steps = scheduled.num_decode_steps
+            self.policy.observe(work, num_steps, work.num_decodes * num_steps + num_kept, seconds)
+
+    def _record(
+        self, step_id: int, work: VerifyingWork, num_kept: int, now: float, seconds: float | None
+    ) -> VerificationRecord:
+        return VerificationRecord(
+            step_id=step_id,
+            time=now,
+            num_decodes=work.num_decodes,
+            num_verified=work.num_verified,
+            num_drafted=work.num_drafts,
+            num_kept=num_kept,
+            expected_kept=self._expected_kept,
+            predicted_seconds=self.policy.predicted(work),
+            plain_seconds=self.policy.predicted(VerifyingWork(work.num_decodes)),
+            measured_seconds=seconds,
+        )

@@ -1,0 +1,456 @@
+"""Speculative decoding: proposers, settings, and the same tokens as without, whatever is drafted."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from engine_helpers import Knowing, make_llm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_helpers import make_request
+
+from jaxllm import BeamSearchParams, SamplingParams
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.ledgers import read_ledger
+from jaxllm.engine.speculation import SpeculativeConfig
+from jaxllm.errors import ConfigError, RequestError
+from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.sched.ledger import Ledger, VerificationRecord
+from jaxllm.sched.policies import SchedulerPolicy, SeparateIterations
+from jaxllm.sched.policies.regimes import Regime
+from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, IterationRows, VerifyingWork
+from jaxllm.sched.proposers.ngram import PromptLookup, repeated
+from jaxllm.sched.proposers.suffix import SuffixLookup
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.sched.speculation import Acceptance, Speculation
+
+EDIT = (
+    "def add(a, b):\n    total = a + b\n    return total\n\n\n"
+    "def sub(a, b):\n    total = a - b\n    return total\n\n\ndef mul(a, b):\n"
+)
+PROMPTS = [
+    EDIT,
+    "class Reader:\n    def __init__(self",
+    "for i in range(10):\n    print(i)\nfor i in range(",
+    EDIT[40:],
+]
+GREEDY = {"temperature": 0, "max_tokens": 24}
+PARAMS = [
+    SamplingParams(**GREEDY, ignore_eos=True, logprobs=2),
+    SamplingParams(**GREEDY, repetition_penalty=1.2, presence_penalty=0.5, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, frequency_penalty=0.7, logprobs=1),
+    SamplingParams(temperature=0.8, top_k=20, seed=8, max_tokens=24, min_tokens=6, stop=["\n", "):"]),
+    SamplingParams(**GREEDY, stop=["self", "return"], logit_bias={3: 1.0}, min_p=0.1, prompt_logprobs=1),
+    SamplingParams(temperature=0.7, seed=9, max_tokens=24, stop_token_ids=list(range(40, 60)), logprobs=0),
+    SamplingParams(temperature=0.6, seed=10, max_tokens=24, ignore_eos=True, bad_words=["return total", "a"]),
+    SamplingParams(**GREEDY, ignore_eos=True, allowed_token_ids=list(range(300, 420))),
+]
+MOST = 8
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(
+        demo_model_path(),
+        skip_tokenizer_init=False,
+        max_num_batched_tokens=64,
+        prefill_buckets=[16, 64],
+        max_model_len=176,
+        num_host_blocks=32,
+        num_gpu_blocks_override=176,
+        speculative_config={"num_speculative_tokens": MOST, "policy": "fixed"},
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """Each request's answer when nobody else is there, and nothing is drafted."""
+    return [run(engine_of(llm), [place])[place] for place in range(len(PARAMS))]
+
+
+def engine_of(llm, speculation=None, policy=None, scheduler=None, **settings):
+    config, policy = llm.engine.scheduler.config, policy or SchedulerPolicy()
+    return Engine(
+        llm.executor,
+        scheduler or Scheduler(config, policy, speculation=speculation),
+        vocab_size=llm.model_config.vocab_size,
+        tokenizer=llm.tokenizer,
+        eos_token_ids=frozenset([llm.tokenizer.eos_token_id]),
+        **settings,
+    )
+
+
+def speculating(proposer, num_tokens=MOST, max_drafts=32, policy=None):
+    return Speculation(proposer, policy or AsProposed(), num_tokens, max_drafts)
+
+
+def run(engine, places):
+    for place in places:
+        engine.add_request(str(place), PROMPTS[place % len(PROMPTS)], PARAMS[place])
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs.update({int(output.request_id): output for output in engine.step()})
+        engine.scheduler.check()
+    assert engine.scheduler.num_free_blocks == engine.scheduler.config.num_gpu_blocks
+    return outputs
+
+
+def assert_same(output, expected):
+    mine, theirs = output.outputs[0], expected.outputs[0]
+    assert mine.token_ids == theirs.token_ids
+    assert (mine.text, mine.finish_reason, mine.stop_reason) == (
+        theirs.text,
+        theirs.finish_reason,
+        theirs.stop_reason,
+    )
+    for scores, reference in (
+        *zip(mine.logprobs or [], theirs.logprobs or [], strict=True),
+        *zip((output.prompt_logprobs or [])[1:], (expected.prompt_logprobs or [])[1:], strict=True),
+    ):
+        assert scores.keys() == reference.keys()
+        assert all(scores[i].logprob == pytest.approx(reference[i].logprob, abs=1e-4) for i in scores)
+
+
+def answers_of(alone):
+    return {str(place): output.token_ids for place, output in enumerate(alone)}
+
+
+# Exactness
+
+
+@pytest.mark.parametrize("place", range(len(PARAMS)))
+@pytest.mark.parametrize("num_right", [0, 1, 3, MOST])
+def test_whatever_is_drafted_the_tokens_are_the_same(llm, alone, place, num_right):
+    speculation = speculating(Knowing(answers_of(alone), [num_right, 9]))
+    output = run(engine_of(llm, speculation), [place])[place]
+    assert_same(output, alone[place])
+    counts, num_tokens = speculation.counts, len(output.token_ids)
+    assert (counts.num_kept > 0) == (num_right > 0 and num_tokens > 2)
+    if num_right == MOST and num_tokens == 24:
+        assert counts.num_verifications <= 3, "nine tokens each"
+    assert counts.num_drafted >= counts.num_kept
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    script=st.lists(st.integers(0, 4095), min_size=2, max_size=30),
+    num_tokens=st.integers(0, MOST),
+    max_drafts=st.integers(0, 32),
+    async_scheduling=st.booleans(),
+    num_scheduler_steps=st.sampled_from([1, 4]),
+)
+def test_many_together_get_what_each_gets_alone(
+    llm, alone, script, num_tokens, max_drafts, async_scheduling, num_scheduler_steps
+):
+    speculation = speculating(Knowing(answers_of(alone), script), num_tokens, max_drafts)
+    steps = min(num_scheduler_steps, llm.executor.max_decode_steps)
+    engine = engine_of(llm, speculation, async_scheduling=async_scheduling, num_scheduler_steps=steps)
+    for place, output in run(engine, range(len(PARAMS))).items():
+        assert_same(output, alone[place])
+
+
+def test_prompt_lookup_through_generate(llm, alone):
+    llm.engine.scheduler.speculation.counts.num_verifications = 0
+    outputs = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMS))], PARAMS, use_tqdm=False)
+    for output, expected in zip(outputs, alone, strict=True):
+        assert_same(output, expected)
+    counts = llm.engine.scheduler.speculation.counts
+    assert counts.num_verifications > 0
+    assert counts.num_kept > 0
+
+
+def test_samples_of_a_prompt_and_streams(llm):
+    params = SamplingParams(temperature=0.7, seed=3, n=2, max_tokens=16, ignore_eos=True)
+    sampled = [one.token_ids for one in llm.generate([EDIT], params, use_tqdm=False)[0].outputs]
+    engine = engine_of(llm)
+    engine.add_request("0", EDIT, params)
+    reports = []
+    while engine.has_unfinished_requests:
+        reports += engine.step()
+    assert [one.token_ids for one in reports[-1].outputs] == sampled
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    *_, last = llm.stream([EDIT], greedy)
+    engine.add_request("0", EDIT, greedy)
+    while engine.has_unfinished_requests:
+        reports += engine.step()
+    assert reports[-1].token_ids == last.token_ids
+
+
+def test_a_grammar_draws_no_drafts_and_is_counted(llm):
+    speculation = speculating(Knowing({"0": [5] * 99}, [MOST, 9]))
+    engine = engine_of(llm, speculation)
+    engine.add_request(
+        "0", EDIT, SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})
+    )
+    text = ""
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            text = output.text
+    assert len(text) == 4
+    assert speculation.counts.num_drafted == 0
+    assert speculation.counts.num_excluded > 0
+
+
+def test_prefix_hits_and_the_suffix_method(alone):
+    config = {"method": "suffix", "num_speculative_tokens": 4, "policy": "fixed"}
+    settings = {"skip_tokenizer_init": False, "enable_prefix_caching": True, "speculative_config": config}
+    with make_llm(demo_model_path(), max_num_batched_tokens=64, max_model_len=176, **settings) as llm:
+        for _ in range(2):
+            prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMS))]
+            outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+            for output, expected in zip(outputs, alone, strict=True):
+                assert_same(output, expected)
+        assert outputs[0].num_cached_tokens > 0
+        assert llm.engine.scheduler.speculation.counts.num_kept > 10
+        llm.engine.scheduler.check()
+
+
+def test_beam_search_is_refused_by_name(llm):
+    with pytest.raises(ConfigError, match=r"speculative_config.*beam_search"):
+        llm.beam_search([EDIT], BeamSearchParams(beam_width=2, max_tokens=4))
+
+
+def test_drafts_preempt_nobody_and_take_only_what_is_free(llm, alone):
+    """In a pool that just holds two requests with their growth, as many are preempted as without drafts."""
+    counts = {}
+    for drafts in (0, MOST):
+        speculation = speculating(Knowing(answers_of(alone), [MOST, 0]), drafts)
+        engine = engine_of(llm, speculation)
+        blocks = engine.scheduler._state.pool
+        taken = blocks.allocate(blocks.num_free - 2 * blocks.blocks_for(len(alone[0].prompt_token_ids) + 3))
+        for place in (0, 1):
+            engine.add_request(str(place), EDIT, SamplingParams(**GREEDY, ignore_eos=True))
+        engine.step()
+        most_free = blocks.num_free
+        while engine.has_unfinished_requests and not engine.scheduler.progress.num_preempted:
+            engine.step()
+            most_free = min(most_free, blocks.num_free)
+        counts[drafts] = engine.scheduler.progress.num_preempted
+        engine.close()
+        blocks.release(taken)
+    assert counts[0] == counts[MOST] == 1
+
+
+def test_the_ledger_tells_what_became_of_drafts(llm, alone, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    with path.open("w") as file:
+        ledger = Ledger(file)
+        speculation = speculating(Knowing(answers_of(alone), [MOST, 0, 2, 1]), policy=ByCost(NoCosts()))
+        config = llm.engine.scheduler.config
+        engine = engine_of(llm, scheduler=Scheduler(config, ledger=ledger, speculation=speculation))
+        run(engine, [0, 1])
+        ledger.close()
+    counts, read = speculation.counts, read_ledger(path)
+    columns = read.columns("verifications")
+    assert (
+        columns["num_drafted"].sum() == counts.num_drafted > columns["num_kept"].sum() == counts.num_kept > 0
+    )
+    assert columns["num_verified"].sum() == counts.num_verifications
+    assert np.all(columns["expected_kept"] < columns["num_drafted"])
+    known = columns["measured_seconds"] > 0
+    assert known.any()
+    assert np.all(columns["measured_gain"][known & (columns["plain_seconds"] > 0)] > 0)
+    steps = read.columns("steps")
+    assert steps["num_prefill_tokens"].sum() == sum(len(alone[place].prompt_token_ids) for place in (0, 1))
+
+
+def test_gains_are_of_tokens_a_second():
+    record = VerificationRecord(3, 1.0, 2, 1, 4, 2, 1.0, 0.03, 0.02, 0.04)
+    assert record.predicted_gain == pytest.approx(1.0)  # three tokens for two, and half as long again
+    assert record.measured_gain == pytest.approx(1.0)  # four for two, in twice the time
+    assert dataclasses.replace(record, plain_seconds=None).measured_gain is None
+
+
+def test_a_preempted_request_keeps_its_history():
+    speculation = speculating(PromptLookup(1, 2))
+    request = make_request(4, 20)
+    before = speculation._rate(request)
+    for _ in range(5):
+        speculation.verified(request, 4, 4)
+    assert speculation._rate(request) > 0.8 > before
+    speculation.ended(request, is_whole=True)
+    assert request.request_id not in speculation._histories
+
+
+# Proposers
+
+
+def naive(tokens, least, most, count):
+    for size in range(most, least - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if len(tokens) >= size and tokens[end - size : end] == tokens[-size:]:
+                return repeated(tokens, end, count)
+    return []
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    cuts=st.lists(st.integers(1, 60), max_size=6),
+    least=st.integers(1, 3),
+    span=st.integers(0, 3),
+    count=st.integers(1, 9),
+)
+def test_prompt_lookup_finds_what_a_search_finds(tokens, cuts, least, span, count):
+    proposer = PromptLookup(least, least + span)
+    num_prompt = min([len(tokens), *cuts])
+    request = make_request(num_prompt, 100)
+    request.prompt_token_ids[:] = tokens[:num_prompt]
+    for cut in sorted({*(cut for cut in cuts if cut <= len(tokens)), len(tokens)}):
+        request.output_token_ids[:] = tokens[num_prompt:cut]
+        assert list(proposer.propose(request, count)) == naive(tokens[:cut], least, least + span, count)
+    proposer.forget(request)
+    assert not proposer._indices
+
+
+@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40), num_prompt=st.integers(1, 40))
+def test_suffix_lookup_finds_the_longest_ending(tokens, num_prompt):
+    proposer, request = SuffixLookup(factor=2.0), make_request(0, 1)
+    num_prompt = min(num_prompt, len(tokens))
+    request.prompt_token_ids[:] = tokens[:num_prompt]
+    for stop in range(num_prompt, len(tokens) + 1):
+        request.output_token_ids[:] = tokens[num_prompt:stop]
+        text = tokens[:stop]
+        starts = {
+            size: [end for end in range(size, stop) if text[end - size : end] == text[-size:]]
+            for size in range(1, stop)
+        }
+        longest = max((size for size, ends in starts.items() if ends), default=0)
+        found = list(proposer.propose(request, 5))
+        assert len(found) == min(5, 2 * longest)
+        assert not found or found in [repeated(text, end, len(found)) for end in starts[longest]]
+    proposer.forget(request)
+    assert not proposer._automata
+
+
+def test_what_repeats_goes_round():
+    assert repeated([9, 1, 2, 3], 1, 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+# Policies and settings
+
+
+def test_none_from_a_batch_size_on():
+    policy = BelowBatch(4, AsProposed())
+    assert policy.is_worth_asking(3)
+    assert not policy.is_worth_asking(4)
+
+
+MEASURED = {1: 1.0, 2: 1.09, 4: 1.21, 8: 1.30, 16: 1.54, 32: 1.89, 64: 3.24, 128: 6.0, 640: 30.0}
+"""What steps of so many rows take, relative, of a small model on two cores of a processor."""
+
+
+class NoCosts:
+    def step_seconds(self, *work):
+        return 0.0
+
+
+def tokens_a_second(policy, batch, rate, num_steps=1200):
+    """Of requests whose drafts are right with a probability each, in steps that cost what was measured."""
+    random, tokens, seconds = np.random.default_rng(5), 0, 0.0
+    for step in range(num_steps):
+        counts = [0] * batch
+        if policy.is_worth_asking(batch):
+            counts = policy.num_drafts([8] * batch, [rate] * batch, IterationRows(batch, batch * 100, 0, 512))
+        took = float(np.interp(batch + sum(counts), list(MEASURED), list(MEASURED.values())))
+        took *= random.uniform(0.9, 1.1)
+        is_right = random.random((batch, 8)) < rate
+        kept = sum(
+            [1 + int(np.cumprod(row[:count]).sum()) for row, count in zip(is_right, counts, strict=True)]
+        )
+        policy.observe(VerifyingWork(batch, sum([count > 0 for count in counts]), sum(counts)), 1, kept, took)
+        if step >= num_steps // 4:
+            seconds += took
+            tokens += kept
+    return tokens / seconds
+
+
+class Fixed(AsProposed):
+    def __init__(self, count):
+        self.count = count
+
+    def num_drafts(self, proposed, acceptance, iteration):
+        return [self.count] * len(proposed)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("rate", [0.05, 0.6, 0.95])
+def test_by_cost_is_as_good_as_the_best_fixed_number(batch, rate):
+    best = max(tokens_a_second(Fixed(count), batch, rate) for count in (0, 3, 5, 8))
+    assert tokens_a_second(ByCost(NoCosts()), batch, rate) > 0.97 * best
+
+
+@pytest.mark.parametrize("slower", [0.5, 0.95, 1.05, 2.0])
+def test_the_faster_way_is_taken_nearly_always(slower):
+    """And the other is tried, ever more rarely."""
+    regime, taken, random = Regime(), [], np.random.default_rng(3)
+    for _ in range(4000):
+        taken.append(regime.is_with)
+        regime.observe(8, (slower if regime.is_with else 1.0) * random.uniform(0.99, 1.01))
+    assert np.mean(taken[1000:]) < 0.05 if slower > 1 else np.mean(taken[1000:]) > 0.95
+    assert len(set(taken[1000:])) == 2
+    for _ in range(4000):  # and now the other one is
+        taken.append(regime.is_with)
+        regime.observe(8, 1.0 if regime.is_with else slower)
+    assert np.mean(taken[-2000:]) > 0.95 if slower > 1 else np.mean(taken[-2000:]) < 0.05
+
+
+def test_asking_in_vain_takes_little_time():
+    policy = ByCost(NoCosts(), share=0.01)
+    num_asked = 0
+    for _ in range(1000):
+        policy.observe(VerifyingWork(8), 1, 8, 0.01)
+        if policy.is_worth_asking(8):
+            num_asked += 1
+            policy.asked(0.001, is_fruitful=False)
+    assert 50 < num_asked < 200
+    policy.asked(0.001, is_fruitful=True)
+    assert policy.is_worth_asking(8)
+
+
+def test_acceptance_follows_what_happens():
+    history = Acceptance()
+    assert history.rate(0.5) == 0.5
+    for _ in range(30):
+        history.add(4, 4)
+    assert history.rate(0.5) > 0.95
+    for _ in range(60):
+        history.add(1, 0)
+    assert history.rate(0.5) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("given_config", "message"),
+    [
+        ({"method": "ngrams"}, "did you mean ngram"),
+        ({"num_speculative_token": 3}, "did you mean num_speculative_tokens"),
+        ({"num_speculative_tokens": -1}, "from 0 to"),
+        (
+            {"prompt_lookup_min": 5, "prompt_lookup_max": 4},
+            "prompt_lookup_min=5 must be an integer from 1 to 4",
+        ),
+        ({"disable_by_batch_size": 0}, "disable_by_batch_size=0"),
+        ("ngram", "must be a dictionary"),
+    ],
+)
+def test_wrong_settings_are_named(given_config, message):
+    with pytest.raises(ConfigError, match=message):
+        make_llm(demo_model_path(), speculative_config=given_config)
+
+
+def test_most_drafts_of_a_step():
+    config = SpeculativeConfig(num_speculative_tokens=4)
+    assert config.max_drafts(8, 448, 4096) == 32
+    assert config.max_drafts(8, 20, 4096) == 20
+    assert config.max_drafts(64, 448, 2**17) == 128
+
+
+def test_policies_that_do_not_mix_are_refused(llm):
+    policy = SchedulerPolicy(iterations=SeparateIterations())
+    with pytest.raises(ConfigError, match="leave speculative_config out"):
+        engine_of(llm, speculating(PromptLookup()), policy)
+
+
+def test_accepting_what_was_not_drafted_is_refused(llm):
+    engine = engine_of(llm, speculating(PromptLookup()))
+    with pytest.raises(RequestError, match="verified no drafts"):
+        engine.scheduler.accept(make_request(4, 20), 1, 1)
