@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllm.pallas_kernels.numbers import largest
 from jaxllm.system.dtypes import KV_DTYPES, kv_row_bytes
 
 _LEAST = 1e-10  # of what counts as a head's largest number
@@ -46,12 +47,13 @@ class KVLayout(NamedTuple):
         """Heads [..., head_dim] of floats as the pool has them, [..., width]."""
         if self.dtype == "int8":
             exact = heads.astype(jnp.float32)
-            units = jnp.maximum(jnp.max(jnp.abs(exact), axis=-1), _LEAST) * (1 / 127)
+            units = jnp.maximum(largest(exact, -1), _LEAST) * (1 / 127)
             codes = jnp.round(exact / units[..., None]).astype(jnp.int8)
             return jnp.concatenate([codes, lax.bitcast_convert_type(units, jnp.int8)], axis=-1)
         if self.dtype.startswith("fp8"):
-            largest = float(jnp.finfo(self.array_dtype).max)
-            heads = jnp.clip(heads.astype(jnp.float32), -largest, largest)
+            most = float(jnp.finfo(self.array_dtype).max)
+            exact = heads.astype(jnp.float32)
+            heads = jnp.where(jnp.abs(exact) < jnp.inf, jnp.clip(exact, -most, most), jnp.nan)
         return heads.astype(self.array_dtype)
 
     def loaded(self, rows: jax.Array) -> jax.Array:

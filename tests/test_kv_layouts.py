@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import LAYER, Shape, decode_case, prefill_case, relative_error
 
-from jaxllm import LLM, SamplingParams, pallas_kernels
+from jaxllm import LLM, EngineConfig, SamplingParams, pallas_kernels
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
@@ -112,6 +112,19 @@ def test_int8_takes_at_most_0_52_of_bfloat16s_bytes():
     narrow = dataclasses.replace(shape, kv_dtype="int8")
     assert narrow.kv_bytes_per_token / shape.kv_bytes_per_token == (128 + 4) / 256
     assert narrow.weight_bytes == shape.weight_bytes
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3", "fp8_e5m2", "bfloat16"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_heads_that_are_not_finite_stay_that(dtype, wrong):
+    """In large arrays, too, of which XLA's reductions on CPUs drop NaNs."""
+    heads = np.random.default_rng(0).standard_normal((64, 2, 256)).astype(np.float32)
+    heads[0, 0, 3] = wrong
+    layout = KVLayout(dtype, 256)
+    found = np.asarray(layout.loaded(layout.stored(jnp.asarray(heads))))
+    assert not np.isfinite(found[0, 0]).all()
+    assert np.isfinite(found[1:]).all()
+    assert np.isfinite(found[0, 1]).all()
 
 
 # Engines
@@ -275,6 +288,12 @@ def test_gpus_whose_programs_would_abort_are_refused(monkeypatch):
         sizing._check_kv_dtype("xla", model)
     device.compute_capability = "8.9"
     sizing._check_kv_dtype("xla", model)
+
+
+def test_names_of_vllm_and_of_dtypes_are_taken():
+    assert EngineConfig(kv_cache_dtype="fp8").kv_cache_dtype == "fp8_e4m3"
+    assert EngineConfig(kv_cache_dtype="half").kv_cache_dtype == "float16"
+    assert EngineConfig(kv_cache_dtype=jnp.bfloat16).kv_cache_dtype == "bfloat16"
 
 
 def test_a_shape_of_another_dtype_has_kv_of_that():

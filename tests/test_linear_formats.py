@@ -314,3 +314,46 @@ def test_native_panels_are_as_wide_as_they_say():
     panels, sums = native.pack_codes(jnp.ones((33, 16), jnp.int8))
     assert panels.shape == (2, 4, 32, 4)
     assert sums.tolist() == [128 * 16] * 33 + [0] * 31
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_matrix_that_is_not_finite_stays_that(name, wrong):
+    """In large arrays, too, of which XLA's reductions on CPUs drop NaNs."""
+    weight = np.random.default_rng(0).standard_normal((128, 256)).astype(np.float32)
+    weight[3, 4] = wrong
+    for is_native in (False, True):
+        made = dataclasses.replace(QUANTIZATIONS[name], is_native=is_native).make(jnp.asarray(weight))
+        found = np.asarray(made.multiply(jnp.ones((2, 256))))
+        assert not np.isfinite(found[:, 3]).any()
+        assert np.isfinite(np.delete(found, 3, axis=1)).all()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(1, 4096), (64, 4096), (512, 512)])
+def test_activations_that_are_not_finite_stay_that(name, shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    x[0, 5] = np.nan
+    weight = jnp.asarray(np.random.default_rng(1).standard_normal((64, shape[1])), jnp.float32)
+    for is_native in (False, True):
+        made = dataclasses.replace(QUANTIZATIONS[name], is_native=is_native).make(weight)
+        found = np.asarray(made.multiply(jnp.asarray(x)))
+        assert np.isnan(found[0]).all()
+        assert np.isfinite(found[1:]).all()
+
+
+def test_an_odd_number_of_inputs_has_no_four_bits():
+    assert "take int8_weight" in QUANTIZATIONS["int4_weight"].why_not(99)
+    assert QUANTIZATIONS["int4_weight"].why_not(98) is None
+    assert QUANTIZATIONS["int8"].why_not(99) is None
+
+
+@pytest.mark.parametrize("quantization", ["awq", "gptq", "compressed-tensors"])
+def test_names_of_quantised_checkpoints_are_answered(quantization):
+    with pytest.raises(ConfigError, match="needs no option: leave it out"):
+        LLM(golden_checkpoint("llama_gqa"), quantization=quantization)
+
+
+def test_int4_is_told_its_name():
+    with pytest.raises(ConfigError, match="its name is int4_weight"):
+        LLM(golden_checkpoint("llama_gqa"), quantization="int4")

@@ -271,7 +271,7 @@ def test_the_command_answers_in_its_own_words(options, message, capsys):
 
 
 def test_values_of_vllm_that_change_nothing_are_taken(run, capsys):
-    neutral = ["-tp", "1", "--no-enable-lora", "--no-trust-remote-code", "--kv-cache-dtype", "auto"]
+    neutral = ["-tp", "1", "--no-enable-lora", "--no-trust-remote-code"]
     assert run("hello", "-q", *neutral, "--kv-cache-memory-bytes", "64MiB") == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
     taken = build_parser("generate").parse_args(["generate", *neutral])
@@ -279,7 +279,6 @@ def test_values_of_vllm_that_change_nothing_are_taken(run, capsys):
         "tensor_parallel_size",
         "enable_lora",
         "trust_remote_code",
-        "kv_cache_dtype",
     }
 
 

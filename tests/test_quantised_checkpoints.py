@@ -204,6 +204,68 @@ def test_fused_layers_whose_inputs_differ_are_held_apart(name, change, tmp_path)
     assert first == int(logits.argmax())
 
 
+def scale_of_zero(tensors, config):
+    tensors[f"{Q_PROJ}.input_scale"] = np.zeros_like(tensors[f"{Q_PROJ}.input_scale"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("ct-w4a16-asym", "weight_zero_point", rf"missing .*{Q_PROJ}.weight_zero_point"),
+        ("ct-w8a8-static-asym", "input_zero_point", rf"missing .*{Q_PROJ}.input_zero_point"),
+        ("ct-w8a8-static-asym", "input_scale", rf"missing .*{Q_PROJ}.input_scale"),
+        ("gptq-sym-g128-actorder", "g_idx", rf"missing .*{Q_PROJ}.g_idx"),
+        ("ct-w8a8-static-asym", scale_of_zero, "input_scale is 0.0, and must be above 0"),
+    ],
+)
+def test_what_its_configuration_asks_for_has_to_be_there(name, change, message, tmp_path):
+    if isinstance(change, str):
+        end = change
+
+        def change(tensors, config):
+            del tensors[f"{Q_PROJ}.{end}"]
+
+    folder = folder_of(name, tmp_path, change)
+    with pytest.raises(WeightsError, match=message):
+        held_params(folder)
+
+
+def test_scales_that_codes_make_infinite_are_refused(tmp_path):
+    def change(tensors, config):
+        name = f"{Q_PROJ}.weight_scale"
+        tensors[name] = np.full(tensors[name].shape, 3e38, np.float32)
+
+    with pytest.raises(WeightsError, match="numbers that are not finite"):
+        held_params(folder_of("ct-w8a16", tmp_path, change))
+
+
+def test_stored_scales_of_inputs_are_of_no_other_weights(tmp_path):
+    folder = folder_of("ct-w8a8-static-asym", tmp_path)
+    with (
+        LLM(folder, **SIZES) as llm,
+        pytest.raises(WeightsError, match="round their inputs by scales of the"),
+    ):
+        llm.update_weights(load_params(folder, llm.model_config, "float32"))
+
+
+def test_weights_of_codes_are_not_taken_for_numbers(tmp_path):
+    folder = folder_of("ct-w8a16", tmp_path)
+    _, held, _ = held_params(folder)
+    with pytest.raises(WeightsError, match=r"is of codes: pass numbers, as load_params\(folder, config\)"):
+        LLM(folder, params=held, **SIZES)
+
+
+def test_four_bits_by_rounded_inputs_keep_their_codes_and_are_told(tmp_path, caplog):
+    def change(tensors, config):
+        inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+        config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
+
+    with caplog.at_level(logging.WARNING):
+        _, _, formats = held_params(folder_of("ct-w4a16-asym", tmp_path, change))
+    assert {one.kind for _, one in formats.others} == {"int4"}
+    assert "inputs of layers are not quantised here" in caplog.text
+
+
 # Arithmetic
 
 

@@ -16,7 +16,7 @@ from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.own import check_costs
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.presets import PRESETS
-from jaxllm.system.dtypes import DTYPES, KV_DTYPES, dtype_or_auto
+from jaxllm.system.dtypes import DTYPES, KV_DTYPES, dtype_or_auto, find_dtype
 from jaxllm.system.options import (
     Kept,
     byte_count,
@@ -64,8 +64,18 @@ def _quantization(name: str, value: object) -> object:
             f"{name}={shown(value)} is how a checkpoint says that it is quantised, and needs no option: "
             "leave it out"
         )
+    if value == "int4":
+        raise ConfigError(f"{name}='int4' rounds weights alone: its name is int4_weight")
     check_choice(name, value, tuple(QUANTIZATIONS))
     return value
+
+
+def _kv_cache_dtype(name: str, value: object) -> str:
+    if value == "fp8":  # as vLLM has it
+        return "fp8_e4m3"
+    found = find_dtype(value) or value
+    check_choice(name, found, ("auto", *KV_DTYPES))
+    return str(found)
 
 
 def _costs(name: str, value: object) -> object:
@@ -179,7 +189,7 @@ class EngineConfig:
     dtype: str = option("auto", choices=("auto", *DTYPES), check=dtype_or_auto)
     quantization: str | None = option(None, names=tuple(QUANTIZATIONS), check=_quantization)
     quantize_lm_head: bool = option(True)
-    kv_cache_dtype: str = option("auto", choices=("auto", *KV_DTYPES))
+    kv_cache_dtype: str = option("auto", names=("auto", *KV_DTYPES), check=_kv_cache_dtype)
     load_format: str = option("auto", choices=LOAD_FORMATS)
     hf_overrides: Mapping[str, Any] | None = option(None, check=_overrides, parse=json_object)
     seed: int = option(0, within=(0, 2**63 - 1), flag=None)

@@ -11,7 +11,7 @@ import jax
 
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.thread import EngineThread
-from jaxllm.errors import CapacityError, ConfigError, shown
+from jaxllm.errors import CapacityError, ConfigError, WeightsError, shown
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.loading.given import check_given, iter_given
 from jaxllm.pallas_kernels.settings import under_jax_defaults
@@ -47,6 +47,13 @@ class Residence:
         """Compute with other weights from now on; see `LLM.update_weights`."""
         executor = self._executor
         check_given(executor.model_config, params)
+        formats = executor.config.formats
+        static = [name for name, held in formats.others if held.has_stored_inputs]
+        if static:
+            raise WeightsError(
+                f"{static[0]} and {len(static) - 1} more round their inputs by scales of the checkpoint, and "
+                "other weights have none: load a checkpoint of 16 or 32 bits"
+            )
 
         def change() -> None:
             executor.replace_weights(iter_given(params, executor.config.dtype, self._device))

@@ -31,7 +31,7 @@ from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
 from jaxllm.models.names import EMBEDDING, LM_HEAD
 from jaxllm.models.quantisation import quantisation_of
-from jaxllm.models.registry import PLAIN, weight_bytes
+from jaxllm.models.registry import PLAIN, abstract_params, linear_weights, weight_bytes
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.predictors.base import ModelShape
 from jaxllm.sampling.logits_processors import load_processors
@@ -166,11 +166,12 @@ def _formats(
     """What the settings or the checkpoint make of the weights of linear layers.
 
     Raises:
-        ConfigError: they are quantised already.
+        ConfigError: they are quantised already, or cannot be so.
     """
     if config.quantization is None:
         return PLAIN if is_given else checkpoint_formats(folder, model_config, hf_config, config.load_format)
-    if not is_given and (said := quantisation_of(hf_config)):
+    is_stored = not is_given and config.load_format != "dummy"
+    if is_stored and (said := quantisation_of(hf_config)):
         method = said.get("quant_method") if isinstance(said, Mapping) else said
         raise ConfigError(
             f"quantization={config.quantization!r} is for checkpoints of 16 or 32 bits, and the weights of "
@@ -178,7 +179,12 @@ def _formats(
         )
     head = EMBEDDING if model_config.tie_word_embeddings else LM_HEAD
     others = () if config.quantize_lm_head else ((head, LinearFormat()),)
-    return LinearFormats(QUANTIZATIONS[config.quantization], others)
+    formats = LinearFormats(QUANTIZATIONS[config.quantization], others)
+    for name, struct in abstract_params(model_config, "float32").items():
+        reason = formats.of(name).why_not(struct.shape[1]) if name in linear_weights(model_config) else None
+        if reason:
+            raise ConfigError(f"quantization={config.quantization!r} of {name}: {reason}")
+    return formats
 
 
 def choose(config: EngineConfig, model: Model) -> Choices:

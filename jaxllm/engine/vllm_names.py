@@ -17,8 +17,7 @@ _ONE_DEVICE = (
 _FILES = "safetensors, configuration and tokenizer are all that is read; leave it out"
 _NO_CODE = "no code of checkpoints is ever run; leave it out"
 _MULTIMODAL = "models of text only are supported; leave it out"
-_NO_QUANTIZATION = "a checkpoint's config.json says how its weights are quantised; leave it out"
-_NO_QUANTIZED_KV = "KV is stored in the model's dtype; set dtype, or leave it out"
+_NO_KV_SCALES = "int8 has scales of its own, and fp8 has none; set kv_cache_dtype, or leave it out"
 _NO_LORA = "there are no LoRA adapters; merge them into the weights (peft: merge_and_unload, save_pretrained)"
 _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priority', or a class of your own"
 
@@ -29,9 +28,7 @@ SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
     "enable_expert_parallel": ((False,), _ONE_DEVICE),
     "distributed_executor_backend": ((None,), _ONE_DEVICE),
     "disable_custom_all_reduce": ((False, True), _ONE_DEVICE),
-    "quantization": ((None,), _NO_QUANTIZATION),
-    "kv_cache_dtype": (("auto",), _NO_QUANTIZED_KV),
-    "calculate_kv_scales": ((False,), _NO_QUANTIZED_KV),
+    "calculate_kv_scales": ((False,), _NO_KV_SCALES),
     "cpu_offload_gb": ((0,), "weights stay on the device; leave it out"),
     "trust_remote_code": ((False,), _NO_CODE),
     "tokenizer_mode": (("auto", "hf"), "tokenizers are those of transformers; leave it out"),

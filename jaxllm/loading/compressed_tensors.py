@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.errors import ConfigError
 from jaxllm.loading.shards import ShardReader, list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.linear_formats import QUANTIZATIONS
@@ -69,6 +70,7 @@ def write_quantised(src: Path, dst: Path, config: ModelConfig, quantization: str
         Its `quantization_config`.
 
     Raises:
+        ConfigError: a layer cannot be quantised so.
         WeightsError: the weights of `src` cannot be read.
     """
     names = ARCHITECTURES[config.architecture].names
@@ -84,6 +86,8 @@ def write_quantised(src: Path, dst: Path, config: ModelConfig, quantization: str
             if names.canonical(tensor.name) not in quantised:
                 files.add(tensor.name, found)
                 continue
+            if reason := held.why_not(found.shape[1]):
+                raise ConfigError(f"quantization={quantization!r} of {tensor.name}: {reason}")
             module = tensor.name.removesuffix(".weight")
             group = held.group_of(found.shape[1])
             groups[module.rpartition(".")[2]] = 0 if group == found.shape[1] else group

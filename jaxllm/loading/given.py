@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import WeightsError, shown
 from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.linear_weights import Weight
 from jaxllm.models.registry import abstract_params
 
 
@@ -28,7 +29,9 @@ def check_given(config: ModelConfig, params: Any) -> None:
     wrong = []
     for name in expected.keys() & params.keys():
         value, shape = params[name], expected[name].shape
-        if getattr(value, "shape", None) != shape:
+        if isinstance(value, Weight):
+            wrong.append(f"{name} is of codes: pass numbers, as load_params(folder, config) returns")
+        elif getattr(value, "shape", None) != shape:
             wrong.append(f"{name} is {list(getattr(value, 'shape', ()))}, expected {list(shape)}")
         elif isinstance(value, jax.Array) and value.is_deleted():
             wrong.append(f"{name} is deleted: it was donated, or its memory given back")

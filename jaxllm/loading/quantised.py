@@ -81,6 +81,8 @@ class QuantisedTensor(StoredTensor):
             if held.rounds.endswith("static"):
                 zero = arrays.get("input_zero_point", np.zeros(1))
                 inputs = np.array([arrays["input_scale"].item(), zero.item()], np.float32)
+                if not 0 < inputs[0] < np.inf:
+                    raise ValueError(f"input_scale is {inputs[0]}, and must be above 0")
             return codes.in_format(held, dtype, inputs)
 
         return self._read(reader, made)
@@ -93,9 +95,20 @@ class QuantisedTensor(StoredTensor):
         except (IndexError, TypeError, ValueError) as error:
             kinds = ", ".join(f"{array.name} of {array.stored_dtype}" for array in self.arrays.values())
             raise WeightsError(f"{self.name}: {kinds} are no {self.layout.name} ({error})") from error
-        if not np.isfinite(codes.scales).all() or not np.isfinite(codes.codes.astype(np.float32)).all():
+        if not _are_finite(codes):
             raise WeightsError(f"{self.name}: its scales give numbers that are not finite; load another copy")
         return found
+
+
+def _are_finite(codes: Codes) -> bool:
+    """Whether all numbers are, from codes and scales apart: a layer's copy in 32 bits is large."""
+    most = np.float32({"int8": 128, "e4m3": 448, "e5m2": 57344}.get(codes.kind, 16))
+    with np.errstate(over="ignore"):
+        are_scales = bool(np.isfinite(np.abs(codes.scales) * most).all())
+    if codes.kind not in ("e4m3", "e5m2"):
+        return are_scales
+    least = 0x7F if codes.kind == "e4m3" else 0x7C  # codes from which on there are none but NaN and infinity
+    return are_scales and not bool(((codes.codes.view(np.uint8) & 0x7F) >= least).any())
 
 
 def with_quantised(tensors: Mapping[str, StoredTensor], said: Quantisation) -> dict[str, StoredTensor]:

@@ -7,6 +7,7 @@ loading, memory planning and programs ask the weight, and nothing else knows for
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.models.linear_weights import LARGEST, LEAST, Coded, Fused, Int8, Weight, encoded, for_cpu
+from jaxllm.pallas_kernels.numbers import largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class LinearFormat:
             pieces = jnp.split(weight, ends[:-1])
             found = Fused(tuple(one.make(piece) for piece, (_, one) in zip(pieces, self.parts, strict=True)))
         elif not isinstance(weight, Weight) and self.kind:
-            found = Int8.quantised(weight) if self.rounds == "int8" else self._coded(weight)
+            found = _rounded(self, weight)
         return for_cpu(found) if self.is_native else found
 
     def _coded(self, weight: jax.Array) -> Coded:
@@ -64,6 +66,7 @@ class LinearFormat:
         low, high = -parts.min(axis=2), parts.max(axis=2)
         ends = (8.0, 7.0) if self.kind == "int4" else (LARGEST[self.kind],) * 2
         scales = jnp.maximum(jnp.maximum(low / ends[0], high / ends[1]), LEAST / 127)
+        scales = scales + 0 * largest(parts, 2)  # NaN where a number is not finite
         codes = encoded((parts / scales[:, :, None]).reshape(out, width), self.kind)
         offsets = jnp.zeros_like(scales) if self.has_offsets else None
         order = jnp.arange(width) if self.is_ordered else None
@@ -75,6 +78,17 @@ class LinearFormat:
         """Inputs of a group where there are `width`: a half or a quarter of `group` if that fits, or all."""
         sizes = (self.group, self.group // 2, self.group // 4) if self.group else ()
         return next((size for size in sizes if size >= 16 and width % size == 0), width)
+
+    @property
+    def has_stored_inputs(self) -> bool:
+        """Whether inputs are rounded by scales that only a checkpoint has."""
+        return self.rounds.endswith("static") or any(one.has_stored_inputs for _, one in self.parts)
+
+    def why_not(self, width: int) -> str | None:
+        """What keeps matrices of so many inputs from this format; None if nothing does."""
+        if self.kind in ("int4", "fp4") and width % 2:
+            return f"{self.kind} has two inputs in a byte, and there are {width}: take int8_weight"
+        return None
 
     def struct(self, weight: jax.ShapeDtypeStruct) -> Any:
         """Shapes and dtypes of what `make` gives."""
@@ -88,6 +102,12 @@ class LinearFormat:
         if not self.kind:
             return frozenset({"float32"})
         return frozenset({"int8" if self.rounds == "int8" else f"code_{self.kind}"})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rounded(held: LinearFormat, weight: jax.Array) -> Weight:
+    """A matrix as codes; in one program, so that no copies of it are made on the way."""
+    return Int8.quantised(weight) if held.rounds == "int8" else held._coded(weight)
 
 
 QUANTIZATIONS = {

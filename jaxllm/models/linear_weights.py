@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.numbers import largest
 
 _STATIC: Any = {"static": True}
 # Up to this many rows `weight @ x.T` was mostly faster than `x @ weight.T` on a CPU (docs/architecture.md);
@@ -384,7 +385,7 @@ def encoded(numbers: jax.Array, kind: str) -> jax.Array:
 def _rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows [n, in] as int8 codes, and what a code of 1 stands for, [n] float32."""
     exact = x.astype(jnp.float32)
-    units = jnp.maximum(jnp.max(jnp.abs(exact), axis=1), LEAST) * (1 / 127)
+    units = jnp.maximum(largest(exact, 1), LEAST) * (1 / 127)
     return jnp.round(exact / units[:, None]).astype(jnp.int8), units
 
 
@@ -405,8 +406,8 @@ def _in_codes(x: jax.Array, rounds: str, inputs: jax.Array | None) -> jax.Array:
         codes = jnp.clip(jnp.round(exact / inputs[0]) + inputs[1], -128, 127)
         return ((codes - inputs[1]) * inputs[0]).astype(x.dtype)
     parts = exact.reshape(x.shape[0], -1, 128 if rounds == "fp8_128" else x.shape[1])
-    largest = jnp.maximum(jnp.max(jnp.abs(parts), axis=2, keepdims=True), LEAST)
-    units = largest / LARGEST["e4m3"] if inputs is None else inputs[0]
+    most = jnp.maximum(largest(parts, 2, keepdims=True), LEAST)
+    units = most / LARGEST["e4m3"] if inputs is None else inputs[0]
     codes = jnp.clip(parts / units, -LARGEST["e4m3"], LARGEST["e4m3"]).astype(jnp.float8_e4m3fn)
     return (codes.astype(jnp.float32) * units).reshape(x.shape).astype(x.dtype)
 

@@ -177,9 +177,13 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
             raise _refuse(config, f"a group without weights: {shown(group, 80)}")
         layout = _compressed_layout(config, weights, group.get("format") or config.get("format"))
         if inputs := group.get("input_activations"):
-            rounds = _rounds(inputs) if isinstance(inputs, Mapping) else ""
-            layout = layout.rounding(rounds)
+            rounds = _rounds(inputs, weights) if isinstance(inputs, Mapping) else ""
+            layout = layout.rounding(
+                rounds, is_symmetric=bool(inputs.get("symmetric", True)) if rounds else True
+            )
             notes += [] if rounds else [_activations("inputs of layers")]
+        if not weights.get("symmetric", True):
+            layout = layout.requiring("weight_zero_point")
         layouts += [(target, layout) for target in _names(group, "targets") or (_EVERY,)]
     if config.get("kv_cache_scheme"):
         notes.append("KV is stored in the model's dtype, not as kv_cache_scheme says")
@@ -188,14 +192,16 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     )
 
 
-def _rounds(inputs: Mapping[str, Any]) -> str:
+def _rounds(inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     """How compressed-tensors' `input_activations` are rounded; "" if that is not done here."""
     kind, strategy = inputs.get("type", "int"), inputs.get("strategy")
     if inputs.get("num_bits") != 8 or kind not in ("int", "float"):
         return ""
     is_symmetric, is_dynamic = inputs.get("symmetric", True), inputs.get("dynamic", False)
     if is_dynamic is True and is_symmetric and strategy == "token":
-        return "int8" if kind == "int" else "fp8"
+        is_plain = weights.get("num_bits") == 8 and weights.get("strategy") in ("channel", "tensor", None)
+        is_plain &= bool(weights.get("symmetric", True)) and weights.get("type", "int") == "int"
+        return "fp8" if kind == "float" else "int8" if is_plain else ""
     if is_dynamic is True and is_symmetric and kind == "float" and strategy == "group":
         return "fp8_128" if inputs.get("group_size") == 128 else ""
     if is_dynamic is False and strategy in ("tensor", None):
@@ -246,6 +252,7 @@ def _of_gptq(config: Mapping[str, Any]) -> Quantisation:
         is_second=form == "gptq_v2",
         is_symmetric=config.get("sym", False),
     )
+    layout = layout.requiring("g_idx") if config.get("desc_act") else layout
     return Quantisation("gptq", ((_EVERY, layout),), _names(config, "modules_to_not_convert"))
 
 

@@ -37,7 +37,7 @@ class Codes(NamedTuple):
 
     Attributes:
         kind: one of `linear_weights.CODES`.
-        codes: [out, in]: int8, float8, or nibbles as int32, 0 to 15 for -8 to 7 or for floats of four bits.
+        codes: [out, in]: int8, float8, or nibbles as uint8, 0 to 15 for -8 to 7 or for floats of four bits.
         scales: [out, groups] float32.
         zeros: like them, of numbers that the codes stand for; None for 0.
         groups: [in], of each input, if they do not lie one after another.
@@ -78,7 +78,7 @@ class Codes(NamedTuple):
             order = np.argsort(self.groups, kind="stable").astype(np.int32)  # type: ignore[arg-type]
             codes = codes[:, order]
         if self.kind in ("int4", "fp4"):
-            codes = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+            codes = codes[:, ::2] | (codes[:, 1::2] << 4)
         offsets = None
         if held.has_offsets:
             zeros = np.zeros_like(scales) if self.zeros is None else self.zeros
@@ -122,13 +122,21 @@ class WeightLayout:
     rounds: str = ""
     is_offset: bool = False
 
-    def rounding(self, rounds: str) -> WeightLayout:
+    def rounding(self, rounds: str, *, is_symmetric: bool = True) -> WeightLayout:
         """The same, of a layer whose activations are rounded."""
         if not rounds.endswith("static"):
             return dataclasses.replace(self, rounds=rounds)
-        optional = (*self.optional, "input_scale", "input_zero_point")
-        kinds = {**self.kinds, "input_scale": _FLOATS, "input_zero_point": ("I8", *_INTEGERS)}
-        return dataclasses.replace(self, rounds=rounds, optional=optional, kinds=kinds)
+        zero = "input_zero_point"
+        others = (*self.others, "input_scale", *(() if is_symmetric else (zero,)))
+        optional = (*self.optional, *((zero,) if is_symmetric else ()))
+        kinds = {**self.kinds, "input_scale": _FLOATS, zero: ("I8", *_INTEGERS)}
+        return dataclasses.replace(self, rounds=rounds, others=others, optional=optional, kinds=kinds)
+
+    def requiring(self, *ends: str) -> WeightLayout:
+        """The same, in which arrays that may be there must be."""
+        found = tuple(one for one in self.optional if one in ends)
+        optional = tuple(one for one in self.optional if one not in ends)
+        return dataclasses.replace(self, others=(*self.others, *found), optional=optional)
 
     def held(
         self, shapes: Shapes, stored: str, out: int, width: int, order: npt.NDArray[Any] | None
@@ -147,7 +155,13 @@ class WeightLayout:
         groups = _order(order, width, group)
         is_int8 = kind == "int8" and group == width and groups is None
         is_even = width % group == 0 and (groups is None or (np.bincount(groups) == group).all())
-        if not is_even or (self.rounds == "int8" and not is_int8) or (group % 2 and kind in ("int4", "fp4")):
+        if (self.rounds == "int8" and not is_int8) or (self.rounds == "fp8_128" and width % 128):
+            raise ValueError(
+                f"inputs rounded as {self.rounds} to {kind} of {width} inputs, groups of {group}"
+            )
+        if not is_even or (group % 2 and kind in ("int4", "fp4")):
+            if self.rounds:
+                raise ValueError(f"inputs rounded as {self.rounds}, and groups that are not of one size")
             return LinearFormat()
         has_offsets = self.rounds != "int8" and (bool(zeros) or self.is_offset)
         return LinearFormat(
@@ -197,12 +211,13 @@ class WeightLayout:
 # Arithmetic
 
 
-def unpack(words: npt.NDArray[Any], bits: int, axis: int) -> npt.NDArray[np.int32]:
+def unpack(words: npt.NDArray[Any], bits: int, axis: int) -> npt.NDArray[np.uint8]:
     """Codes of `bits` from 32-bit words, low bits first, along an axis that becomes 32 / bits as long."""
     words = np.moveaxis(words.view(np.uint32), axis, -1)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    codes = (words[..., None] >> shifts) & np.uint32((1 << bits) - 1)
-    return np.moveaxis(codes.reshape(*words.shape[:-1], -1), -1, axis).astype(np.int32)
+    codes = np.empty((*words.shape, 32 // bits), np.uint8)
+    for place in range(32 // bits):  # one after another, each of a byte: a layer's copy in 32 bits is large
+        codes[..., place] = (words >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
+    return np.moveaxis(codes.reshape(*words.shape[:-1], -1), -1, axis)
 
 
 def _rows(scales: npt.NDArray[Any], out: int, block: Shape = ()) -> npt.NDArray[Any]:
@@ -213,9 +228,9 @@ def _rows(scales: npt.NDArray[Any], out: int, block: Shape = ()) -> npt.NDArray[
     return np.broadcast_to(found, (out, found.shape[1]))
 
 
-def _nibbles(packed: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+def _nibbles(packed: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Of bytes, the lower one first."""
-    return np.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1).astype(np.int32)
+    return np.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1)
 
 
 def _exponents(scales: npt.NDArray[Any]) -> Floats:
@@ -249,19 +264,18 @@ def _kind_of(bits: int) -> str:
 
 def _integers(
     bits: int,
-    codes: npt.NDArray[np.int32],
+    codes: npt.NDArray[np.uint8],
     scales: Floats,
-    zeros: npt.NDArray[np.int32] | None,
+    zeros: npt.NDArray[Any] | None,
     groups: npt.NDArray[Any] | None = None,
 ) -> Codes:
     """Of codes of two, four or eight bits from 0 on, whose zero is the middle unless one is given."""
     middle, wide = 1 << (bits - 1), 128 if bits == 8 else 8
     if zeros is None and middle != wide:
         zeros = np.full(scales.shape, middle)
-    zeros = None if zeros is None else zeros - wide
-    return Codes(
-        _kind_of(bits), (codes - wide).astype(np.int8) if bits == 8 else codes, scales, zeros, groups
-    )
+    zeros = None if zeros is None else zeros.astype(np.int32) - wide
+    codes = (codes ^ np.uint8(128)).view(np.int8) if bits == 8 else codes
+    return Codes(_kind_of(bits), codes, scales, zeros, groups)
 
 
 # Layouts
@@ -433,7 +447,8 @@ def gptq(bits: int, group: int, *, is_second: bool, is_symmetric: bool) -> Weigh
     def codes(arrays: Arrays, out: int, width: int) -> Codes:
         scales = arrays["scales"].astype(np.float32).T
         groups = _order(arrays.get("g_idx"), width, -(-width // scales.shape[1]))
-        zeros, middle = unpack(arrays["qzeros"], bits, 1)[:, :out], 1 << (bits - 1)
+        middle = 1 << (bits - 1)
+        zeros = unpack(arrays["qzeros"], bits, 1)[:, :out].astype(np.int32)
         if is_symmetric and np.isin(zeros, (middle - 1, middle)).all():
             zeros = np.full_like(zeros, middle)  # some writers of the first version store it as it is
         else:
@@ -469,7 +484,7 @@ def gptq(bits: int, group: int, *, is_second: bool, is_symmetric: bool) -> Weigh
 def awq(group: int) -> WeightLayout:
     """AutoAWQ's words along the outputs (gemm), eight nibbles in an order of their own."""
 
-    def codes_of(words: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    def codes_of(words: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         codes = unpack(words, 4, 1)
         return codes.reshape(len(codes), -1, 8)[:, :, _AWQ_ORDER].reshape(codes.shape)
 
