@@ -31,10 +31,8 @@ NEUTRAL = {
     "tensor_parallel_size": 1,
     "trust_remote_code": False,
     "enforce_eager": True,
-    "quantization": None,
     "swap_space": 4.0,
     "disable_log_stats": True,
-    "kv_cache_dtype": "auto",
 }
 
 
@@ -57,7 +55,7 @@ def test_values_that_change_nothing_are_taken(caplog):
         ),
         ({"tensor_parallel_size": True}, "tensor_parallel_size=True is not supported"),
         ({"trust_remote_code": True}, "no code of checkpoints is ever run"),
-        ({"quantization": "awq"}, "quantization='awq' is not supported: .*config.json says how"),
+        ({"cpu_offload_gb": 2}, "cpu_offload_gb=2 is not supported: weights stay on the device"),
         ({"swap_space": 8}, "use num_host_blocks"),
         ({"scheduling_policy": "fcfs"}, "use scheduler_policy"),
         ({"max_model_length": 5}, "unknown setting 'max_model_length'; did you mean max_model_len?"),
