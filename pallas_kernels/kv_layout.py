@@ -19,7 +19,8 @@ from jax import lax
 from jaxllm.pallas_kernels.numbers import largest
 from jaxllm.system.dtypes import KV_DTYPES, kv_row_bytes
 
-_LEAST = 1e-10  # of what counts as a head's largest number
+LEAST = 1e-10
+"""Of what counts as a head's largest number."""
 
 
 class KVLayout(NamedTuple):
@@ -47,7 +48,7 @@ class KVLayout(NamedTuple):
         """Heads [..., head_dim] of floats as the pool has them, [..., width]."""
         if self.dtype == "int8":
             exact = heads.astype(jnp.float32)
-            units = jnp.maximum(largest(exact, -1), _LEAST) * (1 / 127)
+            units = jnp.maximum(largest(exact, -1), LEAST) * (1 / 127)
             codes = jnp.round(exact / units[..., None]).astype(jnp.int8)
             return jnp.concatenate([codes, lax.bitcast_convert_type(units, jnp.int8)], axis=-1)
         if self.dtype.startswith("fp8"):

@@ -13,8 +13,8 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable
+from jaxllm.pallas_kernels.kv_layout import LEAST, KVLayout, layout_of
 from jaxllm.pallas_kernels.tiles import (
     chunk_tokens,
     current_device,
@@ -130,7 +131,9 @@ def decode_attention(
 
     A row's chunks, and so its bits, do not depend on the lengths of the others.
     """
-    tiling = tiling or default_tiling("decode", current_device().device_kind, pool.dtype, q.shape[2])
+    layout = layout_of(pool)
+    read_as, kind = _widest(q.dtype, layout), current_device().device_kind
+    tiling = tiling or default_tiling("decode", kind, read_as, q.shape[2])
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     max_tokens = block_tables.shape[1] * block_size
@@ -147,12 +150,13 @@ def decode_attention(
             soft_cap=soft_cap,
             chunk=chunk,
             kv_tile=tiling.kv_tile,
+            layout=layout,
         ),
         tiling,
         grid=(num_rows, num_kv_heads, num_chunks),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype),) if num_chunks == 1 else partial,
         name="paged_decode_attention",
-    )(layer_operand(layer), q, pool, block_tables, lengths)
+    )(layer_operand(layer), q, _words(pool), block_tables, lengths)
     if num_chunks == 1:
         return out[0]
     acc, peak, total = out
@@ -213,7 +217,9 @@ def prefill_attention(
     tiling: Tiling | None = None,
 ) -> jax.Array:
     """Flash attention over tiles of query rows; a tile holds rows of one sequence only."""
-    tiling = tiling or default_tiling("prefill", current_device().device_kind, pool.dtype, q.shape[2])
+    layout = layout_of(pool)
+    read_as, kind = _widest(q.dtype, layout), current_device().device_kind
+    tiling = tiling or default_tiling("prefill", kind, read_as, q.shape[2])
     num_tokens, num_q_heads, _ = q.shape
     tile_rows = min(tiling.query_tile, max(_MIN_DOT, pl.next_power_of_2(num_tokens)))
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
@@ -225,12 +231,13 @@ def prefill_attention(
             soft_cap=soft_cap,
             tile_rows=tile_rows,
             kv_tile=tiling.kv_tile,
+            layout=layout,
         ),
         tiling,
         grid=(tiles.shape[0], num_q_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="paged_prefill_attention",
-    )(layer_operand(layer), q, pool, block_tables, tiles)
+    )(layer_operand(layer), q, _words(pool), block_tables, tiles)
     rows = jnp.arange(num_tokens)
     is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
     return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
@@ -253,17 +260,19 @@ def rotate_and_write(
         The updated pool, and the queries `[num_rows, num_q_heads, head_dim]`.
     """
     num_rows, columns = qkv.shape
-    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    layout, words = layout_of(pool), _words(pool)
+    num_kv_heads, head_dim = pool.shape[3], layout.head_dim
     q = jax.ShapeDtypeStruct((num_rows, columns // head_dim - 2 * num_kv_heads, head_dim), qkv.dtype)
-    arguments = (*(rope or ()), layer_operand(layer), qkv, slot_mapping, pool)
-    return _call(
-        _rotate_kernel,
+    arguments = (*(rope or ()), layer_operand(layer), qkv, slot_mapping, words)
+    words, q = _call(
+        functools.partial(_rotate_kernel, layout=layout),
         Tiling(),
         grid=(num_rows,),
-        out_shape=(jax.ShapeDtypeStruct(pool.shape, pool.dtype), q),
+        out_shape=(jax.ShapeDtypeStruct(words.shape, words.dtype), q),
         input_output_aliases={len(arguments) - 1: 0},
         name="paged_rotate_and_write",
     )(*arguments)
+    return _as_pool(words, pool), q
 
 
 @jax.jit
@@ -271,14 +280,16 @@ def write_kv(
     pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int | jax.Array
 ) -> jax.Array:
     """One program per token, storing into the aliased pool."""
-    return _call(
-        _write_kernel,
+    words = _words(pool)
+    words = _call(
+        functools.partial(_write_kernel, layout=layout_of(pool)),
         Tiling(),
         grid=(k.shape[0],),
-        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        out_shape=jax.ShapeDtypeStruct(words.shape, words.dtype),
         input_output_aliases={4: 0},
         name="paged_write_kv",
-    )(layer_operand(layer), k, v, slot_mapping, pool)
+    )(layer_operand(layer), k, v, slot_mapping, words)
+    return _as_pool(words, pool)
 
 
 def _call(kernel: Any, tiling: Tiling, **options: Any) -> Any:
@@ -307,6 +318,7 @@ def _decode_kernel(
     soft_cap: float | None,
     chunk: int,
     kv_tile: int,
+    layout: KVLayout,
 ) -> None:
     row, kv_head, index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     layer = layer_ref[0]
@@ -327,9 +339,10 @@ def _decode_kernel(
 
     def body(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tokens = first + tile * kv_tile + jnp.arange(kv_tile)
-        key, value = _load_tile(pool_ref, tables_ref, row, kv_head, tokens, last, layer, query.dtype)
+        at = row, kv_head, tokens, last, layer, layout
+        loaded = _load_tile(pool_ref, tables_ref, *at, query.dtype)
         seen = (tokens >= seen_from) & (tokens < last)
-        return _accumulate(state, query, key, value, seen[None, :], scale, soft_cap)
+        return _accumulate(state, query, loaded, seen[None, :], scale, soft_cap)
 
     start = _empty_state(heads.shape[0], dims.shape[0])
     num_tiles = pl.cdiv(jnp.maximum(last - first, 0), kv_tile)
@@ -397,6 +410,7 @@ def _prefill_kernel(
     soft_cap: float | None,
     tile_rows: int,
     kv_tile: int,
+    layout: KVLayout,
 ) -> None:
     tile, head = pl.program_id(0), pl.program_id(1)
     layer, head_dim = layer_ref[0], q_ref.shape[2]
@@ -411,12 +425,13 @@ def _prefill_kernel(
 
     def body(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tokens = step * kv_tile + jnp.arange(kv_tile)
-        key, value = _load_tile(pool_ref, tables_ref, seq, kv_head, tokens, kv_limit, layer, query.dtype)
+        at = seq, kv_head, tokens, kv_limit, layer, layout
+        loaded = _load_tile(pool_ref, tables_ref, *at, query.dtype)
         positions = (position + rows)[:, None]
         seen = (tokens[None, :] <= positions) & (tokens < kv_limit)[None, :]
         if window is not None:
             seen &= tokens[None, :] > positions - window
-        return _accumulate(state, query, key, value, seen, scale, soft_cap)
+        return _accumulate(state, query, loaded, seen, scale, soft_cap)
 
     start = _empty_state(tile_rows, dims.shape[0])
     first_tile = _seen_from(position, window) // kv_tile
@@ -425,46 +440,134 @@ def _prefill_kernel(
     plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out, mask=mask)
 
 
-def _rotate_kernel(*refs: Any) -> None:
+def _rotate_kernel(*refs: Any, layout: KVLayout) -> None:
     *table_refs, layer_ref, qkv_ref, slots_ref, _, pool_ref, q_ref = refs
     row, layer = pl.program_id(0), layer_ref[0]
-    num_kv_heads, head_dim = pool_ref.shape[3], pool_ref.shape[5]
+    num_kv_heads, head_dim = pool_ref.shape[3], layout.head_dim
     num_q_heads = q_ref.shape[1]
     is_valid, block, offset = _place(slots_ref[row], pool_ref)
     size = head_dim // max(1, len(table_refs))  # heads are read in two halves, to be rotated, or whole
-    dims = jnp.arange(pl.next_power_of_2(size))[None, :]
-    table = [plgpu.load(ref.at[row, dims], mask=dims < size, other=0.0) for ref in table_refs]
+    starts, step = range(0, head_dim, size), _per_word(layout)
+    words = jnp.arange(pl.next_power_of_2(size) // step)[None, :]
+    dims = [words * step + place for place in range(step)]
+    tables = [
+        [plgpu.load(ref.at[row, one], mask=one < size, other=0.0) for ref in table_refs] for one in dims
+    ]
     first_head = 0
     for index, num_heads in enumerate((num_q_heads, num_kv_heads, num_kv_heads)):
         heads = jnp.arange(pl.next_power_of_2(num_heads))[:, None]
-        mask = (heads < num_heads) & (dims < size)
-        starts = range(0, head_dim, size)
-        at = [(first_head + heads) * head_dim + start + dims for start in starts]
-        parts = [plgpu.load(qkv_ref.at[row, columns], mask=mask, other=0.0) for columns in at]
-        if table and index < 2:
-            (cos, sin), (first, second) = table, (part.astype(jnp.float32) for part in parts)
-            parts = [first * cos - second * sin, second * cos + first * sin]
-        for start, part in zip(starts, parts, strict=True):
-            part = part.astype(qkv_ref.dtype)
-            if index == 0:
-                plgpu.store(q_ref.at[row, heads, start + dims], part, mask=mask)
-            else:
-                target = pool_ref.at[block, layer, index - 1, heads, offset, start + dims]
-                plgpu.store(target, part.astype(pool_ref.dtype), mask=mask & is_valid)
+        mask = (heads < num_heads) & (words < size // step)
+        parts = []
+        for one, table in zip(dims, tables, strict=True):
+            at = [(first_head + heads) * head_dim + start + one for start in starts]
+            halves = [plgpu.load(qkv_ref.at[row, columns], mask=mask, other=0.0) for columns in at]
+            if table and index < 2:
+                (cos, sin), (first, second) = table, (half.astype(jnp.float32) for half in halves)
+                halves = [first * cos - second * sin, second * cos + first * sin]
+            parts.append([half.astype(qkv_ref.dtype) for half in halves])
+        if index:
+            at = block, layer, index - 1, heads, offset
+            places = [start // step + words for start in starts]
+            _store_heads(pool_ref, at, layout, places, parts, mask, is_valid)
+        else:
+            for one, halves in zip(dims, parts, strict=True):
+                for start, half in zip(starts, halves, strict=True):
+                    plgpu.store(q_ref.at[row, heads, start + one], half, mask=mask)
         first_head += num_heads
 
 
-def _write_kernel(layer_ref: Any, k_ref: Any, v_ref: Any, slots_ref: Any, _: Any, pool_ref: Any) -> None:
-    token, layer = pl.program_id(0), layer_ref[0]
-    num_kv_heads, head_dim = pool_ref.shape[3], pool_ref.shape[5]
+def _write_kernel(
+    layer_ref: Any, k_ref: Any, v_ref: Any, slots_ref: Any, _: Any, pool_ref: Any, *, layout: KVLayout
+) -> None:
+    token, layer, step = pl.program_id(0), layer_ref[0], _per_word(layout)
+    num_kv_heads, head_dim = pool_ref.shape[3], layout.head_dim
     is_valid, block, offset = _place(slots_ref[token], pool_ref)
     heads = jnp.arange(pl.next_power_of_2(num_kv_heads))[:, None]
-    dims = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
-    in_bounds = (heads < num_kv_heads) & (dims < head_dim)
+    words = jnp.arange(pl.next_power_of_2(head_dim) // step)[None, :]
+    mask = (heads < num_kv_heads) & (words < head_dim // step)
     for index, ref in enumerate((k_ref, v_ref)):
-        new = plgpu.load(ref.at[token, heads, dims], mask=in_bounds, other=0.0).astype(pool_ref.dtype)
-        target = pool_ref.at[block, layer, index, heads, offset, dims]
-        plgpu.store(target, new, mask=in_bounds & is_valid)
+        dims = [words * step + place for place in range(step)]
+        parts = [[plgpu.load(ref.at[token, heads, one], mask=mask, other=0.0)] for one in dims]
+        at = block, layer, index, heads, offset
+        _store_heads(pool_ref, at, layout, [words], parts, mask, is_valid)
+
+
+def _per_word(layout: KVLayout) -> int:
+    """Numbers in an element of the pool as kernels see it."""
+    return 2 if layout.array_dtype.itemsize == 1 else 1
+
+
+def _words(pool: jax.Array) -> jax.Array:
+    """The pool as kernels see it: one of 8 bits as words of 16 bits, two numbers each; it is not copied.
+
+    For Pallas takes offsets of 32 bits, with a sign, in arrays of up to 4 GiB.
+
+    Raises:
+        ConfigError: heads of 8 bits have no halves of whole words.
+    """
+    layout = layout_of(pool)
+    if _per_word(layout) == 1:
+        return pool
+    if layout.head_dim % 4:
+        raise ConfigError(
+            f"attention implementation 'triton': KV of {layout.dtype} needs heads of a multiple of 4, and "
+            f"these have {layout.head_dim}; use 'xla', or KV of 16 bits"
+        )
+    return lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 2), jnp.int16)
+
+
+def _as_pool(words: jax.Array, pool: jax.Array) -> jax.Array:
+    """What `_words` makes of a pool like this one, as it was."""
+    if words.dtype == pool.dtype:
+        return words
+    return lax.bitcast_convert_type(words, pool.dtype).reshape(pool.shape)
+
+
+def _store_heads(
+    pool_ref: Any,
+    at: tuple[Any, ...],
+    layout: KVLayout,
+    places: Sequence[jax.Array],
+    parts: Sequence[Sequence[jax.Array]],
+    mask: jax.Array,
+    is_valid: jax.Array,
+) -> None:
+    """Store heads where a token's are, in their layout.
+
+    Args:
+        pool_ref: the pool as kernels see it.
+        at: indices of the heads there.
+        layout: of the pool.
+        places: of parts of them, in elements of the pool.
+        parts: `[heads, elements]` of each number of an element, by these places.
+        mask: what of them is there.
+        is_valid: whether the token has a place.
+    """
+    if layout.dtype == "int8":
+        exact = [[part.astype(jnp.float32) for part in one] for one in parts]
+        sizes = [jnp.where(mask, jnp.abs(part), 0.0) for one in exact for part in one]
+        most = functools.reduce(jnp.maximum, [size.max(axis=1) for size in sizes])
+        num_wrong = sum([jnp.where(size < jnp.inf, 0, 1).sum(axis=1) for size in sizes])
+        units = jnp.where(num_wrong > 0, jnp.nan, jnp.maximum(most, LEAST) * (1 / 127))[:, None]
+        parts = [[_nearest(part / units) for part in one] for one in exact]
+        bits = lax.bitcast_convert_type(units, jnp.int32)
+        is_head = (mask.astype(jnp.int32).max(axis=1) > 0)[:, None]
+        for word in range(2):
+            part = (bits >> (16 * word)).astype(jnp.int16)
+            plgpu.store(pool_ref.at[*at, layout.head_dim // 2 + word], part, mask=is_head & is_valid)
+    elif layout.dtype.startswith("fp8"):
+        stored = [[layout.stored(part) for part in one] for one in parts]
+        parts = [[lax.bitcast_convert_type(part, jnp.int8) for part in one] for one in stored]
+    for place, first, *others in zip(places, *parts, strict=True):
+        for other in others:
+            first = (first.astype(jnp.int32) & 255 | other.astype(jnp.int32) << 8).astype(jnp.int16)
+        plgpu.store(pool_ref.at[*at, place], first.astype(pool_ref.dtype), mask=mask & is_valid)
+
+
+def _nearest(x: jax.Array) -> jax.Array:
+    """Numbers of at most 127 rounded to the nearest integer, halves to even, as int8."""
+    shifted = x + 1.5 * 2.0**23  # a float whose last bits are the integer
+    return lax.bitcast_convert_type(shifted, jnp.int32).astype(jnp.int8)
 
 
 def _place(slot: jax.Array, pool_ref: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -480,6 +583,15 @@ def _seen_from(position: jax.Array, window: int | None) -> jax.Array:
     return jnp.int32(0) if window is None else jnp.maximum(position + 1 - window, 0)
 
 
+class _Tile(NamedTuple):
+    """K and V `[tokens, padded head_dim]`, and of int8 what a code of 1 stands for, `[tokens]` float32."""
+
+    key: jax.Array
+    value: jax.Array
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+
+
 def _load_tile(
     pool_ref: Any,
     tables_ref: Any,
@@ -488,24 +600,38 @@ def _load_tile(
     tokens: jax.Array,
     limit: jax.Array,
     layer: jax.Array,
+    layout: KVLayout,
     query_dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """K and V `[tokens, padded head_dim]` of a row's tokens below `limit`; zeros elsewhere."""
-    block_size, head_dim = pool_ref.shape[4], pool_ref.shape[5]
+) -> _Tile:
+    """What a row's tokens below `limit` have in the pool; zeros elsewhere."""
+    block_size, step = pool_ref.shape[4], _per_word(layout)
     valid = tokens < limit
     block = plgpu.load(tables_ref.at[row, tokens // block_size], mask=valid, other=0)
-    dims = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
-    mask = valid[:, None] & (dims < head_dim)
-    dtype = jnp.promote_types(query_dtype, pool_ref.dtype)
-    key, value = (
-        plgpu.load(
-            pool_ref.at[block[:, None], layer, index, kv_head, (tokens % block_size)[:, None], dims],
-            mask=mask,
-            other=0.0,
-        ).astype(dtype)
-        for index in range(2)
-    )
-    return key, value
+    words = jnp.arange(pl.next_power_of_2(layout.head_dim) // step)[None, :]
+    mask = valid[:, None] & (words < layout.head_dim // step)
+    found, scales = [], []
+    for index in range(2):
+        heads = block[:, None], layer, index, kv_head, (tokens % block_size)[:, None]
+        tile = plgpu.load(pool_ref.at[*heads, words], mask=mask, other=0)
+        if step == 2:
+            halves = [(tile << 8 >> 8).astype(jnp.int8), (tile >> 8).astype(jnp.int8)]
+            tile = jnp.stack(halves, axis=-1).reshape(tile.shape[0], -1)
+        if layout.dtype == "int8":
+            parts = [
+                plgpu.load(pool_ref.at[*heads, layout.head_dim // 2 + word], mask=valid[:, None], other=0)
+                for word in range(2)
+            ]
+            bits = parts[0].astype(jnp.int32) & 0xFFFF | parts[1].astype(jnp.int32) << 16
+            scales.append(lax.bitcast_convert_type(bits, jnp.float32).sum(axis=1))
+        elif step == 2:
+            tile = lax.bitcast_convert_type(tile, layout.array_dtype)
+        found.append(tile.astype(_widest(query_dtype, layout)))
+    return _Tile(*found, *scales)
+
+
+def _widest(query_dtype: Any, layout: KVLayout) -> jnp.dtype:
+    """What keys and values are computed with: what they are stored as, but for those of 8 bits."""
+    return max(jnp.dtype(query_dtype), layout.array_dtype, key=lambda dtype: dtype.itemsize)
 
 
 def _empty_state(rows: int, dims: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -522,22 +648,24 @@ def _quotient(acc: jax.Array, total: jax.Array) -> jax.Array:
 def _accumulate(
     state: tuple[jax.Array, ...],
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    tile: _Tile,
     seen: jax.Array,
     scale: float,
     soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One step of the online softmax over a tile of KV."""
     acc, old_peak, total = state
+    key, value, key_scale, value_scale = tile
     scores = _dot(query.astype(key.dtype), key, trans_b=True) * scale
+    scores = scores if key_scale is None else scores * key_scale[None, :]
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(seen, scores, _MASKED)
     peak = jnp.maximum(old_peak, scores.max(axis=1))
     decay = jnp.exp(old_peak - peak)
     weights = jnp.exp(scores - peak[:, None])
-    acc = acc * decay[:, None] + _dot(weights.astype(value.dtype), value)
+    scaled = weights if value_scale is None else weights * value_scale[None, :]
+    acc = acc * decay[:, None] + _dot(scaled.astype(value.dtype), value)
     return acc, peak, total * decay + weights.sum(axis=1)
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
+import math
 import os
 import pathlib
 import re
@@ -33,6 +35,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from jaxllm import pallas_kernels  # noqa: E402
 from jaxllm.errors import ConfigError  # noqa: E402
+from jaxllm.pallas_kernels.kv_layout import KVLayout  # noqa: E402
 from jaxllm.pallas_kernels.triton import Tiling, alternative_tilings, default_tiling  # noqa: E402
 from jaxllm.research.bench.results import command_line, write_json  # noqa: E402
 from jaxllm.research.plan.target import Compiler, GPUTarget, get_target  # noqa: E402
@@ -48,6 +51,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="a100-80gb,l40", help="default: %(default)s")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="default: %(default)s")
+    parser.add_argument("--kv-dtypes", default="auto", help="of keys and values; default: as --dtypes")
+    parser.add_argument("--pool-gib", type=float, default=0.1, help="size of the pool; default: %(default)s")
     parser.add_argument("--heads", default="32,8,128", help="query heads, KV heads, head_dim")
     parser.add_argument("--tilings", default="", help="more of them, such as k64,q32,w4,s2 (separated by /)")
     parser.add_argument("--out", type=new_file, help="write the results to this JSON file")
@@ -77,11 +82,16 @@ def find_ptxas() -> str:
     return found
 
 
-def arguments(op: str, heads: tuple[int, int, int], dtype: str) -> tuple[Any, ...]:
+def arguments(
+    op: str, heads: tuple[int, int, int], dtype: str, kv_dtype: str, pool_gib: float
+) -> tuple[Any, ...]:
     """Abstract arguments: 16 sequences, one row each or 2048 together."""
     struct = jax.ShapeDtypeStruct
     num_q, num_kv, dim = heads
-    pool = struct((512, 2, 2, num_kv, 16, dim), dtype)
+    layout = KVLayout(dtype if kv_dtype == "auto" else kv_dtype, dim)
+    block = 2, 2, num_kv, 16, layout.width
+    num_blocks = int(pool_gib * 2**30 / math.prod(block) / layout.array_dtype.itemsize)
+    pool = struct((num_blocks, *block), layout.array_dtype)
     tables, lengths = struct((16, 64), jnp.int32), struct((16,), jnp.int32)
     if op == "decode":
         return struct((16, num_q, dim), dtype), pool, tables, lengths
@@ -158,18 +168,23 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     ptxas = find_ptxas()
     rows = []
-    print("| device | op | dtype | tiling | registers | spilled | shared memory | programs | KV in flight |")
-    print("|---|---|---|---|---:|---:|---:|---:|---:|")
+    print(
+        "| device | op | dtype | KV | tiling | registers | spilled | shared memory | programs | in flight |"
+    )
+    print("|---|---|---|---|---|---:|---:|---:|---:|---:|")
     for device in args.devices.split(","):
         target = get_target(device)
         with Compiler(target) as compiler:
+            dtypes = args.dtypes.split(","), args.kv_dtypes.split(",")
             for op in ("decode", "prefill"):
-                for dtype in args.dtypes.split(","):
+                for dtype, kv_dtype in itertools.product(*dtypes):
+                    shapes = arguments(op, args.heads, dtype, kv_dtype, args.pool_gib)
                     default = default_tiling(op, target.description, dtype, args.heads[2])
                     tilings = dict.fromkeys((default, *alternative_tilings(op, dtype), *args.tilings))
                     for tiling in tilings:
-                        found = inspect(compiler, target, op, tiling, arguments(op, args.heads, dtype), ptxas)
-                        row = {"device": device, "op": op, "dtype": dtype, "tiling": str(tiling)}
+                        found = inspect(compiler, target, op, tiling, shapes, ptxas)
+                        row = {"device": device, "op": op, "dtype": dtype, "kv_dtype": kv_dtype}
+                        row |= {"tiling": str(tiling)}
                         rows.append(row | {"is_default": tiling == default} | found)
                         values = found.get("error") or " | ".join(
                             f"{found[key]:,}"
@@ -189,6 +204,7 @@ def main(argv: list[str] | None = None) -> None:
             "command": command_line(["python", *sys.argv]),
             "versions": hardware.versions() | {"ptxas": version.strip().splitlines()[-2]},
             "heads": args.heads,
+            "pool_gib": args.pool_gib,
             "rows": rows,
         }
         write_json(args.out, report)

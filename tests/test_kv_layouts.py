@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,14 +19,14 @@ from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.pallas_kernels import reference
+from jaxllm.pallas_kernels import reference, triton
 from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
 from jaxllm.predictors.base import model_shape
 from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system.dtypes import KV_DTYPES
 
-IMPLEMENTATIONS = ["native", "xla", "reference"]
+IMPLEMENTATIONS = ["native", "xla", "triton", "reference"]
 PAIRS = [
     (name, dtype)
     for name in IMPLEMENTATIONS
@@ -81,6 +83,26 @@ def test_what_is_written_is_what_the_layout_says(implementation, dtype):
             for place, heads in enumerate((k, v)):
                 expected[slot // 16, 1, place, :, slot % 16] = np.asarray(layout.stored(heads[token]))
     np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", sorted(KV_DTYPES))
+def test_offsets_that_pallas_takes_fit_their_bits(dtype):
+    """They have 32 bits and a sign in arrays of up to 4 GiB, and a pool of these has more bytes than that."""
+    layout = KVLayout(dtype, 128)
+    block = 4, 2, 8, 16, layout.width
+    for gib in (2.5, 4.0):
+        count = int(gib * 2**30) // (math.prod(block) * layout.array_dtype.itemsize)
+        pool = jax.ShapeDtypeStruct((count, *block), layout.array_dtype)
+        words = jax.eval_shape(triton._words, pool)
+        assert words.size * words.dtype.itemsize == pool.size * pool.dtype.itemsize
+        assert words.size <= 2**31
+
+
+def test_heads_of_8_bits_that_triton_cannot_halve_are_refused():
+    pool = jnp.zeros((2, 1, 2, 1, 16, 42), jnp.float8_e5m2)
+    q, tables, lengths = jnp.zeros((1, 1, 42)), jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)
+    with pytest.raises(ConfigError, match="heads of a multiple of 4, and these have 42; use 'xla'"):
+        pallas_kernels.decode_attention(q, pool, tables, lengths, layer=0, scale=1.0, implementation="triton")
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm import pallas_kernels
 from jaxllm.pallas_kernels import triton
+from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.research.plan.target import Compiler, get_target
 
 NUM_BLOCKS, NUM_LAYERS, NUM_ROWS, MAX_BLOCKS = 512, 2, 16, 64
@@ -31,6 +32,38 @@ def arguments(num_q, num_kv, dim, block_size, dtype, num_rows=NUM_ROWS):
         "decode": (struct((num_rows, num_q, dim), dtype), pool, tables, lengths),
         "prefill": (struct((512, num_q, dim), dtype), pool, tables, starts, lengths, scalar),
     }
+
+
+@pytest.mark.parametrize(
+    ("device", "kv_dtype"),
+    [
+        ("h100", "int8"),
+        ("h100", "fp8_e4m3"),
+        ("a100-80gb", "int8"),
+        ("a100-80gb", "fp8_e5m2"),
+        ("l40", "int8"),
+    ],
+)
+def test_kv_of_8_bits_compiles_and_is_written_in_place(device, kv_dtype):
+    """In a pool of more than 4 GiB, whose offsets have 64 bits."""
+    struct, layout = jax.ShapeDtypeStruct, KVLayout(kv_dtype, 128)
+    pool = struct((70_000, 2, 2, 8, 16, layout.width), layout.array_dtype)
+    tables, lengths = struct((16, 64), jnp.int32), struct((16,), jnp.int32)
+    prompts = tables, struct((17,), jnp.int32), lengths, struct((), jnp.int32)
+    rope = (struct((512, 64), jnp.float32),) * 2
+    arguments = struct((512, 48 * 128), jnp.bfloat16), rope, pool, struct((512,), jnp.int32)
+
+    def attend(qkv, rope, pool, slots, decode, prompts):
+        options = {"layer": 1, "scale": 0.1, "implementation": "triton"}
+        return pallas_kernels.attend(qkv, rope, pool, slots, decode, prompts, **options)
+
+    with Compiler(get_target(device)) as compiler:
+        jitted = jax.jit(attend, donate_argnums=2)
+        compiled = compiler.compile(jitted, *compiler.struct((*arguments, (tables, lengths), prompts)))
+    assert "paged_rotate_and_write" in compiled.as_text()
+    analysis, pool_bytes = compiled.memory_analysis(), pool.size * pool.dtype.itemsize
+    assert analysis.alias_size_in_bytes >= pool_bytes > 2**32
+    assert analysis.temp_size_in_bytes < 64 * 2**20
 
 
 def compile_attention(compiler, op, values, implementation, **bounds):
