@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -60,6 +61,18 @@ def query_tiles(
     rows = jnp.clip(query_lens[seq] - offset, 0, tile_rows)
     position = lengths[seq] - query_lens[seq] + offset
     return jnp.stack([seq, query_starts[seq] + offset, rows, position], axis=1).astype(jnp.int32)
+
+
+_AMPERE = re.compile(r"\b(A100|A800|A30|A10G?|A16|A2|A40|A[2456]000|RTX 30\d\d)\b")
+
+
+def multiplies_float8() -> bool:
+    """Whether the device of programs is a GPU with products of e4m3: of compute capability 8.9 or newer."""
+    device = current_device()
+    # One that is only compiled for has a name, and no capability.
+    known = getattr(device, "compute_capability", "8.0" if _AMPERE.search(device.device_kind) else "9.0")
+    parts = str(known).split(".")
+    return device.platform == "gpu" and all(map(str.isdigit, parts)) and [int(one) for one in parts] >= [8, 9]
 
 
 def is_interpreted() -> bool:

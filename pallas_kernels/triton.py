@@ -466,9 +466,9 @@ def _rotate_kernel(*refs: Any, layout: KVLayout) -> None:
                 halves = [first * cos - second * sin, second * cos + first * sin]
             parts.append([half.astype(qkv_ref.dtype) for half in halves])
         if index:
-            at = block, layer, index - 1, heads, offset
+            heads_at = block, layer, index - 1, heads, offset
             places = [start // step + words for start in starts]
-            _store_heads(pool_ref, at, layout, places, parts, mask, is_valid)
+            _store_heads(pool_ref, heads_at, layout, places, parts, mask, is_valid)
         else:
             for one, halves in zip(dims, parts, strict=True):
                 for start, half in zip(starts, halves, strict=True):

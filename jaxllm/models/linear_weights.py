@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels import native, products
 from jaxllm.pallas_kernels.numbers import largest
+from jaxllm.pallas_kernels.tiles import current_device, multiplies_float8
 
 _STATIC: Any = {"static": True}
 # Up to this many rows `weight @ x.T` was mostly faster than `x @ weight.T` on a CPU (docs/architecture.md);
@@ -148,9 +149,7 @@ class Int8(Weight):
         dimensions = (((1,), (1,)), ((), ()))
         exact = lax.dot_general(codes, self.codes, dimensions, preferred_element_type=jnp.int32)
         y = exact.astype(jnp.float32) * units[:, None] * self.scales
-        y = y if bias is None else y + bias
-        y = jax.nn.relu(y) if relu else y
-        return y.astype(x.dtype if out_dtype is None else out_dtype)
+        return _ended(y, bias, relu, x.dtype if out_dtype is None else out_dtype)
 
     def rows(self, ids: jax.Array) -> jax.Array:
         """See `Weight.rows`."""
@@ -248,8 +247,13 @@ class Coded(Weight):
         relu: bool = False,
         out_dtype: jnp.dtype | None = None,
     ) -> jax.Array:
-        """See `Weight.multiply`; the matrix is made of the codes, in the dtype of `x`, for each product."""
-        x = _in_codes(x if self.order is None else x[:, self.order], self.rounds, self.inputs)
+        """See `Weight.multiply`; without a GPU the matrix is made of the codes, for each product."""
+        x = x if self.order is None else x[:, self.order]
+        if current_device().platform == "gpu" and products.covers(
+            self.shape[1], self.scales.shape[1], self.kind
+        ):
+            return _ended(self._on_gpu(x), bias, relu, x.dtype if out_dtype is None else out_dtype)
+        x = _in_codes(x, self.rounds, self.inputs)
         numbers = self._numbers(slice(None)).astype(x.dtype)
         return product(x, numbers, num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
 
@@ -257,6 +261,17 @@ class Coded(Weight):
         """See `Weight.rows`."""
         numbers = self._numbers(ids)
         return (numbers if self.order is None else numbers[:, jnp.argsort(self.order)]).astype(self.dtype)
+
+    def _on_gpu(self, x: jax.Array) -> jax.Array:
+        """The product, float32, without a matrix of numbers in memory."""
+        if self.rounds in ("fp8", "fp8_static") and self.scales.shape[1] == 1 and multiplies_float8():
+            codes, units = _float8_codes(x, self.rounds, self.inputs)
+            dimensions = (((1,), (1,)), ((), ()))
+            y = lax.dot_general(codes[:, 0], self.codes, dimensions, preferred_element_type=jnp.float32)
+            return y * units[:, 0] * self.scales[:, 0]
+        x = _in_codes(x, self.rounds, self.inputs)
+        arrays = self.codes, self.scales, self.offsets
+        return products.coded_product(x, *arrays, kind=self.kind, out_dtype=jnp.float32)
 
     def _numbers(self, ids: Any) -> jax.Array:
         """Rows of the matrix, float32, group by group."""
@@ -405,11 +420,23 @@ def _in_codes(x: jax.Array, rounds: str, inputs: jax.Array | None) -> jax.Array:
     if inputs is not None and rounds == "int8_static":
         codes = jnp.clip(jnp.round(exact / inputs[0]) + inputs[1], -128, 127)
         return ((codes - inputs[1]) * inputs[0]).astype(x.dtype)
-    parts = exact.reshape(x.shape[0], -1, 128 if rounds == "fp8_128" else x.shape[1])
-    most = jnp.maximum(largest(parts, 2, keepdims=True), LEAST)
-    units = most / LARGEST["e4m3"] if inputs is None else inputs[0]
-    codes = jnp.clip(parts / units, -LARGEST["e4m3"], LARGEST["e4m3"]).astype(jnp.float8_e4m3fn)
+    codes, units = _float8_codes(x, rounds, inputs)
     return (codes.astype(jnp.float32) * units).reshape(x.shape).astype(x.dtype)
+
+
+def _float8_codes(x: jax.Array, rounds: str, inputs: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Rows [n, in] as e4m3 codes [n, parts, in / parts], and what a code of 1 stands for, [n, parts, 1]."""
+    parts = x.astype(jnp.float32).reshape(x.shape[0], -1, 128 if rounds == "fp8_128" else x.shape[1])
+    most = jnp.maximum(largest(parts, 2, keepdims=True), LEAST)
+    units = most / LARGEST["e4m3"] if inputs is None else jnp.full_like(most, inputs[0])
+    codes = jnp.clip(parts / units, -LARGEST["e4m3"], LARGEST["e4m3"]).astype(jnp.float8_e4m3fn)
+    return codes, units
+
+
+def _ended(y: jax.Array, bias: jax.Array | None, relu: bool, dtype: jnp.dtype) -> jax.Array:
+    """A product of float32 with all that `Weight.multiply` does to it."""
+    y = y if bias is None else y + bias
+    return (jax.nn.relu(y) if relu else y).astype(dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,76 @@
+"""The kernel that multiplies by codes on GPUs, interpreted: against the matrix that they stand for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.models.linear_formats import LinearFormat
+from jaxllm.models.linear_weights import CODES
+from jaxllm.pallas_kernels import products
+
+
+def weight_of(kind, group, shape, *, has_offsets=False):
+    """Codes of random numbers, with offsets of their own if asked for, and the matrix, float32."""
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal(shape) * 10 ** rng.uniform(-2, 1, (shape[0], 1))
+    weight = LinearFormat(kind, group, has_offsets=has_offsets).make(jnp.asarray(numbers, jnp.float32))
+    if has_offsets:
+        offsets = rng.standard_normal(weight.offsets.shape)
+        weight = dataclasses.replace(weight, offsets=jnp.asarray(offsets, jnp.float32))
+    return weight, np.asarray(weight.rows(jnp.arange(shape[0])), np.float64)
+
+
+@pytest.mark.parametrize("kind", products.KINDS)
+@pytest.mark.parametrize(
+    ("group", "shape", "rows", "has_offsets"),
+    [
+        (0, (70, 100), 3, False),
+        (128, (96, 1280), 17, True),
+        (64, (33, 320), 70, False),
+        (16, (33, 80), 1, True),
+        (32, (64, 96), 5, False),
+    ],
+)
+def test_products_are_those_of_the_matrix(kind, group, shape, rows, has_offsets):
+    weight, matrix = weight_of(kind, group, shape, has_offsets=has_offsets)
+    assert products.covers(shape[1], weight.scales.shape[1], kind)
+    x = np.random.default_rng(1).standard_normal((rows, shape[1])).astype(np.float32)
+    arrays = weight.codes, weight.scales, weight.offsets
+    found = np.asarray(products.coded_product(jnp.asarray(x), *arrays, kind=kind))
+    expected = x @ matrix.T
+    assert found.shape == expected.shape
+    scale = np.abs(x).astype(np.float64) @ np.abs(matrix).T
+    assert np.max(np.abs(found - expected) / scale) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_only_inputs_and_small_groups_are_rounded(dtype):
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((4, 256)), dtype)
+    for kind, group, bound in (("e4m3", 0, 2e-6), ("int4", 128, 2e-6), ("fp4", 16, 2e-2)):
+        weight, matrix = weight_of(kind, group, (32, 256))
+        found = products.coded_product(
+            x, weight.codes, weight.scales, weight.offsets, kind=kind, out_dtype=jnp.float32
+        )
+        expected = np.asarray(x, np.float64) @ matrix.T
+        error = np.abs(np.asarray(found) - expected) / np.abs(expected).max(axis=0)
+        assert error.max() < bound
+
+
+@pytest.mark.parametrize("kind", products.KINDS)
+def test_every_code_is_its_number(kind):
+    """By products with ones; what is no number stays none."""
+    all_bytes = np.arange(256, dtype=np.uint8).reshape(4, 64)
+    codes = jnp.asarray(np.repeat(all_bytes.reshape(-1, 1), 32, axis=1))
+    codes = codes if CODES[kind] == jnp.uint8 else jax.lax.bitcast_convert_type(codes, CODES[kind])
+    weight = LinearFormat(kind).make(jnp.ones((256, 32 * (2 if CODES[kind] == jnp.uint8 else 1))))
+    weight = dataclasses.replace(weight, codes=codes, scales=jnp.full((256, 1), 3.0))
+    expected = np.asarray(weight.rows(jnp.arange(256))).astype(np.float64)
+    for place in range(expected.shape[1] // 32):
+        one = jnp.zeros((1, expected.shape[1])).at[0, place].set(1)
+        found = products.coded_product(one, weight.codes, weight.scales, None, kind=kind)
+        are_finite = np.isfinite(expected[:, place])  # what is infinite becomes NaN beside a 0
+        np.testing.assert_array_equal(np.isfinite(found[0]), are_finite)
+        np.testing.assert_array_equal(np.asarray(found)[0, are_finite], expected[are_finite, place])
