@@ -6,10 +6,28 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from jaxllm.errors import ConfigError, blame, shown
 from jaxllm.system.dtypes import ITEMSIZES, KV_DTYPES, dtype_of, kv_row_bytes
+
+
+class WeightFormat(NamedTuple):
+    """What a format of weights costs: bits of a number with its share of scales, and what is multiplied."""
+
+    bits: float
+    products: str | None = None
+
+
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
+    "int8": WeightFormat(8, "int8"),
+    "int8_weight": WeightFormat(8),
+    "int4_weight": WeightFormat(4.25),
+    "fp8": WeightFormat(8, "fp8"),
+    "fp8_block": WeightFormat(8, "fp8"),
+}
+"""Of weights that are held as codes, by the names of `quantization`; fp8_block has scales of 128 x 128
+numbers, int4_weight float32 ones of 128. Where no products are named, the model's dtype is multiplied."""
 
 CostKind = Literal["prefill", "decode", "mixed", "swap_out", "swap_in"]
 COST_KINDS: tuple[CostKind, ...] = ("prefill", "decode", "mixed", "swap_out", "swap_in")
@@ -162,6 +180,8 @@ class ModelShape:
         window: tokens that `num_window_layers` of the layers attend to; the others attend to all.
         dtype: of weights, one of `jaxllm.system.dtypes`.
         kv_dtype: of KV, one of `jaxllm.system.dtypes.KV_DTYPES`; "auto" is `dtype`.
+        weights: how the layers' matrices are held, one of `WEIGHT_FORMATS`; "auto" is as `dtype`.
+        head: likewise the lm head, and an embedding that is tied to it.
 
     Raises:
         ConfigError: a size is not an integer in [1, 2**31), the heads do not divide by `num_kv_heads`,
@@ -184,6 +204,8 @@ class ModelShape:
     num_window_layers: int = 0
     dtype: str = "float16"
     kv_dtype: str = "auto"
+    weights: str = "auto"
+    head: str = "auto"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -214,15 +236,47 @@ class ModelShape:
                 f"ModelShape.num_window_layers={self.num_window_layers} of {self.num_layers} layers with "
                 f"window={self.window}: give both, or neither"
             )
+        self._check_dtypes()
+
+    def _check_dtypes(self) -> None:
         object.__setattr__(self, "dtype", dtype_of("ModelShape.dtype", self.dtype))
         kv_dtype = self.dtype if self.kv_dtype == "auto" else self.kv_dtype
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"ModelShape.kv_dtype={shown(kv_dtype)} must be one of {', '.join(KV_DTYPES)}")
+        for name in ("weights", "head"):
+            if (value := getattr(self, name)) not in ("auto", *WEIGHT_FORMATS):
+                known = ", ".join(("auto", *WEIGHT_FORMATS))
+                raise ConfigError(f"ModelShape.{name}={shown(value)} must be one of {known}")
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of weights."""
+        """Bytes of one number of `dtype`."""
         return ITEMSIZES[self.dtype]
+
+    @property
+    def held(self) -> str:
+        """What weights and KV are held in, for people."""
+        named = [("weights", self.weights), ("KV", self.kv_dtype)]
+        return ", ".join([self.dtype, *(f"{what} {name}" for what, name in named if name != "auto")])
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of a number of the layers' matrices."""
+        return self._bytes_each(self.weights)
+
+    @property
+    def bytes_per_head_parameter(self) -> float:
+        """Bytes of a number of the lm head."""
+        return self._bytes_each(self.head)
+
+    def _bytes_each(self, weights: str) -> float:
+        return self.itemsize if weights == "auto" else WEIGHT_FORMATS[weights].bits / 8
+
+    @property
+    def products(self) -> str:
+        """What layers multiply: "int8", "fp8", or numbers of `dtype`."""
+        found = None if self.weights == "auto" else WEIGHT_FORMATS[self.weights].products
+        return found or self.dtype
 
     @property
     def num_layer_parameters(self) -> int:
@@ -257,7 +311,9 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all matrices."""
-        return self.num_parameters * self.itemsize
+        head = self.num_head_parameters * self.bytes_per_head_parameter
+        embedding = 0 if self.tie_word_embeddings else self.num_head_parameters * self.itemsize
+        return round(self.num_layer_parameters * self.bytes_per_parameter + head + embedding)
 
     @property
     def kv_bytes_per_token(self) -> int:

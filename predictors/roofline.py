@@ -30,11 +30,12 @@ class RooflineCostModel:
     | attention     | 4 x layers x heads x head_dim x (query, key)s | KV read and written      |
     | lm head       | 2 x hidden x vocabulary x sequences           | lm head weights          |
 
-    Weights are read once in a step, so prompt tokens beside decodes cost what they add to the longer of the
-    two. Prefill flops take chunks of equal length; activations are taken to stay in caches. A swap takes
-    `transfer_latency_seconds`, its bytes at the link's rate, and `piece_seconds` for each piece of its
-    blocks: none where a block's layers lie together (this engine's pool), two for each layer where K and V
-    of each are arrays of their own (vLLM 0.2.5).
+    Weights have the bytes of their format; int8 and float8 are multiplied at the device's rate of these, if
+    it has one. Weights are read once in a step, so prompt tokens beside decodes cost what they add to the
+    longer of the two. Prefill flops take chunks of equal length; activations are taken to stay in caches. A
+    swap takes `transfer_latency_seconds`, its bytes at the link's rate, and `piece_seconds` for each piece of
+    its blocks: none where a block's layers lie together (this engine's pool), two for each layer where K and
+    V of each are arrays of their own (vLLM 0.2.5).
 
     Args:
         model: the shape; its dtype picks the device's peak rate.
@@ -86,9 +87,12 @@ class RooflineCostModel:
         # Seconds per unit of work: a prediction is a few products, for simulators ask for millions.
         flop = 1.0 / (device.flops_for(model.dtype) * self.compute_efficiency)
         byte = 1.0 / (device.memory_bandwidth * self.memory_efficiency)
-        self._linear_per_token = 2 * model.num_active_parameters * flop
-        self._head_per_seq = 2 * model.num_head_parameters * flop
-        self._weights = (model.num_layer_parameters + model.num_head_parameters) * model.itemsize * byte
+        narrow = device.peak_flops.get(model.products, device.flops_for(model.dtype))
+        self._linear_per_token = 2 * model.num_active_parameters / (narrow * self.compute_efficiency)
+        head_rate = device.flops_for(model.dtype) if model.head == "auto" else narrow
+        self._head_per_seq = 2 * model.num_head_parameters / (head_rate * self.compute_efficiency)
+        head_bytes = model.num_head_parameters * model.bytes_per_head_parameter
+        self._weights = (model.num_layer_parameters * model.bytes_per_parameter + head_bytes) * byte
         self._attention_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim * flop
         self._kv_per_token = model.kv_bytes_per_token * byte
         link = device.host_bandwidth * self.link_efficiency

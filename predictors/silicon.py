@@ -79,14 +79,17 @@ class SiliconCostModel:
       nearest measured point. `parts` says which is which.
     - A pipeline's step goes through all its stages, with all sequences together, and hops between: vLLM
       plans whoever is not under way, and those who once came together stay so.
-    - FP8 products read what one more kernel has quantised before, at the speed of memory.
+    - FP8 and int8 products read what one more kernel has quantised before, at the speed of memory.
+    - Keys and values of int8 take decodes as long as fewer tokens of 16 bits that have as many bytes, and
+      prompts as long as those.
 
     Args:
         model: the shape; `dtype` is that of weights and KV unless others are given.
         device: a name, or a `DeviceSpec` whose name is in `silicon_tables.MEASURED` or `ALIKE`.
         block_size: tokens per KV block, for swaps.
-        weights: "bfloat16" ("float16" is the same), "fp8" or "fp8_block"; None takes the model's.
-        kv: "bfloat16" or "fp8"; None takes the model's.
+        weights: "bfloat16" ("float16" is the same) or one of `jaxllm.predictors.base.WEIGHT_FORMATS`; None
+            takes the model's.
+        kv: "bfloat16", "fp8" or "int8"; None takes the model's.
         tensor_parallel, pipeline_parallel: GPUs that share each layer, and stages.
         host_seconds, layer_seconds, sync_seconds: assumed, see `HOST_SECONDS`, `LAYER_SECONDS` and
             `SYNC_SECONDS`.
@@ -115,8 +118,11 @@ class SiliconCostModel:
     ) -> None:
         self.model, self.block_size = model, block_size
         self.device = device_spec(device) if isinstance(device, str) else device
-        self.weights = _dtype("weights", weights or model.dtype, DTYPES)
-        self.kv = _dtype("kv", kv or model.dtype, DTYPES[:2])
+        own = (model.weights, model.dtype), (model.kv_dtype, model.dtype), (model.head, "bfloat16")
+        own_weights, own_kv, head = (name if name != "auto" else dtype for name, dtype in own)
+        self.weights = _dtype("weights" if weights else "dtype", weights or own_weights, DTYPES)
+        self.head = _dtype("head", head, DTYPES)
+        self.kv = _dtype("kv", kv or own_kv.partition("_")[0], (*DTYPES[:2], "int8"))
         self.tensor_parallel, self.pipeline_parallel = tensor_parallel, pipeline_parallel
         self.host_seconds, self.layer_seconds, self.sync_seconds = host_seconds, layer_seconds, sync_seconds
         self.link = self.device.copied_per_second if link is None else link
@@ -126,13 +132,17 @@ class SiliconCostModel:
         self._layers, self._heads = list(self._layer_kernels()), list(self._head_kernels())
         self._of_layers, self._of_heads = _sum(self._layers), _sum(self._heads)
         kv_heads = max(1, model.num_kv_heads // tensor_parallel)
-        heads = model.num_heads // tensor_parallel, kv_heads, model.head_dim, DTYPES.index(self.kv)
+        head_bytes = model.head_dim * (2 if self.kv == "bfloat16" else 1) + 4 * (self.kv == "int8")
+        heads = model.num_heads // tensor_parallel, kv_heads, model.head_dim
         counts = (0, model.num_layers - model.num_window_layers), (model.window, model.num_window_layers)
+        read = "bfloat16" if self.kv == "int8" else self.kv
+        share = head_bytes / (2 * model.head_dim) if self.kv == "int8" else 1.0
         self._attention = [
-            (Attention(self.tables, heads, window), count) for window, count in counts if count
+            (Attention(self.tables, (*heads, DTYPES.index(read)), window, share), count)
+            for window, count in counts
+            if count
         ]
-        per_head = 2 * model.num_layers * model.head_dim * (1 if self.kv == "fp8" else 2)
-        self.kv_bytes_per_token = per_head * kv_heads * tensor_parallel
+        self.kv_bytes_per_token = 2 * model.num_layers * head_bytes * kv_heads * tensor_parallel
         """Bytes of a token's KV on all GPUs together."""
         rate = self.link * tensor_parallel * pipeline_parallel
         self._seconds_per_block = self.kv_bytes_per_token * block_size / rate
@@ -178,13 +188,14 @@ class SiliconCostModel:
         mlps = max(1, model.experts_per_token)
         elements = 8 * hidden + 2 * (q + 2 * kv) + 3 * inner * mlps
         constant = self.layer_seconds + (2 * self.sync_seconds if shared > 1 else 0.0)
-        quantised = hidden * (1 + mlps) + q + inner * mlps if dtype.startswith("fp8") else 0
+        is_rounded = dtype.startswith("fp8") or dtype == "int8"
+        quantised = hidden * (1 + mlps) + q + inner * mlps if is_rounded else 0
         yield _Linear("small kernels", self._bytes(2.0 * elements + 3.0 * quantised, constant), count)
 
     def _head_kernels(self) -> Iterator[_Linear]:
         """Kernels that take so long by the rows that sample."""
         vocab = -(-self.model.vocab_size // self.tensor_parallel)
-        yield _Linear("head", product(self.tables, "bfloat16", vocab, self.model.hidden_size))
+        yield _Linear("head", product(self.tables, self.head, vocab, self.model.hidden_size))
         yield _Linear("sampling", self._bytes(_SAMPLING_BYTES * float(vocab), 0.0))
 
     def _bytes(self, bytes_per_row: float, constant: float) -> Rows:
@@ -261,9 +272,10 @@ class SiliconCostModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all matrices on all GPUs together; embedding and head stay in 16 bits."""
-        vocab = self.model.num_parameters - self.model.num_layer_parameters
-        return self.model.num_layer_parameters * (2 if self.weights == "bfloat16" else 1) + 2 * vocab
+        """Bytes of all matrices on all GPUs together; an embedding that is no head is of 16 bits."""
+        names = [("auto" if name == "bfloat16" else name) for name in (self.weights, self.head)]
+        shape = dataclasses.replace(self.model, dtype="bfloat16", weights=names[0], head=names[1])
+        return shape.weight_bytes
 
     def swap_out_seconds(self, num_blocks: int) -> float:
         """Seconds to copy blocks to the host: their bytes over the links of all GPUs, and a latency."""

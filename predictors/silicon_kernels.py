@@ -16,13 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.silicon_tables import DTYPES, KernelTable, Key, SiliconTables
+from jaxllm.predictors.devices import device_spec
+from jaxllm.predictors.silicon_tables import DTYPES, KernelTable, Key, SiliconTables, load_tables
 
 Source = Literal["measured", "interpolated", "scaled", "outside", "assumed"]
 """Where a time is from: a measured kernel (or between two sizes of it); between two measured shapes; from a
 shape or a device near by, by the work; a roofline through the nearest measured point; or an assumption."""
 
 _MICRO = 1e-6
+_HAS_INTEGERS = "A100-80GB"
 _Floats = npt.NDArray[np.float64]
 
 
@@ -35,10 +37,10 @@ class Rows:
         source: of all of them.
     """
 
-    __slots__ = ("_last", "_log_points", "_log_seconds", "_points", "source")
+    __slots__ = ("_last", "_log_points", "_log_seconds", "points", "source")
 
     def __init__(self, points: _Floats, seconds: _Floats, source: Source) -> None:
-        self._points: list[float] = points.tolist()
+        self.points: list[float] = points.tolist()
         self._log_points: list[float] = np.log(points).tolist()
         self._log_seconds: list[float] = np.log(seconds).tolist()
         self._last = float(seconds[-1])
@@ -46,7 +48,7 @@ class Rows:
 
     def seconds(self, size: float) -> float:
         """At `size`; as at the smallest point below that, and in proportion beyond the largest."""
-        points, values = self._points, self._log_seconds
+        points, values = self.points, self._log_seconds
         place = bisect.bisect_right(points, size)
         if not place:
             return math.exp(values[0])
@@ -58,7 +60,7 @@ class Rows:
 
     def source_at(self, size: float) -> Source:
         """Where the time at `size` is from."""
-        return "outside" if size > self._points[-1] else self.source
+        return "outside" if size > self.points[-1] else self.source
 
 
 class Grid:
@@ -140,18 +142,45 @@ def _row(table: KernelTable, key: Key) -> _Floats:
 def product(tables: SiliconTables, dtype: str, out_features: int, in_features: int) -> Rows:
     """A product `[rows, in] @ [in, out]`, by its rows.
 
+    Where int8 was not measured it is as float8, which has as many bytes and the same peak rate. Other integer
+    weights then are to 16-bit ones as on an A100, at rows that are as many times those from which on products
+    compute more than they read.
+
     Raises:
         ConfigError: the device has no products of `dtype`.
     """
     table = tables["products"]
     number = DTYPES.index(dtype)
-    if not any(key[0] == number for key in table.rows):
+    known = {key[0] for key in table.rows}
+    if number not in known and dtype.endswith("_weight"):
+        return _as_on_another(tables, dtype, out_features, in_features)
+    if number not in known and dtype == "int8":
+        rows = product(tables, "fp8", out_features, in_features)
+        return Rows(np.array(rows.points), np.array([rows.seconds(one) for one in rows.points]), "scaled")
+    if number not in known:
         raise ConfigError(f"no products of {dtype!r} were measured on {tables.device}; use bfloat16")
     seconds, source = _shaped(table, number, out_features, in_features)
     if dtype == "fp8_block":
         plain, _ = _shaped(table, DTYPES.index("fp8"), out_features, in_features)
         seconds = np.minimum(seconds, plain)
     return Rows(table.axes[0], seconds, source)
+
+
+def _as_on_another(tables: SiliconTables, dtype: str, out_features: int, in_features: int) -> Rows:
+    other = load_tables(_HAS_INTEGERS)
+    there, plain = (product(other, one, out_features, in_features) for one in (dtype, "bfloat16"))
+    here = product(tables, "bfloat16", out_features, in_features)
+    ridges = [
+        spec.flops_for("bfloat16") / spec.memory_bandwidth
+        for spec in map(device_spec, (other.device, tables.device))
+    ]
+    points = np.array(here.points)
+    alike = points * ridges[0] / ridges[1]
+    seconds = [
+        here.seconds(point) * there.seconds(one) / plain.seconds(one)
+        for point, one in zip(points.tolist(), alike.tolist(), strict=True)
+    ]
+    return Rows(points, np.array(seconds), "scaled")
 
 
 def _shaped(table: KernelTable, number: int, out_features: int, in_features: int) -> tuple[_Floats, Source]:
@@ -233,14 +262,17 @@ class Attention:
         tables: measured kernels.
         heads: query heads, KV heads and `head_dim` of a device, and the number of KV's dtype in `DTYPES`.
         window: of sliding attention; 0 for none.
+        share: of the bytes of such KV that are read: decodes take as long as over so many fewer tokens.
 
     Raises:
         ConfigError: KV of that dtype was not measured on the device.
     """
 
-    def __init__(self, tables: SiliconTables, heads: tuple[int, int, int, int], window: int) -> None:
+    def __init__(
+        self, tables: SiliconTables, heads: tuple[int, int, int, int], window: int, share: float = 1.0
+    ) -> None:
         num_heads, num_kv_heads, head_dim, dtype = heads
-        self._window = window
+        self._window, self._share = window, share
         grids = {}
         for kind in ("decode", "prefill"):
             table = tables[kind]
@@ -261,7 +293,7 @@ class Attention:
         """Seconds of one token each for `batch` sequences that see `length` tokens each, itself included."""
         if self._window and not self._decodes_windowed:
             length = min(length, self._window)
-        return self._decode.seconds(batch * self._decode_batches, length)
+        return self._decode.seconds(batch * self._decode_batches, length * self._share)
 
     def prefill(self, batch: float, length: float, context: float) -> float:
         """Seconds of `batch` chunks of `length` tokens, each after `context` tokens in the cache."""
@@ -283,8 +315,9 @@ class Attention:
 
     def source_of_decode(self, batch: float, length: float) -> Source:
         """Where `decode` is from."""
-        found = self._decode.source_at(batch * self._decode_batches, length)
-        return self._decode_source if found == "measured" else found
+        found = self._decode.source_at(batch * self._decode_batches, length * self._share)
+        known = self._decode_source if self._share == 1 else "scaled"
+        return known if found == "measured" else found
 
     def source_of_prefill(self, batch: float, length: float, context: float) -> Source:
         """Where `prefill` is from."""

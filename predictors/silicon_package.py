@@ -6,6 +6,7 @@ import collections
 import importlib.metadata
 import importlib.util
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -61,11 +62,14 @@ def read_package(
     if device not in MEASURED:
         raise ConfigError(f"no kernels measured on {device!r}; there are: {', '.join(MEASURED)}")
     data = package_folder(folder) / "data" / MEASURED[device]
-    tables, sources = {}, []
+    tables: dict[str, KernelTable] = {}
+    sources: list[str] = []
     for kind, read in _KINDS.items():
         path = _newest(data / _FOLDERS[kind], read.file)
         records = _records(path)
         samples: Samples = collections.defaultdict(dict)
+        if kind == "products":
+            records += _integer_products(data, sources)
         for record in records:
             key, point = read.key(record), read.point(record)
             is_kept = kind != "products" or not rows or point[0] in rows
@@ -93,8 +97,11 @@ class _Read:
         self.file, self.key, self.point = file, key, point
 
 
+_NAMES = {"sq": "int8", "int8_wo": "int8_weight", "int4_wo": "int4_weight"}
+
+
 def _product(record: Record) -> Key | None:
-    dtype = record["gemm_dtype"]
+    dtype = _NAMES.get(record["gemm_dtype"], record["gemm_dtype"])
     return (DTYPES.index(dtype), record["n"], record["k"]) if dtype in DTYPES else None
 
 
@@ -139,9 +146,18 @@ _KINDS = {
 }
 
 
+def _integer_products(data: pathlib.Path, sources: list[str]) -> list[dict[str, Any]]:
+    """Products with int8 and int4, which were measured of TensorRT-LLM's kernels alone, on some devices."""
+    path = _newest(data / "gemm" / "trtllm", "gemm_perf.parquet")
+    found = [record for record in _records(path) if record["gemm_dtype"] in _NAMES]
+    if found:
+        sources.append(f"integer products TensorRT-LLM {path.parent.name}")
+    return found
+
+
 def _newest(folder: pathlib.Path, file: str) -> pathlib.Path:
     found = sorted(
-        folder.glob(f"*/{file}"), key=lambda path: [int(part) for part in path.parent.name.split(".")]
+        folder.glob(f"*/{file}"), key=lambda path: [int(one) for one in re.findall(r"\d+", path.parent.name)]
     )
     if not found:
         raise ConfigError(f"there is no {file} in {folder}/*: is it `systems` of aiconfigurator-core 0.12?")

@@ -44,8 +44,9 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """Kinds of kernels, and what names a row of their tables."""
 
-DTYPES = ("bfloat16", "fp8", "fp8_block")
-"""Operands, by their number in a row's name; KV caches take the first two."""
+DTYPES = ("bfloat16", "fp8", "fp8_block", "int8", "int8_weight", "int4_weight")
+"""Operands, by their number in a row's name; KV caches take the first two. int8 are codes with codes, and the
+last two are weights that become 16-bit numbers (`jaxllm.predictors.base.WEIGHT_FORMATS`)."""
 
 Key = tuple[int, ...]
 

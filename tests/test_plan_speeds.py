@@ -118,7 +118,17 @@ def test_the_command_tells_speeds_of_a_config_and_of_a_published_shape(tmp_path,
     assert "| 100, 20 | 4 |" in shown
     assert main(["plan", "llama-3-8b", *options, "--json", str(out), "--overwrite"]) == 0
     assert json.loads(out.read_text())["speeds"] == of_config
-    fast = [*options, "--weights", "fp8", "--kv", "fp8", "--tensor-parallel", "2", "--pipeline-parallel", "2"]
+    fast = [
+        *options,
+        "--quantization",
+        "fp8",
+        "--kv-cache-dtype",
+        "fp8_e4m3",
+        "--tensor-parallel",
+        "2",
+        "--pipeline-parallel",
+        "2",
+    ]
     assert main(["plan", "llama-3-8b", *fast, "--json", str(out), "--overwrite"]) == 0
     for quick, slow in zip(json.loads(out.read_text())["speeds"], of_config, strict=True):
         assert quick["seconds_per_token"] < slow["seconds_per_token"]
@@ -152,7 +162,10 @@ def test_crossovers_are_drawn(tmp_path):
         ),
         (["--device", "h100"], "name a MODEL and a --device"),
         (["llama-3-8b"], "name a MODEL and a --device"),
-        (["--crossover", "--weights", "fp8"], "--weights means nothing with --crossover; leave it out"),
+        (
+            ["--crossover", "--tensor-parallel", "2"],
+            "--tensor-parallel means nothing with --crossover; leave it out",
+        ),
         (["--crossover", "--concurrency", "2"], "--concurrency means nothing with --crossover"),
         (
             ["llama-3-8b", "--device", "h100", "--no-compile", "--every-bucket"],
@@ -172,10 +185,10 @@ def test_crossovers_are_drawn(tmp_path):
             ["llama-3-8b", "--device", "h100", "--no-compile", "--concurrency", "x"],
             "--concurrency: 'x' is not",
         ),
-        (["llama-3-8b", "--device", "a100", "--no-compile", "--weights", "fp8"], "no products of 'fp8'"),
+        (["llama-3-8b", "--device", "a100", "--no-compile", "--quantization", "fp8"], "no products of 'fp8'"),
         (
             ["llama-3-8b", "--device", "h100", "--no-compile", "--dtype", "float32"],
-            "--weights 'float32' was not",
+            "--dtype 'float32' was not",
         ),
     ],
 )

@@ -231,7 +231,7 @@ def test_no_work_costs_nothing():
         ({"pipeline_parallel": 33}, r"pipeline_parallel must lie in \[1, 32\], got 33"),
         ({"host_seconds": -1.0}, "host_seconds must lie in"),
         ({"link": 0.0}, "link must lie in"),
-        ({"model": model_shape("llama-3-8b", "float32")}, "weights='float32' was not measured"),
+        ({"model": model_shape("llama-3-8b", "float32")}, "dtype='float32' was not measured"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):
@@ -345,6 +345,8 @@ def test_the_package_is_read_as_it_was_distilled(tmp_path):
             gemm | {"m": 1, "latency": 0.5, "gemm_dtype": "nvfp4"},
         ],
     )
+    integer = gemm | {"gemm_dtype": "int4_wo", "m": 1, "latency": 0.125}
+    write("gemm/trtllm/1.0.0rc3/gemm_perf.parquet", [integer, gemm | {"m": 1, "latency": 0.1}])
     attention = about | shape | {"window_size": 0}
     write(
         "attention/vllm/0.24.0/generation_attention_perf.parquet",
@@ -374,17 +376,74 @@ def test_the_package_is_read_as_it_was_distilled(tmp_path):
         [moe | {"latency": 0.1}, moe | {"latency": 0.01, "distribution": "balanced"}],
     )
     found = read_package("H100-SXM", tmp_path / "systems", rows=(1,), smallest=16)
-    assert {key: row.tolist() for key, row in found["products"].rows.items()} == {(0, 256, 512): [250.0]}
+    assert {key: row.tolist() for key, row in found["products"].rows.items()} == {
+        (0, 256, 512): [250.0],
+        (DTYPES.index("int4_weight"), 256, 512): [125.0],
+    }
     assert found["decode"].axes[1].tolist() == [8.0]  # the new token counts
     assert found["decode"].rows[0, 128, 0, 8, 2].tolist() == [[10.0]]
     assert found["prefill"].rows[0, 128, 0, 8, 2].tolist() == [[20.0]]
     assert found["all_reduce"].rows[2,].tolist() == [3.0, 5.0]
     assert found["experts"].rows[DTYPES.index("fp8"), 64, 32, 2, 8, 1].tolist() == [100.0]
-    assert "products 0.24.0" in found.source
+    assert "integer products TensorRT-LLM 1.0.0rc3, products 0.24.0" in found.source
     with pytest.raises(ConfigError, match=r"there is no gemm_perf.parquet in .*: is it `systems` of"):
         read_package("H200", tmp_path / "systems")
     with pytest.raises(ConfigError, match='pip install "jaxllm\\[silicon\\]"'):
         read_package("H200")
+
+
+@pytest.mark.parametrize("device", ["A100-80GB", "H100-SXM"])
+def test_weights_of_fewer_bits_cost_less_where_weights_are_read(device):
+    """int8 by int8 less everywhere; numbers made of codes as much as others once products compute more."""
+
+    def seconds(rows, **formats):
+        costs = SiliconCostModel(dataclasses.replace(LLAMA_8B, **formats), device)
+        return sum(part.seconds for part in costs.parts(rows, rows * 100) if part.source != "assumed")
+
+    for rows, low, high in ((4, 0.4, 0.8), (8192, 0.9, 1.3)):
+        plain = seconds(rows)
+        assert low < seconds(rows, weights="int8_weight", head="int8_weight") / plain < high
+    assert seconds(4, weights="int4_weight") < seconds(4, weights="int8_weight") < seconds(4)
+    for rows in (1, 64, 8192):
+        assert seconds(rows, weights="int8", head="int8") < 0.8 * seconds(rows)
+
+
+def test_what_was_not_measured_of_integers_is_said_to_be_scaled():
+    for device, source in (("A100-80GB", ("measured", "interpolated")), ("H100-SXM", ("scaled",))):
+        for weights in ("int8", "int8_weight", "int4_weight"):
+            costs = SiliconCostModel(dataclasses.replace(LLAMA_8B, weights=weights), device)
+            (found,) = (part.source for part in costs.parts(8, 800) if part.name == "qkv")
+            assert found in source
+    costs = SiliconCostModel(dataclasses.replace(LLAMA_8B, kv_dtype="int8"), "A100-80GB")
+    sources = {part.name: part.source for part in costs.parts(8, 8000)}
+    assert sources["decode attention"] == "scaled"
+
+
+def test_kv_of_int8_has_half_the_bytes_and_its_prompts_the_same_cost():
+    wide = SiliconCostModel(LLAMA_8B, "A100-80GB")
+    narrow = SiliconCostModel(dataclasses.replace(LLAMA_8B, kv_dtype="int8"), "A100-80GB")
+    ratio = (128 + 4) / 256
+    assert narrow.kv_bytes_per_token == ratio * wide.kv_bytes_per_token
+    latency = wide.swap_in_seconds(1) - (wide.swap_in_seconds(2) - wide.swap_in_seconds(1))
+    assert narrow.swap_in_seconds(64) - latency == pytest.approx(ratio * (wide.swap_in_seconds(64) - latency))
+    assert narrow.step_seconds(0, 0, 2048, 1) == wide.step_seconds(0, 0, 2048, 1)
+    assert narrow.step_seconds(64, 64 * 4000) < wide.step_seconds(64, 64 * 4000)
+    assert narrow.step_seconds(64, 64 * 4000) == pytest.approx(
+        wide.step_seconds(64, int(64 * 4000 * ratio)), 1e-3
+    )
+
+
+def test_bytes_of_weights_are_those_of_their_formats():
+    for weights, head, expected in (
+        ("auto", "auto", 16.06e9),
+        ("int8", "int8", 8.56e9),  # the embedding stays
+        ("int4_weight", "auto", 5.81e9),
+    ):
+        shape = dataclasses.replace(LLAMA_8B, weights=weights, head=head)
+        assert shape.weight_bytes == pytest.approx(expected, rel=0.002)
+        assert SiliconCostModel(shape, "H100-SXM").weight_bytes == shape.weight_bytes
+    fixed = SiliconCostModel(LLAMA_8B, "H100-SXM", weights="fp8")
+    assert fixed.weight_bytes == dataclasses.replace(LLAMA_8B, weights="fp8").weight_bytes
 
 
 def test_all_devices_of_the_table_but_the_cpu_have_kernels():

@@ -12,6 +12,7 @@ from test_predictors_store import PROFILE
 from jaxllm.cli.main import main
 from jaxllm.errors import CapacityError, ConfigError, JaxllmError, RequestTooLargeError, UserCodeError
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.loading.convert import convert_checkpoint
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -40,6 +41,54 @@ def trace(count=6, **changes):
         "output_lens": np.full(count, 10),
     }
     return Trace(**(values | changes))
+
+
+def test_formats_of_weights_and_kv_are_part_of_the_model(tmp_path, capsys):
+    shape = load_shape(
+        "llama-3-8b", quantization="int4_weight", quantize_lm_head=False, kv_cache_dtype="int8"
+    )
+    assert (shape.weights, shape.head, shape.kv_dtype) == ("int4_weight", "auto", "int8")
+    assert load_shape(demo_model_path(), quantization="int8").weights == "int8"
+    out = tmp_path / "out.json"
+    options = ["--num-prompts", "4", "--device", "a100", "--json", str(out), "--overwrite"]
+    blocks = []
+    for formats in (
+        [],
+        ["--kv-cache-dtype", "int8"],
+        ["--quantization", "int4_weight", "--no-quantize-lm-head"],
+    ):
+        assert main(["simulate", *options, *formats]) == 0
+        blocks.append(json.loads(out.read_text())["system"]["num_gpu_blocks"])
+    assert blocks[1] / blocks[0] == pytest.approx(256 / 132, rel=1e-3)
+    assert blocks[2] > 1.15 * blocks[0]
+    assert "(bfloat16, weights int4_weight)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "int9"}, "quantization='int9' is not supported; did you mean"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' is not supported"),
+        ({"quantize_lm_head": False}, "quantize_lm_head=False leaves the output head out"),
+        ({"model": model_shape("llama-3-8b"), "quantization": "int8"}, "are part of sizes, and of profiles"),
+    ],
+)
+def test_formats_that_are_not_there_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(num_prompts=2, **options)
+
+
+def test_a_quantised_checkpoint_is_what_it_is(tmp_path):
+    convert_checkpoint(demo_model_path(), tmp_path / "int8", quantization="int8")
+    shape = load_shape(tmp_path / "int8")
+    assert (shape.weights, shape.head) == ("int8", "auto")
+    for file in (tmp_path / "int8").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(
+        ConfigError, match="they are not there to tell how: give a folder with them, or quantization"
+    ):
+        load_shape(tmp_path / "int8")
+    assert load_shape(tmp_path / "int8", quantization="fp8").weights == "fp8"
 
 
 def test_it_is_the_low_level_simulation_of_what_is_named():

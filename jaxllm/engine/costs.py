@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
-from jaxllm.models.registry import PLAIN
+from jaxllm.models.registry import PLAIN, head_name, linear_weights
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
@@ -43,6 +43,7 @@ def shape_of(
 ) -> ModelShape:
     """The sizes of a model that decide its costs; its name is followed by the formats of weights and KV."""
     kv_dtype = kv_dtype or dtype
+    weights, head = formats.cost_names(tuple(linear_weights(config)), head_name(config))
     return ModelShape(
         name=name + formats.suffix + (f"-kv-{kv_dtype}" if kv_dtype != dtype else ""),
         num_layers=config.num_layers,
@@ -56,6 +57,8 @@ def shape_of(
         tie_word_embeddings=config.tie_word_embeddings,
         dtype=dtype,
         kv_dtype="auto" if kv_dtype == dtype else kv_dtype,
+        weights=weights,
+        head=head,
     )
 
 

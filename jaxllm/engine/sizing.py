@@ -28,10 +28,9 @@ from jaxllm.loading.given import check_given
 from jaxllm.loading.load import checkpoint_formats
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
-from jaxllm.models.names import EMBEDDING, LM_HEAD
+from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.quantisation import quantisation_of
-from jaxllm.models.registry import PLAIN, abstract_params, linear_weights, weight_bytes
+from jaxllm.models.registry import PLAIN, abstract_params, head_name, linear_weights, weight_bytes
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.predictors.base import ModelShape
 from jaxllm.sampling.logits_processors import load_processors
@@ -177,9 +176,8 @@ def _formats(
             f"quantization={config.quantization!r} is for checkpoints of 16 or 32 bits, and the weights of "
             f"{str(config.model)!r} are quantised already ({method}): leave it out"
         )
-    head = EMBEDDING if model_config.tie_word_embeddings else LM_HEAD
-    others = () if config.quantize_lm_head else ((head, LinearFormat()),)
-    formats = LinearFormats(QUANTIZATIONS[config.quantization], others)
+    head = head_name(model_config)
+    formats = LinearFormats.named(config.quantization, head, quantize_lm_head=config.quantize_lm_head)
     for name, struct in abstract_params(model_config, "float32").items():
         reason = formats.of(name).why_not(struct.shape[1]) if name in linear_weights(model_config) else None
         if reason:

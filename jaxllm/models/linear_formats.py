@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,6 +48,20 @@ class LinearFormat:
             return "-".join(dict.fromkeys(one.name for _, one in self.parts if one.name))
         group = f"-g{self.group}" if self.group else ""
         return f"{self.kind}{group}{f'-a{self.rounds}' if self.rounds else ''}"
+
+    @property
+    def cost_name(self) -> str:
+        """Of `jaxllm.predictors.base.WEIGHT_FORMATS`, the one that costs as much; "auto" for no codes."""
+        if self.parts:
+            names = [one.cost_name for rows, one in self.parts for _ in range(rows)]
+            return max(set(names), key=names.count)
+        if self.kind in ("int4", "fp4"):
+            return "int4_weight"
+        if self.kind == "int8":
+            return "int8" if self.rounds.startswith("int8") else "int8_weight"
+        if self.kind:
+            return "fp8_block" if self.rounds == "fp8_128" else "fp8"
+        return "auto"
 
     def make(self, weight: jax.Array | Weight) -> jax.Array | Weight:
         """The weight in this format: of a matrix [out, in], or of what a checkpoint holds in it already."""
@@ -138,12 +153,24 @@ class LinearFormats:
         found = dict(self.others).get(name, self.default)
         return dataclasses.replace(found, is_native=self.is_native)
 
+    def cost_names(self, names: Sequence[str], head: str) -> tuple[str, str]:
+        """Of the weights with these names together, and of the output head; see `LinearFormat.cost_name`."""
+        found = [self.of(name).cost_name for name in names if name != head]
+        return max(sorted(set(found)), key=found.count), self.of(head).cost_name
+
     @property
     def suffix(self) -> str:
         """What tells models apart whose weights differ in nothing else: "", or such as "-int8-aint8"."""
         found = {self.default, *(one for _, one in self.others)}
         names = sorted({one.name for one in found} - {""})
         return "".join(f"-{name}" for name in names) + ("-mixed" if names and len(found) > 1 else "")
+
+    @classmethod
+    def named(cls, quantization: str, head: str, *, quantize_lm_head: bool = True) -> LinearFormats:
+        """All in one of `QUANTIZATIONS`, or in "fp8_block", but perhaps for the output head's."""
+        held = LinearFormat("e4m3", 128, "fp8_128") if quantization == "fp8_block" else None
+        others = () if quantize_lm_head else ((head, LinearFormat()),)
+        return cls(held or QUANTIZATIONS[quantization], others)
 
     @property
     def products(self) -> list[str]:

@@ -20,7 +20,7 @@ from jaxllm.models.architecture import ARCHITECTURES, CausalLM, ModelConfig
 from jaxllm.models.layers import Linear
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.linear_weights import Weight
-from jaxllm.models.names import EMBEDDING
+from jaxllm.models.names import EMBEDDING, LM_HEAD
 from jaxllm.pallas_kernels import native
 
 Params = dict[str, Any]
@@ -93,6 +93,11 @@ def in_format(config: ModelConfig, formats: LinearFormats, name: str, weight: An
 def portable(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """The weights, none of them for native products."""
     return {name: one.portable() if isinstance(one, Weight) else one for name, one in params.items()}
+
+
+def head_name(config: ModelConfig) -> str:
+    """Of the output head's weight."""
+    return EMBEDDING if config.tie_word_embeddings else LM_HEAD
 
 
 @functools.lru_cache(maxsize=16)

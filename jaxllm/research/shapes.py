@@ -2,34 +2,81 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.errors import ConfigError, did_you_mean, shown
-from jaxllm.predictors.base import MODEL_SHAPES, ModelShape, model_shape
-from jaxllm.system.dtypes import dtype_of
+from jaxllm.predictors.base import MODEL_SHAPES, WEIGHT_FORMATS, ModelShape, model_shape
+from jaxllm.system.dtypes import KV_DTYPES, dtype_of
+from jaxllm.system.options import check_choice
 
 if TYPE_CHECKING:
     from jaxllm.models.architecture import ModelConfig
+    from jaxllm.models.linear_formats import LinearFormats
 
 
-def load_shape(model: str | os.PathLike[str], dtype: str = "bfloat16") -> ModelShape:
+def load_shape(
+    model: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    *,
+    quantization: str | None = None,
+    quantize_lm_head: bool = True,
+    kv_cache_dtype: str = "auto",
+) -> ModelShape:
     """The sizes that decide what a model costs; its weights need not be there.
 
     Args:
         model: a name of `jaxllm.predictors.base.MODEL_SHAPES`, such as "llama-3-8b"; a `config.json`; or a
             checkpoint: its folder, or the id of one in Hugging Face's cache.
         dtype: of weights and KV.
+        quantization: how weights are held, one of `jaxllm.predictors.base.WEIGHT_FORMATS`; None as the
+            checkpoint has them.
+        quantize_lm_head: whether that is of the output head, too.
+        kv_cache_dtype: of KV, as `LLM` takes it.
 
     Raises:
-        ConfigError: there is no such model or dtype, or the configuration is not supported.
+        ConfigError: there is no such model, dtype or format, or the configuration is not supported.
     """
-    return read_model(model, dtype)[1]
+    formats = Formats(quantization, quantize_lm_head, kv_cache_dtype)
+    return read_model(model, dtype, formats).shape
 
 
-def read_model(model: str | os.PathLike[str], dtype: str) -> tuple[ModelConfig | None, ModelShape]:
-    """The same beside the whole configuration, which a published name does not have.
+class Formats(NamedTuple):
+    """How weights and KV are held, by the names of `LLM`; see `load_shape`."""
+
+    quantization: str | None = None
+    quantize_lm_head: bool = True
+    kv_cache_dtype: str = "auto"
+
+    def check(self) -> None:
+        """Verify the names.
+
+        Raises:
+            ConfigError: one is unknown, or the head is left out of nothing.
+        """
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, tuple(WEIGHT_FORMATS))
+        elif not self.quantize_lm_head:
+            raise ConfigError(
+                "quantize_lm_head=False leaves the output head out of a quantization, and there is none: set "
+                "quantization, or leave it out"
+            )
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
+
+
+class Read(NamedTuple):
+    """A model's sizes, and of what has one its configuration and the formats of its weights."""
+
+    shape: ModelShape
+    config: ModelConfig | None = None
+    formats: LinearFormats | None = None
+
+
+def read_model(model: str | os.PathLike[str], dtype: str, asked: Formats) -> Read:
+    """The same with the configuration, which a published name does not have.
 
     Raises:
         ConfigError: as `load_shape`.
@@ -39,22 +86,51 @@ def read_model(model: str | os.PathLike[str], dtype: str) -> tuple[ModelConfig |
             f"model={shown(model)} must be a published shape's name, a checkpoint or a config.json; such as "
             "'llama-3-8b'"
         )
+    asked.check()
     name, dtype = os.fspath(model), dtype_of("dtype", dtype)
     path = Path(name)
     if name in MODEL_SHAPES and not path.exists():
-        return None, model_shape(name, dtype)
+        weights = asked.quantization or "auto"
+        head = weights if asked.quantize_lm_head else "auto"
+        shape = model_shape(name, dtype)
+        return Read(dataclasses.replace(shape, weights=weights, head=head, kv_dtype=asked.kv_cache_dtype))
     from jaxllm.engine.costs import shape_of
     from jaxllm.loading.checkpoints import checkpoint_folder
     from jaxllm.models.config import config_from_dict, read_hf_config, read_object
 
+    kv_dtype = None if asked.kv_cache_dtype == "auto" else asked.kv_cache_dtype
     if path.suffix == ".json" and not path.is_dir():
-        config = config_from_dict(read_object(path))
-        called = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return config, shape_of(config, called, dtype)
-    try:
-        folder = checkpoint_folder(path)
-    except ConfigError as error:
-        hint = did_you_mean(name, MODEL_SHAPES)
-        raise ConfigError(f"{error}; {hint}published shapes: {', '.join(MODEL_SHAPES)}") from error
-    config = config_from_dict(read_hf_config(folder))
-    return config, shape_of(config, folder.resolve().name, dtype)
+        hf_config = read_object(path)
+        folder, called = None, path.resolve().parent.name if path.name == "config.json" else path.stem
+    else:
+        try:
+            folder = checkpoint_folder(path)
+        except ConfigError as error:
+            hint = did_you_mean(name, MODEL_SHAPES)
+            raise ConfigError(f"{error}; {hint}published shapes: {', '.join(MODEL_SHAPES)}") from error
+        hf_config, called = read_hf_config(folder), folder.resolve().name
+    config = config_from_dict(hf_config)
+    formats = _formats(folder, config, hf_config, asked)
+    return Read(shape_of(config, called, dtype, formats, kv_dtype), config, formats)
+
+
+def _formats(
+    folder: Path | None, config: ModelConfig, hf_config: Mapping[str, Any], asked: Formats
+) -> LinearFormats:
+    """What weights are held in: as asked for, or as a checkpoint has them."""
+    from jaxllm.loading.load import checkpoint_formats
+    from jaxllm.models.linear_formats import LinearFormats
+    from jaxllm.models.quantisation import quantisation_of
+    from jaxllm.models.registry import head_name
+
+    if asked.quantization is not None:
+        head = head_name(config)
+        return LinearFormats.named(asked.quantization, head, quantize_lm_head=asked.quantize_lm_head)
+    if not quantisation_of(hf_config):
+        return LinearFormats()
+    if folder is None or not list(folder.glob("*.safetensors")):
+        raise ConfigError(
+            "config.json says that weights are quantised, and they are not there to tell how: give a folder "
+            f"with them, or quantization, one of {', '.join(WEIGHT_FORMATS)}"
+        )
+    return checkpoint_formats(folder, config, hf_config)

@@ -85,6 +85,24 @@ def test_the_command_reports_and_refuses(tmp_path, capsys):
     assert get_target("A100") is get_target("a100-80gb")
 
 
+def test_low_precision_leaves_more_to_the_pool(tmp_path, capsys):
+    tiny = {**LLAMA_3_8B, "num_hidden_layers": 2, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    options = ["--device", "h100", "--max-model-len", "512", "--max-num-seqs", "8", "--num-gpu-blocks", "64"]
+    out = tmp_path / "plan.json"
+    command = ["plan", str(tmp_path), *options, "--max-num-batched-tokens", "64", "--json", str(out)]
+    found = []
+    for formats in ([], ["--quantization", "int4_weight", "--kv-cache-dtype", "int8"]):
+        assert main([*command, *formats, "--overwrite"]) == 0
+        found.append(json.loads(out.read_text()))
+    assert "NVIDIA H100 80GB HBM3, bfloat16, weights int4-g128, KV int8" in capsys.readouterr().out
+    wide, narrow = found
+    assert narrow["weight_bytes"] < 0.3 * wide["weight_bytes"]
+    assert narrow["block_bytes"] / wide["block_bytes"] == 132 / 256
+    assert all(program["pool_copies"] == 0 for program in narrow["programs"])
+    assert narrow["speeds"][0]["seconds_per_token"] < wide["speeds"][0]["seconds_per_token"]
+
+
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3", "gemma2"])
 def test_other_families_compile(name):
     config = config_from_dict(CONFIGS[name]).with_max_model_len(64)

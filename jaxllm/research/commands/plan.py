@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.options import check_distinct, note
 from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.predictors.base import WEIGHT_FORMATS
 from jaxllm.research.figures import check_picture
 from jaxllm.system.output_files import add_overwrite, check_writable
 
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     from jaxllm.predictors.base import ModelShape
     from jaxllm.research.plan.plan import Plan
     from jaxllm.research.plan.speeds import Speed
+    from jaxllm.research.shapes import Formats, Read
 
 _GIB, _MIB = 2**30, 2**20
 _LENGTHS = "512:128,2048:512,8192:1024"
 _CONCURRENCY = "1,16,64"
 _MAX_NUM_BATCHED_TOKENS = 8192
 _OF_PROGRAMS = ("every_bucket",)
-_ON_GPUS = ("tensor_parallel", "pipeline_parallel", "weights", "kv")
+_ON_GPUS = ("tensor_parallel", "pipeline_parallel")
 _OF_SPEEDS = ("no_compile", "lengths", "concurrency", *_ON_GPUS)
 _OF_BOTH = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks"),
@@ -52,6 +54,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", metavar="NAME", help="a100, h100, h200, l40s, l4 or b200")
     parser.add_argument("--dtype", default="bfloat16", metavar="NAME", help="default: %(default)s")
+    parser.add_argument(
+        "--quantization",
+        metavar="NAME",
+        help=f"of weights: {', '.join(WEIGHT_FORMATS)} (default: as MODEL has them)",
+    )
+    parser.add_argument(
+        "--quantize-lm-head",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --quantization the output head, too (default: yes)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="NAME", help="as of `LLM`; default: that of --dtype"
+    )
     parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the model's")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="default: as `LLM` on it")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="likewise")
@@ -77,11 +93,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency", default=_CONCURRENCY, metavar="N,...", help="clients (default: %(default)s)"
     )
-    simulated = "of the speeds that are simulated; this engine runs on one GPU, in 16 or 32 bits"
+    simulated = "of the speeds that are simulated; this engine runs on one GPU"
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help=simulated)
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="likewise")
-    parser.add_argument("--weights", metavar="NAME", help="bfloat16, fp8 or fp8_block; likewise")
-    parser.add_argument("--kv", metavar="NAME", help="bfloat16 or fp8; likewise")
     parser.add_argument(
         "--crossover",
         action="store_true",
@@ -104,11 +118,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.model is None or args.device is None:
             raise ConfigError("name a MODEL and a --device; only --crossover takes all that are known")
-        config, shape = _model(args)
-        found = {} if args.no_compile else _compiled(args, config)
-        sizes = _sizes(args, config)
+        model = _model(args)
+        found = {} if args.no_compile else _compiled(args, model)
+        sizes = _sizes(args, model.config)
         try:
-            found["speeds"] = _speeds(args, shape, sizes, found)
+            found["speeds"] = _speeds(args, model.shape, sizes, found)
         except (CapacityError, ConfigError) as error:
             if args.no_compile:
                 raise
@@ -171,17 +185,23 @@ def _sizes(args: argparse.Namespace, config: ModelConfig | None) -> list[tuple[i
     return fitting or [(max(1, (limit or 2) // 2), max(1, (limit or 2) // 4))]
 
 
-def _model(args: argparse.Namespace) -> tuple[ModelConfig | None, ModelShape]:
-    """The configuration and sizes of MODEL; a published shape has no configuration."""
+def _model(args: argparse.Namespace) -> Read:
+    """The sizes of MODEL, and its configuration, which a published shape has not."""
     from jaxllm.research.shapes import read_model
 
-    config, shape = read_model(args.model, args.dtype)
-    if config is None and not (args.no_compile or args.crossover):
+    found = read_model(args.model, args.dtype, _formats(args))
+    if found.config is None and not (args.no_compile or args.crossover):
         raise ConfigError(f"{args.model} is a published shape; add --no-compile, or give its config.json")
-    return config, shape
+    return found
 
 
-def _compiled(args: argparse.Namespace, config: ModelConfig | None) -> dict[str, Any]:
+def _formats(args: argparse.Namespace) -> Formats:
+    from jaxllm.research.shapes import Formats
+
+    return Formats(args.quantization, args.quantize_lm_head, args.kv_cache_dtype)
+
+
+def _compiled(args: argparse.Namespace, model: Read) -> dict[str, Any]:
     """Compile for the device, and print what that shows."""
     from jaxllm.executor.memory import default_limits
     from jaxllm.models.registry import weight_bytes
@@ -189,17 +209,22 @@ def _compiled(args: argparse.Namespace, config: ModelConfig | None) -> dict[str,
     from jaxllm.research.plan.target import get_target
     from jaxllm.system.dtypes import dtype_of
 
+    config, formats = model.config, model.formats
     assert config is not None  # published shapes are not compiled
+    assert formats is not None
     max_model_len = args.max_model_len or config.default_max_model_len
     config = config.with_max_model_len(max_model_len)
     target = get_target(args.device)
     taken = int(target.memory_size * args.mem_fraction)
     dtype = dtype_of("dtype", args.dtype)
-    defaults = default_limits(config, dtype, weight_bytes(config, dtype), taken)
+    kv_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    defaults = default_limits(config, dtype, weight_bytes(config, dtype, formats), taken, kv_dtype)
     plan = make_plan(
         config,
         target,
         dtype=dtype,
+        formats=formats,
+        kv_dtype=kv_dtype,
         max_model_len=max_model_len,
         max_num_seqs=args.max_num_seqs or defaults[0],
         max_num_batched_tokens=args.max_num_batched_tokens or defaults[1],
@@ -226,8 +251,6 @@ def _speeds(
         shape,
         args.device,
         block_size=args.block_size,
-        weights=args.weights,
-        kv=args.kv,
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
     )
@@ -251,20 +274,15 @@ def _speeds(
 
 def _crossover(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print from how many tokens on swapping beats recomputing."""
-    from jaxllm.predictors.base import MODEL_SHAPES, model_shape
+    from jaxllm.predictors.base import MODEL_SHAPES
     from jaxllm.predictors.devices import device_spec
     from jaxllm.predictors.silicon import ALIKE
     from jaxllm.predictors.silicon_tables import MEASURED
     from jaxllm.research.plan.crossover import crossovers, describe_crossovers, plot_crossovers
-    from jaxllm.system.dtypes import dtype_of
+    from jaxllm.research.shapes import read_model
 
-    dtype = dtype_of("dtype", args.dtype)
-    shapes = [model_shape(name, dtype) for name in MODEL_SHAPES]
-    names = str(args.model).split(",")
-    if len(names) > 1:
-        shapes = [model_shape(name, dtype) for name in names]
-    elif args.model is not None:
-        shapes = [_model(args)[1]]
+    names = MODEL_SHAPES if args.model is None else str(args.model).split(",")
+    shapes = [read_model(name, args.dtype, _formats(args)).shape for name in names]
     devices = [*MEASURED, *ALIKE] if args.device is None else [device_spec(args.device).name]
     found = list(crossovers(shapes, devices))
     print(describe_crossovers(found))
@@ -296,8 +314,10 @@ def describe_speeds(source: str, found: list[Speed]) -> str:
 
 def describe(plan: Plan) -> str:
     """The plan as Markdown."""
+    held = f", weights {plan.weights}" if plan.weights else ""
+    held += f", KV {plan.kv_dtype}" if plan.kv_dtype != plan.dtype else ""
     lines = [
-        f"{plan.device}, {plan.dtype}, attention `{plan.implementation}`, "
+        f"{plan.device}, {plan.dtype}{held}, attention `{plan.implementation}`, "
         f"{plan.utilization:g} of the {plan.mem_fraction:g} that JAX takes of "
         f"{plan.memory_bytes / _GIB:.1f} GiB:",
         "",

@@ -52,6 +52,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_system = parser.add_argument_group("device")
     for name, convert, metavar, text in _SYSTEM:
         of_system.add_argument(f"--{name}", type=convert, metavar=metavar, help=text)
+    of_system.add_argument(
+        "--quantize-lm-head",
+        action=argparse.BooleanOptionalAction,
+        help="with --quantization the output head, too (default: yes)",
+    )
     of_policies = parser.add_argument_group("scheduling")
     of_policies.add_argument(
         "--policy",
@@ -106,6 +111,8 @@ _SYSTEM: tuple[tuple[str, Any, str, str], ...] = (
         "silicon (measured kernels), roofline, a profile's JSON, or module:attribute (default: silicon)",
     ),
     ("dtype", str, "NAME", "of weights and KV (default: bfloat16)"),
+    ("quantization", str, "NAME", "of weights: int8, int8_weight, int4_weight, fp8 or fp8_block"),
+    ("kv-cache-dtype", str, "NAME", "of KV, as int8 or fp8_e4m3 (default: that of --dtype)"),
     ("tensor-parallel", int, "N", "GPUs that share the model, with --costs silicon (default: 1)"),
     ("block-size", int, "N", "tokens of a KV block (default: 16)"),
     ("gpu-blocks", int, "N", "KV blocks of the device (default: what fits its memory)"),
@@ -137,7 +144,8 @@ _AS_THEY_ARE = (
         "closed",
         "seeds",
     ),
-    *("model", "device", "costs", "dtype", "tensor_parallel", "block_size", "memory_utilization", "link"),
+    *("model", "device", "costs", "dtype", "quantization", "quantize_lm_head", "kv_cache_dtype"),
+    *("tensor_parallel", "block_size", "memory_utilization", "link"),
     *("host_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", *_NAMES),
 )
 

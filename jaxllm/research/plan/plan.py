@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import time
 from collections.abc import Callable
@@ -17,8 +16,10 @@ from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
 from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, row_sizes, rows_program
+from jaxllm.models import registry
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.registry import abstract_params
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.registry import PLAIN
 from jaxllm.research.plan.target import Compiler, GPUTarget
 from jaxllm.types import MAX_DECODE_STEPS
 
@@ -44,11 +45,14 @@ class ProgramNeeds:
 class Plan:
     """What fits. `headroom_bytes` is left free of the memory that `utilization` allows.
 
-    `utilization` is a share of what JAX's allocator takes, which is `mem_fraction` of the device's memory.
+    `weights` names the formats of those that are held as codes. `utilization` is a share of what JAX's
+    allocator takes, which is `mem_fraction` of the device's memory.
     """
 
     device: str
     dtype: str
+    weights: str
+    kv_dtype: str
     implementation: str
     memory_bytes: int
     mem_fraction: float
@@ -90,6 +94,8 @@ def make_plan(
     target: GPUTarget,
     *,
     dtype: str,
+    formats: LinearFormats = PLAIN,
+    kv_dtype: str | None = None,
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -107,7 +113,9 @@ def make_plan(
     Args:
         config: of the model.
         target: the GPU; it need not be there.
-        dtype: of weights and KV.
+        dtype: of activations, of weights that are no codes, and of KV unless that is said.
+        formats: of the weights of linear layers.
+        kv_dtype: one of `jaxllm.system.dtypes.KV_DTYPES`; None is `dtype`.
         max_model_len: longest sequence, in tokens.
         max_num_seqs: most requests running at once.
         max_num_batched_tokens: most tokens of a step.
@@ -128,9 +136,9 @@ def make_plan(
     buckets = buckets or Buckets.make(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
-    params = abstract_params(config, dtype)
-    weight_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params.values())
-    block_bytes = memory.block_bytes(config, block_size, dtype)
+    kv_dtype = kv_dtype or dtype
+    weight_bytes = registry.weight_bytes(config, dtype, formats)
+    block_bytes = memory.block_bytes(config, block_size, kv_dtype)
     allowed = int(target.memory_size * mem_fraction * utilization)
     needed = max_num_seqs * -(-max_model_len // block_size)
     guess = num_gpu_blocks or max(1, min(needed, (allowed - weight_bytes) * 3 // 4 // block_bytes))
@@ -165,6 +173,8 @@ def make_plan(
                 config,
                 key,
                 dtype=dtype,
+                formats=formats,
+                kv_dtype=kv_dtype,
                 num_gpu_blocks=guess,
                 block_size=block_size,
                 max_model_len=max_model_len,
@@ -201,6 +211,8 @@ def make_plan(
     return Plan(
         device=target.description,
         dtype=dtype,
+        weights=formats.suffix.removeprefix("-"),
+        kv_dtype=kv_dtype,
         implementation=implementation,
         memory_bytes=target.memory_size,
         mem_fraction=mem_fraction,

@@ -45,7 +45,7 @@ def blocks_beside(
         raise CapacityError(
             f"{weight_bytes / 1e9:.1f} GB of weights leave no room for KV in {utilization:g} of the "
             f"{device.memory_bytes / 1e9:g} GB of {gpus} x {device.name}, less "
-            f"{RESERVED_BYTES / 1e9:g} GB each; take more of them, or FP8"
+            f"{RESERVED_BYTES / 1e9:g} GB each; take more of them, or weights of fewer bits (quantization)"
         )
     return num_blocks
 

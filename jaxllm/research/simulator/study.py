@@ -188,7 +188,7 @@ class Simulation:
         cache = ", prefix cache" if config.enable_prefix_caching else ""
         seeds = f"; {len(self.seeds)} seeds, ± half a 95 % interval" if len(self.seeds) > 1 else ""
         return (
-            f"Simulated: {system.model.name} ({system.model.dtype}) on {system.device}, seconds from "
+            f"Simulated: {system.model.name} ({system.model.held}) on {system.device}, seconds from "
             f"{system.source}; {system.num_gpu_blocks:,} KV blocks of {system.block_size} tokens, "
             f"{system.num_host_blocks:,} on the host; at most {config.max_num_seqs} sequences and "
             f"{config.max_num_batched_tokens:,} tokens a step{cache}. {self.load}{seeds}."
@@ -247,6 +247,9 @@ def simulate(
     closed: int | None = None,
     seeds: int | Sequence[int] = 1,
     dtype: str = "bfloat16",
+    quantization: str | None = None,
+    quantize_lm_head: bool = True,
+    kv_cache_dtype: str = "auto",
     block_size: int = 16,
     num_gpu_blocks: int | None = None,
     memory_utilization: float | None = None,
@@ -268,9 +271,9 @@ def simulate(
 
     Args:
         trace: requests, or the file of them (`jaxllm.research.workloads.load_trace`); None draws them.
-        model, device, costs, dtype, block_size, num_gpu_blocks, memory_utilization, num_host_blocks,
-            host_memory, link, tensor_parallel: what they run on, see
-            `jaxllm.research.simulator.system.make_system`.
+        model, device, costs, dtype, quantization, quantize_lm_head, kv_cache_dtype, block_size,
+            num_gpu_blocks, memory_utilization, num_host_blocks, host_memory, link, tensor_parallel: what they
+            run on, see `jaxllm.research.simulator.system.make_system`.
         policies: names as `LLM(scheduler_policy=...)` takes them ("adaptive", "module:attribute"), with
             commas or as a sequence; policies, of which each run gets a copy; functions of the costs that make
             one; or these by names of one's own.
@@ -307,6 +310,9 @@ def simulate(
         device=device,
         costs=costs,
         dtype=dtype,
+        quantization=quantization,
+        quantize_lm_head=quantize_lm_head,
+        kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         num_gpu_blocks=num_gpu_blocks,
         memory_utilization=memory_utilization,

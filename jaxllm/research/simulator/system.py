@@ -14,7 +14,7 @@ from jaxllm.predictors.own import own_costs
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.silicon import SiliconCostModel
 from jaxllm.predictors.store import Profile
-from jaxllm.research.shapes import read_model
+from jaxllm.research.shapes import Formats, read_model
 from jaxllm.research.simulator.gpu import UTILIZATION, blocks_beside, pool_blocks
 
 HOST_BYTES = 4 * 2**30
@@ -51,6 +51,8 @@ class System:
         return {
             "model": self.model.name,
             "dtype": self.model.dtype,
+            "weights": self.model.weights,
+            "kv_dtype": self.model.kv_dtype,
             "device": self.device,
             "costs": self.source,
             "block_size": self.block_size,
@@ -65,6 +67,9 @@ def make_system(
     device: str | DeviceSpec | None = None,
     costs: str | os.PathLike[str] | CostModel = "silicon",
     dtype: str = "bfloat16",
+    quantization: str | None = None,
+    quantize_lm_head: bool = True,
+    kv_cache_dtype: str = "auto",
     block_size: int = 16,
     num_gpu_blocks: int | None = None,
     memory_utilization: float | None = None,
@@ -83,6 +88,7 @@ def make_system(
             efficiencies; the JSON file of a profile (`jaxllm profile`); any cost model, or
             its import path, "module:attribute".
         dtype: of weights and KV, where `model` is no sizes.
+        quantization, quantize_lm_head, kv_cache_dtype: likewise, see `jaxllm.research.load_shape`.
         block_size: tokens per KV block.
         num_gpu_blocks: of the device's pool; None takes what fits.
         memory_utilization: share of the device's memory that weights, KV and 3 GB of other things take; None
@@ -107,12 +113,19 @@ def make_system(
     check_number("memory_utilization", memory_utilization, 0.01, 1.0)
     profile = _profile(costs)
     limit = None
+    formats = Formats(quantization, quantize_lm_head, kv_cache_dtype)
+    is_known = isinstance(model, ModelShape) or (profile is not None and model is None)
+    if is_known and formats != Formats():
+        raise ConfigError(
+            f"quantization={quantization!r} and kv_cache_dtype={kv_cache_dtype!r} are part of sizes, and of "
+            "profiles: leave them out, or name a model"
+        )
     if isinstance(model, ModelShape):
         shape = model
     elif profile is not None and model is None:
         shape = profile.model
     else:
-        config, shape = read_model(DEFAULT_MODEL if model is None else model, dtype)
+        shape, config, _ = read_model(DEFAULT_MODEL if model is None else model, dtype, formats)
         limit = None if config is None else config.default_max_model_len
     chosen = _device(device, profile)
     if profile is not None:
