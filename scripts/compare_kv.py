@@ -108,8 +108,10 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path, source: str) -> None:
                 )
             for row in ours:
                 at = row["kv_bytes_per_token"] / 1024, row["tokens_per_second"]
-                panel.annotate(row["kv_dtype"], at, (4, 6), textcoords="offset points", fontsize=8)
+                above = -14 if row["kv_dtype"].startswith("fp8") else 4
+                panel.annotate(row["kv_dtype"], at, (-34, above), textcoords="offset points", fontsize=8)
             panel.set(title=f"{model}, {device}", xlabel="KiB of KV per token", ylabel="tokens/s")
+            panel.set_xlim(left=0)
             panel.set_ylim(bottom=0)
         axes.flat[0].legend(fontsize=8)
 

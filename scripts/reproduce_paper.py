@@ -150,7 +150,10 @@ def simulated_facts(args: argparse.Namespace) -> str:
 
 def simulated_device(args: argparse.Namespace) -> Device:
     """That of the first model."""
-    own = {name: getattr(args, name) for name in ("device", "link", "num_gpu_blocks", "num_host_blocks")}
+    own = {
+        name: getattr(args, name)
+        for name in ("device", "link", "num_gpu_blocks", "num_host_blocks", "kv_cache_dtype")
+    }
     return Device(args.models[0], source=args.costs, **own)
 
 
@@ -223,6 +226,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     own.add_argument("--link", type=float, metavar="GB/s", help="that copies reach (default: the device's)")
     own.add_argument("--gpu-blocks", dest="num_gpu_blocks", type=int, metavar="N", help="default: 128")
     own.add_argument("--host-blocks", dest="num_host_blocks", type=int, metavar="N", help="default: 64")
+    own.add_argument(
+        "--kv-cache-dtype", metavar="NAME", help="of KV in pools of as many bytes (default: float16)"
+    )
     own.add_argument("--trace", metavar="FILE", help="requests, in place of --datasets")
     too_long = own.add_mutually_exclusive_group()
     for way in ("clip", "skip"):

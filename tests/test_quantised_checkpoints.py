@@ -24,6 +24,7 @@ from jaxllm.models.weight_layouts import unpack
 
 DATA = pathlib.Path(__file__).parent / "data" / "quantised"
 ORACLES = json.loads((DATA / "oracles.json").read_text())
+KV_ORACLE = json.loads((DATA / "kv-fp8.json").read_text())
 ROUNDED = {"ct-nvfp4a16": 0.07, "ct-fp8-dynamic": 2e-4}  # oracles that round to bfloat16, and near ties
 ROUNDS_INPUTS = ("ct-w8a8-int8-dynamic-127", "ct-w8a8-static-asym", "ct-fp8-block", "ct-fp8-dynamic")
 SIZES = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 32}
@@ -143,6 +144,67 @@ def test_an_engine_holds_its_codes_and_its_tokens_are_the_makers(name, tmp_path)
             num_compared += 1
             assert found == token
     assert num_compared > 40
+
+
+def with_kv_scales(tensors, config):
+    config["quantization_config"]["kv_cache_scheme"] = KV_ORACLE["kv_cache_scheme"]
+    for name, scale in KV_ORACLE["scales"].items():
+        tensors[f"model.layers.{name}"] = np.array([scale], ml_dtypes.bfloat16)
+
+
+def test_kv_of_e4m3_has_the_checkpoints_scales(tmp_path, caplog):
+    """With no option; the maker's logits and tokens, of prompts that are computed at once and in chunks."""
+    folder = folder_of("ct-fp8-dynamic", tmp_path, with_kv_scales)
+    oracle, params = KV_ORACLE, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    with caplog.at_level(logging.WARNING), LLM(folder, **SIZES) as llm:
+        assert llm.executor.config.kv_dtype == "fp8_e4m3"
+        assert llm.executor._state.pool.dtype == jnp.float8_e4m3fn
+        outputs = llm.generate(oracle["prompts"], params, use_tqdm=False)
+    assert not [record for record in caplog.records if "quantised" in record.getMessage()]
+    num_compared = 0
+    for greedy, output in zip(oracle["greedy"], outputs, strict=True):
+        one = output.outputs[0]
+        for token, found, scores in zip(greedy, one.token_ids, one.logprobs, strict=True):
+            first, second = sorted((score.logprob for score in scores.values()), reverse=True)[:2]
+            if first - second <= 5e-3:
+                break
+            num_compared += 1
+            assert found == token
+    assert num_compared > 40
+
+
+def test_scales_of_kv_change_little_elsewhere(tmp_path):
+    """They are read and cancel out; and a folder of numbers is without them."""
+    for name, change in (("plain", lambda tensors, config: None), ("scaled", with_kv_scales)):
+        folder_of("ct-fp8-dynamic", tmp_path / name, change)
+    logits = []
+    for name in ("plain", "scaled"):
+        config, held, _ = held_params(tmp_path / name)
+        logits.append(np.asarray(F.logits(held, config, jnp.array([KV_ORACLE["prompts"][1]]))))
+    assert 0 < np.abs(logits[0] - logits[1]).max() < 1e-4
+    convert_checkpoint(tmp_path / "scaled", tmp_path / "orbax", "float32")
+    with LLM(tmp_path / "orbax", dtype="float32", **SIZES) as llm:
+        assert llm.executor.config.kv_dtype == "float32"
+
+
+def without_one(tensors, config):
+    with_kv_scales(tensors, config)
+    del tensors["model.layers.1.self_attn.v_scale"]
+
+
+def of_two(tensors, config):
+    with_kv_scales(tensors, config)
+    tensors["model.layers.0.self_attn.k_scale"] = np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(without_one, "missing: .*layers.1.self_attn.v_scale"), (of_two, r"k_scale is \[2\], expected \[1\]")],
+)
+def test_scales_of_kv_that_are_not_there_are_named(change, message, tmp_path):
+    folder = folder_of("ct-fp8-dynamic", tmp_path, change)
+    with pytest.raises(WeightsError, match=message):
+        LLM(folder, **SIZES)
 
 
 def test_what_is_converted_is_of_numbers_and_has_the_same_tokens(tmp_path):

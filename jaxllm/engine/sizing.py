@@ -149,9 +149,26 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
     formats = _formats(config, folder, model_config, hf_config, is_given=is_given)
     num_weight_bytes = weight_bytes(model_config, dtype, formats)
     memory.check_fits(device, num_weight_bytes, 0)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    kv_dtype = config.kv_cache_dtype
+    if kv_dtype == "auto":
+        kv_dtype = _stored_kv_dtype(model_config, device) or dtype
     weights = formats, num_weight_bytes
     return Model(folder, tokenizer_folder, device, model_config, dtype, kv_dtype, *weights, default_params)
+
+
+def _stored_kv_dtype(model_config: ModelConfig, device: jax.Device) -> str | None:
+    """What a checkpoint has scales of KV for, if the device can store that."""
+    if not model_config.has_kv_scales:
+        return None
+    if not _stores_e4m3(device):
+        _logger.warning("the checkpoint wants KV in e4m3, which %s does not have", device.device_kind)
+        return None
+    return "fp8_e4m3"
+
+
+def _stores_e4m3(device: jax.Device) -> bool:
+    capability = str(getattr(device, "compute_capability", "9.0"))
+    return [int(part) for part in capability.split(".")] >= [8, 9]
 
 
 def _formats(
@@ -240,11 +257,10 @@ def _check_kv_dtype(kernels: str, model: Model) -> None:
         raise ConfigError(
             f"kv_cache_dtype={dtype!r} and attention_implementation={kernels!r}: {reason}; use 'xla'"
         )
-    capability = str(getattr(model.device, "compute_capability", "9.0"))
-    if dtype == "fp8_e4m3" and [int(part) for part in capability.split(".")] < [8, 9]:
+    if dtype == "fp8_e4m3" and not _stores_e4m3(model.device):
         raise ConfigError(
-            f"kv_cache_dtype={dtype!r} needs a GPU of compute capability 8.9, and this is {capability}: take "
-            "'int8' or 'bfloat16'"
+            f"kv_cache_dtype={dtype!r} needs a GPU of compute capability 8.9, and this is "
+            f"{model.device.compute_capability}: take 'int8' or 'bfloat16'"
         )
 
 

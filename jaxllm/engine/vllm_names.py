@@ -17,7 +17,9 @@ _ONE_DEVICE = (
 _FILES = "safetensors, configuration and tokenizer are all that is read; leave it out"
 _NO_CODE = "no code of checkpoints is ever run; leave it out"
 _MULTIMODAL = "models of text only are supported; leave it out"
-_NO_KV_SCALES = "int8 has scales of its own, and fp8 has none; set kv_cache_dtype, or leave it out"
+_NO_KV_SCALES = (
+    "int8 has scales of its own, fp8 those of a checkpoint or none; set kv_cache_dtype, or leave it out"
+)
 _NO_LORA = "there are no LoRA adapters; merge them into the weights (peft: merge_and_unload, save_pretrained)"
 _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priority', or a class of your own"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -58,7 +59,7 @@ def convert_checkpoint(
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
         raise ConfigError(f"{str(dst)!r} exists and is not an empty folder; choose another or remove it")
     hf_config = read_hf_config(src)
-    config = config_from_dict(hf_config)
+    config = dataclasses.replace(config_from_dict(hf_config), has_kv_scales=False)
     if quantization is not None:
         _check_quantization(src, hf_config, dtype, quantization)
     dtype = resolve_dtype(src, dtype, hf_config=hf_config)

@@ -14,7 +14,7 @@ from jaxllm.errors import WeightsError
 from jaxllm.loading.shards import ShardReader, StoredTensor
 from jaxllm.models.linear_formats import LinearFormat
 from jaxllm.models.linear_weights import Weight
-from jaxllm.models.quantisation import OF_ACTIVATIONS, Quantisation
+from jaxllm.models.quantisation import KV_SCALES, OF_ACTIVATIONS, Quantisation
 from jaxllm.models.weight_layouts import Codes, WeightLayout
 
 _R = TypeVar("_R")
@@ -111,8 +111,10 @@ def _are_finite(codes: Codes) -> bool:
     return are_scales and not bool(((codes.codes.view(np.uint8) & 0x7F) >= least).any())
 
 
-def with_quantised(tensors: Mapping[str, StoredTensor], said: Quantisation) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint with each quantised weight as one.
+def with_quantised(
+    tensors: Mapping[str, StoredTensor], said: Quantisation, *, has_kv_scales: bool = False
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint with each quantised weight as one; and KV's scales, if they are used.
 
     Raises:
         WeightsError: arrays of a weight are missing, misshapen, or of a layer that is not to be quantised.
@@ -124,7 +126,7 @@ def with_quantised(tensors: Mapping[str, StoredTensor], said: Quantisation) -> d
         module, _, end = name.rpartition(".")
         if end in ends or (end == "weight" and tensor.dtype is None):
             modules.setdefault(module, {})[end] = tensor
-        elif end not in OF_ACTIVATIONS:
+        elif end not in OF_ACTIVATIONS or (has_kv_scales and end in KV_SCALES):
             found[name] = tensor
     for module, arrays in modules.items():
         one = _as_one(module, arrays, found, said.layout_of(module))

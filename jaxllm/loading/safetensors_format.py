@@ -109,7 +109,7 @@ def _stored(folder: Path, config: ModelConfig) -> dict[str, tuple[StoredTensor, 
     tensors = list_tensors(folder)
     has_config = (folder / "config.json").is_file()
     if has_config and (said := quantisation_of(read_hf_config(folder))):
-        tensors = with_quantised(tensors, read_quantisation(said))
+        tensors = with_quantised(tensors, read_quantisation(said), has_kv_scales=config.has_kv_scales)
     found = _by_canonical_name(tensors, names)
     if config.tie_word_embeddings:
         _drop_tied_head(found, folder)

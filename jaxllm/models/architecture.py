@@ -22,7 +22,8 @@ class ModelConfig:
     """What the engine needs to know about any decoder: sizes in elements, lengths in tokens.
 
     `max_model_len` is the longest sequence the checkpoint's positions allow, `default_max_model_len` the
-    one used when the user names none.
+    one used when the user names none. `has_kv_scales` says that a checkpoint has scales for keys and
+    values of e4m3, one each a layer.
     """
 
     architecture: str
@@ -35,6 +36,7 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    has_kv_scales: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(ModelConfig):

@@ -56,8 +56,9 @@ def config_from_dict(
         named = [name for name, one in ARCHITECTURES.items() if model_type == _model_type(one)]
         architectures = named or [f"model_type={model_type!r}"]
     architecture = architectures[0]
+    has_kv_scales = False
     if quantised := quantisation_of(values):
-        read_quantisation(quantised)  # the loader does so again; here it may be refused
+        has_kv_scales = read_quantisation(quantised).has_kv_scales  # the loader reads the rest
     for name in KEYS:
         values.pop(name, None)
     if architecture not in ARCHITECTURES:
@@ -67,7 +68,7 @@ def config_from_dict(
     fields = Fields(values)
     config = ARCHITECTURES[architecture].read(fields)
     fields.refuse_unread()
-    return dataclasses.replace(config, architecture=architecture)
+    return dataclasses.replace(config, architecture=architecture, has_kv_scales=has_kv_scales)
 
 
 def _model_type(architecture: Architecture) -> str:

@@ -20,6 +20,29 @@ _LAYER_NORM_EPS = 1e-5
 _SPLIT_PRODUCT_SIZE = 2**21  # numbers in the parts of a product on a GPU: two tiles of 64 x 128 a core
 
 
+class KVScales(nnx.Module):
+    """What a checkpoint wants keys and values to be divided by before they are stored, each a number.
+
+    Queries are multiplied by that of keys instead, and what attention gives by that of values: so it need not
+    know of them.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> None:
+        self._sizes = num_heads * head_dim, num_kv_heads * head_dim
+        self.pair = nnx.Param(jnp.ones((2,), dtype))
+
+    def divided(self, qkv: jax.Array) -> jax.Array:
+        """The fused projection, keys and values divided."""
+        k, v = self.pair.get_value().astype(jnp.float32)
+        q_size, kv_size = self._sizes
+        factors = [jnp.full(q_size, k), jnp.full(kv_size, 1 / k), jnp.full(kv_size, 1 / v)]
+        return (qkv.astype(jnp.float32) * jnp.concatenate(factors)).astype(qkv.dtype)
+
+    def multiplied(self, out: jax.Array) -> jax.Array:
+        """What attention gives, of values that are not divided."""
+        return (out.astype(jnp.float32) * self.pair.get_value()[1].astype(jnp.float32)).astype(out.dtype)
+
+
 Edit = Callable[[int, jax.Array], jax.Array]
 """Changes an activation: `edit(layer, x)` of the residual stream `x` [..., hidden_size] before a layer."""
 

@@ -15,6 +15,7 @@ from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.layers import (
     Attend,
     Embedding,
+    KVScales,
     Linear,
     RMSNorm,
     gelu_glu,
@@ -109,12 +110,16 @@ class LlamaAttention(nnx.Module):
         norm = _norms(config, dtype)
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        sizes = config.num_heads, config.num_kv_heads, config.head_dim
+        self.kv_scales = KVScales(*sizes, dtype) if config.has_kv_scales else None
 
     def __call__(self, x: jax.Array, rope: RopeTable, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> `Linear.parts` of [T, hidden_size]."""
         qkv = self._normed(self.qkv_proj(x, attend.num_rows))
+        qkv = qkv if self.kv_scales is None else self.kv_scales.divided(qkv)
         table = rope if self.is_rotated else None
         out = attend(self.layer, qkv, table, self.scale, self.window, self.soft_cap)
+        out = out if self.kv_scales is None else self.kv_scales.multiplied(out)
         return self.o_proj.parts(out.reshape(x.shape[0], -1), attend)
 
     def _normed(self, qkv: jax.Array) -> jax.Array:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from jaxllm.models.quantisation import KV_SCALES
+
 if TYPE_CHECKING:
     from jaxllm.models.architecture import ModelConfig
 
@@ -14,6 +16,7 @@ _BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(original_)?(inv_freq|cos_cached|sin
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 """Also the output head of models whose embeddings are tied."""
+KV_SCALES_LAYER = "kv_scales"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,8 @@ class WeightNames:
         """The checkpoint tensors that make up the weight `target` of `shape`, in row order."""
         module, _, kind = target.rpartition(".")
         parent, _, layer = module.rpartition(".")
+        if layer == KV_SCALES_LAYER:
+            return tuple(Part(f"{parent}.{name}", (1,)) for name in KV_SCALES)
         if layer not in self.fused:
             return (Part(target, shape),)
         sources = self.fused[layer]

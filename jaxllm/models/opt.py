@@ -12,7 +12,7 @@ from flax import nnx
 from jaxllm.errors import ConfigError
 from jaxllm.models.architecture import ModelConfig, register
 from jaxllm.models.fields import Fields
-from jaxllm.models.layers import Attend, Embedding, LayerNorm, Linear
+from jaxllm.models.layers import Attend, Embedding, KVScales, LayerNorm, Linear
 from jaxllm.models.names import WeightNames
 
 _POSITION_OFFSET = 2
@@ -45,10 +45,15 @@ class OPTAttention(nnx.Module):
         size, bias = config.hidden_size, config.enable_bias
         self.qkv_proj = Linear(size, 3 * size, bias=bias, dtype=dtype)
         self.out_proj = Linear(size, size, bias=bias, dtype=dtype)
+        sizes = config.num_heads, config.num_kv_heads, config.head_dim
+        self.kv_scales = KVScales(*sizes, dtype) if config.has_kv_scales else None
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> same."""
-        out = attend(self.layer, self.qkv_proj(x, attend.num_rows), None, self.scale)
+        qkv = self.qkv_proj(x, attend.num_rows)
+        qkv = qkv if self.kv_scales is None else self.kv_scales.divided(qkv)
+        out = attend(self.layer, qkv, None, self.scale)
+        out = out if self.kv_scales is None else self.kv_scales.multiplied(out)
         return self.out_proj(out.reshape(x.shape[0], -1), attend.num_rows)
 
 

@@ -26,6 +26,10 @@ OF_ACTIVATIONS = (
 """Arrays of a layer beside its weight: of activations and of KV, which are not quantised here."""
 
 
+KV_SCALES = ("k_scale", "v_scale")
+_KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
 @dataclasses.dataclass(frozen=True)
 class Quantisation:
     """What a `quantization_config` says.
@@ -35,12 +39,14 @@ class Quantisation:
         layouts: patterns of modules, and the layout of those that match; the first that does counts.
         ignored: patterns of modules that are not quantised.
         notes: what of it is not done here.
+        has_kv_scales: whether keys and values are e4m3 with a scale for each layer, `k_scale` and `v_scale`.
     """
 
     method: str
     layouts: tuple[tuple[str, WeightLayout], ...]
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    has_kv_scales: bool = False
 
     def layout_of(self, module: str) -> WeightLayout | None:
         """The layout of a module's weight; None if it is not quantised."""
@@ -185,10 +191,16 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
         if not weights.get("symmetric", True):
             layout = layout.requiring("weight_zero_point")
         layouts += [(target, layout) for target in _names(group, "targets") or (_EVERY,)]
-    if config.get("kv_cache_scheme"):
+    scheme = config.get("kv_cache_scheme")
+    has_kv_scales = isinstance(scheme, Mapping) and _KV_SCHEME.items() <= scheme.items()
+    if scheme and not has_kv_scales:
         notes.append("KV is stored in the model's dtype, not as kv_cache_scheme says")
     return Quantisation(
-        "compressed-tensors", tuple(layouts), _names(config, "ignore"), tuple(dict.fromkeys(notes))
+        "compressed-tensors",
+        tuple(layouts),
+        _names(config, "ignore"),
+        tuple(dict.fromkeys(notes)),
+        has_kv_scales=has_kv_scales,
     )
 
 

@@ -110,6 +110,8 @@ def read_model(model: str | os.PathLike[str], dtype: str, asked: Formats) -> Rea
             raise ConfigError(f"{error}; {hint}published shapes: {', '.join(MODEL_SHAPES)}") from error
         hf_config, called = read_hf_config(folder), folder.resolve().name
     config = config_from_dict(hf_config)
+    if kv_dtype is None and config.has_kv_scales:
+        kv_dtype = "fp8_e4m3"
     formats = _formats(folder, config, hf_config, asked)
     return Read(shape_of(config, called, dtype, formats, kv_dtype), config, formats)
 

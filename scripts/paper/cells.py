@@ -131,7 +131,7 @@ class Reading(NamedTuple):
 
 
 _EAGER = 15e-3
-OWN = ("device", "link", "num_gpu_blocks", "num_host_blocks", "trace", "too_long")
+OWN = ("device", "link", "num_gpu_blocks", "num_host_blocks", "kv_cache_dtype", "trace", "too_long")
 """Fields of a `Cell` that are of settings other than the paper's."""
 RECORDED = "recorded"
 """Arrivals of a trace, as they are."""
@@ -198,8 +198,8 @@ class Cell:
     """One run; `layout`, `overhead` and `overlap` as in `Reading`, `data` as for `prompts_of`.
 
     `costs` is the simulated device's (`sweep.simulated.COSTS`). What follows it is None in the paper's own
-    setting: the device's name, the bytes per second of its link, its pools, and a trace's file in place of a
-    data set, with what becomes of its requests that are too long (`fit_trace`).
+    setting: the device's name, the bytes per second of its link, its pools, KV's dtype, and a trace's file in
+    place of a data set, with what becomes of its requests that are too long (`fit_trace`).
     """
 
     part: str
@@ -222,6 +222,7 @@ class Cell:
     link: float | None = None
     num_gpu_blocks: int | None = None
     num_host_blocks: int | None = None
+    kv_cache_dtype: str | None = None
     trace: str | None = None
     too_long: str | None = None
 
@@ -238,6 +239,7 @@ class Cell:
             link=self.link,
             num_gpu_blocks=self.num_gpu_blocks,
             num_host_blocks=self.num_host_blocks,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
     def values(self) -> dict[str, Any]:

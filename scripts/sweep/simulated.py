@@ -53,7 +53,9 @@ class Device:
         source: of the costs, of `COSTS`; measured kernels have only the layout "block".
         device: its name; None is an A800, or of measured kernels an A100.
         link: bytes per second that copies reach, before `link_speed`; None is the device's.
-        num_gpu_blocks, num_host_blocks: its pools; None are the paper's.
+        num_gpu_blocks, num_host_blocks: its pools; None are the paper's, or of another `kv_cache_dtype` those
+            of as many bytes.
+        kv_cache_dtype: of KV; None is float16.
     """
 
     model: str
@@ -67,11 +69,16 @@ class Device:
     link: float | None = None
     num_gpu_blocks: int | None = None
     num_host_blocks: int | None = None
+    kv_cache_dtype: str | None = None
 
     @property
     def shape(self) -> ModelShape:
-        """The model's, in 16 bits."""
-        return load_shape(self.model, "float16")
+        """The model's, with weights of 16 bits."""
+        return load_shape(self.model, "float16", kv_cache_dtype=self.kv_cache_dtype or "auto")
+
+    def _blocks(self, given: int | None, of_paper: int) -> int:
+        wide = dataclasses.replace(self.shape, kv_dtype="auto").kv_bytes_per_token
+        return of_paper * wide // self.shape.kv_bytes_per_token if given is None else given
 
     def spec(self) -> DeviceSpec:
         """The device, from the table."""
@@ -79,13 +86,12 @@ class Device:
 
     def system(self) -> System:
         """What `jaxllm.research.simulate` runs on, too; without noise."""
-        pools = self.num_gpu_blocks, self.num_host_blocks
         filled = dataclasses.replace(
             self,
             samples=None,
             seed=0,
-            num_gpu_blocks=NUM_GPU_BLOCKS if pools[0] is None else pools[0],
-            num_host_blocks=NUM_HOST_BLOCKS if pools[1] is None else pools[1],
+            num_gpu_blocks=self._blocks(self.num_gpu_blocks, NUM_GPU_BLOCKS),
+            num_host_blocks=self._blocks(self.num_host_blocks, NUM_HOST_BLOCKS),
         )
         return _system(filled)
 
