@@ -2,8 +2,8 @@
 
     python scripts/bench_products.py --out products.json
 
-Times are medians over rounds, in each of which every format has its turn. The weights of a turn are `--copies`
-matrices one after another, so that they come from memory as those of a model's layers do.
+Times are medians over rounds, in each of which every format has its turn. Weights of a turn are as many as
+`--copies` says, so that they come from memory as those of a model's layers do.
 """
 
 from __future__ import annotations
