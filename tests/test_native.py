@@ -1,12 +1,14 @@
 """What is particular to native kernels: code on disk, threads, packed products, what is not covered."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
 
 import jax
 import jax.numpy as jnp
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,8 +19,8 @@ from variants import golden_checkpoint, golden_data
 from jaxllm import LLM, SamplingParams, pallas_kernels
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import native, reference
-from jaxllm.pallas_kernels.native import machine_code, targets
-from jaxllm.pallas_kernels.native.shape import AttentionShape, RowsShape
+from jaxllm.pallas_kernels.native import handlers, machine_code, targets
+from jaxllm.pallas_kernels.native.shape import AttentionShape, LinearShape, RowsShape
 
 SHAPES = [Shape(num_q_heads=2, num_kv_heads=1), Shape(num_q_heads=2, num_kv_heads=2, head_dim=16)]
 
@@ -456,3 +458,21 @@ def test_whoever_prepares_waits_for_no_thread_that_loads(prepared):
     with native._loading:
         native.prepare(1, 64, "float32", is_gated=True, products=["float32"])
     assert not prepared
+
+
+@pytest.mark.parametrize(("numbers", "instruction"), [("int8", "mla"), ("code_int4", "fmla")])
+def test_products_become_machine_code_of_arm(numbers, instruction):
+    """Of vectors (NEON), with nothing of x86 in it; it is compiled, and no more than that."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
+    machine = target.create_target_machine(cpu="neoverse-n1", features="+neon", opt=3)
+    shape = LinearShape.for_processor({"neon": True}, numbers)
+    text = handlers.linear_worker(shape)._library.get_llvm_str()
+    assert "llvm.x86" not in text
+    text = re.sub(r'target triple = ".*"', f'target triple = "{machine.triple}"', text)
+    text = re.sub(r'target datalayout = ".*"', f'target datalayout = "{machine.target_data}"', text)
+    module = llvm.parse_assembly(re.sub(r'"target-(?:cpu|features)"="[^"]*"', "", text))
+    module.verify()
+    assembly = machine.emit_assembly(module)
+    assert len(re.findall(rf"\b{instruction}\s+v\d+\.4s", assembly)) > 100
