@@ -96,6 +96,7 @@ class Speculation:
         self._num_fruitful = 0.0  # of each asking, by and by
         self._expected_kept = 0.0
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
+        self._has_read = False  # a prompt since then
 
     def begin(self, policy: SchedulingPolicy, ledger: Ledger | None) -> None:
         """Draft for a scheduler of this policy, and tell its ledger.
@@ -133,6 +134,7 @@ class Speculation:
         for request in asked:
             if request.request_id not in self._histories:
                 self._proposal(request, 1)  # reads its prompt, which takes its time, once
+                self._has_read = True
         began, found = time.perf_counter(), []
         for request in asked:
             num_left = request.max_total_tokens - request.num_tokens - 1
@@ -219,9 +221,10 @@ class Speculation:
             seconds = now - began
         if verified and self._ledger is not None:
             self._ledger.verified(self._record(scheduled.step_id, work, num_kept, now, seconds))
-        if seconds is not None:
+        if seconds is not None and not self._has_read:
             num_steps = scheduled.num_decode_steps
             self.policy.observe(work, num_steps, work.num_decodes * num_steps + num_kept, seconds)
+        self._has_read = False
 
     def _record(
         self, step_id: int, work: VerifyingWork, num_kept: int, now: float, seconds: float | None
