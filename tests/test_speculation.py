@@ -177,12 +177,81 @@ def test_samples_of_a_prompt_and_streams(llm):
     assert reports[-1].token_ids == last.token_ids
 
 
-def test_a_grammar_draws_no_drafts_and_is_counted(llm):
+def test_wrong_drafts_leave_no_trace_beside_requests_that_are_sampled_apart(llm):
+    """The step samples one request; what the other asks for is sampled after it, of the same histories."""
+    plain = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    both = [plain, dataclasses.replace(plain, repetition_penalty=1.2)]
+    answers = {}
+
+    class Sparing:
+        """Each fourth place two right drafts and a wrong one, else none."""
+
+        def propose(self, request, num_tokens):
+            done = len(request.output_token_ids)
+            right = answers[request.request_id][done : done + 2]
+            return [] if done % 4 else [*right, 7][:num_tokens]
+
+        def forget(self, request):
+            pass
+
+    for speculation in (None, speculating(Sparing())):
+        engine = engine_of(llm, speculation, async_scheduling=False)
+        for place, params in enumerate(both):
+            engine.add_request(str(place), EDIT, params)
+        outputs = {}
+        while engine.has_unfinished_requests:
+            outputs.update({output.request_id: output.token_ids for output in engine.step()})
+        answers = answers or outputs
+        assert outputs == answers
+    assert speculation.counts.num_drafted > speculation.counts.num_kept > 0
+
+
+GRAMMARS = [
+    ({"regex": "[a-z]{2,6}(, [a-z]{2,6}){3}"}, 0.0),
+    ({"regex": "[a-z]{2,6}(, [a-z]{2,6}){3}"}, 0.9),
+    ({"json": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}}, 0.7),
+    ({"choice": ["one two three", "one two four", "five"]}, 0.7),
+]
+
+
+def follow(llm, speculation=None):
+    """Outputs of requests with grammars, which end at different places, and of one without."""
+    engine = engine_of(llm, speculation)
+    for place, (grammar, temperature) in enumerate(GRAMMARS):
+        params = SamplingParams(
+            temperature=temperature, seed=place, max_tokens=24, structured_outputs=grammar, logprobs=1
+        )
+        engine.add_request(str(place), EDIT, params)
+    engine.add_request("free", EDIT, SamplingParams(temperature=0, max_tokens=24))
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs.update({output.request_id: output for output in engine.step()})
+        engine.scheduler.check()
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def followed(llm):
+    return follow(llm)
+
+
+@pytest.mark.parametrize("script", [[MOST, 0], [2, 9, 0, 4, MOST, 3], [1, 7]])
+def test_masks_follow_drafts(llm, followed, script):
+    """Right ones, and wrong ones after them, whether grammars allow these or not."""
+    answers = {name: output.token_ids for name, output in followed.items()}
+    speculation = speculating(Knowing(answers, script))
+    for name, output in follow(llm, speculation).items():
+        assert_same(output, followed[name])
+    counts = speculation.counts
+    assert counts.num_kept > 8
+    assert counts.num_drafted > counts.num_kept or script[0] == MOST
+
+
+def test_drafts_that_a_grammar_refuses_are_left_out_and_counted(llm):
     speculation = speculating(Knowing({"0": [5] * 99}, [MOST, 9]))
     engine = engine_of(llm, speculation)
-    engine.add_request(
-        "0", EDIT, SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})
-    )
+    params = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})
+    engine.add_request("0", EDIT, params)
     text = ""
     while engine.has_unfinished_requests:
         for output in engine.step():

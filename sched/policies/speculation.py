@@ -26,11 +26,15 @@ class IterationRows:
 
 
 class VerifyingWork(NamedTuple):
-    """An iteration: how many requests decode, how many of these verify, and how many drafts together."""
+    """An iteration: how many requests decode, how many of these verify, and how many drafts together.
+
+    `depth` is the most drafts of one of them: so many times a draft model runs.
+    """
 
     num_decodes: int
     num_verified: int = 0
     num_drafts: int = 0
+    depth: int = 0
 
     @property
     def kind(self) -> tuple[bool, int]:
@@ -133,6 +137,8 @@ class ByCost:
         costs: predicts seconds of iterations.
         share: see above.
         margin: how much more drafts must promise than none, relative.
+        draft_costs: of a draft model, which runs once for each draft of the request with the most; None for
+            proposers that cost next to nothing.
     """
 
     _RATE = 0.1
@@ -142,8 +148,16 @@ class ByCost:
     """Iterations that verified drafts, in which other numbers of them are tried."""
     _DOUBT = 0.99
 
-    def __init__(self, costs: CostModel, *, share: float = 0.01, margin: float = 0.03) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        *,
+        share: float = 0.01,
+        margin: float = 0.03,
+        draft_costs: CostModel | None = None,
+    ) -> None:
         self._costs, self._share, self._margin = costs, share, margin
+        self._draft_costs = draft_costs
         # By size, without and with drafts; each with of how many it is the mean.
         self._ratios: tuple[dict[int, tuple[float, int]], dict[int, tuple[float, int]]] = {}, {}
         self._factors: dict[tuple[bool, int], float] = {}  # what they come to, as far as was asked since
@@ -205,23 +219,26 @@ class ByCost:
                 for j in range(1, proposed[place] + 1)
             ],
             reverse=True,
-        )[: iteration.num_free]
-        num_decodes = iteration.num_decodes
+        )
+        num_decodes, deepest = iteration.num_decodes, max(proposed)
         plain = self.seconds(VerifyingWork(num_decodes))
-        others = self._extra(iteration) + plain * (1 - self._trust)
-        best = (1.0 + self._margin) * num_decodes / (plain * self._trust + others)
-        num_best, num_verified, expected = 0, 0, float(num_decodes)
-        for count, (gain, number, _) in enumerate(ranked, 1):
-            num_verified += number == -1
-            expected += gain
-            if count % (1 << max(0, count.bit_length() - 3)):
-                continue  # a few of them are enough to find the best
-            seconds = self.seconds(VerifyingWork(num_decodes, num_verified, count))
-            value = expected / (seconds * self._trust + others)
-            if value > best:
-                best, num_best = value, count
+        others = self._extra(iteration)
+        best = (1.0 + self._margin) * num_decodes / (plain + others)
+        num_best, ranked_best = 0, ranked
+        for depth in range(1 if self._draft_costs else deepest, deepest + 1):
+            found = [one for one in ranked if -one[1] <= depth][: iteration.num_free]
+            num_verified, expected = 0, float(num_decodes)
+            for count, (gain, number, _) in enumerate(found, 1):
+                num_verified += number == -1
+                expected += gain
+                if count % (1 << max(0, count.bit_length() - 3)):
+                    continue  # a few of them are enough to find the best
+                added = self.seconds(VerifyingWork(num_decodes, num_verified, count, depth)) - plain
+                value = expected / (plain + added * self._trust + others)
+                if value > best:
+                    best, num_best, ranked_best = value, count, found
         counts = [0] * len(proposed)
-        for _, _, place in ranked[: self._varied(num_best)]:
+        for _, _, place in ranked_best[: self._varied(num_best)]:
             counts[place] += 1
         return counts
 
@@ -269,6 +286,9 @@ class ByCost:
                 rows = work.num_verified + work.num_drafts
                 chunks = rows, work.num_verified, work.num_verified * self._context
             seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks)
+            if work.depth and self._draft_costs is not None:
+                context = work.num_verified * self._context
+                seconds += work.depth * self._draft_costs.step_seconds(work.num_verified, context)
             seconds = seconds or 1.0 + (work.num_decodes + work.num_drafts) / _ROWS
             self._predicted[work] = seconds
         return seconds
