@@ -135,7 +135,7 @@ _MOST, _FIXED, _PROMPT, _OUTPUT = 8, 4, 512, 256
 
 
 def formula(share: float, count: int, cost: float) -> float:
-    """Leviathan's gain of `count` drafts at `cost` of a target's step, each right with probability `share`."""
+    """Leviathan's gain of `count` drafts at `cost` target's steps, each right with probability `share`."""
     return (1 - share ** (count + 1)) / (1 - share) / (count * cost + 1)
 
 
