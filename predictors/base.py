@@ -337,15 +337,16 @@ def _shape(
     gated: bool = True,
     tied: bool = False,
     experts: tuple[int, int] = (0, 0),
+    head_dim: int = 128,
 ) -> ModelShape:
-    """A model whose heads, of queries and of keys, are 128 wide; experts by their number and a token's."""
+    """A model; heads are those of queries and of keys, experts their number and a token's."""
     return ModelShape(
         name=name,
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads[0],
         num_kv_heads=heads[1],
-        head_dim=128,
+        head_dim=head_dim,
         intermediate_size=inner,
         vocab_size=vocab,
         gated_mlp=gated,
@@ -356,7 +357,7 @@ def _shape(
 
 
 # From the checkpoints' config.json on the Hugging Face hub: facebook/opt-*, huggyllama/llama-*,
-# meta-llama/Llama-2-*-hf, Meta-Llama-3-* and Llama-3.1-*, codellama/CodeLlama-*-hf, mistralai/*,
+# meta-llama/Llama-2-*-hf, Meta-Llama-3-*, Llama-3.1-* and Llama-3.2-*, codellama/CodeLlama-*-hf, mistralai/*,
 # 01-ai/Yi-34B, Qwen/Qwen2.5-* and Qwen3-*. The paper's Llama-32.5B is the checkpoint llama-30b.
 _SHAPES = (
     _shape("opt-13b", 40, 5120, (40, 40), 20480, 50272, gated=False, tied=True),
@@ -374,6 +375,7 @@ _SHAPES = (
     _shape("llama-3-70b", 80, 8192, (64, 8), 28672, 128256),
     _shape("llama-3.1-8b", 32, 4096, (32, 8), 14336, 128256),
     _shape("llama-3.1-70b", 80, 8192, (64, 8), 28672, 128256),
+    _shape("llama-3.2-1b", 16, 2048, (32, 8), 8192, 128256, tied=True, head_dim=64),
     _shape("llama-3.3-70b", 80, 8192, (64, 8), 28672, 128256),
     _shape("mistral-7b", 32, 4096, (32, 8), 14336, 32768),
     _shape("mistral-nemo", 40, 5120, (32, 8), 14336, 131072),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxllm.errors import ConfigError
 from jaxllm.sched.ledger import Ledger, VerificationRecord
@@ -62,7 +62,7 @@ def _expected(rate: float, num_drafts: int) -> float:
 class SpeculationCounts:
     """Since the start: verifications, drafts, and those of them that were kept.
 
-    `num_excluded` counts how often a request was left out because its output follows a grammar.
+    `num_excluded` counts how often a request was left out because its grammar allowed no draft, or was late.
     """
 
     num_verifications: int = 0
@@ -79,16 +79,23 @@ class Speculation:
         policy: says how many of them are verified.
         num_tokens: most drafts of a request in one iteration.
         max_drafts: most drafts of all of them together.
+        clock: seconds, for what asking takes.
 
     Attributes:
         counts: what became of them.
     """
 
     def __init__(
-        self, proposer: Proposer, policy: SpeculationPolicy, num_tokens: int, max_drafts: int
+        self,
+        proposer: Proposer,
+        policy: SpeculationPolicy,
+        num_tokens: int,
+        max_drafts: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy, self.num_tokens, self.max_drafts = policy, num_tokens, max_drafts
-        self.proposer = proposer
+        self.proposer, self._clock = proposer, clock
         self.counts = SpeculationCounts()
         self._all = Acceptance()
         self._histories: dict[str, Acceptance] = {}
@@ -96,6 +103,7 @@ class Speculation:
         self._num_fruitful = 0.0  # of each asking, by and by
         self._expected_kept = 0.0
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
+        self._has_read = False  # a prompt since then
 
     def begin(self, policy: SchedulingPolicy, ledger: Ledger | None) -> None:
         """Draft for a scheduler of this policy, and tell its ledger.
@@ -133,7 +141,8 @@ class Speculation:
         for request in asked:
             if request.request_id not in self._histories:
                 self._proposal(request, 1)  # reads its prompt, which takes its time, once
-        began, found = time.perf_counter(), []
+                self._has_read = True
+        began, found = self._clock(), []
         for request in asked:
             num_left = request.max_total_tokens - request.num_tokens - 1
             tokens = self._proposal(request, min(self.num_tokens, num_left))
@@ -142,7 +151,7 @@ class Speculation:
         drafts = self._cut(found, plan, state, gone) if found else []
         self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
         self._num_fruitful += _RATE * (bool(drafts) - self._num_fruitful)
-        self.policy.asked(time.perf_counter() - began, is_fruitful=bool(drafts))
+        self.policy.asked(self._clock() - began, is_fruitful=bool(drafts))
         return drafts
 
     def max_decode_steps(self, limit: int, num_running: int) -> int:
@@ -152,10 +161,6 @@ class Speculation:
         return max(1, min(limit, int(0.5 / max(self._num_fruitful, 1e-6))))
 
     def _proposal(self, request: Request, num_tokens: int) -> Sequence[int]:
-        mask = request.token_mask
-        if mask is not None and mask.grammar is not None:
-            self.counts.num_excluded += 1
-            return ()
         if num_tokens <= 0:
             return ()
         history = self._histories.setdefault(request.request_id, Acceptance())
@@ -163,6 +168,10 @@ class Speculation:
             history.add(*compared)
             self._all.add(*compared)
         tokens = self.proposer.propose(request, num_tokens)
+        mask = request.token_mask
+        if tokens and mask is not None and mask.grammar is not None:
+            tokens = mask.grammar.allowed(tokens)
+            self.counts.num_excluded += not tokens
         history.start, history.proposed = request.num_known_tokens, tokens
         return tokens
 
@@ -211,7 +220,9 @@ class Speculation:
         (began, before), sampled = self._previous, scheduled.sampled
         self._previous = now, sampled
         verified = [chunk for chunk in scheduled.prefill if chunk.drafts]
-        work = VerifyingWork(len(scheduled.decode) + len(verified), len(verified), scheduled.num_drafts)
+        depth = max([len(chunk.drafts) for chunk in verified], default=0)
+        num_decodes = len(scheduled.decode) + len(verified)
+        work = VerifyingWork(num_decodes, len(verified), scheduled.num_drafts, depth)
         follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
         num_kept = sum([max(0, chunk.request.num_known_tokens - chunk.start - 2) for chunk in verified])
         seconds = None
@@ -219,9 +230,10 @@ class Speculation:
             seconds = now - began
         if verified and self._ledger is not None:
             self._ledger.verified(self._record(scheduled.step_id, work, num_kept, now, seconds))
-        if seconds is not None:
+        if seconds is not None and not self._has_read:
             num_steps = scheduled.num_decode_steps
             self.policy.observe(work, num_steps, work.num_decodes * num_steps + num_kept, seconds)
+        self._has_read = False
 
     def _record(
         self, step_id: int, work: VerifyingWork, num_kept: int, now: float, seconds: float | None

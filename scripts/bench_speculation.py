@@ -6,6 +6,12 @@ Engines of one model, without drafts, with fixed numbers of them, and with as ma
 on the same prompts, so that what else the machine does meets all of them. What counts is the median over
 `--repeats` of the ratio to the engine without drafts in the same turn. Editing is greedy: part of a file, and
 its beginning once more. Ordinary completion samples at a temperature of 0.8.
+
+    python scripts/bench_speculation.py --simulate docs/speculation.png --out simulated.json
+
+draws what a draft model of 1B would gain Llama-3-8B on an H100 instead, simulated, over batch sizes and
+shares of drafts that are right, beside the formula of Leviathan et al. (2023, theorem 3.8), to which a
+verification takes no longer than a decode.
 """
 
 from __future__ import annotations
@@ -17,10 +23,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.research.bench.results import about, write_json
+from jaxllm.research.figures import COLOURS, check_picture, import_pyplot, save
 from jaxllm.sched import queues, reading, running
 from jaxllm.sched.policies import iterations, order, priority
 from jaxllm.system.options import sizes
@@ -121,6 +129,86 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{row['kind']:5} {row['streams']:3} streams: off {off:.0f} tokens/s; {', '.join(parts)}"
 
 
+_TARGET, _DRAFT, _DEVICE = "llama-3-8b", "llama-3.2-1b", "h100"
+_BATCHES, _SHARES = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0.5, 0.6, 0.7, 0.8, 0.9)
+_MOST, _FIXED, _PROMPT, _OUTPUT = 8, 4, 512, 256
+
+
+def formula(share: float, count: int, cost: float) -> float:
+    """Leviathan's gain of `count` drafts at `cost` target's steps, each right with probability `share`."""
+    return (1 - share ** (count + 1)) / (1 - share) / (count * cost + 1)
+
+
+def simulated(batch: int, drafts: dict[str, Any] | None) -> float:
+    """Tokens a second of so many clients."""
+    from jaxllm.research import simulate
+    from jaxllm.research.workloads import UniformLengths
+
+    found = simulate(
+        model=_TARGET,
+        device=_DEVICE,
+        policies="vllm_v1",
+        dataset=UniformLengths(shortest=_PROMPT, longest=_PROMPT),
+        output_len=_OUTPUT,
+        num_prompts=max(12, 2 * batch),
+        closed=batch,
+        max_num_seqs=batch,
+        speculative_config=drafts and {"model": _DRAFT, **drafts},
+    )
+    return found.figure("vllm_v1", "tokens_per_second").mean
+
+
+def simulated_rows() -> list[dict[str, Any]]:
+    """Gains of each batch and share: of a fixed number, by cost, and by the formula with its best number."""
+    from jaxllm.research.simulator.system import make_system
+
+    costs = [make_system(model, device=_DEVICE).costs for model in (_TARGET, _DRAFT)]
+    rows = []
+    for batch in _BATCHES:
+        plain, context = simulated(batch, None), batch * (_PROMPT + _OUTPUT // 2)
+        target, draft = (model.step_seconds(batch, context) for model in costs)
+        for share in _SHARES:
+            drafts = {"acceptance": share, "num_speculative_tokens": _MOST}
+            fixed = {**drafts, "num_speculative_tokens": _FIXED, "policy": "fixed"}
+            row = {
+                "batch": batch,
+                "acceptance": share,
+                "tokens_per_second": plain,
+                "fixed": simulated(batch, fixed) / plain,
+                "by cost": simulated(batch, drafts) / plain,
+                "formula": max(formula(share, count, draft / target) for count in range(_MOST + 1)),
+            }
+            print(", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+            rows.append(row)
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Gain over the batch, by how likely drafts are right."""
+    figure, panels = import_pyplot().subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for panel, name, title in zip(
+        panels,
+        ("by cost", "fixed"),
+        (f"up to {_MOST} drafts, by cost", f"{_FIXED} drafts, always"),
+        strict=True,
+    ):
+        for colour, share in zip(COLOURS, _SHARES, strict=False):
+            of_share = [row for row in rows if row["acceptance"] == share]
+            label = f"{share:.0%} of drafts right"
+            panel.plot(_BATCHES, [row[name] for row in of_share], marker="o", color=colour, label=label)
+            panel.plot(_BATCHES, [row["formula"] for row in of_share], color=colour, linestyle=":")
+        panel.axhline(1.0, color="black", linewidth=0.8)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(_BATCHES, map(str, _BATCHES))
+        panel.set_xlabel("requests that decode together")
+        panel.set_title(title, loc="left", fontsize=10)
+    panels[0].set_ylabel("tokens/s over those without drafts")
+    panels[0].legend(fontsize=8)
+    (free,) = panels[1].plot([], [], color="black", linestyle=":", label="if verifying were free (Leviathan)")
+    panels[1].legend(handles=[free], fontsize=8, loc="lower left")
+    save(figure, path)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
     parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,7 +221,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["edit", "chat"])
     parser.add_argument("--tokens", type=int, default=96, help="of each output")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--simulate", type=Path, metavar="FILE.png", help="draw a simulated H100 instead")
     args = parser.parse_args(argv)
+    command = ["python", "scripts/bench_speculation.py", *(sys.argv[1:] if argv is None else argv)]
+    if args.simulate is not None:
+        check_picture(args.simulate)
+        rows = simulated_rows()
+        draw(rows, args.simulate)
+        write_json(args.out, {**about(command), "rows": rows})
+        return
     llms = {
         name: LLM(args.model, speculative_config=config, max_num_seqs=64, warm_up="all")
         for name, config in configs_of(args).items()
@@ -144,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             row = measure(llms, kind, streams, args.tokens, args.repeats)
             print(line_of(row), flush=True)
             rows.append(row)
-    values = about(["python", "scripts/bench_speculation.py", *(sys.argv[1:] if argv is None else argv)])
+    values = about(command)
     if os.getloadavg()[0] > (os.cpu_count() or 1):
         values["note"] = "other work kept the processors busy: ratios, taken in turns, tell more than seconds"
     write_json(args.out, {**values, "rows": rows})

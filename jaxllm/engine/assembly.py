@@ -25,7 +25,6 @@ from jaxllm.engine.engine import Engine
 from jaxllm.engine.ledgers import header_of, open_ledger
 from jaxllm.engine.observer import StepObserver
 from jaxllm.engine.profiling import Profiler
-from jaxllm.engine.scheduling import Scheduling
 from jaxllm.errors import ConfigError
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.kv.disk import BlockFiles, weights_fingerprint
@@ -36,7 +35,6 @@ from jaxllm.loading.given import iter_given
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.registry import in_format
 from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.predictors.base import ModelShape
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
 from jaxllm.predictors.table import TableCostModel
@@ -214,7 +212,7 @@ def _join(
 ) -> Assembly:
     """Put an engine together."""
     executor, scheduling = loaded.executor, chosen.scheduling
-    costs_source = _settle_costs(config, executor, chosen.shape, scheduling)
+    costs_source = _settle_costs(config, executor, chosen)
     files = None
     if config.prefix_cache_dir is not None:
         files = _keep_files(
@@ -311,15 +309,13 @@ def _own_code(kernels: str, model: object) -> list[str]:
     return [hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() for path in paths if path]
 
 
-def _settle_costs(
-    config: EngineConfig, executor: ModelExecutor, shape: ModelShape, scheduling: Scheduling
-) -> str | None:
+def _settle_costs(config: EngineConfig, executor: ModelExecutor, chosen: sizing.Choices) -> str | None:
     """Replace estimated costs by a brief profile, if asked to or if there is none; returns their source.
 
     Raises:
         ConfigError: `profile_seconds` is set, and nothing would use what it measures.
     """
-    seconds = config.profile_seconds
+    seconds, scheduling = config.profile_seconds, chosen.scheduling
     has_swaps = executor.config.num_host_blocks > 0
     is_idle = scheduling.is_ready_made and config.ledger is None
     if seconds and (is_idle or not has_swaps):
@@ -331,7 +327,9 @@ def _settle_costs(
     if isinstance(config.costs, OnlineCalibration):  # which is the user's, and may be of several engines
         return source
     estimated = scheduling.costs.model
-    padding_share = estimated.padding_share if isinstance(estimated, TableCostModel) else 1.0
+    padding_share = 0.0 if chosen.has_native_products else 1.0  # these compute the rows in use alone
+    if isinstance(estimated, TableCostModel):
+        padding_share = estimated.padding_share
     scheduling.costs.model = ProgramCosts(estimated, executor.config.buckets.program_sizes(padding_share))
     if not has_swaps:
         return source
@@ -339,7 +337,7 @@ def _settle_costs(
         seconds = _BRIEF_PROFILE_SECONDS if scheduling.needs_measuring else 0.0
     if seconds and not (source or "").startswith("profile"):
         _logger.info("measuring costs for %g s; `jaxllm profile` does it once and for all", seconds)
-        profiler = Profiler(executor, shape)
+        profiler = Profiler(executor, chosen.shape)
         samples = profiler.samples(seconds)
         profile = profiler.profile(samples, profiler.fit(samples, is_brief=True))
         scheduling.costs.model = profiler.costs_of(profile)

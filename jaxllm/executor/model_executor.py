@@ -512,7 +512,8 @@ class ModelExecutor:
         kind = kind_of(Sampling(int(np.bitwise_or.reduce(asked[rows]))))
         drafts = _drafts_before(scheduled)
         if scheduled.num_drafts and (Sampling.ADJUSTED in kind or self.config.logits_processors):
-            self._write_drafts(scheduled.prefill)
+            are_apart = {requests[row] for row in rows}  # what others have sampled stays
+            self._write_drafts([chunk for chunk in scheduled.prefill if chunk.request in are_apart])
         while rows:
             key = self._rows_key(len(rows), kind)
             now, rows = rows[: key.rows], rows[key.rows :]

@@ -107,7 +107,7 @@ class GrammarState:
         row: [mask width] int32; of the next token, if `is_ready`.
         is_ready: whether the mask is made.
         problem: why it cannot go on.
-        token: the newest one.
+        tokens: the newest ones, which the matcher has not taken.
         num_checks: masks that are to be made apart, as one was late.
     """
 
@@ -116,11 +116,18 @@ class GrammarState:
         self.row, self.is_ready = grammar.first_row, True
         self.problem: str | None = None
         self.num_checks = _NUM_CHECKS if grammar.mask_seconds > _SLOW_SECONDS else 0
-        self.token = -1
+        self.tokens: list[int] = []
 
     def append(self, token_id: int) -> None:
         """Take a sampled token; `MaskThreads` follow it."""
-        self.is_ready, self.token = False, token_id
+        self.is_ready = False
+        self.tokens.append(token_id)
+
+    def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
+        """The first of these drafts, as far as they may follow; none while masks are late."""
+        if not self.is_ready or self.num_checks or self.problem is not None:
+            return ()
+        return drafts[: mask_threads().num_allowed(self, drafts)]
 
 
 class MaskThreads:
@@ -152,6 +159,17 @@ class MaskThreads:
         with self._news:
             self._news.wait_for(lambda: any(state.is_ready for state in states), seconds)
 
+    def num_allowed(self, state: GrammarState, drafts: Sequence[int]) -> int:
+        """How many of these drafts the grammar allows, each after those before it."""
+        return self._quick.submit(state.matcher.validate_tokens, list(drafts)).result()
+
+    def fill_after(self, places: Sequence[tuple[GrammarState, Sequence[int], np.ndarray]]) -> None:
+        """Write the masks after drafts that states allow to rows; the states stay where they are.
+
+        Neighbours that are of one state each have the drafts of the one before, and more.
+        """
+        self._quick.submit(_fill_after, places).result()
+
     def _follow(self, states: Sequence[GrammarState], executor: LLExecutor) -> None:
         began = time.perf_counter()
         rows = np.zeros((len(states), len(states[0].row)), np.int32)
@@ -164,7 +182,7 @@ class MaskThreads:
         is_late = seconds > patience(len(states)) if len(states) > 1 else seconds > _SLOW_SECONDS
         with self._news:
             for state, row in zip(states, rows, strict=True):
-                state.row = row
+                state.row, state.tokens = row, []
                 state.problem = problem or problem_of(state.matcher)
                 state.num_checks = _num_checks(state.num_checks, is_late, len(states))
                 state.is_ready = True
@@ -174,9 +192,31 @@ class MaskThreads:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         matchers = [state.matcher for state in states]
-        executor.consume_token_par([(state.matcher, state.token) for state in states])
+        several = [state for state in states if len(state.tokens) > 1]
+        for state in several:  # of drafts that were right
+            state.matcher.consume_tokens(state.tokens[:-1])
+        executor.consume_token_par([(state.matcher, state.tokens[-1]) for state in states])
         places = list(zip(matchers, range(len(matchers)), strict=True))
         fill_next_token_bitmask_par(executor, places, rows)
+
+
+def _fill_after(places: Sequence[tuple[GrammarState, Sequence[int], np.ndarray]]) -> None:
+    from llguidance.numpy import fill_next_token_bitmask
+
+    buffer = np.zeros((1, len(places[0][0].row)), np.int32)
+    following: GrammarState | None = None
+    num_taken = 0
+    for state, drafts, row in places:
+        if state is not following:
+            if following is not None:
+                following.matcher.rollback(num_taken)
+            following, num_taken = state, 0
+        state.matcher.consume_tokens(list(drafts[num_taken:]))
+        num_taken = len(drafts)
+        fill_next_token_bitmask(state.matcher, buffer)
+        row[:] = buffer[0, : len(row)]
+    assert following is not None  # there is one place at least
+    following.matcher.rollback(num_taken)
 
 
 def _num_checks(before: int, is_late: bool, num_states: int) -> int:
@@ -223,8 +263,8 @@ class TokenMask:
     def fill(self, row: np.ndarray, output_token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Write the mask after these outputs, which begin with those of the last time, to `row`.
 
-        That is [mask_width] int32, all ones. `drafts` come after the outputs, for this once; with a grammar
-        there are none.
+        That is [mask_width] int32, all ones. `drafts` come after the outputs, for this once; `MaskThreads`
+        follow those of grammars.
         """
         if self.grammar is not None:
             row[:] = self.grammar.row[: len(row)]
@@ -256,9 +296,14 @@ def fill_masks(
 
     Rows of no mask stay as they are.
     """
+    after = []
     for row, (mask, outputs, drafts) in zip(rows, masks, strict=False):
-        if mask is not None:
+        if mask is not None and mask.grammar is not None and drafts:
+            after.append((mask.grammar, drafts, row))
+        elif mask is not None:
             mask.fill(row, outputs, drafts)
+    if after:
+        mask_threads().fill_after(after)
 
 
 class TokenMasks:

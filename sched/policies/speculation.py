@@ -26,11 +26,15 @@ class IterationRows:
 
 
 class VerifyingWork(NamedTuple):
-    """An iteration: how many requests decode, how many of these verify, and how many drafts together."""
+    """An iteration: how many requests decode, how many of these verify, and how many drafts together.
+
+    `depth` is the most drafts of one of them: so many times a draft model runs.
+    """
 
     num_decodes: int
     num_verified: int = 0
     num_drafts: int = 0
+    depth: int = 0
 
     @property
     def kind(self) -> tuple[bool, int]:
@@ -121,9 +125,10 @@ class ByCost:
     likeliest are verified, as many as make the expected tokens over the predicted seconds the largest.
 
     Seconds are those of the cost model, times what iterations of about as many rows were off by so far, with
-    all that the host does between them; without a model 32 rows more take as long as all else. Where drafts
-    did not pay so far they are tried again once in a while. What asking costs is bounded, too: while nothing
-    comes of it, it may take `share` of the time.
+    all that the host does between them; without a model 32 rows more take as long as all else. Each time that
+    drafts do not pay, what they add is taken to be a little less, until they are tried again: so neither a
+    measurement that was disturbed nor a wrong model is believed for long. What asking costs is bounded, too:
+    while nothing comes of it, it may take `share` of the time.
 
     Host and device work in turns while tokens are drafted, and side by side otherwise. No sum of parts tells
     what that is worth: for each size of batch tokens a second are measured with and without them (`Regime`).
@@ -132,20 +137,32 @@ class ByCost:
         costs: predicts seconds of iterations.
         share: see above.
         margin: how much more drafts must promise than none, relative.
+        draft_costs: of a draft model, which runs once for each draft of the request with the most; None for
+            proposers that cost next to nothing.
     """
 
     _RATE = 0.1
     _FORGET_AFTER = 64
     """Observations, after which predictions are made anew, for contexts have grown."""
-    _TRY_AFTER = 64
-    """Iterations that did, or did not, verify drafts, in which others are tried."""
+    _TRY_AFTER = 128
+    """Iterations that verified drafts, in which other numbers of them are tried."""
+    _DOUBT = 0.99
 
-    def __init__(self, costs: CostModel, *, share: float = 0.01, margin: float = 0.03) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        *,
+        share: float = 0.01,
+        margin: float = 0.03,
+        draft_costs: CostModel | None = None,
+    ) -> None:
         self._costs, self._share, self._margin = costs, share, margin
+        self._draft_costs = draft_costs
         # By size, without and with drafts; each with of how many it is the mean.
         self._ratios: tuple[dict[int, tuple[float, int]], dict[int, tuple[float, int]]] = {}, {}
         self._factors: dict[tuple[bool, int], float] = {}  # what they come to, as far as was asked since
-        self._num_refused = self._num_verified = 0
+        self._num_verified = 0
+        self._trust = 1.0  # in what drafts add
         self._predicted: dict[VerifyingWork, float] = {}
         self._num_observed = 0
         self._asking = self._running = 0.0
@@ -183,6 +200,8 @@ class ByCost:
         ratio = seconds / predicted
         is_verifying, size = work.kind
         known, count = self._ratios[is_verifying].get(size, (ratio, 0))
+        if is_verifying and self._trust < 1.0:
+            self._trust, count = 1.0, min(count, 1)
         # One that was interrupted counts no more than one twice as long.
         known += max(self._RATE, 1 / (count + 1)) * (min(max(ratio, known / 2), known * 2) - known)
         self._ratios[is_verifying][size] = known, count + 1
@@ -200,35 +219,38 @@ class ByCost:
                 for j in range(1, proposed[place] + 1)
             ],
             reverse=True,
-        )[: iteration.num_free]
-        num_decodes, extra = iteration.num_decodes, self._extra(iteration)
-        best = (1.0 + self._margin) * num_decodes / (self.seconds(VerifyingWork(num_decodes)) + extra)
-        num_best, num_verified, expected = 0, 0, float(num_decodes)
-        for count, (gain, number, _) in enumerate(ranked, 1):
-            num_verified += number == -1
-            expected += gain
-            if count % (1 << max(0, count.bit_length() - 3)):
-                continue  # a few of them are enough to find the best
-            value = expected / (self.seconds(VerifyingWork(num_decodes, num_verified, count)) + extra)
-            if value > best:
-                best, num_best = value, count
+        )
+        num_decodes, deepest = iteration.num_decodes, max(proposed)
+        plain = self.seconds(VerifyingWork(num_decodes))
+        others = self._extra(iteration)
+        best = (1.0 + self._margin) * num_decodes / (plain + others)
+        num_best, ranked_best = 0, ranked
+        for depth in range(1 if self._draft_costs else deepest, deepest + 1):
+            found = [one for one in ranked if -one[1] <= depth][: iteration.num_free]
+            num_verified, expected = 0, float(num_decodes)
+            for count, (gain, number, _) in enumerate(found, 1):
+                num_verified += number == -1
+                expected += gain
+                if count % (1 << max(0, count.bit_length() - 3)):
+                    continue  # a few of them are enough to find the best
+                added = self.seconds(VerifyingWork(num_decodes, num_verified, count, depth)) - plain
+                value = expected / (plain + added * self._trust + others)
+                if value > best:
+                    best, num_best, ranked_best = value, count, found
         counts = [0] * len(proposed)
-        for _, _, place in ranked[: self._varied(num_best)]:
+        for _, _, place in ranked_best[: self._varied(num_best)]:
             counts[place] += 1
         return counts
 
     def _varied(self, num_best: int) -> int:
-        """Now and then a quarter more or less, or what did not pay, so that what it takes is known."""
+        """Now and then a half or a quarter more, or less, so that what it takes is known."""
         if not num_best:
-            self._num_refused += 1
-            if self._num_refused % self._TRY_AFTER == 0:
-                self._ratios[True].clear()
-                self._factors.clear()
+            self._trust *= self._DOUBT
             return 0
         self._num_verified += 1
-        quarter, rest = divmod(self._num_verified % self._TRY_AFTER, self._TRY_AFTER // 4)
-        step = max(1, num_best // 4)
-        return num_best if rest else (num_best, num_best - step, num_best + step, 0)[quarter]
+        quarter, rest = divmod(self._num_verified, self._TRY_AFTER // 4)
+        step = max(1, num_best // (4 if quarter & 4 else 2))
+        return num_best if rest else (num_best, num_best - step, num_best + step, 0)[quarter % 4]
 
     def seconds(self, work: VerifyingWork) -> float:
         """Predicted, as measured: what predictions were off by between two sizes lies between theirs."""
@@ -264,6 +286,9 @@ class ByCost:
                 rows = work.num_verified + work.num_drafts
                 chunks = rows, work.num_verified, work.num_verified * self._context
             seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks)
+            if work.depth and self._draft_costs is not None:
+                context = work.num_verified * self._context
+                seconds += work.depth * self._draft_costs.step_seconds(work.num_verified, context)
             seconds = seconds or 1.0 + (work.num_decodes + work.num_drafts) / _ROWS
             self._predicted[work] = seconds
         return seconds

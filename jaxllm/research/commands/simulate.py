@@ -13,7 +13,7 @@ from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands.bench_serve import length_range
 from jaxllm.research.commands.rows import add_of_rows, too_long_of
-from jaxllm.system.options import flag
+from jaxllm.system.options import flag, json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 _UNITS = {"": 1.0, "b": 1.0, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
@@ -125,6 +125,12 @@ _SCHEDULING: tuple[tuple[str, Any, str, str], ...] = (
     ("max-model-len", int, "N", "tokens of a request (default: the model's, or what the pool holds)"),
     ("max-num-seqs", int, "N", "requests of a step (default: 256)"),
     ("max-num-batched-tokens", int, "N", "tokens of a step (default: 8192)"),
+    (
+        "speculative-config",
+        json_object,
+        "JSON",
+        'drafts, such as {"acceptance": 0.7, "num_speculative_tokens": 4, "model": "llama-3.2-1b"}',
+    ),
 )
 _NAMES = {
     "gpu_blocks": "num_gpu_blocks",
@@ -145,7 +151,7 @@ _AS_THEY_ARE = (
         "seeds",
     ),
     *("model", "device", "costs", "dtype", "quantization", "quantize_lm_head", "kv_cache_dtype"),
-    *("tensor_parallel", "block_size", "memory_utilization", "link"),
+    *("tensor_parallel", "block_size", "memory_utilization", "link", "speculative_config"),
     *("host_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens", *_NAMES),
 )
 

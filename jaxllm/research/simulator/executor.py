@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from jaxllm.executor.kv.copy_timer import CopyTimer
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.own import checked
+from jaxllm.research.simulator.drafting import Drafting
 from jaxllm.research.simulator.files import SimulatedFiles
 from jaxllm.research.simulator.truth import Residuals, key_of
 from jaxllm.research.workloads.result import TimeSpent
@@ -42,6 +43,9 @@ class SimulatedExecutor:
         overlap_swaps: whether copies run beside computation.
         ledger: told what each restore took.
         files: what of the prefix cache is copied to the host is written to them, too.
+
+    Attributes:
+        drafting: adds what a draft model takes; None adds nothing.
     """
 
     is_undisturbed = True
@@ -61,6 +65,7 @@ class SimulatedExecutor:
         self.block_size = block_size
         self.now = 0.0
         self.spent = TimeSpent()
+        self.drafting: Drafting | None = None
         self._costs = checked(costs)
         self._residuals = residuals
         self._overlap_swaps = overlap_swaps
@@ -103,6 +108,8 @@ class SimulatedExecutor:
         started = self.now
         if scheduled.decode or scheduled.prefill:
             self._compute(scheduled, decode, added)
+            if self.drafting is not None:
+                self._draft(self.drafting.seconds(scheduled))
         self._hidden = self.now - started
         num_sampled = sum([chunk.is_last for chunk in scheduled.prefill])
         return SimulatedStep(scheduled.num_decode_steps * len(scheduled.decode) + num_sampled)
@@ -136,8 +143,12 @@ class SimulatedExecutor:
                 num_tokens += chunk.length
                 repeated += chunk.num_recomputed
             recompute = added * repeated / num_tokens
+            verify = 0.0
+            if scheduled.num_drafts:
+                verify = added * sum([chunk.length for chunk in prefill if chunk.drafts]) / num_tokens
             spent.recompute += recompute
-            spent.prefill += added - recompute
+            spent.decode += verify
+            spent.prefill += added - recompute - verify
             if self._ledger is not None and repeated:
                 for chunk in prefill:
                     if chunk.num_recomputed:
@@ -145,6 +156,11 @@ class SimulatedExecutor:
                         self._ledger.measured(chunk.request.request_id, share, scheduled.step_id)
         spent.decode += decode
         self.now += decode + added
+
+    def _draft(self, seconds: float) -> None:
+        """Charge drafting with decoding, of which it is a part."""
+        self.spent.decode += seconds
+        self.now += seconds
 
     def copies(self) -> CopyProgress:
         """Loads that have ended by now, what copies out still hold, and how long copies took."""

@@ -14,6 +14,7 @@ from jaxllm.errors import ConfigError, shown
 from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.own import checked, type_name
+from jaxllm.research.simulator.drafting import SimulatedDrafts
 from jaxllm.research.simulator.executor import SimulatedExecutor
 from jaxllm.research.simulator.files import SimulatedFiles
 from jaxllm.research.simulator.truth import Residuals
@@ -48,6 +49,8 @@ def simulate(
     ingress_seconds: float = 0.0,
     client_seconds: float = 0.0,
     async_scheduling: bool = False,
+    drafts: SimulatedDrafts | None = None,
+    draft_costs: CostModel | None = None,
 ) -> RunResult:
     """Run every request of `trace` to its full output length.
 
@@ -73,6 +76,8 @@ def simulate(
             of closed loops and conversations.
         async_scheduling: whether each step is planned while the one before it runs, so that who comes during
             a step waits for it and for the next one. Else a step is planned when the one before has ended.
+        drafts: how requests draft; None drafts nothing. With a `scheduler` of one's own that is its matter.
+        draft_costs: of the draft model, if one drafts.
 
     Raises:
         RequestTooLargeError: a request of the trace can never fit.
@@ -92,8 +97,6 @@ def simulate(
     costs = checked(costs)
     if not is_policy(policy):
         policy = make_preset(policy, costs)  # type: ignore[arg-type]
-    if scheduler is None:
-        scheduler = Scheduler(config, policy, ledger=ledger, files=files)
     observer = None if calibration is None else StepObserver(calibration, None)
     executor = SimulatedExecutor(
         costs,
@@ -104,6 +107,13 @@ def simulate(
         ledger=ledger,
         files=files,
     )
+    drafting = None
+    if drafts is not None:
+        drafting = drafts.make(config, costs, draft_costs, lambda: executor.now)
+        executor.drafting = drafting
+    if scheduler is None:
+        speculation = None if drafting is None else drafting.speculation
+        scheduler = Scheduler(config, policy, ledger=ledger, files=files, speculation=speculation)
     executor.now = began_at = float(trace.arrival_times[0])
     feed = Feed(trace, began_at, client_seconds=client_seconds, ingress_seconds=ingress_seconds)
     planned_at, ended_at = 0.0, -math.inf  # of the last step, if anything follows right after it
@@ -158,22 +168,27 @@ def simulate(
         num_steps += 1
         num_preemptions += len(scheduled.preempted)
         num_swaps += scheduled.num_swapped
-        if scheduled.prefill:
+        num_verified = sum([bool(chunk.drafts) for chunk in scheduled.prefill])
+        if len(scheduled.prefill) > num_verified:
             num_prefill_steps += 1
-            num_prefill_tokens += scheduled.num_prefill_tokens
+            num_prefill_tokens += scheduled.num_prefill_tokens - num_verified - scheduled.num_drafts
+        if scheduled.prefill:
             for chunk in scheduled.prefill:
-                if chunk.is_last:
+                if chunk.is_last and not chunk.drafts:
                     chunk.request.output_token_ids.append(0)
                     index = int(chunk.request.request_id)
                     first_tokens[index] = first_tokens[index] or executor.now
-        if scheduled.decode:
+        if scheduled.decode or num_verified:
             num_decode_steps += 1
-            num_decoded += len(scheduled.decode)
+            num_decoded += len(scheduled.decode) + num_verified
             for request in scheduled.decode:
                 request.output_token_ids.append(0)
         if scheduled.reads_host:
             scheduler.complete(scheduled.step_id)
-        for request in scheduled.ending:
+        ending = list(scheduled.ending)
+        if drafting is not None:
+            ending += drafting.accept(scheduler, scheduled, executor.now)
+        for request in ending:
             scheduler.finish(request, "length")
             first = request.metrics.first_scheduled_time
             assert first is not None  # it ran

@@ -17,6 +17,7 @@ from jaxllm.predictors.base import CostModel, ModelShape, check_integer
 from jaxllm.predictors.devices import DeviceSpec
 from jaxllm.predictors.own import checked
 from jaxllm.research.intervals import Interval, mean_interval, ratio_interval
+from jaxllm.research.simulator.drafting import SimulatedDrafts
 from jaxllm.research.simulator.load import Load
 from jaxllm.research.simulator.run import simulate as play
 from jaxllm.research.simulator.system import System, make_system
@@ -263,6 +264,7 @@ def simulate(
     enable_prefix_caching: bool | None = None,
     overlap_swaps: bool = True,
     too_long: TooLong = "raise",
+    speculative_config: SimulatedDrafts | Mapping[str, Any] | None = None,
     **reading: Any,
 ) -> Simulation:
     """Simulate scheduling policies: the engine's scheduler with a virtual clock.
@@ -294,6 +296,8 @@ def simulate(
             with a cache.
         overlap_swaps: whether copies run beside computation, or stop it.
         too_long: what becomes of requests that do not fit: see `fit_trace`.
+        speculative_config: how requests draft: `SimulatedDrafts`, or a dictionary of its arguments. A draft
+            model has the device, costs, dtype and block size of the model; its weights and KV take no room.
         reading: further arguments of `load_trace`, such as `tokenizer`.
 
     Raises:
@@ -321,6 +325,17 @@ def simulate(
         link=link,
         tensor_parallel=tensor_parallel,
     )
+    drafts, draft_costs = SimulatedDrafts.of(speculative_config), None
+    if drafts is not None and drafts.model is not None:
+        draft_costs = make_system(
+            drafts.model,
+            device=device,
+            costs=costs,
+            dtype=dtype,
+            block_size=block_size,
+            num_gpu_blocks=1,
+            tensor_parallel=tensor_parallel,
+        ).costs
     asked = checked(system.costs) if is_outside(system.costs) else system.costs
     chosen = policies_of(policies)
     for make in chosen.values():
@@ -362,7 +377,15 @@ def simulate(
                 num_host_blocks=config.num_host_blocks if policy.may_swap else 0,
                 enable_prefix_caching=caches and policy.shares_prefixes,
             )
-            result = play(drawn, own, policy, asked, overlap_swaps=overlap_swaps)
+            result = play(
+                drawn,
+                own,
+                policy,
+                asked,
+                overlap_swaps=overlap_swaps,
+                drafts=drafts,
+                draft_costs=draft_costs,
+            )
             runs.append(Run(name, seed, result, figures_of(result, drawn)))
     return Simulation(system, config, load.described(traces[0]), traces[0].notes, tuple(runs))
 
