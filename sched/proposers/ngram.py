@@ -61,8 +61,14 @@ class PromptLookup:
     def __repr__(self) -> str:
         return f"PromptLookup(least={self.least}, most={self.most})"
 
-    def propose(self, request: Request, num_tokens: int) -> Sequence[int]:
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """See `Proposer`."""
+        return [self._follow(request, num_tokens) for request, num_tokens in asked]
+
+    def seconds(self, num_requests: int, num_tokens: int) -> None:
+        """See `Proposer`."""
+
+    def _follow(self, request: Request, num_tokens: int) -> Sequence[int]:
         index = self._indices.get(request.request_id)
         if index is None:
             index = _Index(range(self.most, self.least - 1, -1))
