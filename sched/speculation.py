@@ -164,7 +164,7 @@ class Speculation:
         only_known: bool,
     ) -> _Drafts:
         """Those of a proposer that takes its time: how many are verified is decided before there are any."""
-        found = [(request, range(count)) for request, count in self._allowed(limits)]
+        found: _Drafts = [(request, range(count)) for request, count in self._allowed(limits)]
         wanted = self._cut(found, plan, state, gone) if found else []
         if not wanted:
             self._num_refused += 1

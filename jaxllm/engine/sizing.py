@@ -250,7 +250,23 @@ def _check_kv_dtype(kernels: str, model: Model) -> None:
         )
 
 
-def size(config: EngineConfig, model: Model, chosen: Choices, *, has_weights: bool = False) -> Sizes:
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """Bytes of device memory that something beside the model takes: weights, temporaries, for each block."""
+
+    weight_bytes: int = 0
+    temporary_bytes: int = 0
+    bytes_per_block: int = 0
+
+
+def size(
+    config: EngineConfig,
+    model: Model,
+    chosen: Choices,
+    *,
+    has_weights: bool = False,
+    beside: Beside = Beside(),
+) -> Sizes:
     """Size pool, host memory and programs; `has_weights` says that the checkpoint's are not used.
 
     Raises:
@@ -259,17 +275,18 @@ def size(config: EngineConfig, model: Model, chosen: Choices, *, has_weights: bo
     """
     bytes_per_block = memory.block_bytes(model.config, config.block_size, model.kv_dtype)
     needed_blocks = chosen.max_num_seqs * -(-chosen.max_model_len // config.block_size)
+    num_weight_bytes = model.num_weight_bytes + beside.weight_bytes
     num_blocks = memory.num_blocks_that_fit(
         device=model.device,
-        weight_bytes=model.num_weight_bytes,
-        bytes_per_block=bytes_per_block,
-        temporaries=_temporary_bytes(config, model, chosen, bytes_per_block),
+        weight_bytes=num_weight_bytes,
+        bytes_per_block=bytes_per_block + beside.bytes_per_block,
+        temporaries=_temporary_bytes(config, model, chosen, bytes_per_block) + beside.temporary_bytes,
         needed_blocks=needed_blocks,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         kv_cache_memory=config.kv_cache_memory,
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
-    memory.check_fits(model.device, model.num_weight_bytes, num_blocks * bytes_per_block)
+    memory.check_fits(model.device, num_weight_bytes, num_blocks * (bytes_per_block + beside.bytes_per_block))
     pool_tokens = num_blocks * config.block_size
     max_model_len = _fit_length(chosen.max_model_len, pool_tokens, config.max_model_len)
     has_files = config.prefix_cache_dir is not None

@@ -18,6 +18,7 @@ import numpy as np
 from jaxllm import pallas_kernels
 from jaxllm.errors import CapacityError, ConfigError, EngineError
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.draft_model import DraftModel
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.file_io import FileTransfers
@@ -62,7 +63,11 @@ _MANY_ITERATIONS = 64  # after which a program is compiled that spares the other
 
 
 class ModelExecutor:
-    """Executes steps of one model on one device. One thread owns it: every step donates the pool."""
+    """Executes steps of one model on one device. One thread owns it: every step donates the pool.
+
+    Attributes:
+        draft_model: lives and goes with it, if there is one.
+    """
 
     @under_jax_defaults
     def __init__(
@@ -101,6 +106,7 @@ class ModelExecutor:
             self._choose_fastest()
         self._programs.begin()
         weakref.finalize(self, self._programs.close).atexit = False
+        self.draft_model: DraftModel | None = None
         self._is_undisturbed = False
         self._num_filtered: collections.Counter[ProgramKey] = collections.Counter()
 
@@ -200,6 +206,8 @@ class ModelExecutor:
         self._restore(self.config.max_num_seqs, [], [])
         if self.config.max_drafts:
             self._write_drafts(())
+        if self.draft_model is not None:
+            self.draft_model.warm_up()
 
     @under_jax_defaults
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -262,6 +270,8 @@ class ModelExecutor:
             array.delete()
         if weights:
             self._params = {}
+        if self.draft_model is not None:
+            self.draft_model.let_go(weights=weights)
 
     @under_jax_defaults
     def remake_pool(self) -> None:
@@ -272,6 +282,8 @@ class ModelExecutor:
         """
         self._state = self._make_state()
         self._table_sizes[:] = 0
+        if self.draft_model is not None:
+            self.draft_model.take_back()
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
@@ -280,6 +292,8 @@ class ModelExecutor:
         self._params, self.swapper = {}, None
         if self._transfers is not None:
             self._transfers.close()
+        if self.draft_model is not None:
+            self.draft_model.release()
         for name in ("_state", "_slot_params", "_set_row", "_set_tokens"):
             vars(self).pop(name, None)
 

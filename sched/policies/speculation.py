@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxllm.predictors.base import CostModel
@@ -123,7 +123,8 @@ class ByCost:
     Seconds are those of the cost model, times what iterations of about as many rows were off by so far, with
     all that the host does between them; without a model 32 rows more take as long as all else. Where drafts
     did not pay so far they are tried again once in a while. What asking costs is bounded, too: while nothing
-    comes of it, it may take `share` of the time.
+    comes of it, it may take `share` of the time. Of a proposer that computes its drafts that is part of what
+    an iteration with so many takes.
 
     Host and device work in turns while tokens are drafted, and side by side otherwise. No sum of parts tells
     what that is worth: for each size of batch tokens a second are measured with and without them (`Regime`).
@@ -132,6 +133,7 @@ class ByCost:
         costs: predicts seconds of iterations.
         share: see above.
         margin: how much more drafts must promise than none, relative.
+        drafting: seconds that drafting takes, of how many requests how many tokens each; None for no time.
     """
 
     _RATE = 0.1
@@ -140,8 +142,15 @@ class ByCost:
     _TRY_AFTER = 64
     """Iterations that did, or did not, verify drafts, in which others are tried."""
 
-    def __init__(self, costs: CostModel, *, share: float = 0.01, margin: float = 0.03) -> None:
-        self._costs, self._share, self._margin = costs, share, margin
+    def __init__(
+        self,
+        costs: CostModel,
+        *,
+        share: float = 0.01,
+        margin: float = 0.03,
+        drafting: Callable[[int, int], float | None] = lambda *_: None,
+    ) -> None:
+        self._costs, self._share, self._margin, self._drafting = costs, share, margin, drafting
         # By size, without and with drafts; each with of how many it is the mean.
         self._ratios: tuple[dict[int, tuple[float, int]], dict[int, tuple[float, int]]] = {}, {}
         self._factors: dict[tuple[bool, int], float] = {}  # what they come to, as far as was asked since
@@ -264,6 +273,9 @@ class ByCost:
                 rows = work.num_verified + work.num_drafts
                 chunks = rows, work.num_verified, work.num_verified * self._context
             seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks)
+            if seconds and work.num_drafts:
+                num_each = -(-work.num_drafts // work.num_verified)
+                seconds += self._drafting(work.num_verified, num_each) or 0.0
             seconds = seconds or 1.0 + (work.num_decodes + work.num_drafts) / _ROWS
             self._predicted[work] = seconds
         return seconds
