@@ -182,7 +182,7 @@ def _load(
             params[name] = in_format(sizes.model_config, formats, name, weight)
         executor = ModelExecutor(sizes.model_config, params, sizes.executor, model.device, programs)
         if draft is not None:
-            executor.draft_model = draft.make(sizes)
+            executor.drafter = draft.make(sizes)
         loaded = time.perf_counter()
         if config.warm_up != "background":
             _warm_up(executor)
@@ -234,7 +234,7 @@ def _join(
     speculation = None
     if config.speculative_config is not None:
         speculation = config.speculative_config.make(
-            chosen.max_drafts, scheduling.costs.model, executor.draft_model
+            chosen.max_drafts, scheduling.costs.model, executor.drafter
         )
     engine = Engine(
         executor,

@@ -76,13 +76,14 @@ class ProgramKey(NamedTuple):
 class EngineState(NamedTuple):
     """What the steps of an engine carry on the device, donated from one to the next.
 
-    `pool` and `history` are those of `step.DeviceState`; `tables` are the block tables of the slots,
+    `pool`, `history` and `hidden` are those of `step.DeviceState`; `tables` are the slots' block tables,
     [num_slots + 1, max_blocks] int32, the last row belonging to padding.
     """
 
     pool: jax.Array
     history: jax.Array
     tables: jax.Array
+    hidden: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +122,7 @@ def step_program(
     implementation: str | None = None,
     formats: LinearFormats = PLAIN,
     processors: tuple[LogitsProcessor, ...] = (),
+    num_hidden: int = 0,
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
 
@@ -134,6 +136,7 @@ def step_program(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         kv_dtype=kv_dtype,
+        num_hidden=num_hidden,
     )
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PackedSlotParams.host_zeros(max_num_seqs)))
     _, num_inputs = _layout(key, max_num_seqs, block_size)
@@ -152,19 +155,26 @@ def state_shapes(
     max_model_len: int,
     max_num_seqs: int,
     kv_dtype: str | None = None,
+    num_hidden: int = 0,
 ) -> EngineState:
     """The shapes and dtypes of the KV pool, the tokens' history and the block tables.
 
-    `kv_dtype` is one of `KV_DTYPES`; None is `dtype`.
+    `kv_dtype` is one of `KV_DTYPES`; None is `dtype`. With `num_hidden` so many hidden states of each slot
+    are kept.
     """
     layout = KVLayout(kv_dtype or dtype, model.head_dim)
     pool = (num_gpu_blocks, model.num_layers, 2, model.num_kv_heads, block_size, layout.width)
     history = (max_num_seqs + 1, max_model_len + 1)
     tables = (max_num_seqs + 1, -(-max_model_len // block_size))
+    hidden = None
+    if num_hidden:
+        kept = (max_num_seqs + 1, num_hidden, model.hidden_size)
+        hidden = jax.ShapeDtypeStruct(kept, jnp.dtype(dtype))
     return EngineState(
         jax.ShapeDtypeStruct(pool, layout.array_dtype),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(history, jnp.int32),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(tables, jnp.int32),  # type: ignore[arg-type]
+        hidden,  # type: ignore[arg-type]
     )
 
 
@@ -243,6 +253,6 @@ def _packed_step(
     elif key.max_decode_steps > 1:
         compute, inputs = run_decode_steps, (decode, parts["num_steps"][0])
         options["max_steps"] = key.max_decode_steps
-    carried = DeviceState(state.pool, state.history)
+    carried = DeviceState(state.pool, state.history, state.hidden)
     carried, outputs = compute(model_config, params, carried, slot_params.unpack(), *inputs, **options)
-    return EngineState(carried.pool, carried.history, tables), outputs
+    return EngineState(carried.pool, carried.history, tables, carried.hidden), outputs

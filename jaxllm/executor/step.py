@@ -35,10 +35,13 @@ class DeviceState(NamedTuple):
 
     `pool` is the KV pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; `history` holds the
     tokens of each slot, [num_slots + 1, max_model_len + 1] int32, the last row belonging to padding.
+    `hidden` [num_slots + 1, W, features] is what the newest tokens of each slot were sampled from, that of
+    position p at p % W; None where nobody wants it.
     """
 
     pool: jax.Array
     history: jax.Array
+    hidden: jax.Array | None = None
 
 
 class DecodeInputs(NamedTuple):
@@ -257,7 +260,7 @@ def run_step(
 
     `sampling` is what its requests ask for (static), `processors` those of `sample`, `edit` as in `forward`.
     """
-    pool, history = state
+    pool, history, kept = state
     padding_slot = history.shape[0] - 1
     places = _places(decode, prefill, padding_slot, pool.shape[4])
     here = places.slots, jnp.maximum(places.positions, 0)
@@ -288,13 +291,15 @@ def run_step(
         if Sampling.PROMPT_LOGPROBS in sampling:
             prompt_logprobs = _prompt_logprobs(model, hidden, prefill.targets)
         hidden = hidden[rows]
+    if kept is not None:
+        kept = kept.at[slots, (lengths - 1) % kept.shape[1]].set(hidden)
     # Whatever is sampled how, the logits are computed in the same way.
     logits = lax.optimization_barrier(model.logits(hidden, num_sampled))
     options: dict[str, Any] = {"processors": processors, "is_native": model.is_packed}
     sampled = sample(logits, slot_params, slots, history, lengths, sampling, **options)
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
-    return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs, logits)
+    return DeviceState(pool, history, kept), StepOutputs(sampled, prompt_logprobs, logits)
 
 
 def run_decode_steps(

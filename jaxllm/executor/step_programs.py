@@ -335,6 +335,7 @@ class StepPrograms:
                 implementation=self.implementation(key),
                 formats=config.formats,
                 processors=config.logits_processors,
+                num_hidden=config.num_hidden,
             )
         here = SingleDeviceSharding(self._device)
         structs = jax.tree.map(

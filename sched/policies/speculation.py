@@ -111,6 +111,7 @@ class BelowBatch:
 
 
 _ROWS = 32.0
+_LEAST_SHARE = 0.1  # of an iteration that is not for drafting, whatever that is said to take
 
 
 class ByCost:
@@ -189,7 +190,7 @@ class ByCost:
         predicted = self._model(work)
         if seconds <= 0.0 or predicted <= 0.0:
             return
-        ratio = seconds / predicted
+        ratio = max(seconds - self._seconds_of_drafting(work), _LEAST_SHARE * seconds) / predicted
         is_verifying, size = work.kind
         known, count = self._ratios[is_verifying].get(size, (ratio, 0))
         # One that was interrupted counts no more than one twice as long.
@@ -244,7 +245,12 @@ class ByCost:
         factor = self._factors.get(work.kind)
         if factor is None:
             factor = self._factors[work.kind] = self._factor(*work.kind)
-        return self._model(work) * factor
+        return self._model(work) * factor + self._seconds_of_drafting(work)
+
+    def _seconds_of_drafting(self, work: VerifyingWork) -> float:
+        if not work.num_drafts:
+            return 0.0
+        return self._drafting(work.num_verified, -(-work.num_drafts // work.num_verified)) or 0.0
 
     def _factor(self, is_verifying: bool, size: int) -> float:
         known = self._ratios[is_verifying] or self._ratios[not is_verifying]
@@ -273,9 +279,6 @@ class ByCost:
                 rows = work.num_verified + work.num_drafts
                 chunks = rows, work.num_verified, work.num_verified * self._context
             seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks)
-            if seconds and work.num_drafts:
-                num_each = -(-work.num_drafts // work.num_verified)
-                seconds += self._drafting(work.num_verified, num_each) or 0.0
             seconds = seconds or 1.0 + (work.num_decodes + work.num_drafts) / _ROWS
             self._predicted[work] = seconds
         return seconds

@@ -1,14 +1,43 @@
-"""What drafting takes on a device: measured once, and corrected by what it takes from then on."""
+"""Proposers that compute on the device of an executor, and what that takes."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from jaxllm.sched.proposers import Proposer
+
 _RATE = 0.1
+
+
+class Drafter(Proposer, Protocol):
+    """A proposer with weights on the device."""
+
+    def warm_up(self) -> None:
+        """Compile what is not compiled, and measure what it takes."""
+        ...
+
+    def let_go(self, *, weights: bool) -> None:
+        """Give the memory of all but the weights back, and with `weights` theirs; nobody runs."""
+        ...
+
+    def take_back(self) -> None:
+        """Have all of it again.
+
+        Raises:
+            CapacityError: it does not fit any more.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let go of everything: nothing will be drafted any more."""
+        ...
 
 
 class DraftTimes:
     """Seconds to draft so many tokens of each of so many requests, by the sizes of programs.
 
-    Between one token and the most, which are measured, it is a straight line.
+    They are measured once, and corrected by what it takes from then on. Between one token and the most, which
+    are measured, it is a straight line.
 
     Args:
         most: most tokens of a request.
