@@ -162,7 +162,7 @@ def _load(
     sizes: sizing.Sizes,
     started: float,
     given: Mapping[str, Any] | None,
-    draft: drafting.Draft | None,
+    draft: drafting.Draft | drafting.Heads | None,
 ) -> _Loaded:
     """Load tokenizer and weights while programs compile."""
     programs = StepPrograms(sizes.model_config, sizes.executor, model.device)
@@ -182,7 +182,7 @@ def _load(
             params[name] = in_format(sizes.model_config, formats, name, weight)
         executor = ModelExecutor(sizes.model_config, params, sizes.executor, model.device, programs)
         if draft is not None:
-            executor.drafter = draft.make(sizes)
+            executor.drafter = draft.make(executor)
         loaded = time.perf_counter()
         if config.warm_up != "background":
             _warm_up(executor)

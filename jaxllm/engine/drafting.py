@@ -1,10 +1,14 @@
-"""The draft model of an engine: read, sized beside the model, and made."""
+"""What drafts on an engine's device, a model or heads: read, sized beside the engine's model, and made."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
+import math
+from pathlib import Path
+
+import jax
 
 from jaxllm import pallas_kernels
 from jaxllm.engine import sizing
@@ -12,7 +16,13 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.draft_model import DraftModel
+from jaxllm.executor.medusa import MedusaHeads
+from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.loading import iter_params
+from jaxllm.loading.checkpoints import checkpoint_folder
+from jaxllm.loading.heads import load_heads
+from jaxllm.models.config import read_hf_config
+from jaxllm.models.medusa import MedusaConfig
 from jaxllm.models.registry import Params, in_format
 
 _logger = logging.getLogger(__name__)
@@ -36,14 +46,14 @@ class Draft:
     load_format: str
     seed: int
 
-    def make(self, sizes: sizing.Sizes) -> DraftModel:
-        """It, for the sequences and batches of an engine.
+    def make(self, executor: ModelExecutor) -> DraftModel:
+        """It, for the sequences and batches of an executor.
 
         Raises:
             WeightsError: its weights are missing or do not match.
             CapacityError: its pool does not fit.
         """
-        engine, model = sizes.executor, self.model
+        engine, model = executor.config, self.model
         longest = min(engine.max_model_len, model.config.max_model_len)
         if longest < engine.max_model_len:
             _logger.warning(
@@ -78,19 +88,81 @@ class Draft:
         return {name: in_format(model.config, formats, name, weight) for name, weight in weights}
 
 
-def read_draft(config: EngineConfig, model: sizing.Model, chosen: sizing.Choices) -> Draft | None:
-    """What the checkpoint of the draft model says of itself; None without one.
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Medusa heads that are read and not loaded; attributes as of `Draft`, with their `folder`."""
+
+    folder: Path
+    config: MedusaConfig
+    needs: sizing.Beside
+    most: int
+    device: jax.Device
+
+    def make(self, executor: ModelExecutor) -> MedusaHeads:
+        """They, beside an executor that keeps its hidden states.
+
+        Raises:
+            WeightsError: their weights are missing or do not match.
+        """
+        load = functools.partial(
+            load_heads,
+            self.folder,
+            self.config.shapes(),
+            executor.config.dtype,
+            self.device,
+            lambda name: name.removeprefix("medusa_heads."),
+        )
+        return MedusaHeads(
+            self.config, load, executor.config, self.most, lambda: executor.hidden, self.device
+        )
+
+
+def read_draft(config: EngineConfig, model: sizing.Model, chosen: sizing.Choices) -> Draft | Heads | None:
+    """What the folder of what drafts says of it; None without one.
 
     Raises:
-        ConfigError: it is missing, invalid or unsupported, or has another vocabulary.
+        ConfigError: it is missing, invalid or unsupported, or is of another model.
         CapacityError: the device cannot hold its weights.
     """
     speculative = config.speculative_config
     if speculative is None or not (speculative.is_computed and speculative.num_speculative_tokens):
         return None
+    assert speculative.model is not None
+    try:
+        if speculative.method == "medusa":
+            return _read_heads(config, speculative.model, model, chosen)
+        return _read_model(config, speculative.model, model, chosen)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: model {speculative.model!r}: {error}") from error
+
+
+def _read_heads(config: EngineConfig, name: str, model: sizing.Model, chosen: sizing.Choices) -> Heads:
+    folder = checkpoint_folder(name, download=config.download, cache_dir=config.download_dir)
+    heads = MedusaConfig.from_dict(read_hf_config(folder))
+    sizes = heads.vocab_size, heads.hidden_size
+    if sizes != (model.config.vocab_size, model.config.num_features):
+        raise ConfigError(
+            f"the heads are for {heads.vocab_size} tokens and hidden states of {heads.hidden_size}, and "
+            f"{str(config.model)!r} has {model.config.vocab_size} and {model.config.num_features}: heads are "
+            "of one model"
+        )
+    assert config.speculative_config is not None
+    most = config.speculative_config.num_speculative_tokens
+    if most > heads.num_heads:
+        raise ConfigError(
+            f"num_speculative_tokens={most} is more than the {heads.num_heads} heads: lower it to that"
+        )
+    num_numbers = sum(math.prod(shape) for shape in heads.shapes().values())
+    num_kept = (chosen.max_num_seqs + 1) * (most + 1) * heads.hidden_size
+    num_scores = 2 * chosen.max_num_seqs * heads.num_tokens
+    needs = sizing.Beside(num_numbers * model.itemsize, num_kept * model.itemsize + 4 * num_scores)
+    return Heads(folder, heads, needs, most, model.device)
+
+
+def _read_model(config: EngineConfig, name: str, model: sizing.Model, chosen: sizing.Choices) -> Draft:
     own = dataclasses.replace(
         config,
-        model=speculative.model,
+        model=name,
         tokenizer=None,
         revision=None,
         hf_overrides=None,
@@ -99,17 +171,14 @@ def read_draft(config: EngineConfig, model: sizing.Model, chosen: sizing.Choices
         quantize_lm_head=True,
         speculative_config=None,
     )
-    try:
-        read = sizing.read_model(own)
-    except ConfigError as error:
-        raise ConfigError(f"speculative_config: model {speculative.model!r}: {error}") from error
+    read = sizing.read_model(own)
     if read.config.vocab_size != model.config.vocab_size:
         raise ConfigError(
-            f"speculative_config: model {speculative.model!r} has a vocabulary of {read.config.vocab_size} "
-            f"tokens, and that of {str(config.model)!r} has {model.config.vocab_size}: a draft model needs "
-            "the same tokenizer"
+            f"it has a vocabulary of {read.config.vocab_size} tokens, and {str(config.model)!r} has "
+            f"{model.config.vocab_size}: a draft model needs the same tokenizer"
         )
-    most = speculative.num_speculative_tokens
+    assert config.speculative_config is not None
+    most = config.speculative_config.num_speculative_tokens
     rows = chosen.max_num_batched_tokens, chosen.max_num_seqs
     needs = sizing.Beside(
         read.num_weight_bytes,

@@ -342,6 +342,7 @@ def _executor_config(
         formats=dataclasses.replace(model.formats, is_native=chosen.has_native_products),
         num_host_blocks=num_host_blocks,
         max_drafts=chosen.max_drafts,
+        num_hidden=0 if config.speculative_config is None else config.speculative_config.num_hidden,
         max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
         warms_sampling=config.warm_up != "background",
         warms_everything=config.warm_up == "everything",

@@ -16,7 +16,9 @@ from jaxllm.sched.speculation import Speculation
 from jaxllm.system.options import check_choice, check_range, checked_path
 from jaxllm.types import Request, SchedulerOutput, TokenLogprobs
 
-METHODS = ("ngram", "suffix", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model", "medusa")
+COMPUTED = METHODS[2:]
+"""Those whose drafts are computed on the device."""
 POLICIES = ("cost", "fixed")
 MAX_SPECULATIVE_TOKENS = 64
 _MOST_LOGITS_BYTES = 64 * 2**20
@@ -32,8 +34,9 @@ class SpeculativeConfig:
     Args:
         method: ngram takes what followed the same few tokens before (`jaxllm.sched.proposers.ngram`), suffix
             what followed the longest ending that was there before (`jaxllm.sched.proposers.suffix`),
-            draft_model what a smaller model says (`jaxllm.executor.draft_model`).
-        model: folder of the smaller model's checkpoint, or its id; its vocabulary is that of the model.
+            draft_model what a smaller model says (`jaxllm.executor.draft_model`), medusa what heads say that
+            see what the model's own head sees (`jaxllm.executor.medusa`).
+        model: folder of that model's checkpoint, or of the heads, or its id.
         num_speculative_tokens: most drafts of a request in one step.
         prompt_lookup_min: shortest run of tokens that ngram looks for.
         prompt_lookup_max: longest run.
@@ -62,7 +65,7 @@ class SpeculativeConfig:
         if self.model is not None:
             if not self.is_computed:
                 raise ConfigError(
-                    f"model={shown(self.model)} is for method='draft_model', and method={self.method!r} "
+                    f"model={shown(self.model)} is for {' and '.join(COMPUTED)}, and method={self.method!r} "
                     "takes none: leave it out"
                 )
             object.__setattr__(self, "model", checked_path("model", self.model))
@@ -82,7 +85,12 @@ class SpeculativeConfig:
     @property
     def is_computed(self) -> bool:
         """Whether drafts are computed on the device."""
-        return self.method == "draft_model"
+        return self.method in COMPUTED
+
+    @property
+    def num_hidden(self) -> int:
+        """How many of each request's newest hidden states are kept on the device: those a step may sample."""
+        return self.num_speculative_tokens + 1 if self.method == "medusa" else 0
 
     def max_drafts(self, max_num_seqs: int, most: int, vocab_size: int) -> int:
         """Most drafts of one step: those of all requests, at most `most`, while their logits are small."""

@@ -8,6 +8,7 @@ it drafts its likeliest tokens, and those are kept that the model itself would h
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,13 +19,11 @@ import numpy as np
 from jaxllm.errors import CapacityError
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.draft_programs import NEW_TOKENS, DraftInputs, DraftKey, DraftPrograms, pool_shape
-from jaxllm.executor.drafter import DraftTimes
+from jaxllm.executor.drafter import DraftTimes, seconds_of
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.types import Request, RequestStatus
-
-_NUM_RUNS = 3  # to measure what they take; the first ones take longer
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -150,14 +149,9 @@ class DraftModel:
             took = []
             for count in (1, self.most):
                 inputs.counts[:] = count
-                took.append(min([self._seconds_of(key, inputs) for _ in range(_NUM_RUNS)]))
+                took.append(seconds_of(functools.partial(self._read, key, inputs)))
             self._times.measured(key.seqs, *took)
         self._is_warm = True
-
-    def _seconds_of(self, key: DraftKey, inputs: DraftInputs) -> float:
-        began = time.perf_counter()
-        np.asarray(self._run(key, inputs))
-        return time.perf_counter() - began
 
     # A proposer
 
@@ -251,6 +245,9 @@ class DraftModel:
         key = next(key for key in self._programs.drafting if key.seqs >= len(drafted))
         chunks = [(held, held.num_tokens, held.request.num_known_tokens, count) for held, count in drafted]
         return np.asarray(self._compute(key, chunks))
+
+    def _read(self, key: DraftKey, inputs: DraftInputs) -> np.ndarray:
+        return np.asarray(self._run(key, inputs))
 
     def _compute(self, key: DraftKey, chunks: Sequence[tuple[_Held, int, int, int]]) -> jax.Array:
         """Compute from one place to another of each, and draft so many after that."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,18 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import SingleDeviceSharding
 
-from jaxllm.errors import EngineError
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.drafter import CompiledAhead, placed
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.programs import state_shapes
 from jaxllm.executor.sampler import largest
 from jaxllm.executor.step import DecodeInputs, PrefillInputs, forward
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import abstract_params
-from jaxllm.pallas_kernels.settings import under_jax_defaults
-from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
 
 _CATCH_UP_ROWS = 128
 NEW_TOKENS = 2
@@ -107,8 +103,8 @@ def run_draft(
     return pool, drafts
 
 
-class DraftPrograms:
-    """Compiles a draft model's programs in a thread, the usual ones first.
+class DraftPrograms(CompiledAhead[DraftKey]):
+    """A draft model's programs.
 
     Args:
         model_config: the draft model.
@@ -125,58 +121,16 @@ class DraftPrograms:
         sizes = sorted({min(_CATCH_UP_ROWS, buckets.sizes[-1]), buckets.sizes[-1]})
         self.drafting = [DraftKey(NEW_TOKENS * size, size) for size in buckets.decode]
         self.catching_up = [DraftKey(size, buckets.max_chunks(size)) for size in sizes]
-        self._compiled: dict[DraftKey, jax.stages.Compiled] = {}
-        self._failure: Exception | None = None
-        self._is_closed, self._is_done = False, threading.Event()
-        WorkingThread(target=self._work, name="jaxllm-compile-draft").start()
+        super().__init__([*reversed(self.drafting), *self.catching_up])
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether all are compiled.
-
-        Raises:
-            Exception: what XLA raised, if one cannot be.
-        """
-        if self._failure is not None:
-            raise self._failure
-        return self._is_done.is_set()
-
-    def wait(self) -> None:
-        """Until all are compiled; raises as `is_ready`."""
-        self._is_done.wait()
-        if not self.is_ready:
-            raise EngineError("the draft model's programs were closed while they were compiled")
-
-    def get(self, key: DraftKey) -> jax.stages.Compiled:
-        """One of them, once they are ready."""
-        return self._compiled[key]
-
-    def close(self) -> None:
-        """Compile nothing more, and forget them."""
-        self._is_closed = True
-        self._compiled = {}
-
-    @under_jax_defaults
-    def _work(self) -> None:
-        try:
-            for key in (*reversed(self.drafting), *self.catching_up):
-                if self._is_closed or is_interpreter_exiting():
-                    return
-                self._compiled[key] = self._lower(key).compile()
-        except Exception as error:
-            self._failure = error
-        finally:
-            self._is_done.set()
-
-    def _lower(self, key: DraftKey) -> jax.stages.Lowered:
+    def lower(self, key: DraftKey) -> jax.stages.Lowered:
+        """See `CompiledAhead`."""
         config, model = self._config, self._model_config
         implementation = None if config.implementation == FASTEST else config.implementation
         run = functools.partial(run_draft, model, self._most, implementation)
         params = abstract_params(model, config.dtype, config.formats)
         arguments = params, pool_shape(model, config), DraftInputs.zeros(key, config.max_blocks)
-        here = SingleDeviceSharding(self._device)
-        structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
-        return jax.jit(run, donate_argnums=1).lower(*structs)
+        return jax.jit(run, donate_argnums=1).lower(*placed(arguments, self._device))
 
 
 def pool_shape(model: ModelConfig, config: ExecutorConfig) -> jax.ShapeDtypeStruct:

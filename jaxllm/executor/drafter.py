@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import abc
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jaxllm.errors import EngineError
+from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sched.proposers import Proposer
+from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
 
+_Key = TypeVar("_Key", bound=Hashable)
+_NUM_RUNS = 3  # to measure what they take; the first ones take longer
 _RATE = 0.1
 
 
@@ -31,6 +43,79 @@ class Drafter(Proposer, Protocol):
     def release(self) -> None:
         """Let go of everything: nothing will be drafted any more."""
         ...
+
+
+def placed(arguments: Any, device: jax.Device) -> Any:
+    """Shapes of a program's arguments, on a device."""
+    here = SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
+
+
+class CompiledAhead(abc.ABC, Generic[_Key]):
+    """Programs that a thread compiles, one after another.
+
+    Args:
+        keys: what is static of each, in that order.
+    """
+
+    def __init__(self, keys: Sequence[_Key]) -> None:
+        self._keys = keys
+        self._compiled: dict[_Key, jax.stages.Compiled] = {}
+        self._failure: Exception | None = None
+        self._is_closed, self._is_done = False, threading.Event()
+        WorkingThread(target=self._work, name="jaxllm-compile-draft").start()
+
+    @abc.abstractmethod
+    def lower(self, key: _Key) -> jax.stages.Lowered:
+        """One that is to be compiled."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all are compiled.
+
+        Raises:
+            Exception: what XLA raised, if one cannot be.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return len(self._compiled) == len(self._keys)
+
+    def wait(self) -> None:
+        """Until all are compiled; raises as `is_ready`."""
+        self._is_done.wait()
+        if not self.is_ready:
+            raise EngineError("the programs that draft were closed while they were compiled")
+
+    def get(self, key: _Key) -> jax.stages.Compiled:
+        """One of them, once they are ready."""
+        return self._compiled[key]
+
+    def close(self) -> None:
+        """Compile nothing more, and forget them."""
+        self._is_closed = True
+        self._compiled = {}
+
+    @under_jax_defaults
+    def _work(self) -> None:
+        try:
+            for key in self._keys:
+                if self._is_closed or is_interpreter_exiting():
+                    return
+                self._compiled[key] = self.lower(key).compile()
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._is_done.set()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """What a call takes, of a few the least."""
+    took = []
+    for _ in range(_NUM_RUNS):
+        began = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began)
+    return min(took)
 
 
 class DraftTimes:

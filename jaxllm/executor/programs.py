@@ -168,7 +168,7 @@ def state_shapes(
     tables = (max_num_seqs + 1, -(-max_model_len // block_size))
     hidden = None
     if num_hidden:
-        kept = (max_num_seqs + 1, num_hidden, model.hidden_size)
+        kept = (max_num_seqs + 1, num_hidden, model.num_features)
         hidden = jax.ShapeDtypeStruct(kept, jnp.dtype(dtype))
     return EngineState(
         jax.ShapeDtypeStruct(pool, layout.array_dtype),  # type: ignore[arg-type]
