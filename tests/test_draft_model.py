@@ -17,6 +17,7 @@ from jaxllm.engine import sizing
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor.draft_model import DraftModel
+from jaxllm.executor.draft_programs import ModelCore
 from jaxllm.executor.drafter import DraftTimes
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import AsProposed, ByCost, IterationRows
@@ -47,7 +48,9 @@ def alike(llm):
 def drafting(llm, **changes):
     executor = llm.executor
     config = dataclasses.replace(executor.config, **changes)
-    return DraftModel(executor.model_config, lambda: executor._params, config, MOST, executor._device)
+    return DraftModel(
+        ModelCore(executor.model_config, config), lambda: executor._params, config, MOST, executor._device
+    )
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +177,7 @@ def test_another_model_drafts_and_nothing_changes(llm, answers):
     counts = llm.engine.scheduler.speculation.counts
     assert counts.num_drafted > counts.num_kept
     model = llm.executor.drafter
-    assert model.model_config.architecture == "Qwen3ForCausalLM"
+    assert model.core.model.architecture == "Qwen3ForCausalLM"
     assert model.num_free_blocks == model.config.num_gpu_blocks == llm.executor.num_gpu_blocks
 
 

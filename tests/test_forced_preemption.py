@@ -13,6 +13,7 @@ from jaxllm.engine.engine import Engine
 from jaxllm.errors import EngineError, UserCodeError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.draft_model import DraftModel
+from jaxllm.executor.draft_programs import ModelCore
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.policies import (
     Decision,
@@ -183,10 +184,11 @@ def draft_model(llm):
     """The model itself without its upper half, which is right now and then, in a pool for two of them."""
     executor, num_layers = llm.executor, llm.model_config.num_layers // 2
     upper = tuple(f"layers.{layer}." for layer in range(num_layers, 2 * num_layers))
+    config = dataclasses.replace(executor.config, num_gpu_blocks=16)
     model = DraftModel(
-        dataclasses.replace(llm.model_config, num_layers=num_layers),
+        ModelCore(dataclasses.replace(llm.model_config, num_layers=num_layers), config),
         lambda: {name: one for name, one in executor._params.items() if not name.startswith(upper)},
-        dataclasses.replace(executor.config, num_gpu_blocks=16),
+        config,
         MOST_DRAFTS,
         executor._device,
     )

@@ -162,7 +162,7 @@ def _load(
     sizes: sizing.Sizes,
     started: float,
     given: Mapping[str, Any] | None,
-    draft: drafting.Draft | drafting.Heads | None,
+    draft: drafting.Draft | drafting.Heads | drafting.Eagle | None,
 ) -> _Loaded:
     """Load tokenizer and weights while programs compile."""
     programs = StepPrograms(sizes.model_config, sizes.executor, model.device)

@@ -16,12 +16,15 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.draft_model import DraftModel
+from jaxllm.executor.draft_programs import ModelCore
+from jaxllm.executor.eagle3 import Eagle3Core
 from jaxllm.executor.medusa import MedusaHeads
 from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.loading import iter_params
 from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.heads import load_heads
 from jaxllm.models.config import read_hf_config
+from jaxllm.models.eagle3 import LAYER, Eagle3Config
 from jaxllm.models.medusa import MedusaConfig
 from jaxllm.models.registry import Params, in_format
 
@@ -67,7 +70,7 @@ class Draft:
         formats = dataclasses.replace(model.formats, is_native=is_native)
         config = dataclasses.replace(engine, max_model_len=longest, formats=formats)
         return DraftModel(
-            model.config.with_max_model_len(longest),
+            ModelCore(model.config.with_max_model_len(longest), config),
             functools.partial(self._load, formats),
             config,
             self.most,
@@ -117,7 +120,42 @@ class Heads:
         )
 
 
-def read_draft(config: EngineConfig, model: sizing.Model, chosen: sizing.Choices) -> Draft | Heads | None:
+@dataclasses.dataclass(frozen=True)
+class Eagle:
+    """EAGLE-3 heads that are read and not loaded; attributes as of `Heads`."""
+
+    folder: Path
+    config: Eagle3Config
+    needs: sizing.Beside
+    most: int
+    device: jax.Device
+
+    def make(self, executor: ModelExecutor) -> DraftModel:
+        """They, beside an executor that keeps what its layers are given.
+
+        Raises:
+            WeightsError: their weights are missing or do not match.
+            CapacityError: their pool does not fit.
+        """
+        load = functools.partial(
+            load_heads,
+            self.folder,
+            self.config.shapes(),
+            executor.config.dtype,
+            self.device,
+            lambda name: name.replace("midlayer.", f"{LAYER}."),
+        )
+        layer = self.config.layer
+        longest = min(executor.config.max_model_len, layer.max_model_len)
+        config = dataclasses.replace(executor.config, max_model_len=longest)
+        heads = dataclasses.replace(self.config, layer=layer.with_max_model_len(longest))
+        core = Eagle3Core(heads, config, self.most)
+        return DraftModel(core, load, config, self.most, self.device, lambda: executor.layers)
+
+
+def read_draft(
+    config: EngineConfig, model: sizing.Model, chosen: sizing.Choices
+) -> Draft | Heads | Eagle | None:
     """What the folder of what drafts says of it; None without one.
 
     Raises:
@@ -131,6 +169,8 @@ def read_draft(config: EngineConfig, model: sizing.Model, chosen: sizing.Choices
     try:
         if speculative.method == "medusa":
             return _read_heads(config, speculative.model, model, chosen)
+        if speculative.method == "eagle3":
+            return _read_eagle(config, speculative.model, model, chosen)
         return _read_model(config, speculative.model, model, chosen)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: model {speculative.model!r}: {error}") from error
@@ -155,8 +195,34 @@ def _read_heads(config: EngineConfig, name: str, model: sizing.Model, chosen: si
     num_numbers = sum(math.prod(shape) for shape in heads.shapes().values())
     num_kept = (chosen.max_num_seqs + 1) * (most + 1) * heads.hidden_size
     num_scores = 2 * chosen.max_num_seqs * heads.num_tokens
-    needs = sizing.Beside(num_numbers * model.itemsize, num_kept * model.itemsize + 4 * num_scores)
+    needs = sizing.Beside(
+        num_numbers * model.itemsize, num_kept * model.itemsize + 4 * num_scores, num_hidden=most + 1
+    )
     return Heads(folder, heads, needs, most, model.device)
+
+
+def _read_eagle(config: EngineConfig, name: str, model: sizing.Model, chosen: sizing.Choices) -> Eagle:
+    folder = checkpoint_folder(name, download=config.download, cache_dir=config.download_dir)
+    heads = Eagle3Config.from_dict(read_hf_config(folder), model.config.num_layers)
+    if (heads.layer.vocab_size, heads.target_size) != (model.config.vocab_size, model.config.hidden_size):
+        raise ConfigError(
+            f"the heads are for {heads.layer.vocab_size} tokens and layers of {heads.target_size} features, "
+            f"and {str(config.model)!r} has {model.config.vocab_size} and {model.config.hidden_size}: heads "
+            "are of one model"
+        )
+    assert config.speculative_config is not None
+    num_numbers = sum(math.prod(shape) for shape in heads.shapes().values())
+    width = len(heads.kept_layers) * heads.target_size
+    rows = chosen.max_num_batched_tokens, chosen.max_num_seqs
+    needs = sizing.Beside(
+        num_numbers * model.itemsize,
+        memory.temporary_bytes(heads.layer, *rows, model.itemsize) + rows[0] * width * model.itemsize,
+        memory.block_bytes(heads.layer, config.block_size, model.kv_dtype)
+        + config.block_size * width * model.itemsize,
+        kept_layers=heads.kept_layers,
+    )
+    most = config.speculative_config.num_speculative_tokens
+    return Eagle(folder, heads, needs, most, model.device)
 
 
 def _read_model(config: EngineConfig, name: str, model: sizing.Model, chosen: sizing.Choices) -> Draft:

@@ -252,11 +252,16 @@ def _check_kv_dtype(kernels: str, model: Model) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """Bytes of device memory that something beside the model takes: weights, temporaries, for each block."""
+    """What something beside the model takes: bytes of weights, of temporaries, and for each block.
+
+    It wants steps to keep `num_hidden` hidden states of each slot, and what `kept_layers` are given.
+    """
 
     weight_bytes: int = 0
     temporary_bytes: int = 0
     bytes_per_block: int = 0
+    num_hidden: int = 0
+    kept_layers: tuple[int, ...] = ()
 
 
 def size(
@@ -310,7 +315,11 @@ def size(
     if has_files:
         _check_files(config, scheduler, has_weights=has_weights)
     model_config = model.config.with_max_model_len(max_model_len)
-    executor = _executor_config(config, model, chosen, scheduler, num_host_blocks)
+    executor = dataclasses.replace(
+        _executor_config(config, model, chosen, scheduler, num_host_blocks),
+        num_hidden=beside.num_hidden,
+        kept_layers=beside.kept_layers,
+    )
     return Sizes(model_config, scheduler, executor, num_writing_blocks)
 
 
@@ -342,7 +351,6 @@ def _executor_config(
         formats=dataclasses.replace(model.formats, is_native=chosen.has_native_products),
         num_host_blocks=num_host_blocks,
         max_drafts=chosen.max_drafts,
-        num_hidden=0 if config.speculative_config is None else config.speculative_config.num_hidden,
         max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
         warms_sampling=config.warm_up != "background",
         warms_everything=config.warm_up == "everything",

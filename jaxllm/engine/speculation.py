@@ -16,7 +16,7 @@ from jaxllm.sched.speculation import Speculation
 from jaxllm.system.options import check_choice, check_range, checked_path
 from jaxllm.types import Request, SchedulerOutput, TokenLogprobs
 
-METHODS = ("ngram", "suffix", "draft_model", "medusa")
+METHODS = ("ngram", "suffix", "draft_model", "medusa", "eagle3")
 COMPUTED = METHODS[2:]
 """Those whose drafts are computed on the device."""
 POLICIES = ("cost", "fixed")
@@ -35,7 +35,8 @@ class SpeculativeConfig:
         method: ngram takes what followed the same few tokens before (`jaxllm.sched.proposers.ngram`), suffix
             what followed the longest ending that was there before (`jaxllm.sched.proposers.suffix`),
             draft_model what a smaller model says (`jaxllm.executor.draft_model`), medusa what heads say that
-            see what the model's own head sees (`jaxllm.executor.medusa`).
+            see what the model's own head sees (`jaxllm.executor.medusa`), eagle3 what a layer says that
+            sees what layers of the model see (`jaxllm.executor.eagle3`).
         model: folder of that model's checkpoint, or of the heads, or its id.
         num_speculative_tokens: most drafts of a request in one step.
         prompt_lookup_min: shortest run of tokens that ngram looks for.
@@ -86,11 +87,6 @@ class SpeculativeConfig:
     def is_computed(self) -> bool:
         """Whether drafts are computed on the device."""
         return self.method in COMPUTED
-
-    @property
-    def num_hidden(self) -> int:
-        """How many of each request's newest hidden states are kept on the device: those a step may sample."""
-        return self.num_speculative_tokens + 1 if self.method == "medusa" else 0
 
     def max_drafts(self, max_num_seqs: int, most: int, vocab_size: int) -> int:
         """Most drafts of one step: those of all requests, at most `most`, while their logits are small."""

@@ -18,9 +18,8 @@ import numpy as np
 
 from jaxllm.errors import CapacityError
 from jaxllm.executor.config import ExecutorConfig
-from jaxllm.executor.draft_programs import NEW_TOKENS, DraftInputs, DraftKey, DraftPrograms, pool_shape
+from jaxllm.executor.draft_programs import DraftCore, DraftInputs, DraftKey, DraftPrograms
 from jaxllm.executor.drafter import DraftTimes, seconds_of
-from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.types import Request, RequestStatus
@@ -40,18 +39,19 @@ class _Held:
 
 
 class DraftModel:
-    """Proposes what a small model has as the likeliest tokens, of all requests of an iteration together.
+    """Proposes what is likeliest by a small model, or by heads, of all requests of an iteration together.
 
     It has a KV pool of its own, with blocks for each request, and computes what it has not seen before it
     drafts: at first the prompt, then what came since. KV of wrong drafts is written over. Where blocks are
     missing those go who draft nothing now, the longest unused first; who is preempted or ends holds none.
 
     Args:
-        model_config: the model, for the longest sequences that it is to draft for.
+        core: what drafts (`draft_programs`).
         load: reads its weights.
         config: sizes of its pool, and of the batches that it drafts for.
         most: most tokens of a request.
         device: where.
+        layers: the executor's `step.DeviceState.layers`.
 
     Raises:
         CapacityError: its pool does not fit.
@@ -60,15 +60,16 @@ class DraftModel:
     @under_jax_defaults
     def __init__(
         self,
-        model_config: ModelConfig,
+        core: DraftCore,
         load: Callable[[], Params],
         config: ExecutorConfig,
         most: int,
         device: jax.Device,
+        layers: Callable[[], jax.Array | None] = lambda: None,
     ) -> None:
-        self.model_config, self.config, self.most = model_config, config, most
-        self._device, self._load = device, load
-        self._programs = DraftPrograms(model_config, config, most, device)
+        self.core, self.config, self.most = core, config, most
+        self._device, self._load, self._layers = device, load, layers
+        self._programs = DraftPrograms(core, config, most, device)
         self._times = DraftTimes(most)
         self._held: dict[str, _Held] = {}  # who has drafted last comes last
         self._is_warm = self._is_released = False
@@ -82,7 +83,7 @@ class DraftModel:
             raise
 
     def __repr__(self) -> str:
-        return f"DraftModel({self.model_config.architecture}, most={self.most})"
+        return f"DraftModel({type(self.core).__name__}, most={self.most})"
 
     # What it holds on the device
 
@@ -100,7 +101,7 @@ class DraftModel:
             self._free = list(range(self.config.num_gpu_blocks))[::-1]
 
     def _make_pool(self) -> jax.Array:
-        shape = pool_shape(self.model_config, self.config)
+        shape = self.core.pool()
         try:
             with jax.default_device(self._device):
                 make = jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype))
@@ -125,7 +126,7 @@ class DraftModel:
         self._is_released = True
         self._programs.close()
         self._held.clear()
-        self._params, self._pool = {}, None
+        self._params, self._pool, self._layers = {}, None, lambda: None
 
     @property
     def num_free_blocks(self) -> int:
@@ -180,7 +181,9 @@ class DraftModel:
         drafted: list[tuple[int, _Held, int]] = []
         for place, (request, wanted) in enumerate(asked):
             count = min(wanted, self.config.max_model_len + 1 - request.num_known_tokens)
-            room = self._room_for(request, request.num_known_tokens + count - 1, names) if count > 0 else None
+            if count <= 0 or self._num_seen(request) <= 0 or not self.core.follows(request):
+                continue
+            room = self._room_for(request, self._num_seen(request) + count - 1, names)
             if room is not None:
                 drafted.append((place, room, count))
         if not drafted:
@@ -192,9 +195,14 @@ class DraftModel:
         self._times.observe(len(drafted), max(count for _, _, count in drafted), took)
         for number, (place, held, count) in enumerate(drafted):
             tokens = drafts[:count, number].tolist()
-            held.num_tokens, held.drafts = held.request.num_known_tokens, tokens[:-1]
+            held.num_tokens = self._num_seen(held.request)
+            held.drafts = tokens[:-1] if self.core.keeps_drafts else ()
             found[place] = tokens if min(tokens) >= 0 else ()  # no token where nothing is finite
         return found
+
+    def _num_seen(self, request: Request) -> int:
+        """How many of a request's tokens are to be in the pool before any are drafted."""
+        return request.num_known_tokens - self.core.num_behind
 
     def _room_for(self, request: Request, num_tokens: int, others: Iterable[str]) -> _Held | None:
         """What is held of a request, with blocks for so many tokens; None if there are too few."""
@@ -216,14 +224,14 @@ class DraftModel:
         """Find out what is right of what is held, and compute all that is missing but for the newest."""
         waiting: list[tuple[_Held, int, int]] = []
         for held in drafted:
-            num_known = held.request.num_known_tokens
+            num_seen = self._num_seen(held.request)
             known = held.request.token_ids(held.num_tokens, held.num_tokens + len(held.drafts))
             pairs = zip(known, held.drafts, strict=False)
             right = next((at for at, (one, other) in enumerate(pairs) if one != other), len(known))
-            held.num_tokens, held.drafts = min(held.num_tokens + right, num_known - 1), ()
-            if num_known - held.num_tokens > NEW_TOKENS:
-                waiting.append((held, held.num_tokens, num_known - 1))
-                held.num_tokens = num_known - 1
+            held.num_tokens, held.drafts = min(held.num_tokens + right, num_seen - 1), ()
+            if num_seen - held.num_tokens > self.core.num_new:
+                waiting.append((held, held.num_tokens, num_seen - 1))
+                held.num_tokens = num_seen - 1
         if not waiting:
             return
         keys = self._programs.catching_up
@@ -243,7 +251,7 @@ class DraftModel:
     def _draft(self, drafted: Sequence[tuple[_Held, int]]) -> np.ndarray:
         """Tokens of each, `[most, ...]`."""
         key = next(key for key in self._programs.drafting if key.seqs >= len(drafted))
-        chunks = [(held, held.num_tokens, held.request.num_known_tokens, count) for held, count in drafted]
+        chunks = [(held, held.num_tokens, self._num_seen(held.request), count) for held, count in drafted]
         return np.asarray(self._compute(key, chunks))
 
     def _read(self, key: DraftKey, inputs: DraftInputs) -> np.ndarray:
@@ -253,7 +261,12 @@ class DraftModel:
         """Compute from one place to another of each, and draft so many after that."""
         inputs, end = DraftInputs.zeros(key, self.config.max_blocks), 0
         for number, (held, start, stop, count) in enumerate(chunks):
-            inputs.tokens[end : end + stop - start] = held.request.token_ids(start, stop)
+            rows, behind = slice(end, end + stop - start), self.core.num_behind
+            inputs.tokens[rows] = held.request.token_ids(start + behind, stop + behind)
+            if behind:
+                places, size = np.arange(start, stop), self.config.block_size
+                blocks = np.array(held.request.block_ids, np.int32)
+                inputs.sources[rows] = blocks[places // size] * size + places % size
             end += stop - start
             inputs.starts[number + 1 :] = end
             inputs.lengths[number], inputs.counts[number] = stop, count
@@ -262,5 +275,5 @@ class DraftModel:
         return self._run(key, inputs)
 
     def _run(self, key: DraftKey, inputs: DraftInputs) -> jax.Array:
-        self._pool, drafts = self._programs.get(key)(self._params, self._pool, inputs)
+        self._pool, drafts = self._programs.get(key)(self._params, self._pool, self._layers(), inputs)
         return drafts

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,10 @@ from jaxllm.executor.programs import state_shapes
 from jaxllm.executor.sampler import largest
 from jaxllm.executor.step import DecodeInputs, PrefillInputs, forward
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.registry import abstract_params
+from jaxllm.models.registry import abstract_params, bind
+from jaxllm.types import Request
 
 _CATCH_UP_ROWS = 128
-NEW_TOKENS = 2
-"""Most tokens that are new to the model where all of its drafts were right: the last one, and one more."""
 
 
 class DraftKey(NamedTuple):
@@ -35,11 +34,13 @@ class DraftKey(NamedTuple):
 class DraftInputs(NamedTuple):
     """The new tokens of up to C requests, one after another in R rows, and how many to draft after them.
 
-    `tokens` [R]; `starts` [C + 1], rows, with the end of the last one; `lengths` [C], tokens with KV after
-    these; `counts` [C], tokens to draft; `num_seqs` [1]; `block_tables` [C, M]. All int32.
+    `tokens` [R]; `sources` [R], where in the model's own pool the KV is of the tokens that these are beside;
+    `starts` [C + 1], rows, with the end of the last one; `lengths` [C], tokens with KV after these; `counts`
+    [C], tokens to draft; `num_seqs` [1]; `block_tables` [C, M]. All int32.
     """
 
     tokens: np.ndarray
+    sources: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray
@@ -49,26 +50,127 @@ class DraftInputs(NamedTuple):
     @classmethod
     def zeros(cls, key: DraftKey, max_blocks: int) -> DraftInputs:
         """Those of nobody."""
-        shapes = (key.rows,), (key.seqs + 1,), (key.seqs,), (key.seqs,), (1,), (key.seqs, max_blocks)
+        shapes = (
+            (key.rows,),
+            (key.rows,),
+            (key.seqs + 1,),
+            (key.seqs,),
+            (key.seqs,),
+            (1,),
+            (key.seqs, max_blocks),
+        )
         return cls(*(np.zeros(shape, np.int32) for shape in shapes))
 
 
+class DraftCore(Protocol):
+    """What drafts: a model, or heads with attention."""
+
+    @property
+    def num_behind(self) -> int:
+        """How many tokens fewer than there are it computes: those from this place on."""
+        ...
+
+    @property
+    def num_new(self) -> int:
+        """Most tokens of a request that are new to it after drafts, if it has drafted before."""
+        ...
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """Whether KV of drafts that were right need not be computed again."""
+        ...
+
+    def params(self) -> Any:
+        """Shapes of its weights."""
+        ...
+
+    def pool(self) -> jax.ShapeDtypeStruct:
+        """Shape of its KV pool, as in `step.DeviceState`."""
+        ...
+
+    def layers(self) -> jax.ShapeDtypeStruct | None:
+        """Shape of `step.DeviceState.layers`; None if it does not look at them."""
+        ...
+
+    def follows(self, request: Request) -> bool:
+        """Whether it can draft for a request."""
+        ...
+
+    def begin(
+        self, params: Any, pool: jax.Array, layers: jax.Array | None, inputs: Any, prompts: PrefillInputs
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute what is new: the pool, and hidden states [R, features] of `DraftInputs`."""
+        ...
+
+    def go_on(
+        self, params: Any, pool: jax.Array, decode: DecodeInputs, tokens: jax.Array, hidden: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute `tokens` [C] that `hidden` [C, features] said: the pool, and hidden states like those."""
+        ...
+
+    def likeliest(self, params: Any, hidden: jax.Array, num_seqs: jax.Array) -> jax.Array:
+        """Tokens [C] int32 that hidden states [C, features] say, `num_seqs` of which are in use."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCore:
+    """A whole model."""
+
+    model: ModelConfig
+    config: ExecutorConfig
+    num_behind = 0
+    num_new = 2  # the last of its drafts, and one more
+    keeps_drafts = True
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"implementation": implementation_of(self.config)}
+
+    def params(self) -> Any:
+        """See `DraftCore`."""
+        return abstract_params(self.model, self.config.dtype, self.config.formats)
+
+    def pool(self) -> jax.ShapeDtypeStruct:
+        """See `DraftCore`."""
+        return pool_shape(self.model, self.config)
+
+    def layers(self) -> None:
+        """See `DraftCore`."""
+
+    def follows(self, request: Request) -> bool:
+        """See `DraftCore`."""
+        return True
+
+    def begin(
+        self, params: Any, pool: jax.Array, layers: jax.Array | None, inputs: Any, prompts: PrefillInputs
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `DraftCore`."""
+        return forward(self.model, params, pool, None, inputs.tokens, prompts, **self._options)[:2]
+
+    def go_on(
+        self, params: Any, pool: jax.Array, decode: DecodeInputs, tokens: jax.Array, hidden: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `DraftCore`."""
+        return forward(self.model, params, pool, decode, tokens, None, **self._options)[:2]
+
+    def likeliest(self, params: Any, hidden: jax.Array, num_seqs: jax.Array) -> jax.Array:
+        """See `DraftCore`."""
+        model = bind(self.model, params)
+        return largest(model.logits(hidden, num_seqs), is_native=model.is_packed)
+
+
 def run_draft(
-    config: ModelConfig,
-    most: int,
-    implementation: str | None,
-    params: Mapping[str, jax.Array],
-    pool: jax.Array,
-    inputs: Any,
+    core: DraftCore, most: int, params: Any, pool: jax.Array, layers: jax.Array | None, inputs: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Compute what is new, and draft: of each request the likeliest token, and the likeliest after that.
 
     Args:
-        config: the draft model's configuration (static).
+        core: what drafts (static).
         most: most tokens to draft (static).
-        implementation: of attention (static).
-        params: flat weights.
+        params: its weights.
         pool: its KV pool, as in `step.DeviceState`.
+        layers: those of the model's `step.DeviceState`, if it looks at them.
         inputs: `DraftInputs`, on the device.
 
     Returns:
@@ -85,52 +187,51 @@ def run_draft(
         sampled=unused,
         block_tables=inputs.block_tables,
     )
-    options: Any = {"implementation": implementation}
-    pool, hidden, model = forward(config, params, pool, None, inputs.tokens, prompts, **options)
-    logits = model.logits(hidden[jnp.maximum(inputs.starts[1:] - 1, 0)], num_seqs)
-    tokens = largest(logits, is_native=model.is_packed)
+    pool, hidden = core.begin(params, pool, layers, inputs, prompts)
+    hidden = hidden[jnp.maximum(inputs.starts[1:] - 1, 0)]
+    tokens = core.likeliest(params, hidden, num_seqs)
     drafts = jnp.zeros((most, len(tokens)), jnp.int32).at[0].set(tokens)
 
     def step(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        pool, tokens, drafts = carry
+        pool, hidden, tokens, drafts = carry
         lengths = jnp.where(number < inputs.counts, inputs.lengths + number, 0)
         decode = DecodeInputs(unused, lengths, inputs.block_tables)
-        pool, hidden, model = forward(config, params, pool, decode, tokens, None, **options)
-        tokens = largest(model.logits(hidden, num_seqs), is_native=model.is_packed)
-        return pool, tokens, drafts.at[number].set(tokens)
+        pool, hidden = core.go_on(params, pool, decode, tokens, hidden)
+        tokens = core.likeliest(params, hidden, num_seqs)
+        return pool, hidden, tokens, drafts.at[number].set(tokens)
 
-    pool, _, drafts = lax.fori_loop(1, jnp.max(inputs.counts), step, (pool, tokens, drafts))
+    pool, _, _, drafts = lax.fori_loop(1, jnp.max(inputs.counts), step, (pool, hidden, tokens, drafts))
     return pool, drafts
 
 
 class DraftPrograms(CompiledAhead[DraftKey]):
-    """A draft model's programs.
+    """The programs of what drafts.
 
     Args:
-        model_config: the draft model.
+        core: that.
         config: sizes of its arrays, and of the batches that it drafts for.
         most: most tokens that it drafts of a request.
         device: to compile for.
     """
 
-    def __init__(
-        self, model_config: ModelConfig, config: ExecutorConfig, most: int, device: jax.Device
-    ) -> None:
-        self._model_config, self._config, self._most, self._device = model_config, config, most, device
+    def __init__(self, core: DraftCore, config: ExecutorConfig, most: int, device: jax.Device) -> None:
+        self._core, self._config, self._most, self._device = core, config, most, device
         buckets = config.buckets
         sizes = sorted({min(_CATCH_UP_ROWS, buckets.sizes[-1]), buckets.sizes[-1]})
-        self.drafting = [DraftKey(NEW_TOKENS * size, size) for size in buckets.decode]
+        self.drafting = [DraftKey(core.num_new * size, size) for size in buckets.decode]
         self.catching_up = [DraftKey(size, buckets.max_chunks(size)) for size in sizes]
         super().__init__([*reversed(self.drafting), *self.catching_up])
 
     def lower(self, key: DraftKey) -> jax.stages.Lowered:
         """See `CompiledAhead`."""
-        config, model = self._config, self._model_config
-        implementation = None if config.implementation == FASTEST else config.implementation
-        run = functools.partial(run_draft, model, self._most, implementation)
-        params = abstract_params(model, config.dtype, config.formats)
-        arguments = params, pool_shape(model, config), DraftInputs.zeros(key, config.max_blocks)
-        return jax.jit(run, donate_argnums=1).lower(*placed(arguments, self._device))
+        core, inputs = self._core, DraftInputs.zeros(key, self._config.max_blocks)
+        arguments = placed((core.params(), core.pool(), core.layers(), inputs), self._device)
+        return jax.jit(functools.partial(run_draft, core, self._most), donate_argnums=1).lower(*arguments)
+
+
+def implementation_of(config: ExecutorConfig) -> str | None:
+    """Of what drafts the attention: the executor's, unless that is chosen program by program."""
+    return None if config.implementation == FASTEST else config.implementation
 
 
 def pool_shape(model: ModelConfig, config: ExecutorConfig) -> jax.ShapeDtypeStruct:

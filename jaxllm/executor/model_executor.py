@@ -126,6 +126,7 @@ class ModelExecutor:
             max_num_seqs=config.max_num_seqs,
             kv_dtype=config.kv_dtype,
             num_hidden=config.num_hidden,
+            num_kept_layers=len(config.kept_layers),
         )
         try:
             make = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
@@ -164,6 +165,11 @@ class ModelExecutor:
     def hidden(self) -> jax.Array | None:
         """What the newest tokens of each slot were sampled from; see `step.DeviceState`."""
         return self._state.hidden
+
+    @property
+    def layers(self) -> jax.Array | None:
+        """What some layers were given; see `step.DeviceState`."""
+        return self._state.layers
 
     @property
     def device_kind(self) -> str:
@@ -272,7 +278,8 @@ class ModelExecutor:
     def let_go(self, *, weights: bool) -> None:
         """Give the memory of the pool back, and with `weights` theirs; nobody may hold a block of it."""
         self.settle_copies()
-        for array in (self._state.pool, *(jax.tree.leaves(self._params) if weights else ())):
+        kept = () if self._state.layers is None else (self._state.layers,)
+        for array in (self._state.pool, *kept, *(jax.tree.leaves(self._params) if weights else ())):
             array.delete()
         if weights:
             self._params = {}
