@@ -278,6 +278,30 @@ def test_only_what_is_verified_is_computed(llm, answers):
     assert sum(proposer.asked) == speculation.counts.num_drafted
 
 
+class Refusing(AsProposed):
+    """Lets none be verified."""
+
+    def num_drafts(self, proposed, acceptance, iteration):
+        self.acceptance = list(acceptance)
+        return [0] * len(proposed)
+
+
+def test_what_was_learned_of_refused_drafts_counts_less_and_less(llm):
+    policy, proposer = Refusing(), Computing()
+    speculation = Speculation(proposer, policy, MOST, 4 * MOST)
+    scheduler = Scheduler(llm.engine.scheduler.config, speculation=speculation)
+    engine = Engine(llm.executor, scheduler, vocab_size=llm.model_config.vocab_size)
+    rates = []
+    for _ in range(9):
+        speculation._all.add(9, 0)
+    for _ in range(40):
+        run(engine, PROMPTS[:1], GREEDY)
+        rates.append(policy.acceptance[0])
+    assert rates[0] < 0.1
+    assert rates[-1] > 3 * rates[0]
+    assert not proposer.asked
+
+
 # Settings and memory
 
 

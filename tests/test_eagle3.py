@@ -12,7 +12,6 @@ from engine_helpers import Scripted, make_llm, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
@@ -203,7 +202,7 @@ def test_heads_of_other_settings_draft_what_a_reference_drafts(target, answers, 
     config = {"method": "eagle3", "model": folder, "num_speculative_tokens": 3, "policy": "fixed"}
     with make_llm(target[0], speculative_config=config, max_num_seqs=1, decode_buckets=[1]) as llm:
         noting = Noting(llm.executor.drafter)
-        outputs = run(engine_of(llm, noting), PROMPTS[:1], GREEDY)
+        outputs = run(engine_of(llm, noting, num_tokens=3), PROMPTS[:1], GREEDY)
         assert [output.token_ids for output in outputs] == answers[:1]
     for tokens, count, drafts in noting.noted:
         assert drafts == reference(target[1], weights, np.array(tokens), count, norm_before_residual=False)
@@ -246,12 +245,12 @@ def test_any_number_of_drafts_chunks_preemptions_and_aborts(
         ({"speculators_config": {"algorithm": "eagle"}}, "the algorithm 'eagle'"),
         ({"speculators_config": None}, "no 'speculators_config'"),
         ({"target_hidden_size": 32}, "for 128 tokens and layers of 32 features, and .* has 128 and 64"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, r"\[0, 1, 2\] must be 3 layers .* from 0 to 1"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, r"\[0, 1, 4\] must be 3 layers .* from 0 to 3"),
         ({"norm_before_fc": True}, "norm_before_fc=True is not supported"),
         ({"draft_depth": 3}, "draft_depth"),
     ],
 )
-def test_what_is_not_of_this_model_is_refused(tmp_path, changes, message):
+def test_what_is_not_of_this_model_is_refused(target, tmp_path, changes, message):
     write(tmp_path, {"fc.weight": np.zeros(1, np.float32)}, **changes)
     with pytest.raises(ConfigError, match=message):
-        make_llm(golden_checkpoint("llama_gqa"), speculative_config={"method": "eagle3", "model": tmp_path})
+        make_llm(target[0], speculative_config={"method": "eagle3", "model": tmp_path})

@@ -180,7 +180,7 @@ class DraftModel:
         names = {request.request_id for request, _ in asked}
         drafted: list[tuple[int, _Held, int]] = []
         for place, (request, wanted) in enumerate(asked):
-            count = min(wanted, self.config.max_model_len + 1 - request.num_known_tokens)
+            count = min(wanted, self.most, self.config.max_model_len + 1 - request.num_known_tokens)
             if count <= 0 or self._num_seen(request) <= 0 or not self.core.follows(request):
                 continue
             room = self._room_for(request, self._num_seen(request) + count - 1, names)

@@ -224,9 +224,16 @@ class DraftPrograms(CompiledAhead[DraftKey]):
 
     def lower(self, key: DraftKey) -> jax.stages.Lowered:
         """See `CompiledAhead`."""
-        core, inputs = self._core, DraftInputs.zeros(key, self._config.max_blocks)
-        arguments = placed((core.params(), core.pool(), core.layers(), inputs), self._device)
-        return jax.jit(functools.partial(run_draft, core, self._most), donate_argnums=1).lower(*arguments)
+        jitted, arguments = draft_program(self._core, self._most, key, self._config.max_blocks)
+        return jitted.lower(*placed(arguments, self._device))
+
+
+def draft_program(
+    core: DraftCore, most: int, key: DraftKey, max_blocks: int
+) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
+    """`run_draft`, which updates the pool in place, and its arguments, from shapes alone."""
+    arguments = core.params(), core.pool(), core.layers(), DraftInputs.zeros(key, max_blocks)
+    return jax.jit(functools.partial(run_draft, core, most), donate_argnums=1), arguments
 
 
 def implementation_of(config: ExecutorConfig) -> str | None:
