@@ -16,6 +16,7 @@ from jaxllm import SamplingParams
 from jaxllm.engine import sizing
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.executor import memory
 from jaxllm.executor.draft_model import DraftModel
 from jaxllm.executor.draft_programs import ModelCore
 from jaxllm.executor.drafter import DraftTimes
@@ -333,12 +334,12 @@ def test_weights_and_pool_are_in_the_memory_that_is_planned(llm):
     model = sizing.read_model(config)
     chosen = sizing.choose(config, model)
     alone = sizing.size(config, model, chosen).scheduler.num_gpu_blocks
-    shared = sizing.size(config, model, chosen, beside=sizing.Beside(bytes_per_block=14336))
+    shared = sizing.size(config, model, chosen, beside=memory.Beside(bytes_per_block=14336))
     own = llm.executor.pool_bytes // llm.executor.num_gpu_blocks
     assert alone == 112
     assert shared.scheduler.num_gpu_blocks == (2**20 - 5) // (own + 14336)
     with pytest.raises(CapacityError):
-        sizing.size(config, model, chosen, beside=sizing.Beside(weight_bytes=2**50))
+        sizing.size(config, model, chosen, beside=memory.Beside(weight_bytes=2**50))
 
 
 def test_it_sleeps_and_wakes_with_the_model(llm, answers):

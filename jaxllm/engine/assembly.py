@@ -141,7 +141,7 @@ def _assemble(config: EngineConfig, ledger: Ledger | None, params: Mapping[str, 
     model = sizing.read_model(config, params)
     chosen = sizing.choose(config, model)
     draft = drafting.read_draft(config, model, chosen)
-    beside = sizing.Beside() if draft is None else draft.needs
+    beside = None if draft is None else draft.needs
     sizes = sizing.size(config, model, chosen, has_weights=params is not None, beside=beside)
     loaded = _load(config, model, sizes, started, params, draft)
     return _join(config, model, chosen, sizes, loaded, ledger)

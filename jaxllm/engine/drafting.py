@@ -44,7 +44,7 @@ class Draft:
     """
 
     model: sizing.Model
-    needs: sizing.Beside
+    needs: memory.Beside
     most: int
     load_format: str
     seed: int
@@ -97,7 +97,7 @@ class Heads:
 
     folder: Path
     config: MedusaConfig
-    needs: sizing.Beside
+    needs: memory.Beside
     most: int
     device: jax.Device
 
@@ -126,7 +126,7 @@ class Eagle:
 
     folder: Path
     config: Eagle3Config
-    needs: sizing.Beside
+    needs: memory.Beside
     most: int
     device: jax.Device
 
@@ -195,7 +195,7 @@ def _read_heads(config: EngineConfig, name: str, model: sizing.Model, chosen: si
     num_numbers = sum(math.prod(shape) for shape in heads.shapes().values())
     num_kept = (chosen.max_num_seqs + 1) * (most + 1) * heads.hidden_size
     num_scores = 2 * chosen.max_num_seqs * heads.num_tokens
-    needs = sizing.Beside(
+    needs = memory.Beside(
         num_numbers * model.itemsize, num_kept * model.itemsize + 4 * num_scores, num_hidden=most + 1
     )
     return Heads(folder, heads, needs, most, model.device)
@@ -214,7 +214,7 @@ def _read_eagle(config: EngineConfig, name: str, model: sizing.Model, chosen: si
     num_numbers = sum(math.prod(shape) for shape in heads.shapes().values())
     width = len(heads.kept_layers) * heads.target_size
     rows = chosen.max_num_batched_tokens, chosen.max_num_seqs
-    needs = sizing.Beside(
+    needs = memory.Beside(
         num_numbers * model.itemsize,
         memory.temporary_bytes(heads.layer, *rows, model.itemsize) + rows[0] * width * model.itemsize,
         memory.block_bytes(heads.layer, config.block_size, model.kv_dtype)
@@ -246,7 +246,7 @@ def _read_model(config: EngineConfig, name: str, model: sizing.Model, chosen: si
     assert config.speculative_config is not None
     most = config.speculative_config.num_speculative_tokens
     rows = chosen.max_num_batched_tokens, chosen.max_num_seqs
-    needs = sizing.Beside(
+    needs = memory.Beside(
         read.num_weight_bytes,
         memory.temporary_bytes(read.config, *rows, read.itemsize),
         memory.block_bytes(read.config, config.block_size, read.kv_dtype),

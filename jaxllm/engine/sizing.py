@@ -250,27 +250,13 @@ def _check_kv_dtype(kernels: str, model: Model) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """What something beside the model takes: bytes of weights, of temporaries, and for each block.
-
-    It wants steps to keep `num_hidden` hidden states of each slot, and what `kept_layers` are given.
-    """
-
-    weight_bytes: int = 0
-    temporary_bytes: int = 0
-    bytes_per_block: int = 0
-    num_hidden: int = 0
-    kept_layers: tuple[int, ...] = ()
-
-
 def size(
     config: EngineConfig,
     model: Model,
     chosen: Choices,
     *,
     has_weights: bool = False,
-    beside: Beside = Beside(),
+    beside: memory.Beside | None = None,
 ) -> Sizes:
     """Size pool, host memory and programs; `has_weights` says that the checkpoint's are not used.
 
@@ -280,6 +266,7 @@ def size(
     """
     bytes_per_block = memory.block_bytes(model.config, config.block_size, model.kv_dtype)
     needed_blocks = chosen.max_num_seqs * -(-chosen.max_model_len // config.block_size)
+    beside = beside or memory.Beside()
     num_weight_bytes = model.num_weight_bytes + beside.weight_bytes
     num_blocks = memory.num_blocks_that_fit(
         device=model.device,
