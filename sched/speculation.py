@@ -99,6 +99,7 @@ class Speculation:
         self._num_refused = 0
         self._expected_kept = 0.0
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
+        self._has_read = False  # a prompt since then
 
     def begin(self, policy: SchedulingPolicy, ledger: Ledger | None) -> None:
         """Draft for a scheduler of this policy, and tell its ledger.
@@ -176,6 +177,7 @@ class Speculation:
     def _proposals(self, asked: Sequence[tuple[Request, int]]) -> _Drafts:
         """What is proposed of requests of which something is."""
         asked = self._allowed(asked)
+        self._has_read |= any(request.request_id not in self._histories for request, _ in asked)
         for request, _ in asked:
             history = self._histories.setdefault(request.request_id, Acceptance())
             if history.proposed and (compared := history.compare(request)) is not None:
@@ -253,9 +255,10 @@ class Speculation:
             seconds = now - began
         if verified and self._ledger is not None:
             self._ledger.verified(self._record(scheduled.step_id, work, num_kept, now, seconds))
-        if seconds is not None:
+        if seconds is not None and not self._has_read:
             num_steps = scheduled.num_decode_steps
             self.policy.observe(work, num_steps, work.num_decodes * num_steps + num_kept, seconds)
+        self._has_read = False
 
     def _record(
         self, step_id: int, work: VerifyingWork, num_kept: int, now: float, seconds: float | None
