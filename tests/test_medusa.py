@@ -247,4 +247,4 @@ def test_weights_that_do_not_match_are_named(tmp_path):
 def test_without_such_heads_steps_keep_nothing():
     config = {"num_gpu_blocks_override": 64, "speculative_config": {"method": "ngram"}}
     with make_llm(TARGET, **config, warm_up="background") as llm:
-        assert llm.executor.hidden is None
+        assert llm.executor.hidden is llm.executor.layers is None

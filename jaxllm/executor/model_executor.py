@@ -293,10 +293,10 @@ class ModelExecutor:
         Raises:
             CapacityError: it does not fit any more.
         """
-        self._state = self._make_state()
-        self._table_sizes[:] = 0
         if self.drafter is not None:
             self.drafter.take_back()
+        self._state = self._make_state()
+        self._table_sizes[:] = 0
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
