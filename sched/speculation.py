@@ -18,6 +18,8 @@ from jaxllm.types import Request, SchedulerOutput
 _FORGETS = 0.9
 _PRIOR_TRIALS = 2.0
 _RATE = 0.2
+_FORGETS_AFTER = 32
+"""Refusals of drafts that would have had to be computed, after which what was learned of them counts less."""
 _Drafts = list[tuple[Request, Sequence[int]]]
 
 
@@ -101,6 +103,7 @@ class Speculation:
         self._histories: dict[str, Acceptance] = {}
         self._ledger: Ledger | None = None
         self._num_fruitful = 0.0  # of each asking, by and by
+        self._num_refused = 0
         self._expected_kept = 0.0
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
         self._has_read = False  # a prompt since then
@@ -138,17 +141,17 @@ class Speculation:
         ]
         if not asked:
             return []
-        for request in asked:
-            if request.request_id not in self._histories:
-                self._proposal(request, 1)  # reads its prompt, which takes its time, once
-                self._has_read = True
-        began, found = self._clock(), []
-        for request in asked:
-            num_left = request.max_total_tokens - request.num_tokens - 1
-            tokens = self._proposal(request, min(self.num_tokens, num_left))
-            if tokens:
-                found.append((request, tokens))
-        drafts = self._cut(found, plan, state, gone) if found else []
+        is_computed = self.proposer.seconds(1, 1) is not None
+        if not is_computed:  # prompts are read, which takes its time, once
+            self._proposals([(one, 1) for one in asked if one.request_id not in self._histories])
+        began = self._clock()
+        limits = [(one, min(self.num_tokens, one.max_total_tokens - one.num_tokens - 1)) for one in asked]
+        limits = [(request, count) for request, count in limits if count > 0]
+        if is_computed:
+            drafts = self._computed(limits, plan, state, gone, only_known=only_known)
+        else:
+            found = self._proposals(limits)
+            drafts = self._cut(found, plan, state, gone) if found else []
         self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
         self._num_fruitful += _RATE * (bool(drafts) - self._num_fruitful)
         self.policy.asked(self._clock() - began, is_fruitful=bool(drafts))
@@ -160,20 +163,44 @@ class Speculation:
             return limit
         return max(1, min(limit, int(0.5 / max(self._num_fruitful, 1e-6))))
 
-    def _proposal(self, request: Request, num_tokens: int) -> Sequence[int]:
-        if num_tokens <= 0:
-            return ()
-        history = self._histories.setdefault(request.request_id, Acceptance())
-        if history.proposed and (compared := history.compare(request)) is not None:
-            history.add(*compared)
-            self._all.add(*compared)
-        tokens = self.proposer.propose(request, num_tokens)
-        mask = request.token_mask
-        if tokens and mask is not None and mask.grammar is not None:
-            tokens = mask.grammar.allowed(tokens)
-            self.counts.num_excluded += not tokens
-        history.start, history.proposed = request.num_known_tokens, tokens
-        return tokens
+    def _computed(
+        self,
+        limits: Sequence[tuple[Request, int]],
+        plan: Plan,
+        state: SchedulerState,
+        gone: set[Request],
+        *,
+        only_known: bool,
+    ) -> _Drafts:
+        """Those of a proposer that takes its time: how many are verified is decided before there are any."""
+        found: _Drafts = [(request, range(count)) for request, count in limits]
+        wanted = self._cut(found, plan, state, gone) if found else []
+        if not wanted:
+            self._num_refused += 1
+            if found and self._num_refused % _FORGETS_AFTER == 0:  # else they would never be tried again
+                for history in (self._all, *self._histories.values()):
+                    history.add(0, 0)
+        return self._proposals([(one, len(places)) for one, places in wanted]) if only_known else wanted
+
+    def _proposals(self, asked: Sequence[tuple[Request, int]]) -> _Drafts:
+        """What is proposed of requests of which something is, as far as their grammars allow it."""
+        self._has_read |= any(request.request_id not in self._histories for request, _ in asked)
+        for request, _ in asked:
+            history = self._histories.setdefault(request.request_id, Acceptance())
+            if history.proposed and (compared := history.compare(request)) is not None:
+                history.add(*compared)
+                self._all.add(*compared)
+        found = []
+        for (request, _), tokens in zip(asked, self.proposer.propose(asked) if asked else (), strict=True):
+            mask = request.token_mask
+            if tokens and mask is not None and mask.grammar is not None:
+                tokens = mask.grammar.allowed(tokens)
+                self.counts.num_excluded += not tokens
+            history = self._histories[request.request_id]
+            history.start, history.proposed = request.num_known_tokens, tokens
+            if tokens:
+                found.append((request, tokens))
+        return found
 
     def _cut(self, found: _Drafts, plan: Plan, state: SchedulerState, gone: set[Request]) -> _Drafts:
         """What the policy lets be verified, of all requests less where there are too few rows."""

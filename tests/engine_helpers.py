@@ -75,7 +75,13 @@ class Knowing:
     def __init__(self, answers, script, vocab_size=4096):
         self.answers, self.script, self.vocab_size = answers, itertools.cycle(script), vocab_size
 
-    def propose(self, request, num_tokens):
+    def propose(self, asked):
+        return [self._draw(request, num_tokens) for request, num_tokens in asked]
+
+    def seconds(self, num_requests, num_tokens):
+        return None
+
+    def _draw(self, request, num_tokens):
         done = len(request.output_token_ids)
         right = self.answers.get(request.request_id, [])[done : done + num_tokens]
         num_right, draw = next(self.script) % (num_tokens + 1), next(self.script)

@@ -12,6 +12,8 @@ from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import EngineError, UserCodeError
 from jaxllm.executor import compile_stats
+from jaxllm.executor.draft_model import DraftModel
+from jaxllm.executor.draft_programs import ModelCore
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.policies import (
     Decision,
@@ -178,6 +180,23 @@ def assert_no_copy_is_left(engine, llm):
 
 
 @pytest.fixture(scope="module")
+def draft_model(llm):
+    """The model itself without its upper half, which is right now and then, in a pool for two of them."""
+    executor, num_layers = llm.executor, llm.model_config.num_layers // 2
+    upper = tuple(f"layers.{layer}." for layer in range(num_layers, 2 * num_layers))
+    config = dataclasses.replace(executor.config, num_gpu_blocks=16)
+    model = DraftModel(
+        ModelCore(dataclasses.replace(llm.model_config, num_layers=num_layers), config),
+        lambda: {name: one for name, one in executor._params.items() if not name.startswith(upper)},
+        config,
+        MOST_DRAFTS,
+        executor._device,
+    )
+    model.warm_up()
+    return model
+
+
+@pytest.fixture(scope="module")
 def alone(llm):
     """The answers of each request when nobody else is there, a token an iteration."""
     engine, answers = engine_of(llm, SchedulerPolicy()), []
@@ -237,12 +256,13 @@ SCRIPTS = st.lists(st.integers(0, 59), min_size=5, max_size=40)
     num_scheduler_steps=st.sampled_from([1, 4]),
     aborts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, len(PARAMS) - 1)), max_size=2),
     policy_fault=st.integers(0, 40),
-    drafts=st.none() | st.lists(st.integers(0, 4095), min_size=2, max_size=20),
+    drafts=st.none() | st.just("model") | st.lists(st.integers(0, 4095), min_size=2, max_size=20),
     num_drafts=st.integers(0, MOST_DRAFTS),
 )
 def test_no_token_depends_on_the_schedule_or_on_drafts(
     llm,
     alone,
+    draft_model,
     script,
     mixes,
     aborts,
@@ -256,13 +276,16 @@ def test_no_token_depends_on_the_schedule_or_on_drafts(
     compiled, num_programs = compile_stats.total()[0], len(llm.executor.programs)
     policy = scripted([*script, 7], mixes)
     policy = dataclasses.replace(policy, action=Fails(policy.action, "choose", policy_fault))
+    proposer = None
+    if drafts is not None:
+        proposer = draft_model if drafts == "model" else Knowing(answers_of(alone), drafts)
     engine = engine_of(
         llm,
         policy,
         num_host_blocks=num_host_blocks,
         async_scheduling=async_scheduling,
         num_scheduler_steps=num_scheduler_steps,
-        proposer=None if drafts is None else Knowing(answers_of(alone), drafts),
+        proposer=proposer,
         num_drafts=num_drafts,
     )
     outputs = run(engine, aborts)
@@ -271,6 +294,7 @@ def test_no_token_depends_on_the_schedule_or_on_drafts(
     for place, expected in enumerate(alone):
         assert_same(outputs[place], expected)
     assert_no_copy_is_left(engine, llm)
+    assert draft_model.num_free_blocks == draft_model.config.num_gpu_blocks
 
 
 @settings(max_examples=12, deadline=None)

@@ -186,10 +186,16 @@ def test_wrong_drafts_leave_no_trace_beside_requests_that_are_sampled_apart(llm)
     class Sparing:
         """Each fourth place two right drafts and a wrong one, else none."""
 
-        def propose(self, request, num_tokens):
+        def propose(self, asked):
+            return [self.follow(*one) for one in asked]
+
+        def follow(self, request, num_tokens):
             done = len(request.output_token_ids)
             right = answers[request.request_id][done : done + 2]
             return [] if done % 4 else [*right, 7][:num_tokens]
+
+        def seconds(self, num_requests, num_tokens):
+            return None
 
         def forget(self, request):
             pass
@@ -368,7 +374,9 @@ def test_prompt_lookup_finds_what_a_search_finds(tokens, cuts, least, span, coun
     request.prompt_token_ids[:] = tokens[:num_prompt]
     for cut in sorted({*(cut for cut in cuts if cut <= len(tokens)), len(tokens)}):
         request.output_token_ids[:] = tokens[num_prompt:cut]
-        assert list(proposer.propose(request, count)) == naive(tokens[:cut], least, least + span, count)
+        assert list(proposer.propose([(request, count)])[0]) == naive(
+            tokens[:cut], least, least + span, count
+        )
     proposer.forget(request)
     assert not proposer._known
 
@@ -386,7 +394,7 @@ def test_suffix_lookup_finds_the_longest_ending(tokens, num_prompt):
             for size in range(1, stop)
         }
         longest = max((size for size, ends in starts.items() if ends), default=0)
-        found = list(proposer.propose(request, 5))
+        found = list(proposer.propose([(request, 5)])[0])
         assert len(found) == min(5, 2 * longest)
         assert not found or found in [repeated(text, end, len(found)) for end in starts[longest]]
     proposer.forget(request)

@@ -19,7 +19,7 @@ import jax
 
 import jaxllm
 from jaxllm import pallas_kernels
-from jaxllm.engine import sizing
+from jaxllm.engine import drafting, sizing
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.ledgers import header_of, open_ledger
@@ -138,8 +138,10 @@ def _assemble(config: EngineConfig, ledger: Ledger | None, params: Mapping[str, 
     started = time.perf_counter()
     model = sizing.read_model(config, params)
     chosen = sizing.choose(config, model)
-    sizes = sizing.size(config, model, chosen, has_weights=params is not None)
-    loaded = _load(config, model, sizes, started, params)
+    draft = drafting.read_draft(config, model, chosen)
+    beside = None if draft is None else draft.needs
+    sizes = sizing.size(config, model, chosen, has_weights=params is not None, beside=beside)
+    loaded = _load(config, model, sizes, started, params, draft)
     return _join(config, model, chosen, sizes, loaded, ledger)
 
 
@@ -158,6 +160,7 @@ def _load(
     sizes: sizing.Sizes,
     started: float,
     given: Mapping[str, Any] | None,
+    draft: drafting.Draft | drafting.Heads | drafting.Eagle | None,
 ) -> _Loaded:
     """Load tokenizer and weights while programs compile."""
     programs = StepPrograms(sizes.model_config, sizes.executor, model.device)
@@ -176,6 +179,8 @@ def _load(
         for name, weight in weights:
             params[name] = in_format(sizes.model_config, formats, name, weight)
         executor = ModelExecutor(sizes.model_config, params, sizes.executor, model.device, programs)
+        if draft is not None:
+            executor.drafter = draft.make(executor)
         loaded = time.perf_counter()
         if config.warm_up != "background":
             _warm_up(executor)
@@ -226,7 +231,9 @@ def _join(
         ledger.begin(header_of(policy, device, costs_source, settings, sizes.scheduler, jax=version))
     speculation = None
     if config.speculative_config is not None:
-        speculation = config.speculative_config.make(chosen.max_drafts, scheduling.costs.model)
+        speculation = config.speculative_config.make(
+            chosen.max_drafts, scheduling.costs.model, executor.drafter
+        )
     engine = Engine(
         executor,
         Scheduler(

@@ -155,7 +155,7 @@ class EngineConfig:
             many as take 50 ms, up to 8. It runs while at most 16 requests do and none of them needs a
             decision: the host then has less to do, and streams advance by several tokens. 1 turns it off,
             with fewer programs.
-        speculative_config: Draft tokens on the host and verify several in one step, as
+        speculative_config: Draft tokens and verify several in one step, as
             {"method": "ngram", "num_speculative_tokens": 4} (`jaxllm.engine.speculation.SpeculativeConfig`
             has all). Outputs stay the same.
         logits_processors: Pure JAX functions that change the logits of every request before all else, by

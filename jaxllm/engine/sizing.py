@@ -264,7 +264,14 @@ def _check_kv_dtype(kernels: str, model: Model) -> None:
         )
 
 
-def size(config: EngineConfig, model: Model, chosen: Choices, *, has_weights: bool = False) -> Sizes:
+def size(
+    config: EngineConfig,
+    model: Model,
+    chosen: Choices,
+    *,
+    has_weights: bool = False,
+    beside: memory.Beside | None = None,
+) -> Sizes:
     """Size pool, host memory and programs; `has_weights` says that the checkpoint's are not used.
 
     Raises:
@@ -273,17 +280,19 @@ def size(config: EngineConfig, model: Model, chosen: Choices, *, has_weights: bo
     """
     bytes_per_block = memory.block_bytes(model.config, config.block_size, model.kv_dtype)
     needed_blocks = chosen.max_num_seqs * -(-chosen.max_model_len // config.block_size)
+    beside = beside or memory.Beside()
+    num_weight_bytes = model.num_weight_bytes + beside.weight_bytes
     num_blocks = memory.num_blocks_that_fit(
         device=model.device,
-        weight_bytes=model.num_weight_bytes,
-        bytes_per_block=bytes_per_block,
-        temporaries=_temporary_bytes(config, model, chosen, bytes_per_block),
+        weight_bytes=num_weight_bytes,
+        bytes_per_block=bytes_per_block + beside.bytes_per_block,
+        temporaries=_temporary_bytes(config, model, chosen, bytes_per_block) + beside.temporary_bytes,
         needed_blocks=needed_blocks,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         kv_cache_memory=config.kv_cache_memory,
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
-    memory.check_fits(model.device, model.num_weight_bytes, num_blocks * bytes_per_block)
+    memory.check_fits(model.device, num_weight_bytes, num_blocks * (bytes_per_block + beside.bytes_per_block))
     pool_tokens = num_blocks * config.block_size
     max_model_len = _fit_length(chosen.max_model_len, pool_tokens, config.max_model_len)
     has_files = config.prefix_cache_dir is not None
@@ -307,7 +316,11 @@ def size(config: EngineConfig, model: Model, chosen: Choices, *, has_weights: bo
     if has_files:
         _check_files(config, scheduler, has_weights=has_weights)
     model_config = model.config.with_max_model_len(max_model_len)
-    executor = _executor_config(config, model, chosen, scheduler, num_host_blocks)
+    executor = dataclasses.replace(
+        _executor_config(config, model, chosen, scheduler, num_host_blocks),
+        num_hidden=beside.num_hidden,
+        kept_layers=beside.kept_layers,
+    )
     return Sizes(model_config, scheduler, executor, num_writing_blocks)
 
 

@@ -13,10 +13,12 @@ from jaxllm.sched.proposers import Proposer
 from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.proposers.suffix import SuffixLookup
 from jaxllm.sched.speculation import Speculation
-from jaxllm.system.options import check_choice, check_range
+from jaxllm.system.options import check_choice, check_range, checked_path
 from jaxllm.types import Request, SchedulerOutput, TokenLogprobs
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model", "medusa", "eagle3")
+COMPUTED = METHODS[2:]
+"""Those whose drafts are computed on the device."""
 POLICIES = ("cost", "fixed")
 MAX_SPECULATIVE_TOKENS = 64
 _MOST_LOGITS_BYTES = 64 * 2**20
@@ -31,7 +33,11 @@ class SpeculativeConfig:
 
     Args:
         method: ngram takes what followed the same few tokens before (`jaxllm.sched.proposers.ngram`), suffix
-            what followed the longest ending that was there before (`jaxllm.sched.proposers.suffix`).
+            what followed the longest ending that was there before (`jaxllm.sched.proposers.suffix`),
+            draft_model what a smaller model says (`jaxllm.executor.draft_model`), medusa what heads say that
+            see what the model's own head sees (`jaxllm.executor.medusa`), eagle3 what a layer says that
+            sees what layers of the model see (`jaxllm.executor.eagle3`).
+        model: folder of that model's checkpoint, or of the heads, or its id.
         num_speculative_tokens: most drafts of a request in one step.
         prompt_lookup_min: shortest run of tokens that ngram looks for.
         prompt_lookup_max: longest run.
@@ -44,6 +50,7 @@ class SpeculativeConfig:
     """
 
     method: str = "ngram"
+    model: str | None = None
     num_speculative_tokens: int = 4
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
@@ -54,6 +61,15 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
         check_choice("policy", self.policy, POLICIES)
+        if self.is_computed and self.model is None:
+            raise ConfigError(f"method={self.method!r} takes a model: give its folder as 'model'")
+        if self.model is not None:
+            if not self.is_computed:
+                raise ConfigError(
+                    f"model={shown(self.model)} is for {' and '.join(COMPUTED)}, and method={self.method!r} "
+                    "takes none: leave it out"
+                )
+            object.__setattr__(self, "model", checked_path("model", self.model))
         check_range("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_range("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
         check_range("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
@@ -67,19 +83,29 @@ class SpeculativeConfig:
         if self.disable_by_batch_size is not None:
             check_range("disable_by_batch_size", self.disable_by_batch_size, 1, 2**16)
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether drafts are computed on the device."""
+        return self.method in COMPUTED
+
     def max_drafts(self, max_num_seqs: int, most: int, vocab_size: int) -> int:
         """Most drafts of one step: those of all requests, at most `most`, while their logits are small."""
         asked = max_num_seqs * self.num_speculative_tokens
         return max(0, min(asked, most, _MOST_LOGITS_BYTES // (4 * vocab_size)))
 
-    def make(self, max_drafts: int, costs: CostModel) -> Speculation:
-        """What drafts at most so many tokens a step, by these costs of steps; each engine has its own."""
+    def make(self, max_drafts: int, costs: CostModel, model: Proposer | None = None) -> Speculation:
+        """What drafts at most so many tokens a step, by these costs of steps; each engine has its own.
+
+        `model` proposes them if they are computed.
+        """
         proposer: Proposer = PromptLookup(self.prompt_lookup_min, self.prompt_lookup_max)
-        if self.method == "suffix":
+        if model is not None:
+            proposer = model
+        elif self.method == "suffix":
             proposer = SuffixLookup(self.suffix_decoding_max_spec_factor)
         policy: SpeculationPolicy = AsProposed()
         if self.policy == "cost":
-            policy = ByCost(costs)
+            policy = ByCost(costs, drafting=proposer.seconds)
         if self.disable_by_batch_size is not None:
             policy = BelowBatch(self.disable_by_batch_size, policy)
         return Speculation(proposer, policy, self.num_speculative_tokens, max_drafts)

@@ -18,6 +18,8 @@ class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
     `max_drafts`: most drafts that one step verifies.
+    `num_hidden`: of each slot so many of the newest hidden states are kept on the device.
+    `kept_layers`: what these layers are given is kept on the device, of each token with KV in the pool.
     `kv_dtype`: keys and values are stored as that, one of `KV_DTYPES`; None is `dtype`.
     `formats`: those that weights of linear layers are in (`registry.in_format`).
     `warms_sampling`: the programs of what is sampled apart are among those compiled ahead, but for what
@@ -37,6 +39,8 @@ class ExecutorConfig:
     num_host_blocks: int = 0
     max_decode_steps: int = 1
     max_drafts: int = 0
+    num_hidden: int = 0
+    kept_layers: tuple[int, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
     warms_sampling: bool = False
     warms_everything: bool = False

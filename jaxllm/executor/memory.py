@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import jax
@@ -20,6 +21,20 @@ _MOST_TEMPORARIES = 0.1
 
 MEM_FRACTION = 0.95
 """Share of a GPU's memory that JAX's allocator is to take (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What something beside the model takes: bytes of weights, of temporaries, and for each block.
+
+    It wants steps to keep `num_hidden` hidden states of each slot, and what `kept_layers` are given.
+    """
+
+    weight_bytes: int = 0
+    temporary_bytes: int = 0
+    bytes_per_block: int = 0
+    num_hidden: int = 0
+    kept_layers: tuple[int, ...] = ()
 
 
 def block_bytes(config: ModelConfig, block_size: int, kv_dtype: str) -> int:

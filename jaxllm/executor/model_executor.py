@@ -18,6 +18,7 @@ import numpy as np
 from jaxllm import pallas_kernels
 from jaxllm.errors import CapacityError, ConfigError, EngineError
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.drafter import Drafter
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
 from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.file_io import FileTransfers
@@ -62,7 +63,11 @@ _MANY_ITERATIONS = 64  # after which a program is compiled that spares the other
 
 
 class ModelExecutor:
-    """Executes steps of one model on one device. One thread owns it: every step donates the pool."""
+    """Executes steps of one model on one device. One thread owns it: every step donates the pool.
+
+    Attributes:
+        drafter: proposes tokens, and lives and goes with it, if there is one.
+    """
 
     @under_jax_defaults
     def __init__(
@@ -101,6 +106,7 @@ class ModelExecutor:
             self._choose_fastest()
         self._programs.begin()
         weakref.finalize(self, self._programs.close).atexit = False
+        self.drafter: Drafter | None = None
         self._is_undisturbed = False
         self._num_filtered: collections.Counter[ProgramKey] = collections.Counter()
 
@@ -119,11 +125,13 @@ class ModelExecutor:
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             kv_dtype=config.kv_dtype,
+            num_hidden=config.num_hidden,
+            num_kept_layers=len(config.kept_layers),
         )
         try:
-            make = jax.jit(lambda: EngineState(*(jnp.zeros(s.shape, s.dtype) for s in shapes)))
+            make = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
             with jax.default_device(self._device):
-                state = jax.block_until_ready(make())
+                state: EngineState = jax.block_until_ready(make())
         except jax.errors.JaxRuntimeError as error:
             raise CapacityError(
                 f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
@@ -152,6 +160,16 @@ class ModelExecutor:
     def block_shape(self) -> tuple[int, ...]:
         """Of a block of the KV pool, over all layers."""
         return self._state.pool.shape[1:]
+
+    @property
+    def hidden(self) -> jax.Array | None:
+        """What the newest tokens of each slot were sampled from; see `step.DeviceState`."""
+        return self._state.hidden
+
+    @property
+    def layers(self) -> jax.Array | None:
+        """What some layers were given; see `step.DeviceState`."""
+        return self._state.layers
 
     @property
     def device_kind(self) -> str:
@@ -200,6 +218,8 @@ class ModelExecutor:
         self._restore(self.config.max_num_seqs, [], [])
         if self.config.max_drafts:
             self._write_drafts(())
+        if self.drafter is not None:
+            self.drafter.warm_up()
 
     @under_jax_defaults
     def execute(self, scheduled: SchedulerOutput) -> PendingStep:
@@ -258,10 +278,13 @@ class ModelExecutor:
     def let_go(self, *, weights: bool) -> None:
         """Give the memory of the pool back, and with `weights` theirs; nobody may hold a block of it."""
         self.settle_copies()
-        for array in (self._state.pool, *(jax.tree.leaves(self._params) if weights else ())):
+        kept = () if self._state.layers is None else (self._state.layers,)
+        for array in (self._state.pool, *kept, *(jax.tree.leaves(self._params) if weights else ())):
             array.delete()
         if weights:
             self._params = {}
+        if self.drafter is not None:
+            self.drafter.let_go(weights=weights)
 
     @under_jax_defaults
     def remake_pool(self) -> None:
@@ -270,6 +293,8 @@ class ModelExecutor:
         Raises:
             CapacityError: it does not fit any more.
         """
+        if self.drafter is not None:
+            self.drafter.take_back()
         self._state = self._make_state()
         self._table_sizes[:] = 0
 
@@ -280,6 +305,8 @@ class ModelExecutor:
         self._params, self.swapper = {}, None
         if self._transfers is not None:
             self._transfers.close()
+        if self.drafter is not None:
+            self.drafter.release()
         for name in ("_state", "_slot_params", "_set_row", "_set_tokens"):
             vars(self).pop(name, None)
 
@@ -673,9 +700,9 @@ class ModelExecutor:
         tokens[: len(token_ids)] = token_ids
         table = np.zeros(self._max_blocks, np.int32)
         table[: len(block_ids)] = block_ids
-        pool, history, tables = self._state
-        history, tables = self._set_row(history, slot, tokens), self._set_row(tables, slot, table)
-        self._state = EngineState(pool, history, tables)
+        history = self._set_row(self._state.history, slot, tokens)
+        tables = self._set_row(self._state.tables, slot, table)
+        self._state = self._state._replace(history=history, tables=tables)
         if slot < self.config.max_num_seqs:
             self._table_sizes[slot] = len(block_ids)
 

@@ -76,13 +76,15 @@ class ProgramKey(NamedTuple):
 class EngineState(NamedTuple):
     """What the steps of an engine carry on the device, donated from one to the next.
 
-    `pool` and `history` are those of `step.DeviceState`; `tables` are the block tables of the slots,
-    [num_slots + 1, max_blocks] int32, the last row belonging to padding.
+    `tables` are the block tables of the slots, [num_slots + 1, max_blocks] int32, the last row belonging to
+    padding; all else is that of `step.DeviceState`.
     """
 
     pool: jax.Array
     history: jax.Array
     tables: jax.Array
+    hidden: jax.Array | None = None
+    layers: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,8 @@ def step_program(
     implementation: str | None = None,
     formats: LinearFormats = PLAIN,
     processors: tuple[LogitsProcessor, ...] = (),
+    num_hidden: int = 0,
+    kept_layers: tuple[int, ...] = (),
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
 
@@ -134,11 +138,14 @@ def step_program(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         kv_dtype=kv_dtype,
+        num_hidden=num_hidden,
+        num_kept_layers=len(kept_layers),
     )
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PackedSlotParams.host_zeros(max_num_seqs)))
     _, num_inputs = _layout(key, max_num_seqs, block_size)
     packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
-    step = functools.partial(_packed_step, model_config, key, max_num_seqs, implementation, processors)
+    options = {"implementation": implementation, "processors": processors, "kept_layers": kept_layers}
+    step = functools.partial(_packed_step, model_config, key, max_num_seqs, options)
     params = abstract_params(model_config, dtype, formats)
     return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed)
 
@@ -152,19 +159,31 @@ def state_shapes(
     max_model_len: int,
     max_num_seqs: int,
     kv_dtype: str | None = None,
+    num_hidden: int = 0,
+    num_kept_layers: int = 0,
 ) -> EngineState:
     """The shapes and dtypes of the KV pool, the tokens' history and the block tables.
 
-    `kv_dtype` is one of `KV_DTYPES`; None is `dtype`.
+    `kv_dtype` is one of `KV_DTYPES`; None is `dtype`. With `num_hidden` so many hidden states of each slot
+    are kept, and of each token what `num_kept_layers` were given.
     """
     layout = KVLayout(kv_dtype or dtype, model.head_dim)
     pool = (num_gpu_blocks, model.num_layers, 2, model.num_kv_heads, block_size, layout.width)
     history = (max_num_seqs + 1, max_model_len + 1)
     tables = (max_num_seqs + 1, -(-max_model_len // block_size))
+    hidden = layers = None
+    if num_kept_layers:
+        kept = (num_gpu_blocks, block_size, num_kept_layers * model.hidden_size)
+        layers = jax.ShapeDtypeStruct(kept, jnp.dtype(dtype))
+    if num_hidden:
+        kept = (max_num_seqs + 1, num_hidden, model.num_features)
+        hidden = jax.ShapeDtypeStruct(kept, jnp.dtype(dtype))
     return EngineState(
         jax.ShapeDtypeStruct(pool, layout.array_dtype),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(history, jnp.int32),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct(tables, jnp.int32),  # type: ignore[arg-type]
+        hidden,  # type: ignore[arg-type]
+        layers,  # type: ignore[arg-type]
     )
 
 
@@ -218,8 +237,7 @@ def _packed_step(
     model_config: ModelConfig,
     key: ProgramKey,
     max_num_seqs: int,
-    implementation: str | None,
-    processors: tuple[LogitsProcessor, ...],
+    options: dict[str, Any],
     params: Params,
     state: EngineState,
     slot_params: PackedSlotParams,
@@ -231,11 +249,7 @@ def _packed_step(
     slots = parts["decode_slots"]
     decode = DecodeInputs(slots, parts["decode_lengths"], tables[slots])
     compute: Any = run_step
-    options: dict[str, Any] = {
-        "sampling": key.sampling,
-        "processors": processors,
-        "implementation": implementation,
-    }
+    options = {**options, "sampling": key.sampling}
     inputs: tuple[Any, ...] = decode, None
     if key.max_chunks:
         prompts = {name: parts[name] for name in PrefillInputs._fields if name in parts}
@@ -243,6 +257,6 @@ def _packed_step(
     elif key.max_decode_steps > 1:
         compute, inputs = run_decode_steps, (decode, parts["num_steps"][0])
         options["max_steps"] = key.max_decode_steps
-    carried = DeviceState(state.pool, state.history)
+    carried = DeviceState(state.pool, state.history, state.hidden, state.layers)
     carried, outputs = compute(model_config, params, carried, slot_params.unpack(), *inputs, **options)
-    return EngineState(carried.pool, carried.history, tables), outputs
+    return EngineState(carried.pool, carried.history, tables, carried.hidden, carried.layers), outputs

@@ -314,7 +314,7 @@ def sample(
                 lambda: jnp.full(len(scaled), -jnp.inf, scaled.dtype),
             )
         scores = _perturb(scores, scaled, rows, lengths, least)
-    tokens = native.argmax(scores) if is_native else _argmax(scores)
+    tokens = largest(scores, is_native=is_native)
     logprobs = None
     if Sampling.LOGPROBS in sampling:
         num_top = logits.shape[1] if Sampling.ALL_LOGPROBS in sampling else MAX_LOGPROBS
@@ -331,6 +331,11 @@ def _bits(masks: jax.Array, size: int) -> jax.Array:
     """The first `size` bits of each row; [R, size] bool."""
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
     return bits.reshape(len(masks), -1)[:, :size] == 1
+
+
+def largest(scores: jax.Array, *, is_native: bool) -> jax.Array:
+    """Places of the largest of `scores` [R, N]; a native kernel finds them if `is_native`. [R] int32."""
+    return native.argmax(scores) if is_native else _argmax(scores)
 
 
 def _argmax(scores: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jax import lax
 from jaxllm import pallas_kernels
 from jaxllm.executor.sampler import Logprobs, SampledRows, Sampling, SlotParams, sample, token_logprobs
 from jaxllm.models.architecture import CausalLM, ModelConfig
-from jaxllm.models.layers import Attend, Edit
+from jaxllm.models.layers import Attend, Edit, LayerInputs
 from jaxllm.models.registry import bind
 from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.sampling.logits_processors import LogitsProcessor
@@ -35,10 +35,15 @@ class DeviceState(NamedTuple):
 
     `pool` is the KV pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; `history` holds the
     tokens of each slot, [num_slots + 1, max_model_len + 1] int32, the last row belonging to padding.
+    `hidden` [num_slots + 1, W, features] is what the newest tokens of each slot were sampled from, that of
+    position p at p % W; `layers` [num_blocks, block_size, features] is what some layers were given, side by
+    side, of each token with KV in the pool. Either is None where nobody wants it.
     """
 
     pool: jax.Array
     history: jax.Array
+    hidden: jax.Array | None = None
+    layers: jax.Array | None = None
 
 
 class DecodeInputs(NamedTuple):
@@ -122,7 +127,7 @@ def _prefill_places(inputs: PrefillInputs, padding_slot: int, block_size: int) -
     return _Places(slots, positions, slot_of(inputs.block_tables, seq, positions, block_size))
 
 
-def _places(
+def places_of(
     decode: DecodeInputs | None, prefill: PrefillInputs | None, padding_slot: int, block_size: int
 ) -> _Places:
     """Of all rows of the step."""
@@ -151,7 +156,7 @@ def _num_rows(decode: DecodeInputs | None, prefill: PrefillInputs | None) -> jax
     return jnp.max(jnp.where(decode.lengths > 0, rows, 0))
 
 
-class _PagedAttention(Attend):
+class PagedAttention(Attend):
     """Attention over decodes and prompts; stores the new KV in the pool it carries through the layers."""
 
     def __init__(
@@ -180,6 +185,7 @@ class _PagedAttention(Attend):
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> jax.Array:
+        """See `Attend`."""
         decode, prefill = self._decode, self._prefill
         prompts = None
         if prefill is not None:
@@ -211,6 +217,7 @@ def forward(
     first_positions: jax.Array | None = None,
     implementation: str | None = None,
     edit: Edit | None = None,
+    keeps: LayerInputs | None = None,
 ) -> tuple[jax.Array, jax.Array, CausalLM]:
     """The forward pass over decodes and prompts.
 
@@ -225,14 +232,15 @@ def forward(
             sequence; 0 if None.
         implementation: of attention.
         edit: changes the residual stream [R, hidden_size] before layers.
+        keeps: is told what layers are given.
 
     Returns:
         The updated pool, the hidden states [R, features], and the bound model for its output head.
     """
     model = bind(config, params)
-    places = _places(decode, prefill, 0, pool.shape[4])
-    attend = _PagedAttention(pool, places.slot_mapping, decode, prefill, implementation)
-    attend.edit = edit
+    places = places_of(decode, prefill, 0, pool.shape[4])
+    attend = PagedAttention(pool, places.slot_mapping, decode, prefill, implementation)
+    attend.edit, attend.keeps = edit, keeps
     positions = jnp.maximum(places.positions, 0)
     if first_positions is not None:
         positions += first_positions
@@ -252,20 +260,23 @@ def run_step(
     processors: tuple[LogitsProcessor, ...] = (),
     implementation: str | None = None,
     edit: Edit | None = None,
+    kept_layers: tuple[int, ...] = (),
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute one iteration: forward pass, KV writes, sampling, and the sampled tokens into the history.
 
-    `sampling` is what its requests ask for (static), `processors` those of `sample`, `edit` as in `forward`.
+    `sampling` is what its requests ask for (static), `processors` those of `sample`, `edit` as in `forward`;
+    `kept_layers` are those of `DeviceState.layers`.
     """
-    pool, history = state
+    pool, history, kept, layers = state
     padding_slot = history.shape[0] - 1
-    places = _places(decode, prefill, padding_slot, pool.shape[4])
+    places = places_of(decode, prefill, padding_slot, pool.shape[4])
     here = places.slots, jnp.maximum(places.positions, 0)
     tokens = history[here]
     if prefill is not None:
         is_prompt = jnp.arange(len(tokens)) >= prefill.query_starts[0]
         tokens = jnp.where(is_prompt, prefill.tokens, tokens)
         history = history.at[here].set(tokens)
+    keeps = None if layers is None else LayerInputs(kept_layers)
     pool, hidden, model = forward(
         config,
         params,
@@ -276,7 +287,13 @@ def run_step(
         first_positions=slot_params.first_position[places.slots],
         implementation=implementation,
         edit=edit,
+        keeps=keeps,
     )
+    if layers is not None and keeps is not None:
+        flat = layers.reshape(-1, layers.shape[2])
+        rows = jnp.where(places.slot_mapping >= 0, places.slot_mapping, len(flat))
+        given = jnp.concatenate(keeps.found, axis=1).astype(layers.dtype)
+        layers = flat.at[rows].set(given, mode="drop").reshape(layers.shape)
     prompt_logprobs = None
     if prefill is None:
         slots, lengths = places.slots, places.positions + 1
@@ -288,13 +305,15 @@ def run_step(
         if Sampling.PROMPT_LOGPROBS in sampling:
             prompt_logprobs = _prompt_logprobs(model, hidden, prefill.targets)
         hidden = hidden[rows]
+    if kept is not None:
+        kept = kept.at[slots, (lengths - 1) % kept.shape[1]].set(hidden)
     # Whatever is sampled how, the logits are computed in the same way.
     logits = lax.optimization_barrier(model.logits(hidden, num_sampled))
     options: dict[str, Any] = {"processors": processors, "is_native": model.is_packed}
     sampled = sample(logits, slot_params, slots, history, lengths, sampling, **options)
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
-    return DeviceState(pool, history), StepOutputs(sampled, prompt_logprobs, logits)
+    return DeviceState(pool, history, kept, layers), StepOutputs(sampled, prompt_logprobs, logits)
 
 
 def run_decode_steps(
@@ -309,6 +328,7 @@ def run_decode_steps(
     sampling: Sampling,
     processors: tuple[LogitsProcessor, ...] = (),
     implementation: str | None = None,
+    kept_layers: tuple[int, ...] = (),
 ) -> tuple[DeviceState, StepOutputs]:
     """Compute several decode iterations, each on the tokens of the one before it.
 
@@ -326,6 +346,7 @@ def run_decode_steps(
         sampling: all that the requests ask for (static).
         processors: see `sample` (static).
         implementation: of attention.
+        kept_layers: see `run_step` (static).
 
     Returns:
         The state, and outputs with `[max_steps * B]` rows, one iteration after another; those after a row's
@@ -354,6 +375,7 @@ def run_decode_steps(
             sampling=sampling,
             processors=processors,
             implementation=implementation,
+            kept_layers=kept_layers,
         )
         return state, outputs
 

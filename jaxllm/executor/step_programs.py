@@ -335,6 +335,8 @@ class StepPrograms:
                 implementation=self.implementation(key),
                 formats=config.formats,
                 processors=config.logits_processors,
+                num_hidden=config.num_hidden,
+                kept_layers=config.kept_layers,
             )
         here = SingleDeviceSharding(self._device)
         structs = jax.tree.map(

@@ -55,6 +55,11 @@ class ModelConfig:
         return False
 
     @property
+    def num_features(self) -> int:
+        """Size of the hidden states that the output head sees."""
+        return self.hidden_size
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence the positions of this checkpoint can represent."""
         return self.max_position_embeddings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -47,6 +47,26 @@ Edit = Callable[[int, jax.Array], jax.Array]
 """Changes an activation: `edit(layer, x)` of the residual stream `x` [..., hidden_size] before a layer."""
 
 
+class LayerInputs:
+    """What some layers of a pass were given, from the first to the last.
+
+    Args:
+        layers: their numbers.
+
+    Attributes:
+        found: of each [T, hidden_size].
+    """
+
+    def __init__(self, layers: Collection[int]) -> None:
+        self.found: list[jax.Array] = []
+        self._layers = layers
+
+    def add(self, index: int, x: jax.Array, delta: jax.Array | None) -> None:
+        """Note what layer `index` is given, as `Attend.run` is."""
+        if index in self._layers:
+            self.found.append(x if delta is None else x + whole(delta, x.dtype))
+
+
 class Attend:
     """Attention over the sequences that a pass works on, beside whatever else depends on the kind of pass.
 
@@ -55,11 +75,13 @@ class Attend:
             mean nothing. None if all may be.
         splits_products: whether products may be left in parts, which a GPU's kernels add up.
         edit: changes the residual stream; None leaves it.
+        keeps: is told what layers are given, if it is not None.
     """
 
     num_rows: jax.Array | None = None
     splits_products = False
     edit: Edit | None = None
+    keeps: LayerInputs | None = None
 
     def __call__(
         self,
@@ -83,6 +105,8 @@ class Attend:
         """`layer(x, delta, *rest, self)`: `x` [T, hidden_size], and what is yet to be added -> same."""
         if self.edit is not None:
             x, delta = self.edit(index, x if delta is None else x + whole(delta, x.dtype)), None
+        if self.keeps is not None:
+            self.keeps.add(index, x, delta)
         found: tuple[jax.Array, jax.Array | None] = layer(x, delta, *rest, self)
         return found
 

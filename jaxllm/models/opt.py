@@ -24,11 +24,17 @@ class OPTConfig(ModelConfig):
 
     architecture: str = "OPTForCausalLM"
     word_embed_proj_dim: int
+
     do_layer_norm_before: bool = True
     remove_final_layer_norm: bool = False
     activation_function: str = "relu"
     enable_bias: bool = True
     layer_norm_elementwise_affine: bool = True
+
+    @property
+    def num_features(self) -> int:
+        """Size of the hidden states that the output head sees."""
+        return self.word_embed_proj_dim
 
     @property
     def has_final_layer_norm(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxllm.predictors.base import CostModel
@@ -115,6 +115,7 @@ class BelowBatch:
 
 
 _ROWS = 32.0
+_LEAST_SHARE = 0.1  # of an iteration that is not for drafting, whatever that is said to take
 
 
 class ByCost:
@@ -128,7 +129,8 @@ class ByCost:
     all that the host does between them; without a model 32 rows more take as long as all else. Each time that
     drafts do not pay, what they add is taken to be a little less, until they are tried again: so neither a
     measurement that was disturbed nor a wrong model is believed for long. What asking costs is bounded, too:
-    while nothing comes of it, it may take `share` of the time.
+    while nothing comes of it, it may take `share` of the time. Of a proposer that computes its drafts that is
+    part of what an iteration with so many takes.
 
     Host and device work in turns while tokens are drafted, and side by side otherwise. No sum of parts tells
     what that is worth: for each size of batch tokens a second are measured with and without them (`Regime`).
@@ -137,8 +139,7 @@ class ByCost:
         costs: predicts seconds of iterations.
         share: see above.
         margin: how much more drafts must promise than none, relative.
-        draft_costs: of a draft model, which runs once for each draft of the request with the most; None for
-            proposers that cost next to nothing.
+        drafting: seconds that drafting takes, of how many requests how many tokens each; None for no time.
     """
 
     _RATE = 0.1
@@ -154,10 +155,9 @@ class ByCost:
         *,
         share: float = 0.01,
         margin: float = 0.03,
-        draft_costs: CostModel | None = None,
+        drafting: Callable[[int, int], float | None] = lambda *_: None,
     ) -> None:
-        self._costs, self._share, self._margin = costs, share, margin
-        self._draft_costs = draft_costs
+        self._costs, self._share, self._margin, self._drafting = costs, share, margin, drafting
         # By size, without and with drafts; each with of how many it is the mean.
         self._ratios: tuple[dict[int, tuple[float, int]], dict[int, tuple[float, int]]] = {}, {}
         self._factors: dict[tuple[bool, int], float] = {}  # what they come to, as far as was asked since
@@ -197,7 +197,7 @@ class ByCost:
         predicted = self._model(work)
         if seconds <= 0.0 or predicted <= 0.0:
             return
-        ratio = seconds / predicted
+        ratio = max(seconds - self._seconds_of_drafting(work), _LEAST_SHARE * seconds) / predicted
         is_verifying, size = work.kind
         known, count = self._ratios[is_verifying].get(size, (ratio, 0))
         if is_verifying and self._trust < 1.0:
@@ -225,7 +225,7 @@ class ByCost:
         others = self._extra(iteration)
         best = (1.0 + self._margin) * num_decodes / (plain + others)
         num_best, ranked_best = 0, ranked
-        for depth in range(1 if self._draft_costs else deepest, deepest + 1):
+        for depth in range(deepest if self._drafting(1, 1) is None else 1, deepest + 1):
             found = [one for one in ranked if -one[1] <= depth][: iteration.num_free]
             num_verified, expected = 0, float(num_decodes)
             for count, (gain, number, _) in enumerate(found, 1):
@@ -257,7 +257,13 @@ class ByCost:
         factor = self._factors.get(work.kind)
         if factor is None:
             factor = self._factors[work.kind] = self._factor(*work.kind)
-        return self._model(work) * factor
+        return self._model(work) * factor + self._seconds_of_drafting(work)
+
+    def _seconds_of_drafting(self, work: VerifyingWork) -> float:
+        if not work.num_drafts:
+            return 0.0
+        depth = work.depth or -(-work.num_drafts // work.num_verified)
+        return self._drafting(work.num_verified, depth) or 0.0
 
     def _factor(self, is_verifying: bool, size: int) -> float:
         known = self._ratios[is_verifying] or self._ratios[not is_verifying]
@@ -286,9 +292,6 @@ class ByCost:
                 rows = work.num_verified + work.num_drafts
                 chunks = rows, work.num_verified, work.num_verified * self._context
             seconds = self._costs.step_seconds(num_plain, num_plain * self._context, *chunks)
-            if work.depth and self._draft_costs is not None:
-                context = work.num_verified * self._context
-                seconds += work.depth * self._draft_costs.step_seconds(work.num_verified, context)
             seconds = seconds or 1.0 + (work.num_decodes + work.num_drafts) / _ROWS
             self._predicted[work] = seconds
         return seconds

@@ -1,7 +1,9 @@
-"""Proposers of drafts: which tokens may come next, guessed on the host, one way per file.
+"""Proposers of drafts: which tokens may come next, one way per file.
 
 `PromptLookup` (`.ngram`): what followed the same few tokens before.
 `SuffixLookup` (`.suffix`): what followed the longest ending that was there before, however long it is.
+
+Those that compute on a device are of the room `jaxllm.executor`.
 """
 
 from __future__ import annotations
@@ -19,8 +21,19 @@ class Proposer(Protocol):
     and outputs; they only ever get longer.
     """
 
-    def propose(self, request: Request, num_tokens: int) -> Sequence[int]:
-        """At most `num_tokens` tokens that may follow the known ones, the next one first; none if unsure."""
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
+        """Of each request at most so many tokens that may follow the known ones, the next one first.
+
+        There are none if it is unsure.
+        """
+        ...
+
+    def seconds(self, num_requests: int, num_tokens: int) -> float | None:
+        """What it takes to propose so many tokens of each of so many requests.
+
+        Whoever can tell is asked only for what is to be verified. None if there are as many as there happen
+        to be, for next to nothing: they are looked at first.
+        """
         ...
 
     def forget(self, request: Request) -> None:

@@ -40,8 +40,14 @@ class PromptLookup:
     def __repr__(self) -> str:
         return f"PromptLookup(least={self.least}, most={self.most})"
 
-    def propose(self, request: Request, num_tokens: int) -> Sequence[int]:
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """See `Proposer`."""
+        return [self._follow(request, num_tokens) for request, num_tokens in asked]
+
+    def seconds(self, num_requests: int, num_tokens: int) -> None:
+        """See `Proposer`."""
+
+    def _follow(self, request: Request, num_tokens: int) -> Sequence[int]:
         tokens, text = self._known.setdefault(request.request_id, ([], bytearray()))
         new = request.token_ids(len(tokens), request.num_known_tokens)
         tokens += new

@@ -88,8 +88,14 @@ class SuffixLookup:
     def __repr__(self) -> str:
         return f"SuffixLookup(factor={self.factor:g})"
 
-    def propose(self, request: Request, num_tokens: int) -> Sequence[int]:
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """See `Proposer`."""
+        return [self._follow(request, num_tokens) for request, num_tokens in asked]
+
+    def seconds(self, num_requests: int, num_tokens: int) -> None:
+        """See `Proposer`."""
+
+    def _follow(self, request: Request, num_tokens: int) -> Sequence[int]:
         automaton = self._automata.setdefault(request.request_id, SuffixAutomaton())
         automaton.extend(request.token_ids(len(automaton.tokens), request.num_known_tokens))
         length, place = automaton.match()

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from published import LLAMA_3_8B
 
-from jaxllm.executor.step import PrefillInputs, _PagedAttention, _places, forward
+from jaxllm.executor.step import PagedAttention, PrefillInputs, forward, places_of
 from jaxllm.models.config import config_from_dict
 from jaxllm.models.registry import abstract_params, bind
 from jaxllm.models.rope import rope_table
@@ -25,7 +25,7 @@ from jaxllm.research.plan.target import Compiler, get_target
 BLOCK_SIZE, NUM_LAYERS, NUM_COPIED = 16, 4, 32
 
 
-class LayerCopies(_PagedAttention):
+class LayerCopies(PagedAttention):
     """Attention that first writes a layer's blocks from the host, and then reads some of it back.
 
     `from_host` holds an array in host memory for each layer, [num_copied, 2, num_kv_heads, block_size,
@@ -52,7 +52,7 @@ class LayerCopies(_PagedAttention):
 
 def layered(config, implementation, params, pool, prefill, copied_in, from_host, copied_out):
     """The pool, the last hidden states and `to_host` of a step of prompts."""
-    places = _places(None, prefill, 0, pool.shape[4])
+    places = places_of(None, prefill, 0, pool.shape[4])
     copies = {"copied_in": copied_in, "from_host": from_host, "copied_out": copied_out}
     attend = LayerCopies(pool, places.slot_mapping, None, prefill, implementation, **copies)
     hidden = bind(config, params)(prefill.tokens, jnp.maximum(places.positions, 0), attend)
@@ -158,8 +158,8 @@ def test_a_step_may_be_cut_into_programs(compiled):
     """Each of some layers, so that copies ahead of it are those of its layers; the pool stays where it is."""
 
     def part(params, pool, prefill, x, delta, _):
-        places = _places(None, prefill, 0, BLOCK_SIZE)
-        attend = _PagedAttention(pool, places.slot_mapping, None, prefill, "triton")
+        places = places_of(None, prefill, 0, BLOCK_SIZE)
+        attend = PagedAttention(pool, places.slot_mapping, None, prefill, "triton")
         rope = rope_table(jnp.maximum(places.positions, 0), CONFIG.rope.inverse_frequencies())
         for layer in bind(CONFIG, params).layers[1:3]:
             x, delta = layer(x, delta, rope, attend)

@@ -91,13 +91,13 @@ class SimulatedDrafts:
             drafting: costs of the draft model.
             clock: seconds of the simulation, in which asking takes none.
         """
+        proposer = _Chance(self.acceptance, self.seed, drafting)
         policy: SpeculationPolicy = AsProposed()
         if self.policy == "cost":
-            policy = ByCost(costs, draft_costs=drafting)
+            policy = ByCost(costs, drafting=proposer.seconds)
         if self.disable_by_batch_size is not None:
             policy = BelowBatch(self.disable_by_batch_size, policy)
         most = min(config.max_num_seqs * self.num_speculative_tokens, config.max_num_batched_tokens)
-        proposer = _Chance(self.acceptance, self.seed)
         speculation = Speculation(proposer, policy, self.num_speculative_tokens, most, clock=clock)
         return Drafting(speculation, drafting)
 
@@ -105,13 +105,24 @@ class SimulatedDrafts:
 class _Chance:
     """Proposes right tokens up to the first that is not, each with one probability."""
 
-    def __init__(self, acceptance: float, seed: int) -> None:
-        self._acceptance, self._random = acceptance, random.Random(seed)
+    def __init__(self, acceptance: float, seed: int, costs: CostModel | None) -> None:
+        self._acceptance, self._random, self._costs = acceptance, random.Random(seed), costs
+        self._context = 0
 
-    def propose(self, request: Request, num_tokens: int) -> Sequence[int]:
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> Sequence[Sequence[int]]:
         """See `Proposer`."""
+        self._context = sum([request.num_known_tokens for request, _ in asked]) // max(1, len(asked))
         draw = self._random.random
-        return [_RIGHT if draw() < self._acceptance else _WRONG for _ in range(num_tokens)]
+        return [
+            [_RIGHT if draw() < self._acceptance else _WRONG for _ in range(num_tokens)]
+            for _, num_tokens in asked
+        ]
+
+    def seconds(self, num_requests: int, num_tokens: int) -> float | None:
+        """See `Proposer`; of contexts as long as those that were asked about last."""
+        if self._costs is None:
+            return None
+        return num_tokens * self._costs.step_seconds(num_requests, num_requests * self._context)
 
     def forget(self, request: Request) -> None:
         """See `Proposer`."""

@@ -1,0 +1,255 @@
+"""The programs of a draft model: what is new to it, and several greedy decode steps, without the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.drafter import CompiledAhead, placed
+from jaxllm.executor.fastest import FASTEST
+from jaxllm.executor.programs import state_shapes
+from jaxllm.executor.sampler import largest
+from jaxllm.executor.step import DecodeInputs, PrefillInputs, forward
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.registry import abstract_params, bind
+from jaxllm.types import Request
+
+_CATCH_UP_ROWS = 128
+
+
+class DraftKey(NamedTuple):
+    """What is static of a program: `rows` of new tokens, of `seqs` requests."""
+
+    rows: int
+    seqs: int
+
+
+class DraftInputs(NamedTuple):
+    """The new tokens of up to C requests, one after another in R rows, and how many to draft after them.
+
+    `tokens` [R]; `sources` [R], where in the model's own pool the KV is of the tokens that these are beside;
+    `starts` [C + 1], rows, with the end of the last one; `lengths` [C], tokens with KV after these; `counts`
+    [C], tokens to draft; `num_seqs` [1]; `block_tables` [C, M]. All int32.
+    """
+
+    tokens: np.ndarray
+    sources: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    num_seqs: np.ndarray
+    block_tables: np.ndarray
+
+    @classmethod
+    def zeros(cls, key: DraftKey, max_blocks: int) -> DraftInputs:
+        """Those of nobody."""
+        shapes = (
+            (key.rows,),
+            (key.rows,),
+            (key.seqs + 1,),
+            (key.seqs,),
+            (key.seqs,),
+            (1,),
+            (key.seqs, max_blocks),
+        )
+        return cls(*(np.zeros(shape, np.int32) for shape in shapes))
+
+
+class DraftCore(Protocol):
+    """What drafts: a model, or heads with attention."""
+
+    @property
+    def num_behind(self) -> int:
+        """How many tokens fewer than there are it computes: those from this place on."""
+        ...
+
+    @property
+    def num_new(self) -> int:
+        """Most tokens of a request that are new to it after drafts, if it has drafted before."""
+        ...
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """Whether KV of drafts that were right need not be computed again."""
+        ...
+
+    def params(self) -> Any:
+        """Shapes of its weights."""
+        ...
+
+    def pool(self) -> jax.ShapeDtypeStruct:
+        """Shape of its KV pool, as in `step.DeviceState`."""
+        ...
+
+    def layers(self) -> jax.ShapeDtypeStruct | None:
+        """Shape of `step.DeviceState.layers`; None if it does not look at them."""
+        ...
+
+    def follows(self, request: Request) -> bool:
+        """Whether it can draft for a request."""
+        ...
+
+    def begin(
+        self, params: Any, pool: jax.Array, layers: jax.Array | None, inputs: Any, prompts: PrefillInputs
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute what is new: the pool, and hidden states [R, features] of `DraftInputs`."""
+        ...
+
+    def go_on(
+        self, params: Any, pool: jax.Array, decode: DecodeInputs, tokens: jax.Array, hidden: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute `tokens` [C] that `hidden` [C, features] said: the pool, and hidden states like those."""
+        ...
+
+    def likeliest(self, params: Any, hidden: jax.Array, num_seqs: jax.Array) -> jax.Array:
+        """Tokens [C] int32 that hidden states [C, features] say, `num_seqs` of which are in use."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCore:
+    """A whole model."""
+
+    model: ModelConfig
+    config: ExecutorConfig
+    num_behind = 0
+    num_new = 2  # the last of its drafts, and one more
+    keeps_drafts = True
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"implementation": implementation_of(self.config)}
+
+    def params(self) -> Any:
+        """See `DraftCore`."""
+        return abstract_params(self.model, self.config.dtype, self.config.formats)
+
+    def pool(self) -> jax.ShapeDtypeStruct:
+        """See `DraftCore`."""
+        return pool_shape(self.model, self.config)
+
+    def layers(self) -> None:
+        """See `DraftCore`."""
+
+    def follows(self, request: Request) -> bool:
+        """See `DraftCore`."""
+        return True
+
+    def begin(
+        self, params: Any, pool: jax.Array, layers: jax.Array | None, inputs: Any, prompts: PrefillInputs
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `DraftCore`."""
+        return forward(self.model, params, pool, None, inputs.tokens, prompts, **self._options)[:2]
+
+    def go_on(
+        self, params: Any, pool: jax.Array, decode: DecodeInputs, tokens: jax.Array, hidden: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `DraftCore`."""
+        return forward(self.model, params, pool, decode, tokens, None, **self._options)[:2]
+
+    def likeliest(self, params: Any, hidden: jax.Array, num_seqs: jax.Array) -> jax.Array:
+        """See `DraftCore`."""
+        model = bind(self.model, params)
+        return largest(model.logits(hidden, num_seqs), is_native=model.is_packed)
+
+
+def run_draft(
+    core: DraftCore, most: int, params: Any, pool: jax.Array, layers: jax.Array | None, inputs: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Compute what is new, and draft: of each request the likeliest token, and the likeliest after that.
+
+    Args:
+        core: what drafts (static).
+        most: most tokens to draft (static).
+        params: its weights.
+        pool: its KV pool, as in `step.DeviceState`.
+        layers: those of the model's `step.DeviceState`, if it looks at them.
+        inputs: `DraftInputs`, on the device.
+
+    Returns:
+        The pool, and the drafts [most, C] int32; those beyond a request's count mean nothing.
+    """
+    unused, num_seqs = jnp.zeros_like(inputs.lengths), inputs.num_seqs[0]
+    prompts = PrefillInputs(
+        tokens=inputs.tokens,
+        targets=inputs.tokens,
+        query_starts=inputs.starts,
+        lengths=inputs.lengths,
+        slots=unused,
+        num_seqs=inputs.num_seqs,
+        sampled=unused,
+        block_tables=inputs.block_tables,
+    )
+    pool, hidden = core.begin(params, pool, layers, inputs, prompts)
+    hidden = hidden[jnp.maximum(inputs.starts[1:] - 1, 0)]
+    tokens = core.likeliest(params, hidden, num_seqs)
+    drafts = jnp.zeros((most, len(tokens)), jnp.int32).at[0].set(tokens)
+
+    def step(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        pool, hidden, tokens, drafts = carry
+        lengths = jnp.where(number < inputs.counts, inputs.lengths + number, 0)
+        decode = DecodeInputs(unused, lengths, inputs.block_tables)
+        pool, hidden = core.go_on(params, pool, decode, tokens, hidden)
+        tokens = core.likeliest(params, hidden, num_seqs)
+        return pool, hidden, tokens, drafts.at[number].set(tokens)
+
+    pool, _, _, drafts = lax.fori_loop(1, jnp.max(inputs.counts), step, (pool, hidden, tokens, drafts))
+    return pool, drafts
+
+
+class DraftPrograms(CompiledAhead[DraftKey]):
+    """The programs of what drafts.
+
+    Args:
+        core: that.
+        config: sizes of its arrays, and of the batches that it drafts for.
+        most: most tokens that it drafts of a request.
+        device: to compile for.
+    """
+
+    def __init__(self, core: DraftCore, config: ExecutorConfig, most: int, device: jax.Device) -> None:
+        self._core, self._config, self._most, self._device = core, config, most, device
+        buckets = config.buckets
+        sizes = sorted({min(_CATCH_UP_ROWS, buckets.sizes[-1]), buckets.sizes[-1]})
+        self.drafting = [DraftKey(core.num_new * size, size) for size in buckets.decode]
+        self.catching_up = [DraftKey(size, buckets.max_chunks(size)) for size in sizes]
+        super().__init__([*reversed(self.drafting), *self.catching_up])
+
+    def lower(self, key: DraftKey) -> jax.stages.Lowered:
+        """See `CompiledAhead`."""
+        jitted, arguments = draft_program(self._core, self._most, key, self._config.max_blocks)
+        return jitted.lower(*placed(arguments, self._device))
+
+
+def draft_program(
+    core: DraftCore, most: int, key: DraftKey, max_blocks: int
+) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
+    """`run_draft`, which updates the pool in place, and its arguments, from shapes alone."""
+    arguments = core.params(), core.pool(), core.layers(), DraftInputs.zeros(key, max_blocks)
+    return jax.jit(functools.partial(run_draft, core, most), donate_argnums=1), arguments
+
+
+def implementation_of(config: ExecutorConfig) -> str | None:
+    """Of what drafts the attention: the executor's, unless that is chosen program by program."""
+    return None if config.implementation == FASTEST else config.implementation
+
+
+def pool_shape(model: ModelConfig, config: ExecutorConfig) -> jax.ShapeDtypeStruct:
+    """Of the KV pool of a draft model."""
+    shapes = state_shapes(
+        model,
+        dtype=config.dtype,
+        num_gpu_blocks=config.num_gpu_blocks,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_dtype=config.kv_dtype,
+    )
+    return shapes.pool  # type: ignore[return-value]

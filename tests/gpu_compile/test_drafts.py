@@ -1,0 +1,42 @@
+"""What drafting runs on a GPU that is not there."""
+
+import dataclasses
+
+import pytest
+from published import LLAMA_3_8B
+
+from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.draft_programs import DraftKey, ModelCore, draft_program
+from jaxllm.executor.eagle3 import Eagle3Core
+from jaxllm.models.config import config_from_dict
+from jaxllm.models.eagle3 import Eagle3Config
+from jaxllm.research.plan.target import Compiler, get_target
+
+MOST = 4
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle3"])
+def test_drafts_are_one_loop_without_sorts(kind):
+    """Of 64 requests: what is new, then one decode step after another."""
+    config = ExecutorConfig(
+        num_gpu_blocks=2048,
+        block_size=16,
+        max_model_len=2048,
+        max_num_seqs=64,
+        buckets=Buckets.make(max_num_seqs=64, max_num_batched_tokens=2048),
+        dtype="bfloat16",
+        implementation="triton",
+    )
+    model = config_from_dict({**LLAMA_3_8B, "num_hidden_layers": 2})
+    core = ModelCore(model, config)
+    if kind == "eagle3":
+        layer = dataclasses.replace(model, num_layers=1)
+        core = Eagle3Core(Eagle3Config(layer, (2, 16, 29), 4096, 32000, False), config, MOST)
+    with Compiler(get_target("h200")) as compiler:
+        jitted, arguments = draft_program(core, MOST, DraftKey(core.num_new * 64, 64), 128)
+        program = compiler.compile(jitted, *map(compiler.struct, arguments))
+    text = program.as_text()
+    assert text.count(" while(") == 1
+    assert text.count(" sort(") == 0
+    assert program.memory_analysis().temp_size_in_bytes < 3 * 64 * model.vocab_size * 4 + 2**27

@@ -1,0 +1,358 @@
+"""Draft models: what they draft, the blocks they hold, and the same tokens as without them."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+from engine_helpers import Scripted, make_llm, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_helpers import make_request
+from variants import golden_checkpoint
+
+from jaxllm import SamplingParams
+from jaxllm.engine import sizing
+from jaxllm.engine.engine import Engine
+from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.executor import memory
+from jaxllm.executor.draft_model import DraftModel
+from jaxllm.executor.draft_programs import ModelCore
+from jaxllm.executor.drafter import DraftTimes
+from jaxllm.sched.policies import SchedulerPolicy
+from jaxllm.sched.policies.speculation import AsProposed, ByCost, IterationRows
+from jaxllm.sched.scheduler import Scheduler
+from jaxllm.sched.speculation import Speculation
+from jaxllm.types import RequestStatus
+
+MOST = 8
+TARGET, OTHER = golden_checkpoint("llama_gqa"), golden_checkpoint("qwen3")
+PROMPTS = [[5, 9, 33, 7, 8, 21, 90], [1], list(range(2, 45)), [100, 3] * 9, [64, 65, 66], [11] * 30]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    config = {"method": "draft_model", "model": OTHER, "num_speculative_tokens": MOST, "policy": "fixed"}
+    return make_llm(TARGET, speculative_config=config, prefill_buckets=[16, 48], num_host_blocks=32)
+
+
+@pytest.fixture(scope="module")
+def alike(llm):
+    """A draft model that is the model itself."""
+    model = drafting(llm)
+    model.warm_up()
+    return model
+
+
+def drafting(llm, **changes):
+    executor = llm.executor
+    config = dataclasses.replace(executor.config, **changes)
+    return DraftModel(
+        ModelCore(executor.model_config, config), lambda: executor._params, config, MOST, executor._device
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(llm):
+    outputs = run(engine_of(llm, None), PROMPTS, GREEDY)
+    return [output.token_ids for output in outputs]
+
+
+def engine_of(llm, model, num_tokens=MOST, policy=None, **changes):
+    config = dataclasses.replace(llm.engine.scheduler.config, **changes)
+    speculation = None if model is None else Speculation(model, AsProposed(), num_tokens, 4 * MOST)
+    scheduler = Scheduler(config, policy or SchedulerPolicy(), speculation=speculation)
+    return Engine(llm.executor, scheduler, vocab_size=llm.model_config.vocab_size)
+
+
+def running(index, tokens):
+    request = make_request(index, 0, 200, prompt_token_ids=tokens)
+    request.status = RequestStatus.RUNNING
+    return request
+
+
+# What is drafted
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rounds=st.lists(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(1, MOST), st.integers(0, 9)), max_size=4),
+        min_size=1,
+        max_size=5,
+    ),
+    draw=st.integers(0, 2**20),
+)
+def test_drafts_are_those_of_one_who_has_just_come(alike, rounds, draw):
+    """Whatever was drafted before, of whom, and how much of it was right."""
+    random = np.random.default_rng(draw)
+    requests = [running(i, random.integers(0, 128, (1, 2, 9, 60)[i]).tolist()) for i in range(4)]
+    for asked in rounds:
+        asked = list({number: one for number, *one in asked}.items())
+        pairs = [
+            (requests[number], count)
+            for number, (count, _) in asked
+            if requests[number].num_known_tokens < 90
+        ]
+        drafts = alike.propose(pairs)
+        assert [len(tokens) for tokens in drafts] == [count for _, count in pairs]
+        for (request, count), tokens in zip(pairs, drafts, strict=True):
+            other = running(9, request.token_ids(0, request.num_known_tokens))
+            assert alike.propose([(other, count)])[0] == tokens
+            alike.forget(other)
+        for (number, (_, num_right)), tokens in zip(asked, drafts, strict=False):
+            right = tokens[: min(num_right, len(tokens))]
+            requests[number].output_token_ids += [*right, *random.integers(0, 128, 1).tolist()]
+    for request in requests:
+        alike.forget(request)
+    assert alike.num_free_blocks == alike.config.num_gpu_blocks
+
+
+def test_the_model_itself_is_always_right(llm, alike, answers):
+    drafts = alike.propose([(running(i, tokens), MOST) for i, tokens in enumerate(PROMPTS[:4])])
+    # All but the first draft come from the tokens drafted before them.
+    assert drafts == [tokens[:MOST] for tokens in answers[:4]]
+    for i, tokens in enumerate(PROMPTS[:4]):
+        alike.forget(running(i, tokens))
+    engine = engine_of(llm, alike)
+    outputs = run(engine, PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == answers
+    counts = engine.scheduler.speculation.counts
+    assert counts.num_kept == counts.num_drafted > 90
+    assert counts.num_verifications < 3 * len(PROMPTS) + 3
+
+
+@pytest.fixture(scope="module")
+def small(llm):
+    """Ten blocks of 4 tokens, for sequences of 24, of programs that are compiled beside all else."""
+    return drafting(llm, num_gpu_blocks=10, max_model_len=24)
+
+
+def test_nothing_is_drafted_until_its_programs_are_there(llm):
+    model = drafting(llm, num_gpu_blocks=3, max_model_len=24)
+    first = running(0, [1, 2, 3])
+    found = [model.propose([(first, 2)])[0]]
+    model._programs.wait()
+    found.append(model.propose([(first, 2)])[0])
+    assert [len(tokens) for tokens in found] == [0, 2]
+    assert model.seconds(1, 2) > 0
+    model.release()
+    assert model.propose([(first, 2)]) == [()]
+
+
+def test_who_drafts_nothing_now_gives_blocks(small):
+    small._programs.wait()
+    first, second, third = (running(i, list(range(20))) for i in range(3))
+    assert len(small.propose([(first, 1)])[0]) == 1
+    assert len(small.propose([(second, 1)])[0]) == 1
+    assert small.num_free_blocks == 0
+    assert [len(tokens) for tokens in small.propose([(second, 1), (third, 1)])] == [1, 1]
+    assert sorted(small._held) == ["r1", "r2"]
+    drafts = small.propose([(first, 1), (second, 1), (third, 1)])
+    assert sorted(len(tokens) for tokens in drafts) == [0, 1, 1], "three have no room together"
+    third.status = RequestStatus.WAITING  # preempted
+    drafts = small.propose([(first, 2)])
+    assert "r2" not in small._held
+    assert len(drafts[0]) == 2
+    for request in (first, second, third):
+        small.forget(request)
+    assert small.num_free_blocks == 10
+
+
+def test_beyond_its_positions_nothing_is_drafted(small):
+    small._programs.wait()
+    for length, most in ((21, 4), (22, 3), (24, 1), (25, 0)):
+        request = running(length, list(range(length)))
+        assert len(small.propose([(request, 4)])[0]) == most
+        small.forget(request)
+
+
+# The same tokens
+
+
+def test_another_model_drafts_and_nothing_changes(llm, answers):
+    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in PROMPTS], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == answers
+    counts = llm.engine.scheduler.speculation.counts
+    assert counts.num_drafted > counts.num_kept
+    model = llm.executor.drafter
+    assert model.core.model.architecture == "Qwen3ForCausalLM"
+    assert model.num_free_blocks == model.config.num_gpu_blocks == llm.executor.num_gpu_blocks
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    script=st.lists(st.integers(0, 59), min_size=5, max_size=20),
+    num_tokens=st.integers(0, MOST),
+    budget=st.sampled_from([6, 17, 48]),
+    is_shared=st.booleans(),
+    is_alike=st.booleans(),
+    abort=st.integers(0, 12),
+)
+def test_any_number_of_drafts_chunks_preemptions_and_aborts(
+    llm, alike, answers, script, num_tokens, budget, is_shared, is_alike, abort
+):
+    policy = Scripted(script=itertools.cycle([*script, 1]))
+    model = alike if is_alike else llm.executor.drafter
+    changes = {"max_num_batched_tokens": budget, "enable_prefix_caching": is_shared}
+    engine = engine_of(llm, model, num_tokens, policy, **changes)
+    for place, tokens in enumerate([*PROMPTS, PROMPTS[2]]):
+        engine.add_request(str(place), tokens, GREEDY)
+    num_steps, outputs = 0, {}
+    while engine.has_unfinished_requests:
+        if num_steps == abort and engine.is_live("3"):
+            engine.abort("3")
+        outputs.update({int(output.request_id): output for output in engine.step()})
+        engine.scheduler.check()
+        num_steps += 1
+    for place, output in outputs.items():
+        expected = answers[place % len(PROMPTS) if place < len(PROMPTS) else 2]
+        is_cut = output.outputs[0].finish_reason == "abort"
+        assert output.token_ids == (expected[: len(output.token_ids)] if is_cut else expected)
+    assert model.num_free_blocks == model.config.num_gpu_blocks
+
+
+# What it costs
+
+
+def test_seconds_follow_what_it_takes():
+    times = DraftTimes(5)
+    assert times.seconds(1, 1) == 0
+    times.measured(4, 0.1, 0.5)
+    times.measured(16, 0.2, 0.6)
+    assert times.seconds(3, 3) == pytest.approx(0.3)
+    assert times.seconds(40, 5) == pytest.approx(0.6)
+    for _ in range(100):
+        times.observe(3, 3, 0.6)
+    assert times.seconds(4, 5) == pytest.approx(1.0, rel=0.01)
+    assert times.seconds(16, 5) == pytest.approx(0.6)
+
+
+class Linear:
+    def step_seconds(self, num_decodes, num_context=0, num_prompt=0, *_):
+        return 1.0 + 0.01 * (num_decodes + num_prompt)
+
+
+def test_drafts_that_take_too_long_are_not_drafted():
+    rows = IterationRows(1, 100, 0, 64)
+    for seconds, pays in ((0.05, True), (0.5, False)):
+        policy = ByCost(Linear(), drafting=lambda _, count, each=seconds: each * count)
+        assert (policy.num_drafts([4], [0.5], rows)[0] > 0) == pays
+    free = ByCost(Linear()).num_drafts([8], [0.7], rows)[0]
+    assert ByCost(Linear(), drafting=lambda _, count: 0.1 * count).num_drafts([8], [0.7], rows)[0] < free
+
+
+class Computing:
+    """Proposes as many as it is asked for, and counts."""
+
+    def __init__(self):
+        self.asked = []
+
+    def propose(self, asked):
+        self.asked += [count for _, count in asked]
+        return [[1] * count for _, count in asked]
+
+    def seconds(self, num_requests, num_tokens):
+        return 0.1
+
+    def forget(self, request):
+        pass
+
+
+class Few(AsProposed):
+    """Lets two drafts of each be verified."""
+
+    def num_drafts(self, proposed, acceptance, iteration):
+        return [min(2, count) for count in proposed]
+
+
+def test_only_what_is_verified_is_computed(llm, answers):
+    proposer = Computing()
+    speculation = Speculation(proposer, Few(), MOST, 4 * MOST)
+    scheduler = Scheduler(llm.engine.scheduler.config, speculation=speculation)
+    engine = Engine(llm.executor, scheduler, vocab_size=llm.model_config.vocab_size)
+    outputs = run(engine, PROMPTS[:3], GREEDY)
+    assert [output.token_ids for output in outputs] == answers[:3]
+    assert max(proposer.asked) == 2
+    assert sum(proposer.asked) == speculation.counts.num_drafted
+
+
+class Refusing(AsProposed):
+    """Lets none be verified."""
+
+    def num_drafts(self, proposed, acceptance, iteration):
+        self.acceptance = list(acceptance)
+        return [0] * len(proposed)
+
+
+def test_what_was_learned_of_refused_drafts_counts_less_and_less(llm):
+    policy, proposer = Refusing(), Computing()
+    speculation = Speculation(proposer, policy, MOST, 4 * MOST)
+    scheduler = Scheduler(llm.engine.scheduler.config, speculation=speculation)
+    engine = Engine(llm.executor, scheduler, vocab_size=llm.model_config.vocab_size)
+    rates = []
+    for _ in range(9):
+        speculation._all.add(9, 0)
+    for _ in range(40):
+        run(engine, PROMPTS[:1], GREEDY)
+        rates.append(policy.acceptance[0])
+    assert rates[0] < 0.1
+    assert rates[-1] > 3 * rates[0]
+    assert not proposer.asked
+
+
+# Settings and memory
+
+
+@pytest.mark.parametrize(
+    ("given_config", "message"),
+    [
+        ({"method": "draft_model"}, "give its folder as 'model'"),
+        ({"method": "ngram", "model": "x"}, "method='ngram' takes none"),
+        ({"method": "draft_model", "model": ""}, "must be a path"),
+        ({"method": "draft_model", "model": "/nowhere at all"}, "'/nowhere at all'.*does not exist"),
+        ({"method": "draft_model", "models": "x"}, "did you mean model"),
+    ],
+)
+def test_wrong_settings_are_named(given_config, message):
+    with pytest.raises(ConfigError, match=message):
+        make_llm(TARGET, speculative_config=given_config)
+
+
+def test_another_vocabulary_is_refused(tmp_path):
+    config = json.loads((TARGET / "config.json").read_text()) | {"vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"vocabulary of 256 tokens.*has 128: .*same tokenizer"):
+        make_llm(TARGET, speculative_config={"method": "draft_model", "model": tmp_path})
+
+
+def test_weights_and_pool_are_in_the_memory_that_is_planned(llm):
+    """Of bytes for KV both models get as many blocks; its weights are subtracted like the model's."""
+    config = dataclasses.replace(llm.config, num_gpu_blocks_override=None, kv_cache_memory=2**20 - 5)
+    model = sizing.read_model(config)
+    chosen = sizing.choose(config, model)
+    alone = sizing.size(config, model, chosen).scheduler.num_gpu_blocks
+    shared = sizing.size(config, model, chosen, beside=memory.Beside(bytes_per_block=14336))
+    own = llm.executor.pool_bytes // llm.executor.num_gpu_blocks
+    assert alone == 112
+    assert shared.scheduler.num_gpu_blocks == (2**20 - 5) // (own + 14336)
+    with pytest.raises(CapacityError):
+        sizing.size(config, model, chosen, beside=memory.Beside(weight_bytes=2**50))
+
+
+def test_it_sleeps_and_wakes_with_the_model(llm, answers):
+    model = llm.executor.drafter
+    for level in (1, 2):
+        llm.sleep(level)
+        assert model._pool is None
+        assert bool(model._params) == (level == 1)
+        llm.wake_up()
+        counts = llm.engine.scheduler.speculation.counts
+        num_drafted = counts.num_drafted
+        outputs = llm.generate([{"prompt_token_ids": PROMPTS[0]}], GREEDY, use_tqdm=False)
+        assert outputs[0].outputs[0].token_ids == answers[0]
+        assert counts.num_drafted > num_drafted
+    llm.close()
+    assert not model._params
