@@ -180,7 +180,8 @@ class ModelShape:
         window: tokens that `num_window_layers` of the layers attend to; the others attend to all.
         dtype: of weights, one of `jaxllm.system.dtypes`.
         kv_dtype: of KV, one of `jaxllm.system.dtypes.KV_DTYPES`; "auto" is `dtype`.
-        weights: how the layers' matrices are held, one of `WEIGHT_FORMATS`; "auto" is as `dtype`.
+        weights: how the layers' matrices are held, one of `WEIGHT_FORMATS` or of `jaxllm.system.dtypes`;
+            "auto" is as `dtype`.
         head: likewise the lm head, and an embedding that is tied to it.
 
     Raises:
@@ -244,8 +245,8 @@ class ModelShape:
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"ModelShape.kv_dtype={shown(kv_dtype)} must be one of {', '.join(KV_DTYPES)}")
         for name in ("weights", "head"):
-            if (value := getattr(self, name)) not in ("auto", *WEIGHT_FORMATS):
-                known = ", ".join(("auto", *WEIGHT_FORMATS))
+            if (value := getattr(self, name)) not in ("auto", *ITEMSIZES, *WEIGHT_FORMATS):
+                known = ", ".join(("auto", *ITEMSIZES, *WEIGHT_FORMATS))
                 raise ConfigError(f"ModelShape.{name}={shown(value)} must be one of {known}")
 
     @property
@@ -270,13 +271,15 @@ class ModelShape:
         return self._bytes_each(self.head)
 
     def _bytes_each(self, weights: str) -> float:
-        return self.itemsize if weights == "auto" else WEIGHT_FORMATS[weights].bits / 8
+        if weights in WEIGHT_FORMATS:
+            return WEIGHT_FORMATS[weights].bits / 8
+        return ITEMSIZES.get(weights, self.itemsize)
 
     @property
     def products(self) -> str:
         """What layers multiply: "int8", "fp8", or numbers of `dtype`."""
-        found = None if self.weights == "auto" else WEIGHT_FORMATS[self.weights].products
-        return found or self.dtype
+        found = WEIGHT_FORMATS.get(self.weights)
+        return (found and found.products) or self.dtype
 
     @property
     def num_layer_parameters(self) -> int:

@@ -9,6 +9,7 @@ Times are medians over rounds, in each of which every format has its turn. Weigh
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -24,7 +25,7 @@ from jaxllm.models.linear_weights import product
 from jaxllm.research.bench.results import about, write_json
 from jaxllm.system.output_files import OutputParser, new_file
 
-FORMATS = {"float32": LinearFormat(), **QUANTIZATIONS}
+FORMATS = {"float32": LinearFormat(), "bfloat16": LinearFormat(stored="bfloat16"), **QUANTIZATIONS}
 
 
 def parse_args() -> argparse.Namespace:
@@ -49,11 +50,11 @@ def parse_args() -> argparse.Namespace:
 def weights_of(args: argparse.Namespace, name: str) -> list[Any]:
     """Matrices in a format, as native products take them."""
     rng = np.random.default_rng(args.seed)
-    held = FORMATS[name]
+    held = dataclasses.replace(FORMATS[name], is_native=True)
     made = []
     for _ in range(args.copies):
         matrix = jnp.asarray(rng.standard_normal((args.outputs, args.inputs)), jnp.float32)
-        made.append(LinearFormat(held.kind, held.group, held.rounds, is_native=True).make(matrix))
+        made.append(held.make(matrix))
     return jax.block_until_ready(made)
 
 

@@ -15,6 +15,7 @@ from variants import golden_checkpoint
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ConfigError
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.loading.convert import convert_checkpoint
 from jaxllm.loading.load import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
@@ -357,3 +358,54 @@ def test_names_of_quantised_checkpoints_are_answered(quantization):
 def test_int4_is_told_its_name():
     with pytest.raises(ConfigError, match="its name is int4_weight"):
         LLM(golden_checkpoint("llama_gqa"), quantization="int4")
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 60), st.integers(1, 200), st.integers(1, 70), st.booleans(), st.integers(0, 99))
+def test_numbers_of_16_bits_are_multiplied_as_float32_bit_for_bit(
+    stored, num_rows, width, out_features, relu, seed
+):
+    x, weight, bias = random(seed, num_rows, width, out_features)
+    weight = jnp.asarray(weight).astype(stored).astype(jnp.float32)
+    wide, narrow = (LinearFormat(is_native=True, stored=one).make(weight) for one in ("", stored))
+    assert (wide.panels.dtype, narrow.panels.dtype) == (jnp.float32, stored)
+    expected, found = (np.asarray(one.multiply(x, bias=bias, relu=relu)) for one in (wide, narrow))
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(narrow.rows(jnp.arange(out_features)), weight)
+    np.testing.assert_array_equal(narrow.portable(), weight)
+
+
+def test_a_checkpoint_of_16_bits_is_held_as_it_is(caplog):
+    """In half the bytes, with the same tokens; unless float32 is asked for."""
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
+    answers, held = [], []
+    for settings_ in ({}, {"dtype": "float32"}):
+        with LLM(demo_model_path(), **OPTIONS, **settings_) as llm:
+            weights = [llm.executor._params[name] for name in linear_weights(llm.model_config)]
+            held.append({str(one.panels.dtype) for one in weights})
+            (output,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+            answers.append(output.outputs[0])
+            if not settings_:
+                llm.update_weights(load_params(demo_model_path(), llm.model_config, "float32"))
+                (again,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert held == [{"bfloat16"}, {"float32"}]
+    assert again.outputs[0].token_ids == answers[0].token_ids == answers[1].token_ids
+    assert answers[0].cumulative_logprob == answers[1].cumulative_logprob
+    assert "weights are held in bfloat16" in caplog.text
+    config = config_from_dict(read_hf_config(demo_model_path()))
+    formats = [LinearFormats(LinearFormat(stored=one), is_native=True) for one in ("", "bfloat16")]
+    wide, narrow = (weight_bytes(config, "float32", one) for one in formats)
+    assert narrow < 0.52 * wide
+
+
+def test_numbers_of_other_dtypes_are_held_in_float32(tmp_path):
+    """As those of float32 in a folder of any kind, what is quantised, and what XLA multiplies."""
+    convert_checkpoint(demo_model_path(), tmp_path / "wide", "float32")
+    for model, settings_ in (
+        (tmp_path / "wide", {}),
+        (demo_model_path(), {"attention_implementation": "xla"}),
+        (demo_model_path(), {"quantization": "int8"}),
+    ):
+        with LLM(model, **OPTIONS, **settings_) as llm:
+            assert llm.executor.config.formats.default.stored == ""

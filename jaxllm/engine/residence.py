@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from jaxllm.executor.model_executor import ModelExecutor
 from jaxllm.loading.given import check_given, iter_given
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 
+_logger = logging.getLogger(__name__)
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """What may be let go of, by vLLM's names."""
 
@@ -53,6 +55,14 @@ class Residence:
             raise WeightsError(
                 f"{static[0]} and {len(static) - 1} more round their inputs by scales of the checkpoint, and "
                 "other weights have none: load a checkpoint of 16 or 32 bits"
+            )
+
+        stored = formats.default.stored
+        if stored and any(str(one.dtype) != stored for one in params.values()):
+            _logger.warning(
+                "weights are held in %s, as those of the checkpoint: others are rounded to it; "
+                'dtype="float32" holds all of float32',
+                stored,
             )
 
         def change() -> None:

@@ -25,10 +25,10 @@ from jaxllm.loading import resolve_dtype
 from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.generation_config import default_sampling_params
 from jaxllm.loading.given import check_given
-from jaxllm.loading.load import checkpoint_formats
+from jaxllm.loading.load import checkpoint_formats, linear_dtype
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.linear_formats import LinearFormat, LinearFormats
 from jaxllm.models.quantisation import quantisation_of
 from jaxllm.models.registry import PLAIN, abstract_params, head_name, linear_weights, weight_bytes
 from jaxllm.pallas_kernels.kv_layout import KVLayout
@@ -147,13 +147,25 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
     dtype = settle_dtype(config, folder, hf_config, device.platform)
     is_given = params is not None
     formats = _formats(config, folder, model_config, hf_config, is_given=is_given)
-    num_weight_bytes = weight_bytes(model_config, dtype, formats)
+    is_native = _multiplies_natively(config, device, dtype)
+    if is_native and not is_given and config.dtype == "auto" and config.load_format != "dummy":
+        stored = linear_dtype(folder, model_config, config.load_format)
+        if formats.default == LinearFormat() and stored in ("bfloat16", "float16"):
+            formats = dataclasses.replace(formats, default=LinearFormat(stored=stored))
+    held = dataclasses.replace(formats, is_native=is_native)
+    num_weight_bytes = weight_bytes(model_config, dtype, held)
     memory.check_fits(device, num_weight_bytes, 0)
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
         kv_dtype = _stored_kv_dtype(model_config, device) or dtype
     weights = formats, num_weight_bytes
     return Model(folder, tokenizer_folder, device, model_config, dtype, kv_dtype, *weights, default_params)
+
+
+def _multiplies_natively(config: EngineConfig, device: jax.Device, dtype: str) -> bool:
+    """Whether products of linear layers are native, unless the sizes of heads keep them from it."""
+    is_asked = config.attention_implementation in (None, "native")
+    return is_asked and device.platform == "cpu" and dtype == "float32"
 
 
 def _stored_kv_dtype(model_config: ModelConfig, device: jax.Device) -> str | None:

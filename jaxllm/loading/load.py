@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.loading.dummy import dummy_params
 from jaxllm.loading.orbax_format import has_orbax_params, load_orbax, stored_dtype
-from jaxllm.loading.safetensors_format import load_safetensors, stored_formats
+from jaxllm.loading.safetensors_format import linear_dtype_of, load_safetensors, stored_formats
 from jaxllm.loading.shards import INDEX_FILE, SINGLE_FILE, list_tensors
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import read_hf_config
@@ -83,6 +83,12 @@ def checkpoint_formats(
     folder = Path(path)
     is_quantised = bool(quantisation_of(hf_config)) and load_format != "dummy"
     return stored_formats(folder, config) if is_quantised and not _is_orbax(folder, load_format) else PLAIN
+
+
+def linear_dtype(path: str | Path, config: ModelConfig, load_format: str = "auto") -> str | None:
+    """The dtype of all linear weights of a checkpoint that are no codes; None if they are of several."""
+    folder = Path(path)
+    return None if _is_orbax(folder, load_format) else linear_dtype_of(folder, config)
 
 
 def resolve_dtype(

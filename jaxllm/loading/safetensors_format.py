@@ -81,6 +81,18 @@ def stored_formats(folder: Path, config: ModelConfig) -> LinearFormats:
     return LinearFormats(others=tuple(others))
 
 
+def linear_dtype_of(folder: Path, config: ModelConfig) -> str | None:
+    """The dtype of all linear weights that are no codes; None if they are of several.
+
+    Raises:
+        WeightsError: as `load_safetensors`.
+    """
+    plan = _stored(folder, config)
+    parts = [part for target in linear_weights(config) for part in plan[target]]
+    found = {part.dtype for part in parts if not isinstance(part, QuantisedTensor)}
+    return found.pop() if len(found) == 1 else None
+
+
 def _held(reader: ShardReader, parts: tuple[StoredTensor, ...]) -> LinearFormat:
     """The format of a weight of these parts."""
     formats, shared = [], []

@@ -30,6 +30,8 @@ class LinearFormat:
         has_offsets: whether codes have offsets, as those of an asymmetric quantisation.
         is_ordered: whether inputs go in an order of their own, as with GPTQ's activation order.
         is_native: whether it is for native products, where these take it.
+        stored: of no codes, what native products hold in place of float32: "bfloat16" or "float16", of which
+            a checkpoint's numbers are; "" for float32.
         parts: instead of all else but that, rows and the formats of these, if they differ.
     """
 
@@ -39,6 +41,7 @@ class LinearFormat:
     has_offsets: bool = False
     is_ordered: bool = False
     is_native: bool = False
+    stored: str = ""
     parts: tuple[tuple[int, LinearFormat], ...] = ()
 
     @property
@@ -47,7 +50,7 @@ class LinearFormat:
         if self.parts:
             return "-".join(dict.fromkeys(one.name for _, one in self.parts if one.name))
         group = f"-g{self.group}" if self.group else ""
-        return f"{self.kind}{group}{f'-a{self.rounds}' if self.rounds else ''}"
+        return f"{self.kind or self.stored}{group}{f'-a{self.rounds}' if self.rounds else ''}"
 
     @property
     def cost_name(self) -> str:
@@ -61,7 +64,7 @@ class LinearFormat:
             return "int8" if self.rounds.startswith("int8") else "int8_weight"
         if self.kind:
             return "fp8_block" if self.rounds == "fp8_128" else "fp8"
-        return "auto"
+        return self.stored or "auto"
 
     def make(self, weight: jax.Array | Weight) -> jax.Array | Weight:
         """The weight in this format: of a matrix [out, in], or of what a checkpoint holds in it already."""
@@ -72,7 +75,7 @@ class LinearFormat:
             found = Fused(tuple(one.make(piece) for piece, (_, one) in zip(pieces, self.parts, strict=True)))
         elif not isinstance(weight, Weight) and self.kind:
             found = _rounded(self, weight)
-        return for_cpu(found) if self.is_native else found
+        return for_cpu(found, self.stored) if self.is_native else found
 
     def _coded(self, weight: jax.Array) -> Coded:
         """Round to nearest, each group by its largest number, or of int4 so that both ends fit."""
@@ -115,7 +118,7 @@ class LinearFormat:
         if self.parts:
             return frozenset().union(*(one.numbers for _, one in self.parts))
         if not self.kind:
-            return frozenset({"float32"})
+            return frozenset({self.stored or "float32"})
         return frozenset({"int8" if self.rounds == "int8" else f"code_{self.kind}"})
 
 

@@ -82,7 +82,7 @@ class Panels(Weight):
     """float32 in panels for native products.
 
     Attributes:
-        panels: [ceil(out / 32), in, 32] float32.
+        panels: [ceil(out / 32), in, 32] float32, or where all numbers are of these bfloat16 or float16.
     """
 
     panels: jax.Array
@@ -104,7 +104,7 @@ class Panels(Weight):
 
     def rows(self, ids: jax.Array) -> jax.Array:
         """See `Weight.rows`."""
-        return native.unpacked_rows(self.panels, ids)
+        return native.unpacked_rows(self.panels, ids).astype(self.dtype)
 
     def portable(self) -> jax.Array:
         """The array [out, in]."""
@@ -488,14 +488,14 @@ class Fused(Weight):
         return Fused(tuple(part.portable() if isinstance(part, Weight) else part for part in self.parts))
 
 
-def for_cpu(weight: Any) -> Any:
-    """A matrix or weight as native kernels take it, where they do."""
+def for_cpu(weight: Any, stored: str = "") -> Any:
+    """A matrix or weight as native kernels take it, where they do; a matrix in panels of dtype `stored`."""
     if isinstance(weight, Weight):
         return weight.for_cpu()
     if not native.packs(weight):
         return weight
     out, width = weight.shape
-    return Panels(native.pack(weight), (out, width))
+    return Panels(native.pack(weight.astype(stored) if stored else weight), (out, width))
 
 
 def product(

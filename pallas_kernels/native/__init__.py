@@ -147,10 +147,11 @@ def linear(
 ) -> jax.Array:
     """`x` [rows, in] float32 times a packed weight, plus `bias` -> [rows, out_features] float32.
 
-    Only the first `num_rows`, an int32 scalar, are computed if it is given; the others may hold anything.
-    With `relu` what is below 0 becomes 0.
+    Panels of bfloat16 and float16 become float32 on the way: results are as of those, bit for bit. Only the
+    first `num_rows`, an int32 scalar, are computed if it is given; the others may hold anything. With `relu`
+    what is below 0 becomes 0.
     """
-    return _product("float32", x, panels, out_features, num_rows, bias, relu)
+    return _product(panels.dtype.name, x, panels, out_features, num_rows, bias, relu)
 
 
 def packs_codes(in_features: int) -> bool:

@@ -13,6 +13,7 @@ from jaxllm.pallas_kernels.native.memory import free, int32s, int64s, malloc, me
 from jaxllm.pallas_kernels.native.shape import (
     CODES,
     PANEL,
+    STORED,
     AttentionShape,
     LinearShape,
     RowsShape,
@@ -200,6 +201,7 @@ def linear_handler(shape: LinearShape) -> Any:
     """
     task, rows_of_tile = ffi.c_address(items_symbol(shape)), shape.rows
     is_float, is_coded, rows_at_once = shape.numbers != "int8", shape.numbers in CODES, products.ROWS_AT_ONCE
+    is_stored = shape.numbers in STORED
 
     @njit(error_model="numpy")
     def new_job(frame, num_rows, num_items, num_threads, scratch, x):  # type: ignore[no-untyped-def]
@@ -249,7 +251,7 @@ def linear_handler(shape: LinearShape) -> Any:
         if x == 0:
             return ffi.out_of_memory(frame)
         scratch = (rows_per_item + 1) * 4 * PANEL
-        if is_coded:
+        if is_stored:
             scratch += (products.DECODED_AT_ONCE + 1) * 4 * PANEL
         job = new_job(frame, num_rows, num_groups * num_parts, num_threads, scratch, x)
         if job == 0:

@@ -17,7 +17,8 @@ Weights of codes, of eight or four bits with scales for groups of inputs, lie in
 
     panels[out / 32, in, 32], or [out / 32, in / 2, 32] with two inputs in a byte, the first one below,
 
-and a part becomes numbers, `code * scale + offset`, before the tiles of all rows take it.
+and a part becomes numbers, `code * scale + offset`, before the tiles of all rows take it. So do weights of
+bfloat16 and float16, which lie as those of float32 do.
 
 An item is a few panels and some rows. It goes through a panel in parts of 128 input features, and in each
 through the rows in tiles, whose sums are kept in registers. A part is read from memory once, while the part
@@ -36,7 +37,7 @@ import numpy as np
 from numba import njit
 
 from jaxllm.pallas_kernels.native.memory import int64s, memcpy, memset
-from jaxllm.pallas_kernels.native.shape import CODES, PANEL, LinearShape
+from jaxllm.pallas_kernels.native.shape import CODES, PANEL, STORED, LinearShape
 from jaxllm.pallas_kernels.native.threads import ARGUMENTS
 from jaxllm.pallas_kernels.native.vectors import LANES, Builder, vector_code
 
@@ -61,8 +62,8 @@ MOST_TILES = 8
 
 def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
     """An item of a panel and some rows, for numba."""
-    if shape.numbers in CODES:
-        return _coded_item(shape)
+    if shape.numbers in STORED:
+        return _stored_item(shape)
     most = shape.rows
     compute = _tiles(shape)
 
@@ -115,10 +116,16 @@ def linear_item(shape: LinearShape) -> Callable[[int, int, int], None]:
     return item
 
 
-def _coded_item(shape: LinearShape) -> Callable[[int, int, int], None]:
-    """As `linear_item`, of weights of codes."""
-    most, per_byte = shape.rows, CODES[shape.numbers]
+def _stored_item(shape: LinearShape) -> Callable[[int, int, int], None]:
+    """As `linear_item`, of weights that become float32."""
+    most, bits = shape.rows, STORED[shape.numbers]
     compute, expand = _tiles(shape), _expand(shape)
+    at_a_time = max(1, 8 // bits)  # input features that are read together
+
+    @njit(error_model="numpy")
+    def widened(words, panel, start, part, zeros, target):  # type: ignore[no-untyped-def]
+        numbers = words[PANELS] + (panel * words[IN_FEATURES] + start) * bits // 8 * PANEL
+        expand(numbers, part, zeros, zeros, target)
 
     @njit(error_model="numpy")
     def expanded(words, panel, start, part, zeros, target):  # type: ignore[no-untyped-def]
@@ -130,10 +137,12 @@ def _coded_item(shape: LinearShape) -> Callable[[int, int, int], None]:
             offsets = zeros
             if words[OFFSETS] != 0:
                 offsets = words[OFFSETS] + place * STEP_BYTES
-            codes = words[PANELS] + (panel * depth + start) // per_byte * PANEL
-            expand(codes, size // per_byte, words[SCALES] + place * STEP_BYTES, offsets, target)
+            codes = words[PANELS] + (panel * depth + start) * bits // 8 * PANEL
+            expand(codes, size // at_a_time, words[SCALES] + place * STEP_BYTES, offsets, target)
             start += size
             target += size * STEP_BYTES
+
+    made = expanded if shape.numbers in CODES else widened
 
     @njit(error_model="numpy")
     def item(job, scratch, index):  # type: ignore[no-untyped-def]
@@ -158,8 +167,8 @@ def _coded_item(shape: LinearShape) -> Callable[[int, int, int], None]:
             for start in range(0, steps, at_once):
                 part = min(at_once, steps - start)
                 is_last = np.int64(start + part == steps)
-                expanded(words, panel, start, part, zeros, numbers)
-                ahead = words[PANELS] + (panel * steps + start + at_once) // per_byte * PANEL
+                made(words, panel, start, part, zeros, numbers)
+                ahead = words[PANELS] + (panel * steps + start + at_once) * bits // 8 * PANEL
                 row = first_row
                 for tile in range(num_tiles):
                     end = first_row + (last_row - first_row) * (tile + 1) // num_tiles
@@ -170,7 +179,7 @@ def _coded_item(shape: LinearShape) -> Callable[[int, int, int], None]:
                         out, stride = scratch + (row - first_row) * STEP_BYTES, np.int64(PANEL)
                     compute(
                         end - row, x, steps, numbers, start, part, is_last, is_last * words[IS_RELU],
-                        out, stride, bias, zeros, zeros, zeros, ahead, np.int64(PANEL // per_byte),
+                        out, stride, bias, zeros, zeros, zeros, ahead, np.int64(PANEL * bits // 8),
                     )  # fmt: skip
                     row = end
             if width < PANEL:
@@ -182,7 +191,20 @@ def _coded_item(shape: LinearShape) -> Callable[[int, int, int], None]:
 
 
 def _expand(shape: LinearShape) -> Any:
-    """`numbers = codes * scales + offsets` of a panel's inputs of one group, `[count, PANEL]` bytes."""
+    """`numbers = codes * scales + offsets` of a panel's inputs of one group, `[count, PANEL]` bytes.
+
+    Of 16 bits they are `[count, PANEL]` numbers, and become float32 without scales.
+    """
+    if shape.numbers not in CODES:
+
+        @vector_code
+        def widen(b: Builder, stored: Any, count: Any, _: Any, __: Any, numbers: Any) -> None:
+            with b.loop(count) as k:
+                for place in range(0, PANEL, LANES):
+                    at = b.added(b.times(k, PANEL), place)
+                    b.floats(numbers).store(b.widened(stored, at, shape.numbers), at)
+
+        return widen
 
     @vector_code
     def expand(b: Builder, codes: Any, count: Any, scales: Any, offsets: Any, numbers: Any) -> None:

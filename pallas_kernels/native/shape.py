@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 PANEL = 32
 """Output features that lie side by side in a packed weight."""
-CODES = {"code_int8": 1, "code_e4m3": 1, "code_e5m2": 1, "code_int4": 2, "code_fp4": 2}
-"""Kinds of codes of weights, and how many of them a byte holds."""
+CODES = {"code_int8": 8, "code_e4m3": 8, "code_e5m2": 8, "code_int4": 4, "code_fp4": 4}
+"""Kinds of codes of weights, and their bits."""
+STORED = {**CODES, "bfloat16": 16, "float16": 16}
+"""What becomes float32 before it is multiplied, and its bits: codes, and numbers of 16 bits."""
 
 
 class AttentionShape(NamedTuple):
@@ -45,7 +47,7 @@ class LinearShape(NamedTuple):
     Attributes:
         rows: of a tile.
         vectors: of a tile's rows.
-        numbers: "float32", or "int8" on both sides; or float32 with weights of codes: one of `CODES`.
+        numbers: "float32", or "int8" on both sides; or float32 with weights of others: one of `STORED`.
         dot: of int8, what adds four products to a sum: "vnni512" and "vnni256" (one instruction, of so many
             bits), "pairs" (two of AVX2), or "" (whatever the compiler finds).
     """

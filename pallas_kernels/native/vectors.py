@@ -374,6 +374,16 @@ class Builder:
             return [self._from_float(part, 4, 9) for part in parts]
         return [b.sitofp(b.sub(part, _bits(8)), _FLOATS) for part in parts]
 
+    def widened(self, address: Any, index: Any, dtype: str) -> Any:
+        """`LANES` numbers of bfloat16 or float16 from an index on, as float32."""
+        b = self._b
+        place = b.add(address, b.mul(index, index.type(2)))
+        raw = b.load(b.inttoptr(place, _HALF_BITS.as_pointer()), align=2)
+        if dtype == "float16":
+            return b.fpext(b.bitcast(raw, ir.VectorType(_HALF, LANES)), _FLOATS)
+        shifted = b.shl(b.zext(raw, _INTS), ir.Constant(_INTS, [16] * LANES))
+        return b.bitcast(shifted, _FLOATS)
+
     def _from_float(self, codes: Any, bits: int, shift: int) -> Any:
         """Floats of so many bits, the first of them the sign, whose others go so far to the left."""
         b = self._b
