@@ -8,7 +8,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import bench_products
 import bench_scheduler
+import compare_kv
 import compare_orders
 from compare_orders import load_at
 
@@ -70,3 +72,47 @@ def test_decisions_of_every_system_are_timed(monkeypatch):
         assert names[0] == f"trace, {preset}"
         assert len(names) <= 1 + questions
         assert (f"decision of action, {preset}" in names) == (questions > 0)
+
+
+def test_fewer_bytes_of_kv_serve_more(tmp_path, capsys):
+    """In pools of the same bytes; on an A100, of which no attention over float8 was measured."""
+    options = [
+        "--models",
+        "llama-3-8b",
+        "--devices",
+        "a100",
+        "--requests",
+        "24",
+        "--clients",
+        "12",
+        "--seeds",
+        "1",
+    ]
+    compare_kv.main([*options, "--tokens", "8192", "--out-dir", str(tmp_path)])
+    assert "fp8_e4m3: no attention over fp8 KV was measured" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "kv.json").read_text())["rows"]
+    found = {(row["kv_dtype"], row["policy"]): row for row in rows}
+    assert set(found) == {(dtype, policy) for dtype in ("bfloat16", "int8") for policy in compare_kv.POLICIES}
+    for policy in compare_kv.POLICIES:
+        wide, narrow = found["bfloat16", policy], found["int8", policy]
+        bytes_of = [row["num_gpu_blocks"] * row["kv_bytes_per_token"] for row in (wide, narrow)]
+        assert bytes_of[1] == pytest.approx(bytes_of[0], rel=0.01)
+        assert narrow["tokens_per_second"] > wide["tokens_per_second"]
+        assert narrow["num_preemptions"] < wide["num_preemptions"]
+    assert (tmp_path / "kv.png").stat().st_size > 1000
+
+
+def test_products_are_timed_in_turns(tmp_path, monkeypatch):
+    out = tmp_path / "products.json"
+    command = ["bench_products.py", "--rows", "1,3", "--formats", "float32,int4_weight", "--copies", "1"]
+    command += ["--rounds", "2", "--inputs", "64", "--outputs", "64", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    bench_products.main()
+    results = json.loads(out.read_text())["results"]
+    assert [(row["rows"], row["format"]) for row in results] == [
+        (rows, name) for rows in (1, 3) for name in ("float32", "int4_weight")
+    ]
+    assert all(row["over_float32"] == 1 for row in results if row["format"] == "float32")
+    monkeypatch.setattr(sys, "argv", ["bench_products.py", "--formats", "int8"])
+    with pytest.raises(SystemExit):
+        bench_products.main()

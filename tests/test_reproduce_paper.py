@@ -488,3 +488,29 @@ def test_the_evaluation_takes_a_trace_and_the_commands_machinery(tmp_path, capsy
         assert message in f"{capsys.readouterr().err} {raised.value}"
     clipped = fig4_rows(tmp_path / "clipped", *options, "--gpu-blocks", "2", "--clip")["cells"][0]
     assert (clipped["num_gpu_blocks"], clipped["too_long"]) == (2, "clip")
+
+
+def test_kv_of_fewer_bytes_has_more_blocks_of_the_papers_pool(tmp_path):
+    out = tmp_path / "out"
+    options = [
+        "--parts",
+        "fig4",
+        "--batch-limits",
+        "64",
+        "--costs",
+        "silicon",
+        "--model",
+        "llama-13b",
+        "--datasets",
+        "chatbot",
+    ]
+    options += ["--presets", "vllm_v1,adaptive", "--requests", "60", "--arrivals", "all", "--jobs", "1"]
+    speeds = {}
+    for name in ("float16", "int8"):
+        reproduce_paper.main([*options, "--kv-cache-dtype", name, "--out-dir", str(out / name)])
+        cells = json.loads((out / name / "results.json").read_text())["cells"]
+        assert {cell["kv_cache_dtype"] for cell in cells} == {name}
+        speeds[name] = min(cell["output_tokens_per_second"] for cell in cells)
+    assert speeds["int8"] > 1.2 * speeds["float16"]
+    blocks = paper.cells.Device("llama-13b", kv_cache_dtype="int8").system()
+    assert (blocks.num_gpu_blocks, blocks.num_host_blocks) == (248, 124)
