@@ -160,11 +160,14 @@ SMALL = {
 }
 PROMPTS = ["import os\n\ndef ", "class Reader:\n    def __init__(self", "def add(a, b):\n", "for i in range("]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
-COMBINATIONS = [
-    {"kv_cache_dtype": "bfloat16"},
+COMBINATIONS = [  # each kind of weights and each dtype of KV at least once
     {"kv_cache_dtype": "int8"},
+    {"kv_cache_dtype": "float32", "quantization": "int8_weight"},
     {"kv_cache_dtype": "int8", "quantization": "int8"},
     {"kv_cache_dtype": "bfloat16", "quantization": "int4_weight"},
+    {"kv_cache_dtype": "float16", "quantization": "fp8"},
+    {"kv_cache_dtype": "fp8_e5m2", "quantization": "int8"},
+    {"kv_cache_dtype": "fp8_e4m3"},
 ]
 LEAD = 0.2
 """Logits by which the best token leads where another order of sums, rounded again, cannot change it."""
