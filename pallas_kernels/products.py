@@ -62,6 +62,9 @@ def coded_product(
         [rows, out].
     """
     (rows, width), (out, num_bytes) = x.shape, codes.shape
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if not rows:
+        return jnp.zeros((0, out), out_dtype)
     halves = width // num_bytes
     codes = lax.bitcast_convert_type(codes, jnp.int8)
     # The inputs of a byte's first code, and of its second.
@@ -71,7 +74,6 @@ def coded_product(
     grid = pl.cdiv(out, tile_out), pl.cdiv(rows, tile_rows)
     num_steps = pl.cdiv(num_bytes, _TILE)
     num_parts = max(1, min(_ASKED // (grid[0] * grid[1] * tile_out * _TILE), num_steps // 4))
-    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     kernel = functools.partial(
         _kernel,
         kind=kind,
@@ -99,8 +101,8 @@ def _kernel(*refs: Any, kind: str, group: int, tile: tuple[int, int], num_steps:
     rows = pl.program_id(1) * tile_rows + jnp.arange(tile_rows)
     part = pl.program_id(2)
     is_out, is_row = (outs < num_out)[:, None], (rows < num_rows)[:, None]
-    has_own_scales, size = group < _LEAST_GROUP, min(_TILE, max(group, _LEAST_GROUP))
-    size = _TILE if has_own_scales else size
+    has_own_scales = group < _LEAST_GROUP
+    size = _TILE if has_own_scales or group == num_bytes else min(_TILE, group)
 
     def body(step: jax.Array, sums: jax.Array) -> jax.Array:
         places = step * size + jnp.arange(size)

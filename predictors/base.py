@@ -24,10 +24,10 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     "int8_weight": WeightFormat(8),
     "int4_weight": WeightFormat(4.25),
     "fp8": WeightFormat(8, "fp8"),
-    "fp8_block": WeightFormat(8, "fp8"),
+    "fp8_block": WeightFormat(8.25, "fp8"),
 }
-"""Of weights that are held as codes, by the names of `quantization`; fp8_block has scales of 128 x 128
-numbers, int4_weight float32 ones of 128. Where no products are named, the model's dtype is multiplied."""
+"""Of weights that are held as codes, by the names of `quantization`; fp8_block and int4_weight have
+float32 scales of 128 inputs. Where no products are named, the model's dtype is multiplied."""
 
 CostKind = Literal["prefill", "decode", "mixed", "swap_out", "swap_in"]
 COST_KINDS: tuple[CostKind, ...] = ("prefill", "decode", "mixed", "swap_out", "swap_in")
@@ -183,6 +183,7 @@ class ModelShape:
         weights: how the layers' matrices are held, one of `WEIGHT_FORMATS` or of `jaxllm.system.dtypes`;
             "auto" is as `dtype`.
         head: likewise the lm head, and an embedding that is tied to it.
+        weight_bits, head_bits: of a number of them with its share of scales; 0 are those of the format.
 
     Raises:
         ConfigError: a size is not an integer in [1, 2**31), the heads do not divide by `num_kv_heads`,
@@ -207,6 +208,8 @@ class ModelShape:
     kv_dtype: str = "auto"
     weights: str = "auto"
     head: str = "auto"
+    weight_bits: float = 0.0
+    head_bits: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -244,6 +247,8 @@ class ModelShape:
         kv_dtype = self.dtype if self.kv_dtype == "auto" else self.kv_dtype
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"ModelShape.kv_dtype={shown(kv_dtype)} must be one of {', '.join(KV_DTYPES)}")
+        for name in ("weight_bits", "head_bits"):
+            check_number(f"ModelShape.{name}", getattr(self, name), 0.0, 64.0)
         for name in ("weights", "head"):
             if (value := getattr(self, name)) not in ("auto", *ITEMSIZES, *WEIGHT_FORMATS):
                 known = ", ".join(("auto", *ITEMSIZES, *WEIGHT_FORMATS))
@@ -263,12 +268,12 @@ class ModelShape:
     @property
     def bytes_per_parameter(self) -> float:
         """Bytes of a number of the layers' matrices."""
-        return self._bytes_each(self.weights)
+        return self.weight_bits / 8 or self._bytes_each(self.weights)
 
     @property
     def bytes_per_head_parameter(self) -> float:
         """Bytes of a number of the lm head."""
-        return self._bytes_each(self.head)
+        return self.head_bits / 8 or self._bytes_each(self.head)
 
     def _bytes_each(self, weights: str) -> float:
         if weights in WEIGHT_FORMATS:

@@ -122,7 +122,8 @@ class SiliconCostModel:
         own_weights, own_kv, head = (name if name != "auto" else dtype for name, dtype in own)
         self.weights = _dtype("weights" if weights else "dtype", weights or own_weights, DTYPES)
         self.head = _dtype("head", head, DTYPES)
-        self.kv = _dtype("kv", kv or own_kv.partition("_")[0], (*DTYPES[:2], "int8"))
+        known = (*DTYPES[:2], "int8")
+        self.kv = _dtype("kv" if kv else "kv_cache_dtype", kv or own_kv.partition("_")[0], known)
         self.tensor_parallel, self.pipeline_parallel = tensor_parallel, pipeline_parallel
         self.host_seconds, self.layer_seconds, self.sync_seconds = host_seconds, layer_seconds, sync_seconds
         self.link = self.device.copied_per_second if link is None else link

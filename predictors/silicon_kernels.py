@@ -142,9 +142,9 @@ def _row(table: KernelTable, key: Key) -> _Floats:
 def product(tables: SiliconTables, dtype: str, out_features: int, in_features: int) -> Rows:
     """A product `[rows, in] @ [in, out]`, by its rows.
 
-    Where int8 was not measured it is as float8, which has as many bytes and the same peak rate. Other integer
-    weights then are to 16-bit ones as on an A100, at rows that are as many times those from which on products
-    compute more than they read.
+    Float8 on devices that do not multiply it is as weights of int8. Where int8 was not measured it is as
+    float8, which has as many bytes and the same peak rate. Other integer weights then are to 16-bit ones as
+    on an A100, at rows that are as many times those from which on products compute more than they read.
 
     Raises:
         ConfigError: the device has no products of `dtype`.
@@ -152,13 +152,16 @@ def product(tables: SiliconTables, dtype: str, out_features: int, in_features: i
     table = tables["products"]
     number = DTYPES.index(dtype)
     known = {key[0] for key in table.rows}
+    if number not in known and dtype.startswith("fp8") and "fp8" not in device_spec(tables.device).peak_flops:
+        rows = product(tables, "int8_weight", out_features, in_features)  # as many bytes, and 16-bit products
+        return Rows(np.array(rows.points), np.array([rows.seconds(one) for one in rows.points]), "scaled")
     if number not in known and dtype.endswith("_weight"):
         return _as_on_another(tables, dtype, out_features, in_features)
     if number not in known and dtype == "int8":
         rows = product(tables, "fp8", out_features, in_features)
         return Rows(np.array(rows.points), np.array([rows.seconds(one) for one in rows.points]), "scaled")
     if number not in known:
-        raise ConfigError(f"no products of {dtype!r} were measured on {tables.device}; use bfloat16")
+        raise ConfigError(f"no products of {dtype!r} were measured on {tables.device}; take another format")
     seconds, source = _shaped(table, number, out_features, in_features)
     if dtype == "fp8_block":
         plain, _ = _shaped(table, DTYPES.index("fp8"), out_features, in_features)
@@ -249,7 +252,7 @@ def experts(
             distance = float(np.abs(shape - wanted).sum())
             best = min(best or (math.inf, key), (distance, key))
     if best is None:
-        raise ConfigError(f"no experts of {dtype!r} were measured on {tables.device}; use bfloat16")
+        raise ConfigError(f"no experts of {dtype!r} were measured on {tables.device}; take another format")
     distance, key = best
     scale = hidden * inner / gpus * chosen / (key[1] * key[2] / key[5] * key[3])
     return Rows(table.axes[0], _row(table, key) * scale, "scaled" if distance else "measured")

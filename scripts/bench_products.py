@@ -42,6 +42,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := [name for name in args.formats if name not in FORMATS]:
         parser.error(f"--formats {unknown[0]!r}: use some of {', '.join(FORMATS)}")
+    if min(args.rounds, args.copies, args.inputs, args.outputs, *args.rows) < 1:
+        parser.error("--rounds, --copies, --inputs, --outputs and --rows must be at least 1")
     if args.formats[0] != "float32":
         parser.error("--formats must begin with float32, which others are compared with")
     return args

@@ -21,7 +21,7 @@ from typing import Any
 import plots
 from sweep.options import list_of
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.research import simulate
 from jaxllm.research.bench.results import about, write_json
 from jaxllm.research.simulator.system import make_system
@@ -42,7 +42,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=400, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--out-dir", type=NewFolder("kv.json", "kv.png"), required=True)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if min(args.tokens // 2048, args.clients, args.requests, args.seeds) < 1:
+        parser.error("--clients, --requests and --seeds must be at least 1, and --tokens 2048")
+    try:
+        for model, device in itertools.product(args.models, args.devices):
+            make_system(model, device=device)
+    except (ConfigError, CapacityError) as error:
+        parser.error(str(error))
+    return args
 
 
 def measure(args: argparse.Namespace, model: str, device: str) -> list[dict[str, Any]]:

@@ -1,12 +1,14 @@
 """The kernel that multiplies by codes on GPUs, interpreted: against the matrix that they stand for."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.models import linear_weights
 from jaxllm.models.linear_formats import LinearFormat
 from jaxllm.models.linear_weights import CODES
 from jaxllm.pallas_kernels import products
@@ -74,3 +76,40 @@ def test_every_code_is_its_number(kind):
         are_finite = np.isfinite(expected[:, place])  # what is infinite becomes NaN beside a 0
         np.testing.assert_array_equal(np.isfinite(found[0]), are_finite)
         np.testing.assert_array_equal(np.asarray(found)[0, are_finite], expected[are_finite, place])
+
+
+@pytest.mark.parametrize("kind", products.KINDS)
+@pytest.mark.parametrize(
+    ("group", "width"), [(0, 48), (0, 40), (0, 96), (0, 4), (16, 96), (64, 320), (128, 384)]
+)
+@pytest.mark.parametrize("rows", [1, 70])
+def test_what_is_covered_can_be_lowered_for_gpus(kind, group, width, rows, monkeypatch):
+    """Triton takes powers of two, which interpretation does not mind."""
+    monkeypatch.setattr(products, "is_interpreted", lambda: False)
+    weight, _ = weight_of(kind, group, (64, width))
+    assert products.covers(width, weight.scales.shape[1], kind)
+    call = jax.jit(functools.partial(products.coded_product, kind=kind))
+    traced = call.trace(jnp.zeros((rows, width), jnp.bfloat16), weight.codes, weight.scales)
+    assert "coded_product" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_no_rows_give_none():
+    weight, _ = weight_of("int8", 0, (33, 48))
+    found = products.coded_product(jnp.zeros((0, 48)), weight.codes, weight.scales, kind="int8")
+    assert found.shape == (0, 33)
+
+
+@pytest.mark.parametrize("rounds", ["fp8", "fp8_static", "fp8_128", "int8_static", ""])
+@pytest.mark.parametrize("kind", products.KINDS)
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_a_weight_is_multiplied_on_gpus_as_elsewhere(kind, rounds, has_offsets, monkeypatch):
+    """Those with and without tensor cores for float8."""
+    weight, _ = weight_of(kind, 0, (40, 256), has_offsets=has_offsets)
+    inputs = jnp.asarray([0.01, 3.0]) if rounds.endswith("static") else None
+    weight = dataclasses.replace(weight, rounds=rounds, inputs=inputs)
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((5, 256)), jnp.float32)
+    expected = np.asarray(weight.multiply(x))
+    for has_float8 in (False, True):
+        monkeypatch.setattr(linear_weights, "multiplies_float8", lambda has_float8=has_float8: has_float8)
+        error = np.abs(np.asarray(weight._on_gpu(x)) - expected) / np.abs(expected).max(axis=0)
+        assert error.max() < 1e-5

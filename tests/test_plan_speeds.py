@@ -185,7 +185,10 @@ def test_crossovers_are_drawn(tmp_path):
             ["llama-3-8b", "--device", "h100", "--no-compile", "--concurrency", "x"],
             "--concurrency: 'x' is not",
         ),
-        (["llama-3-8b", "--device", "a100", "--no-compile", "--quantization", "fp8"], "no products of 'fp8'"),
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--kv-cache-dtype", "float32"],
+            "--kv-cache-dtype 'float32' was not measured",
+        ),
         (
             ["llama-3-8b", "--device", "h100", "--no-compile", "--dtype", "float32"],
             "--dtype 'float32' was not",

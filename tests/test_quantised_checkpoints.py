@@ -2,8 +2,10 @@
 
 import json
 import logging
+import math
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -19,8 +21,9 @@ from jaxllm.loading.load import checkpoint_formats, iter_params, load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_weights import Fused, Panels, Weight
 from jaxllm.models.quantisation import read_quantisation
-from jaxllm.models.registry import linear_weights
+from jaxllm.models.registry import abstract_params, linear_weights
 from jaxllm.models.weight_layouts import unpack
+from jaxllm.research import load_shape
 
 DATA = pathlib.Path(__file__).parent / "data" / "quantised"
 ORACLES = json.loads((DATA / "oracles.json").read_text())
@@ -742,3 +745,59 @@ def test_a_file_of_plain_weights_needs_no_config(tmp_path):
     config = config_from_dict(ORACLES["awq-gemm-g128"]["config"])
     with pytest.raises(WeightsError, match=r"missing: .*q_proj"):
         load_params(tmp_path, config, "float32")
+
+
+def of_zero(tensors, config):
+    with_kv_scales(tensors, config)
+    tensors["model.layers.1.self_attn.k_scale"] = np.zeros(1, np.float32)
+
+
+def of_nan(tensors, config):
+    with_kv_scales(tensors, config)
+    tensors["model.layers.0.self_attn.v_scale"] = np.full(1, np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(of_zero, "layers.1.self_attn.k_scale is 0.0"), (of_nan, "is nan")]
+)
+def test_scales_of_kv_that_divide_by_nothing_are_named(change, message, tmp_path):
+    folder = folder_of("ct-fp8-dynamic", tmp_path, change)
+    with pytest.raises(WeightsError, match=f"{message}: keys and values are divided by it"):
+        LLM(folder, **SIZES)
+
+
+def test_a_plan_has_the_bytes_that_an_engine_holds(tmp_path):
+    """Of every layout; and what rounds no inputs multiplies none of 8 bits."""
+    for name in ORACLES:
+        folder = folder_of(name, tmp_path / name)
+        hf_config = read_hf_config(folder)
+        config = config_from_dict(hf_config)
+        formats = checkpoint_formats(folder, config, hf_config)
+        params = abstract_params(config, "bfloat16", formats)
+        held = sum(
+            math.prod(array.shape) * array.dtype.itemsize
+            for key, one in params.items()
+            if "norm" not in key
+            for array in jax.tree.leaves(one)
+        )
+        shape = load_shape(folder)
+        assert shape.weight_bytes == pytest.approx(held, rel=2e-3), name
+        has_rounded = any(one.rounds for _, one in formats.others)
+        assert (shape.products != "bfloat16") == has_rounded, name
+    with pytest.raises(
+        ConfigError, match=r"quantization='int8' is for .* are quantised already: leave it out"
+    ):
+        load_shape(folder, quantization="int8")
+    assert load_shape(folder, kv_cache_dtype="fp8").kv_dtype == "fp8_e4m3"
+
+
+def test_a_draft_model_has_kv_of_the_engines_dtype(tmp_path):
+    """Whatever its own checkpoint wants: so `kv_cache_memory` covers both pools."""
+    folder = folder_of("ct-w8a16", tmp_path / "model")
+    draft = folder_of("ct-fp8-dynamic", tmp_path / "draft", with_kv_scales)
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    sizes = {name: value for name, value in SIZES.items() if name != "num_gpu_blocks_override"}
+    with LLM(folder, kv_cache_memory=2**18, speculative_config=speculative, **sizes) as llm:
+        pools = [llm.executor._state.pool, llm.engine.scheduler.speculation.proposer._pool]
+        assert {str(pool.dtype) for pool in pools} == {"float32"}
+        assert 2**17 < sum(pool.nbytes for pool in pools) <= 2**18

@@ -217,10 +217,6 @@ def test_no_work_costs_nothing():
         ({"device": "TPU"}, "device 'TPU' is not in the table"),
         ({"weights": "int4"}, "weights='int4' was not measured on any device; use float16, bfloat16, fp8"),
         ({"kv": "fp8_block"}, "kv='fp8_block' was not measured"),
-        (
-            {"device": "a100", "weights": "fp8"},
-            "no products of 'fp8' were measured on A100-80GB; use bfloat16",
-        ),
         ({"device": "a100", "kv": "fp8"}, "no attention over fp8 KV was measured on A100-80GB; use bfloat16"),
         ({"tensor_parallel": 3}, "tensor_parallel=3 does not divide the 32 heads"),
         (
@@ -406,6 +402,18 @@ def test_weights_of_fewer_bits_cost_less_where_weights_are_read(device):
     assert seconds(4, weights="int4_weight") < seconds(4, weights="int8_weight") < seconds(4)
     for rows in (1, 64, 8192):
         assert seconds(rows, weights="int8", head="int8") < 0.8 * seconds(rows)
+
+
+def test_float8_without_tensor_cores_for_it_is_as_int8_weights():
+    seconds = {
+        weights: SiliconCostModel(dataclasses.replace(LLAMA_8B, weights=weights), "A100-80GB").step_seconds(
+            8, 800
+        )
+        for weights in ("fp8", "fp8_block", "int8_weight", "auto")
+    }
+    assert seconds["auto"] > 1.2 * seconds["int8_weight"]
+    for name in ("fp8", "fp8_block"):  # whose inputs are rounded beside them
+        assert seconds[name] == pytest.approx(seconds["int8_weight"], rel=0.02)
 
 
 def test_what_was_not_measured_of_integers_is_said_to_be_scaled():

@@ -16,7 +16,7 @@ from jaxllm.predictors.base import CostModel
 from jaxllm.predictors.own import check_costs
 from jaxllm.sched.policies import SchedulingPolicy
 from jaxllm.sched.presets import PRESETS
-from jaxllm.system.dtypes import DTYPES, KV_DTYPES, dtype_or_auto, find_dtype
+from jaxllm.system.dtypes import DTYPES, KV_DTYPES, dtype_or_auto, kv_dtype_of
 from jaxllm.system.options import (
     Kept,
     byte_count,
@@ -70,14 +70,6 @@ def _quantization(name: str, value: object) -> object:
     return value
 
 
-def _kv_cache_dtype(name: str, value: object) -> str:
-    if value == "fp8":  # as vLLM has it
-        return "fp8_e4m3"
-    found = find_dtype(value) or value
-    check_choice(name, found, ("auto", *KV_DTYPES))
-    return str(found)
-
-
 def _costs(name: str, value: object) -> object:
     if isinstance(value, str) and ":" in value:
         return value
@@ -117,7 +109,7 @@ class EngineConfig:
             it; it is a fifth of a small model's time.
         kv_cache_dtype: What keys and values are stored as; by default the dtype. With bfloat16 99.8 % of the
             demo model's predictions are float32's, with int8 (a scale for each head of a token) 99.3 %, and
-            with fp8, which XLA's attention alone has, 97.6 %.
+            with fp8, which native attention does not have, 97.6 %.
         load_format: Of weights; dummy makes random ones on the device.
         hf_overrides: Fields of config.json to replace; null drops one.
         seed: Of dummy weights, and of requests that name no seed.
@@ -189,7 +181,7 @@ class EngineConfig:
     dtype: str = option("auto", choices=("auto", *DTYPES), check=dtype_or_auto)
     quantization: str | None = option(None, names=tuple(QUANTIZATIONS), check=_quantization)
     quantize_lm_head: bool = option(True)
-    kv_cache_dtype: str = option("auto", names=("auto", *KV_DTYPES), check=_kv_cache_dtype)
+    kv_cache_dtype: str = option("auto", names=("auto", *KV_DTYPES), check=kv_dtype_of)
     load_format: str = option("auto", choices=LOAD_FORMATS)
     hf_overrides: Mapping[str, Any] | None = option(None, check=_overrides, parse=json_object)
     seed: int = option(0, within=(0, 2**63 - 1), flag=None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
-from jaxllm.models.registry import PLAIN, head_name, linear_weights
-from jaxllm.predictors.base import CostModel, ModelShape
+from jaxllm.models.registry import PLAIN, abstract_params, head_name, linear_weights
+from jaxllm.predictors.base import WEIGHT_FORMATS, CostModel, ModelShape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.predictors.silicon import ALIKE, SiliconCostModel
@@ -44,6 +47,8 @@ def shape_of(
     """The sizes of a model that decide its costs; its name is followed by the formats of weights and KV."""
     kv_dtype = kv_dtype or dtype
     weights, head = formats.cost_names(tuple(linear_weights(config)), head_name(config))
+    are_codes = weights in WEIGHT_FORMATS, head in WEIGHT_FORMATS
+    bits = _bits(config, dtype, formats) if any(are_codes) else (0.0, 0.0)
     return ModelShape(
         name=name + formats.suffix + (f"-kv-{kv_dtype}" if kv_dtype != dtype else ""),
         num_layers=config.num_layers,
@@ -59,7 +64,21 @@ def shape_of(
         kv_dtype="auto" if kv_dtype == dtype else kv_dtype,
         weights=weights,
         head=head,
+        weight_bits=bits[0] if are_codes[0] else 0.0,
+        head_bits=bits[1] if are_codes[1] else 0.0,
     )
+
+
+def _bits(config: ModelConfig, dtype: str, formats: LinearFormats) -> tuple[float, float]:
+    """Of a number of the linear layers, and of the output head, with their shares of scales."""
+    plain, held = (abstract_params(config, dtype, one) for one in (PLAIN, formats))
+    head, found = head_name(config), []
+    for names in ([name for name in linear_weights(config) if name != head], [head]):
+        num_numbers = sum(math.prod(plain[name].shape) for name in names)
+        arrays = jax.tree.leaves([held[name] for name in names])
+        num_bytes = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays)
+        found.append(8 * num_bytes / num_numbers)
+    return found[0], found[1]
 
 
 def find_costs(

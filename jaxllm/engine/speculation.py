@@ -19,6 +19,11 @@ from jaxllm.types import Request, SchedulerOutput, TokenLogprobs
 METHODS = ("ngram", "suffix", "draft_model", "medusa", "eagle3")
 COMPUTED = METHODS[2:]
 """Those whose drafts are computed on the device."""
+_OF_METHODS = {
+    "prompt_lookup_min": ("ngram",),
+    "prompt_lookup_max": ("ngram",),
+    "suffix_decoding_max_spec_factor": ("suffix",),
+}
 POLICIES = ("cost", "fixed")
 MAX_SPECULATIVE_TOKENS = 64
 _MOST_LOGITS_BYTES = 64 * 2**20
@@ -126,6 +131,13 @@ def speculative_config(name: str, value: object) -> SpeculativeConfig | None:
         if key not in known:
             raise ConfigError(
                 f"{name} has no {shown(key)}; {did_you_mean(key, known)}it takes {', '.join(known)}"
+            )
+    method = value.get("method", "ngram")
+    for key, methods in _OF_METHODS.items():
+        if key in value and method not in methods:
+            raise ConfigError(
+                f"{name}: {key}={shown(value[key])} is of method {' and '.join(methods)}, and this is "
+                f"{shown(method)}: leave it out"
             )
     settings: dict[str, Any] = {str(key): one for key, one in value.items()}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.config import read_hf_config
 from jaxllm.models.linear_formats import LinearFormat, LinearFormats
 from jaxllm.models.linear_weights import Fused, Weight, stacked
-from jaxllm.models.names import EMBEDDING, LM_HEAD, WeightNames
+from jaxllm.models.names import EMBEDDING, KV_SCALES_LAYER, LM_HEAD, WeightNames
 from jaxllm.models.quantisation import quantisation_of, read_quantisation
 from jaxllm.models.registry import PLAIN, abstract_params, linear_weights
 from jaxllm.system.dtypes import SAFETENSORS_NAMES
@@ -60,6 +61,8 @@ def load_safetensors(
                 weight = _held_on_device(reader, parts, held, dtype, placement)
             else:
                 weight = _to_device(reader, parts, dtype, placement)
+            if KV_SCALES_LAYER in target:
+                _check_kv_scales(parts, weight)
             yield target, jax.block_until_ready(weight)
 
 
@@ -79,6 +82,14 @@ def stored_formats(folder: Path, config: ModelConfig) -> LinearFormats:
             held = _held(reader, plan[target])
             others += [(target, held)] if is_held(held) else []
     return LinearFormats(others=tuple(others))
+
+
+def _check_kv_scales(parts: tuple[StoredTensor, ...], scales: Any) -> None:
+    for part, scale in zip(parts, scales.tolist(), strict=True):
+        if not 0 < scale < math.inf:
+            raise WeightsError(
+                f"{part.name} is {scale}: keys and values are divided by it, so it must be above 0"
+            )
 
 
 def linear_dtype_of(folder: Path, config: ModelConfig) -> str | None:

@@ -62,6 +62,8 @@ class LinearFormat:
             return "int4_weight"
         if self.kind == "int8":
             return "int8" if self.rounds.startswith("int8") else "int8_weight"
+        if self.kind and not self.rounds:
+            return "int8_weight"
         if self.kind:
             return "fp8_block" if self.rounds == "fp8_128" else "fp8"
         return self.stored or "auto"

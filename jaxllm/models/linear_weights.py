@@ -264,7 +264,8 @@ class Coded(Weight):
 
     def _on_gpu(self, x: jax.Array) -> jax.Array:
         """The product, float32, without a matrix of numbers in memory."""
-        if self.rounds in ("fp8", "fp8_static") and self.scales.shape[1] == 1 and multiplies_float8():
+        are_alike = self.kind == "e4m3" and self.rounds in ("fp8", "fp8_static")
+        if are_alike and self.scales.shape[1] == 1 and self.offsets is None and multiplies_float8():
             codes, units = _float8_codes(x, self.rounds, self.inputs)
             dimensions = (((1,), (1,)), ((), ()))
             y = lax.dot_general(codes[:, 0], self.codes, dimensions, preferred_element_type=jnp.float32)

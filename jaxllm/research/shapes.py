@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.errors import ConfigError, did_you_mean, shown
 from jaxllm.predictors.base import MODEL_SHAPES, WEIGHT_FORMATS, ModelShape, model_shape
-from jaxllm.system.dtypes import KV_DTYPES, dtype_of
+from jaxllm.system.dtypes import dtype_of, kv_dtype_of
 from jaxllm.system.options import check_choice
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Formats(NamedTuple):
                 "quantize_lm_head=False leaves the output head out of a quantization, and there is none: set "
                 "quantization, or leave it out"
             )
-        check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
+        kv_dtype_of("kv_cache_dtype", self.kv_cache_dtype)
 
 
 class Read(NamedTuple):
@@ -87,6 +87,7 @@ def read_model(model: str | os.PathLike[str], dtype: str, asked: Formats) -> Rea
             "'llama-3-8b'"
         )
     asked.check()
+    asked = asked._replace(kv_cache_dtype=kv_dtype_of("kv_cache_dtype", asked.kv_cache_dtype))
     name, dtype = os.fspath(model), dtype_of("dtype", dtype)
     path = Path(name)
     if name in MODEL_SHAPES and not path.exists():
@@ -125,6 +126,11 @@ def _formats(
     from jaxllm.models.quantisation import quantisation_of
     from jaxllm.models.registry import head_name
 
+    if asked.quantization is not None and folder is not None and quantisation_of(hf_config):
+        raise ConfigError(
+            f"quantization={asked.quantization!r} is for checkpoints of 16 or 32 bits, and the weights of "
+            f"{str(folder)!r} are quantised already: leave it out, or give their config.json alone"
+        )
     if asked.quantization is not None:
         head = head_name(config)
         return LinearFormats.named(asked.quantization, head, quantize_lm_head=asked.quantize_lm_head)

@@ -61,6 +61,22 @@ def dtype_of(origin: str, name: object, *, also: str = "") -> str:
     return found
 
 
+def kv_dtype_of(origin: str, name: object) -> str:
+    """One of `KV_DTYPES` or "auto", by any name that it goes by; "fp8" is e4m3, as in vLLM.
+
+    Raises:
+        ConfigError: it is not supported.
+    """
+    found = "fp8_e4m3" if isinstance(name, str) and name == "fp8" else find_dtype(name) or name
+    if not isinstance(found, str) or found not in ("auto", *KV_DTYPES):
+        known = ("auto", *KV_DTYPES)
+        raise ConfigError(
+            f"{origin}={shown(name)} is not supported; {did_you_mean(name, known)}use one of "
+            f"{', '.join(known)}"
+        )
+    return found
+
+
 def dtype_or_auto(origin: str, name: Any) -> str:
     """As `dtype_of`; "auto" stays."""
     return "auto" if isinstance(name, str) and name == "auto" else dtype_of(origin, name, also=", auto")

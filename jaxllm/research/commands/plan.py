@@ -187,9 +187,14 @@ def _sizes(args: argparse.Namespace, config: ModelConfig | None) -> list[tuple[i
 
 def _model(args: argparse.Namespace) -> Read:
     """The sizes of MODEL, and its configuration, which a published shape has not."""
+    from jaxllm.predictors.devices import DEVICES
     from jaxllm.research.shapes import read_model
 
     found = read_model(args.model, args.dtype, _formats(args))
+    if args.kv_cache_dtype == "auto" and found.shape.kv_dtype == "fp8_e4m3" and args.device is not None:
+        named = [spec for spec in DEVICES.values() if spec.is_called(args.device)]
+        if named and "fp8" not in named[0].peak_flops:  # as an engine does there
+            found = found._replace(shape=dataclasses.replace(found.shape, kv_dtype="auto"))
     if found.config is None and not (args.no_compile or args.crossover):
         raise ConfigError(f"{args.model} is a published shape; add --no-compile, or give its config.json")
     return found
@@ -217,7 +222,7 @@ def _compiled(args: argparse.Namespace, model: Read) -> dict[str, Any]:
     target = get_target(args.device)
     taken = int(target.memory_size * args.mem_fraction)
     dtype = dtype_of("dtype", args.dtype)
-    kv_dtype = dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    kv_dtype = dtype if model.shape.kv_dtype == "auto" else model.shape.kv_dtype
     defaults = default_limits(config, dtype, weight_bytes(config, dtype, formats), taken, kv_dtype)
     plan = make_plan(
         config,

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from jaxllm.errors import CapacityError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.predictors.base import CostModel, ModelShape
 from jaxllm.predictors.devices import DEVICES
 from jaxllm.predictors.silicon import SiliconCostModel
@@ -108,7 +108,10 @@ def _fewest_gpus(shape: ModelShape, device: str) -> SiliconCostModel | None:
     gpus = 1
     while gpus <= _MOST_GPUS:
         if shape.num_heads % gpus == 0:
-            costs = SiliconCostModel(shape, device, tensor_parallel=gpus)
+            try:
+                costs = SiliconCostModel(shape, device, tensor_parallel=gpus)
+            except ConfigError as error:
+                raise ConfigError(f"{shape.name} on {device}: {error}") from error
             with contextlib.suppress(CapacityError):
                 if pool_blocks(costs) * costs.block_size >= _LEAST_POOL:
                     return costs
