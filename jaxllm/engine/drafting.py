@@ -190,8 +190,8 @@ def _read_heads(config: EngineConfig, name: str, model: sizing.Model, chosen: si
     most = config.speculative_config.num_speculative_tokens
     if most > heads.num_heads:
         raise ConfigError(
-            f"num_speculative_tokens={most} (4 by default) is more than the {heads.num_heads} heads: set "
-            "it to that, or less"
+            f"num_speculative_tokens={most} is more than the {heads.num_heads} heads, and 4 is the default: "
+            "set it to as many, or fewer"
         )
     num_numbers = sum(math.prod(shape) for shape in heads.shapes().values())
     num_kept = (chosen.max_num_seqs + 1) * (most + 1) * heads.hidden_size
