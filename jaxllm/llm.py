@@ -414,7 +414,8 @@ class LLM:
         Nothing is compiled anew. KV of the old weights is never found again, neither in memory nor in files;
         what is written to files (`prefix_cache_dir`) from now on is found by this `LLM` alone, until it ends.
         Takes at most one weight's memory beside the old ones. Where an engine holds weights as codes
-        (`quantization`, quantised checkpoints) these are rounded like those that `quantization` rounds.
+        (`quantization`, quantised checkpoints) these are rounded like those that `quantization` rounds; where
+        it holds a checkpoint's 16 bits (the default on CPUs) to these: `dtype="float32"` holds 32.
 
         Args:
             params: every weight by name, as `jaxllm.loading.load_params` returns, of any floating-point dtype

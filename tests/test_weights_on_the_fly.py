@@ -53,7 +53,7 @@ def others(params):
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(**SIZES) as llm:
+    with LLM(dtype="float32", **SIZES) as llm:
         yield llm
 
 
@@ -200,7 +200,7 @@ def device_bytes():
 
 
 def test_sleep_gives_memory_back(params):
-    llm = LLM(**SIZES)
+    llm = LLM(dtype="float32", **SIZES)
     before = tokens(answers(llm))
     pool = llm.executor.pool_bytes
     weights = sum(x.nbytes for x in params.values())

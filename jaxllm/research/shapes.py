@@ -126,7 +126,8 @@ def _formats(
     from jaxllm.models.quantisation import quantisation_of
     from jaxllm.models.registry import head_name
 
-    if asked.quantization is not None and folder is not None and quantisation_of(hf_config):
+    has_weights = folder is not None and bool(list(folder.glob("*.safetensors")))
+    if asked.quantization is not None and has_weights and quantisation_of(hf_config):
         raise ConfigError(
             f"quantization={asked.quantization!r} is for checkpoints of 16 or 32 bits, and the weights of "
             f"{str(folder)!r} are quantised already: leave it out, or give their config.json alone"
@@ -136,7 +137,7 @@ def _formats(
         return LinearFormats.named(asked.quantization, head, quantize_lm_head=asked.quantize_lm_head)
     if not quantisation_of(hf_config):
         return LinearFormats()
-    if folder is None or not list(folder.glob("*.safetensors")):
+    if folder is None or not has_weights:
         raise ConfigError(
             "config.json says that weights are quantised, and they are not there to tell how: give a folder "
             f"with them, or quantization, one of {', '.join(WEIGHT_FORMATS)}"
