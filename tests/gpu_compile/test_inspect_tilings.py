@@ -41,7 +41,7 @@ def test_every_tiling_is_reported(tmp_path):
     assert first["programs"] == 102400 // (first["shared_memory_bytes"] + 1024)
     assert first["is_asynchronous"]
     assert "Shared memory size limit exceeded" in last["error"]
-    assert f"| l40 | prefill | float32 | k64,q64,w4,s2 | {last['error']} |" in done.stdout
+    assert f"| l40 | prefill | float32 | auto | k64,q64,w4,s2 | {last['error']} |" in done.stdout
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path):
