@@ -199,11 +199,14 @@ def device_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def test_sleep_gives_memory_back(params):
-    llm = LLM(dtype="float32", **SIZES)
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_sleep_gives_memory_back(dtype, params):
+    """Of weights in the checkpoint's 16 bits, too."""
+    llm = LLM(dtype=dtype, **SIZES)
     before = tokens(answers(llm))
     pool = llm.executor.pool_bytes
-    weights = sum(x.nbytes for x in params.values())
+    weights = sum(x.nbytes for x in jax.tree.leaves(dict(llm.executor._params)))
+    assert (weights < 0.6 * sum(x.nbytes for x in params.values())) == (dtype == "auto")
     used = device_bytes()
     llm.sleep()
     assert llm.is_sleeping

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllm import pallas_kernels
 from jaxllm.pallas_kernels import native, products
 from jaxllm.pallas_kernels.numbers import largest
-from jaxllm.pallas_kernels.tiles import current_device, multiplies_float8
+from jaxllm.pallas_kernels.tiles import multiplies_float8
 
 _STATIC: Any = {"static": True}
 # Up to this many rows `weight @ x.T` was mostly faster than `x @ weight.T` on a CPU (docs/architecture.md);
@@ -247,11 +248,10 @@ class Coded(Weight):
         relu: bool = False,
         out_dtype: jnp.dtype | None = None,
     ) -> jax.Array:
-        """See `Weight.multiply`; without a GPU the matrix is made of the codes, for each product."""
+        """See `Weight.multiply`; without Triton the matrix is made of the codes, for each product."""
         x = x if self.order is None else x[:, self.order]
-        if current_device().platform == "gpu" and products.covers(
-            self.shape[1], self.scales.shape[1], self.kind
-        ):
+        is_covered = products.covers(self.shape[1], self.scales.shape[1], self.kind)
+        if is_covered and pallas_kernels.default_implementation() == "triton":
             return _ended(self._on_gpu(x), bias, relu, x.dtype if out_dtype is None else out_dtype)
         x = _in_codes(x, self.rounds, self.inputs)
         numbers = self._numbers(slice(None)).astype(x.dtype)
