@@ -8,6 +8,7 @@ import llvmlite.binding as llvm
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_helpers import stored, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from variants import golden_checkpoint
@@ -19,7 +20,7 @@ from jaxllm.loading.convert import convert_checkpoint
 from jaxllm.loading.load import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
-from jaxllm.models.linear_weights import CODES, Coded, Int8, Panels, Weight, stacked
+from jaxllm.models.linear_weights import CODES, Coded, Int8, Panels, Table, Weight, stacked
 from jaxllm.models.registry import abstract_params, linear_weights, weight_bytes
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.native import machine_code
@@ -397,6 +398,32 @@ def test_a_checkpoint_of_16_bits_is_held_as_it_is(caplog):
     formats = [LinearFormats(LinearFormat(stored=one), is_native=True) for one in ("", "bfloat16")]
     wide, narrow = (weight_bytes(config, "float32", one) for one in formats)
     assert narrow < 0.52 * wide
+
+
+def test_embeddings_beside_a_head_are_held_in_16_bits(tmp_path):
+    """And take the room of 16: what is planned is what is held."""
+    tensors = {name: value.astype(ml_dtypes.bfloat16) for name, value in stored("llama_gqa").items()}
+    folder = write(tmp_path / "narrow", tensors, torch_dtype="bfloat16")
+    tokens = []
+    for dtype in ("auto", "float32"):
+        with LLM(folder, dtype=dtype, **OPTIONS) as llm:
+            params = llm.executor._params
+            held = params["embed_tokens.weight"]
+            if dtype == "auto":
+                assert isinstance(held, Table)
+                assert held.values.dtype == jnp.bfloat16
+            else:
+                assert held.dtype == jnp.float32
+            planned = weight_bytes(llm.model_config, "float32", llm.executor.config.formats)
+            assert planned == sum(array.nbytes for array in jax.tree.leaves(params))
+            prompts = [{"prompt_token_ids": [5, 6, 7]}]
+            (output,) = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+            tokens.append(output.outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].astype(np.float32) * 1.001
+    mixed = write(tmp_path / "mixed", tensors, torch_dtype="bfloat16")
+    with LLM(mixed, **OPTIONS) as llm:
+        assert llm.executor.config.formats.default.stored == ""
 
 
 def test_numbers_of_other_dtypes_are_held_in_float32(tmp_path):

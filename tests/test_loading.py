@@ -1,5 +1,8 @@
 """Reading and checking checkpoints."""
 
+import dataclasses
+import os
+import re
 import shlex
 import tracemalloc
 
@@ -16,6 +19,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.sizing import settle_dtype
 from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.loading import load_params, resolve_dtype, safetensors_format
+from jaxllm.loading.shards import list_tensors
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.registry import abstract_params
 
@@ -325,6 +329,19 @@ def test_dummy_weights_are_random_repeatable_and_need_no_folder(tmp_path):
     assert 0.018 < matrix.std() < 0.022
     assert np.all(np.asarray(params["norm.weight"], np.float32) == 1)
     assert np.all(np.asarray(params[QKV.replace("weight", "bias")], np.float32) == 0)
+
+
+def test_files_that_shrink_or_hold_unknown_numbers_are_named(tmp_path):
+    folder = write(tmp_path / "checkpoint", stored(GQA))
+    tensors = list_tensors(folder)
+    last = max(tensors.values(), key=lambda tensor: tensor.offset)
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 4)
+    with pytest.raises(WeightsError, match=f"{re.escape(last.name)} has .* truncated or corrupt"):
+        last.read()
+    unknown = dataclasses.replace(last, stored_dtype="F4")
+    with pytest.raises(WeightsError, match="is F4, which is none of"):
+        unknown.read()
 
 
 def test_host_memory_stays_below_a_shard(tmp_path):

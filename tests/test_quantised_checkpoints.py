@@ -41,15 +41,7 @@ def folder_of(name, folder, change=lambda tensors, config: None):
     folder.mkdir(exist_ok=True)
     tensors = {}
     for file in ("common", name):
-        with open(DATA / f"{file}.safetensors", "rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        for key, about in header.items():
-            if key != "__metadata__":
-                stored = shards.StoredTensor(
-                    key, DATA / f"{file}.safetensors", tuple(about["shape"]), about["dtype"]
-                )
-                with shards.ShardReader() as reader:
-                    tensors[key] = stored.read(reader)
+        tensors |= {one.name: one.read() for one in shards._read_header(DATA / f"{file}.safetensors")}
     config = json.loads(json.dumps(ORACLES[name]["config"]))
     change(tensors, config)
     write(tensors, folder / "model.safetensors")

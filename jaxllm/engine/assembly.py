@@ -203,7 +203,7 @@ def _stored(
         load_format=config.load_format,
         seed=config.seed,
         device=model.device,
-        formats=model.formats,
+        formats=sizes.executor.formats,
     )
 
 

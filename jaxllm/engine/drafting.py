@@ -86,7 +86,7 @@ class Draft:
             load_format=self.load_format,
             seed=self.seed,
             device=model.device,
-            formats=model.formats,
+            formats=formats,
         )
         return {name: in_format(model.config, formats, name, weight) for name, weight in weights}
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.loading.shards import ShardReader, list_tensors
+from jaxllm.loading.shards import list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.linear_formats import QUANTIZATIONS
 from jaxllm.models.linear_weights import Int8
@@ -80,19 +80,18 @@ def write_quantised(src: Path, dst: Path, config: ModelConfig, quantization: str
     held = QUANTIZATIONS[quantization]
     groups: dict[str, int] = {}
     files = _Files(dst)
-    with ShardReader() as reader:
-        for tensor in list_tensors(src).values():
-            found = reader.read(tensor)
-            if names.canonical(tensor.name) not in quantised:
-                files.add(tensor.name, found)
-                continue
-            if reason := held.why_not(found.shape[1]):
-                raise ConfigError(f"quantization={quantization!r} of {tensor.name}: {reason}")
-            module = tensor.name.removesuffix(".weight")
-            group = held.group_of(found.shape[1])
-            groups[module.rpartition(".")[2]] = 0 if group == found.shape[1] else group
-            for name, array in _quantised(module, found, quantization):
-                files.add(name, array)
+    for tensor in list_tensors(src).values():
+        found = tensor.read()
+        if names.canonical(tensor.name) not in quantised:
+            files.add(tensor.name, found)
+            continue
+        if reason := held.why_not(found.shape[1]):
+            raise ConfigError(f"quantization={quantization!r} of {tensor.name}: {reason}")
+        module = tensor.name.removesuffix(".weight")
+        group = held.group_of(found.shape[1])
+        groups[module.rpartition(".")[2]] = 0 if group == found.shape[1] else group
+        for name, array in _quantised(module, found, quantization):
+            files.add(name, array)
     files.close()
     return quantization_config(quantization, groups)
 

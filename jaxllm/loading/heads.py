@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import WeightsError
-from jaxllm.loading.shards import ShardReader, list_tensors
+from jaxllm.loading.shards import list_tensors
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 
 
@@ -43,9 +43,8 @@ def load_heads(
     if wrong:
         raise WeightsError(f"the heads of {str(folder)!r} do not match config.json: {'; '.join(wrong[:4])}")
     found = {}
-    with ShardReader() as reader:
-        for name in shapes:
-            array = stored[name].read(reader)
-            kind = jnp.int32 if np.issubdtype(array.dtype, np.integer) else jnp.dtype(dtype)
-            found[name] = jax.device_put(array.astype(kind), device)
+    for name in shapes:
+        array = stored[name].read()
+        kind = jnp.int32 if np.issubdtype(array.dtype, np.integer) else jnp.dtype(dtype)
+        found[name] = jax.device_put(array.astype(kind), device)
     return found

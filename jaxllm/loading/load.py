@@ -86,7 +86,7 @@ def checkpoint_formats(
 
 
 def linear_dtype(path: str | Path, config: ModelConfig, load_format: str = "auto") -> str | None:
-    """The dtype of all linear weights of a checkpoint that are no codes; None if they are of several."""
+    """The dtype of a checkpoint's linear weights and embeddings that are no codes; None if of several."""
     folder = Path(path)
     return None if _is_orbax(folder, load_format) else linear_dtype_of(folder, config)
 

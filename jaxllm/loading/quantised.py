@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxllm.errors import WeightsError
-from jaxllm.loading.shards import ShardReader, StoredTensor
+from jaxllm.loading.shards import StoredTensor
 from jaxllm.models.linear_formats import LinearFormat
 from jaxllm.models.linear_weights import Weight
 from jaxllm.models.quantisation import KV_SCALES, OF_ACTIVATIONS, Quantisation
@@ -33,23 +33,21 @@ class QuantisedTensor(StoredTensor):
     layout: WeightLayout
     arrays: Mapping[str, StoredTensor]
 
-    def held(self, reader: ShardReader) -> LinearFormat:
+    def held(self) -> LinearFormat:
         """The format that an engine holds it in."""
         shapes = {name: array.shape for name, array in self.arrays.items()}
         out, width = self.shape
-        order = next(
-            (array for name, array in self.of_inputs(reader).items() if name.endswith("g_idx")), None
-        )
+        order = next((array for name, array in self.of_inputs().items() if name.endswith("g_idx")), None)
         stored = self.arrays[self.layout.values].stored_dtype
         try:
             return self.layout.held(shapes, stored, out, width, order)
         except ValueError as error:
             raise WeightsError(f"{self.name}: {error}") from error
 
-    def of_inputs(self, reader: ShardReader) -> dict[str, np.ndarray]:
+    def of_inputs(self) -> dict[str, np.ndarray]:
         """Its arrays that fused layers share: order and scales of inputs."""
         ends = ("g_idx", "input_scale", "input_zero_point")
-        return {name: array.read(reader) for name, array in self.arrays.items() if name.endswith(ends)}
+        return {name: array.read() for name, array in self.arrays.items() if name.endswith(ends)}
 
     @property
     def dtype(self) -> str:
@@ -61,15 +59,16 @@ class QuantisedTensor(StoredTensor):
         """That its arrays lie in."""
         return frozenset(array.file for array in self.arrays.values())
 
-    def read(self, reader: ShardReader) -> np.ndarray:
-        """The weight, float32.
+    def read(self, rows: slice | None = None) -> np.ndarray:
+        """The weight, float32, or some rows of it.
 
         Raises:
             WeightsError: it has numbers that are not finite, or arrays of the wrong kind.
         """
-        return self._read(reader, lambda codes, arrays: codes.numbers())
+        found = self._read(lambda codes, arrays: codes.numbers())
+        return found if rows is None else found[rows]
 
-    def read_held(self, reader: ShardReader, held: LinearFormat, dtype: str) -> Weight:
+    def read_held(self, held: LinearFormat, dtype: str) -> Weight:
         """The weight as an engine holds it, in host memory.
 
         Raises:
@@ -85,10 +84,10 @@ class QuantisedTensor(StoredTensor):
                     raise ValueError(f"input_scale is {inputs[0]}, and must be above 0")
             return codes.in_format(held, dtype, inputs)
 
-        return self._read(reader, made)
+        return self._read(made)
 
-    def _read(self, reader: ShardReader, made: Callable[[Codes, Mapping[str, np.ndarray]], _R]) -> _R:
-        arrays = {name: array.read(reader) for name, array in self.arrays.items()}
+    def _read(self, made: Callable[[Codes, Mapping[str, np.ndarray]], _R]) -> _R:
+        arrays = {name: array.read() for name, array in self.arrays.items()}
         try:
             codes = self.layout.codes(arrays, *self.shape)
             found = made(codes, arrays)
@@ -161,7 +160,8 @@ def _as_one(
     arrays = {layout.aliases.get(end, end): tensor for end, tensor in arrays.items()}
     shapes = {end: tensor.shape for end, tensor in arrays.items()}
     shape = layout.check(module, shapes, {end: tensor.stored_dtype for end, tensor in arrays.items()})
-    return QuantisedTensor(name, arrays[layout.values].file, shape, layout.name, layout, arrays)
+    file = arrays[layout.values].file
+    return QuantisedTensor(name, file, shape, layout.name, 0, layout, arrays)
 
 
 def is_empty_bias(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
@@ -169,5 +169,4 @@ def is_empty_bias(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
     module, _, end = name.rpartition(".")
     if end != "bias" or not isinstance(tensors.get(f"{module}.weight"), QuantisedTensor):
         return False
-    with ShardReader() as reader:
-        return not tensors[name].read(reader).any()
+    return not tensors[name].read().any()

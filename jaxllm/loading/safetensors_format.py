@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.errors import WeightsError
 from jaxllm.loading.quantised import QuantisedTensor, is_empty_bias, with_quantised
-from jaxllm.loading.shards import ShardReader, StoredTensor, list_tensors
+from jaxllm.loading.shards import StoredTensor, list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.config import read_hf_config
 from jaxllm.models.linear_formats import LinearFormat, LinearFormats
@@ -39,31 +39,32 @@ def load_safetensors(
 
     Those that are quantised come in their formats, if `formats` has any of them.
 
-    The whole checkpoint is checked from its headers before the first weight is read. On the host there is
-    one mapped file (more only for a weight whose parts lie in several) and one tensor at a time.
+    Those that native products hold in the checkpoint's 16 bits come in these, as do embeddings. The whole
+    checkpoint is checked from its headers before the first weight is read. On the host there is one tensor at
+    a time.
 
     Raises:
         WeightsError: tensors are missing, unexpected or misshapen (all are named), or a file is corrupt.
     """
     plan = _stored(folder, config)
+    kept = {*linear_weights(config), EMBEDDING}
     # In the order of the last file a weight needs, so that each file is opened about once.
     order = sorted(
         plan, key=lambda target: max(str(file) for tensor in plan[target] for file in tensor.files)
     )
-    with ShardReader() as reader:
-        for target in order:
-            parts = plan.pop(target)
-            reader.keep({file for tensor in parts for file in tensor.files})
-            # Blocks, so that host copies never queue up behind a slow transfer.
-            held = formats.of(target)
-            weight: jax.Array | Weight
-            if is_held(held) and any(isinstance(part, QuantisedTensor) for part in parts):
-                weight = _held_on_device(reader, parts, held, dtype, placement)
-            else:
-                weight = _to_device(reader, parts, dtype, placement)
-            if KV_SCALES_LAYER in target:
-                _check_kv_scales(parts, weight)
-            yield target, jax.block_until_ready(weight)
+    for target in order:
+        parts = plan.pop(target)
+        # Blocks, so that host copies never queue up behind a slow transfer.
+        held = formats.of(target)
+        weight: jax.Array | Weight
+        if is_held(held) and any(isinstance(part, QuantisedTensor) for part in parts):
+            weight = _held_on_device(parts, held, dtype, placement)
+        else:
+            stored = held.stored if held.is_native and target in kept else ""
+            weight = _to_device(parts, stored or dtype, placement)
+        if KV_SCALES_LAYER in target:
+            _check_kv_scales(parts, weight)
+        yield target, jax.block_until_ready(weight)
 
 
 def stored_formats(folder: Path, config: ModelConfig) -> LinearFormats:
@@ -76,11 +77,9 @@ def stored_formats(folder: Path, config: ModelConfig) -> LinearFormats:
     """
     others: list[tuple[str, LinearFormat]] = []
     plan = _stored(folder, config)
-    with ShardReader() as reader:
-        for target in linear_weights(config):
-            reader.keep({file for tensor in plan[target] for file in tensor.files})
-            held = _held(reader, plan[target])
-            others += [(target, held)] if is_held(held) else []
+    for target in linear_weights(config):
+        held = _held(plan[target])
+        others += [(target, held)] if is_held(held) else []
     return LinearFormats(others=tuple(others))
 
 
@@ -93,24 +92,24 @@ def _check_kv_scales(parts: tuple[StoredTensor, ...], scales: Any) -> None:
 
 
 def linear_dtype_of(folder: Path, config: ModelConfig) -> str | None:
-    """The dtype of all linear weights that are no codes; None if they are of several.
+    """The dtype of embeddings and of all linear weights that are no codes; None if they are of several.
 
     Raises:
         WeightsError: as `load_safetensors`.
     """
     plan = _stored(folder, config)
-    parts = [part for target in linear_weights(config) for part in plan[target]]
+    parts = [part for target in {*linear_weights(config), EMBEDDING} for part in plan[target]]
     found = {part.dtype for part in parts if not isinstance(part, QuantisedTensor)}
     return found.pop() if len(found) == 1 else None
 
 
-def _held(reader: ShardReader, parts: tuple[StoredTensor, ...]) -> LinearFormat:
+def _held(parts: tuple[StoredTensor, ...]) -> LinearFormat:
     """The format of a weight of these parts."""
     formats, shared = [], []
     for part in parts:
         is_quantised = isinstance(part, QuantisedTensor)
-        formats.append(part.held(reader) if is_quantised else LinearFormat())  # type: ignore[attr-defined]
-        shared.append(part.of_inputs(reader) if is_quantised else {})  # type: ignore[attr-defined]
+        formats.append(part.held() if is_quantised else LinearFormat())  # type: ignore[attr-defined]
+        shared.append(part.of_inputs() if is_quantised else {})  # type: ignore[attr-defined]
     first = shared[0]
     are_alike = len(set(formats)) == 1 and all(
         one.keys() == first.keys() and all((array == first[name]).all() for name, array in one.items())
@@ -173,8 +172,7 @@ def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
         return False
     count = a.shape[0]
     chunks = [slice(row, min(row + _COMPARED_ROWS, count)) for row in range(0, count, _COMPARED_ROWS)]
-    with ShardReader() as reader:
-        return all(np.array_equal(reader.read(a, rows), reader.read(b, rows)) for rows in chunks)
+    return all(np.array_equal(a.read(rows), b.read(rows)) for rows in chunks)
 
 
 def _plan(
@@ -212,26 +210,24 @@ def _plan(
     return plan
 
 
-def _to_device(
-    reader: ShardReader, parts: tuple[StoredTensor, ...], dtype: str, placement: Placement
-) -> jax.Array:
+def _to_device(parts: tuple[StoredTensor, ...], dtype: str, placement: Placement) -> jax.Array:
     arrays = []
     for part in parts:
-        array = jax.device_put(part.read(reader), placement)
+        array = jax.device_put(part.read(), placement)
         arrays.append(array if array.dtype == dtype else _cast(array, dtype))
     return arrays[0] if len(arrays) == 1 else _stack(arrays)
 
 
 def _held_on_device(
-    reader: ShardReader, parts: tuple[StoredTensor, ...], held: LinearFormat, dtype: str, placement: Placement
+    parts: tuple[StoredTensor, ...], held: LinearFormat, dtype: str, placement: Placement
 ) -> Weight:
     formats = [one for _, one in held.parts] or [held] * len(parts)
     placed: list[Any] = []
     for part, one in zip(parts, formats, strict=True):
         if one.kind and isinstance(part, QuantisedTensor):
-            placed.append(jax.device_put(part.read_held(reader, one, dtype), placement))
+            placed.append(jax.device_put(part.read_held(one, dtype), placement))
         else:
-            placed.append(_to_device(reader, (part,), dtype, placement))
+            placed.append(_to_device((part,), dtype, placement))
     if held.parts:
         return Fused(tuple(placed))
     found: Weight = placed[0] if len(placed) == 1 else stacked(placed)

@@ -1,16 +1,14 @@
-"""The tensors of a folder of safetensors files, read one at a time."""
+"""The tensors of a folder of safetensors files, each read by itself."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import math
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes  # also registers bfloat16 with NumPy, which safetensors looks up by name
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -20,11 +18,20 @@ from jaxllm.system.json_text import parse
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_FLOAT8 = {
+_DTYPES: dict[str, type[np.generic]] = {
+    **{
+        f"{kind[0].upper()}{8 * size}": np.dtype(f"{kind}{size}").type
+        for kind in "ui"
+        for size in (1, 2, 4, 8)
+    },
+    **{f"F{8 * size}": np.dtype(f"f{size}").type for size in (2, 4, 8)},
+    "BOOL": np.bool_,
+    "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
+"""By safetensors' names."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state")
 _GIT_LFS_POINTER = b"version https://git-lfs"
@@ -32,12 +39,13 @@ _GIT_LFS_POINTER = b"version https://git-lfs"
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies and what its header says, before any data is read."""
+    """Where a tensor lies and what its header says, before any data is read; `offset` is in bytes."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
     stored_dtype: str
+    offset: int
 
     @property
     def dtype(self) -> str | None:
@@ -49,21 +57,44 @@ class StoredTensor:
         """That must be read for it."""
         return frozenset((self.file,))
 
-    def read(self, reader: ShardReader) -> np.ndarray:
-        """Its values, in host memory."""
-        return reader.read(self)
+    def read(self, rows: slice | None = None) -> np.ndarray:
+        """Its values, or some rows of them, in host memory.
+
+        They are read, not mapped, for pages of a mapped file count as this process's memory.
+        """
+        if self.stored_dtype not in _DTYPES:
+            raise WeightsError(f"{self.name} is {self.stored_dtype}, which is none of {', '.join(_DTYPES)}")
+        chosen = range(self.shape[0])[rows] if rows is not None else None
+        shape = self.shape if chosen is None else (len(chosen), *self.shape[1:])
+        found = np.empty(shape, _DTYPES[self.stored_dtype])
+        skipped = 0 if chosen is None else chosen.start * math.prod(shape[1:]) * found.itemsize
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.offset + skipped)
+                size = file.readinto(found.reshape(-1).view(np.uint8).data)
+        except OSError as error:
+            raise _unreadable(self.file, error) from error
+        if size != found.nbytes:
+            raise _unreadable(self.file, f"{self.name} has {size} bytes of {found.nbytes}")
+        return found
 
 
-@contextlib.contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def _read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of a file, after safetensors has verified what its header says of them."""
     try:
-        with safe_open(file, framework="np") as handle:
-            yield handle
+        with safe_open(file, framework="np"), file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = parse(opened.read(length))
     except (SafetensorError, OSError) as error:
         raise _unreadable(file, error) from error
+    return [
+        StoredTensor(name, file, tuple(one["shape"]), one["dtype"], 8 + length + one["data_offsets"][0])
+        for name, one in sorted(header.items())
+        if name != "__metadata__"
+    ]
 
 
-def _unreadable(file: Path, error: Exception) -> WeightsError:
+def _unreadable(file: Path, error: object) -> WeightsError:
     reason = f"{error}; it is truncated or corrupt, copy or download it again"
     with contextlib.suppress(OSError), file.open("rb") as start:
         if start.read(len(_GIT_LFS_POINTER)) == _GIT_LFS_POINTER:
@@ -81,12 +112,10 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     problems = []
     files, indexed = _shard_files(folder)
     for file in files:
-        with _open(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  the handle is not a mapping
-                if name in tensors:
-                    problems.append(f"{name} is in both {tensors[name].file.name} and {file.name}")
-                view = handle.get_slice(name)
-                tensors[name] = StoredTensor(name, file, tuple(view.get_shape()), view.get_dtype())
+        for tensor in _read_header(file):
+            if tensor.name in tensors:
+                problems.append(f"{tensor.name} is in both {tensors[tensor.name].file.name} and {file.name}")
+            tensors[tensor.name] = tensor
     for name, file_name in indexed.items():
         if name not in tensors or tensors[name].file.name != file_name:
             problems.append(f"{name} is not in {file_name}")
@@ -145,50 +174,3 @@ def _no_weights(folder: Path) -> WeightsError:
         )
     found = f"it has {', '.join(files)}" if files else "it is empty"
     return WeightsError(f"{str(folder)!r} has no weights: {found}; expected {expected}")
-
-
-def _read_float8(tensor: StoredTensor) -> np.ndarray:
-    """A tensor of a dtype that safetensors has no NumPy for."""
-    with tensor.file.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        begin, end = json.loads(file.read(length))[tensor.name]["data_offsets"]
-        file.seek(8 + length + begin)
-        data = file.read(end - begin)
-    return np.frombuffer(data, _FLOAT8[tensor.stored_dtype]).reshape(tensor.shape)
-
-
-class ShardReader:
-    """Reads tensors while keeping open only the files the current weight needs.
-
-    An open file is mapped into memory, and its pages count as this process's until it is closed.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[Path, contextlib.ExitStack] = {}
-        self._handles: dict[Path, Any] = {}
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.keep(set())
-
-    def keep(self, files: set[Path]) -> None:
-        """Close every open file but `files`."""
-        for file in self._open.keys() - files:
-            del self._handles[file]
-            self._open.pop(file).close()
-
-    def read(self, tensor: StoredTensor, rows: slice | None = None) -> np.ndarray:
-        """The tensor, or some rows of it, copied into host memory."""
-        try:
-            if tensor.file not in self._open:
-                with contextlib.ExitStack() as stack:
-                    self._handles[tensor.file] = stack.enter_context(_open(tensor.file))
-                    self._open[tensor.file] = stack.pop_all()
-            if tensor.stored_dtype in _FLOAT8:
-                return _read_float8(tensor)[slice(None) if rows is None else rows]
-            handle = self._handles[tensor.file]
-            return handle.get_tensor(tensor.name) if rows is None else handle.get_slice(tensor.name)[rows]
-        except SafetensorError as error:
-            raise _unreadable(tensor.file, error) from error

@@ -79,6 +79,32 @@ class Weight:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Table(Weight):
+    """An embedding in the 16 bits of its checkpoint, whose rows are float32.
+
+    Attributes:
+        values: [out, in] bfloat16 or float16.
+    """
+
+    values: jax.Array
+    dtype: ClassVar[str] = "float32"  # type: ignore[misc]
+
+    @property
+    def shape(self) -> tuple[int, int]:  # type: ignore[override]
+        """See `Weight`."""
+        return self.values.shape  # type: ignore[return-value]
+
+    def rows(self, ids: jax.Array) -> jax.Array:
+        """See `Weight.rows`."""
+        return self.values.at[ids].get(mode="clip").astype(self.dtype)
+
+    def portable(self) -> jax.Array:
+        """The array [out, in] in float32."""
+        return self.values.astype(self.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Panels(Weight):
     """float32 in panels for native products.
 
@@ -493,8 +519,8 @@ def for_cpu(weight: Any, stored: str = "") -> Any:
     """A matrix or weight as native kernels take it, where they do; a matrix in panels of dtype `stored`."""
     if isinstance(weight, Weight):
         return weight.for_cpu()
-    if not native.packs(weight):
-        return weight
+    if not native.packs(jax.ShapeDtypeStruct(weight.shape, "float32" if stored else weight.dtype)):
+        return weight.astype("float32") if stored else weight
     out, width = weight.shape
     return Panels(native.pack(weight.astype(stored) if stored else weight), (out, width))
 

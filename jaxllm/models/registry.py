@@ -19,7 +19,7 @@ from jaxllm.errors import WeightsError
 from jaxllm.models.architecture import ARCHITECTURES, CausalLM, ModelConfig
 from jaxllm.models.layers import Linear
 from jaxllm.models.linear_formats import LinearFormats
-from jaxllm.models.linear_weights import Weight
+from jaxllm.models.linear_weights import Table, Weight
 from jaxllm.models.names import EMBEDDING, LM_HEAD
 from jaxllm.pallas_kernels import native
 
@@ -49,7 +49,20 @@ def abstract_params(config: ModelConfig, dtype: str, formats: LinearFormats = PL
     params: dict[str, Any] = {_name(path): value for path, value in _structure(config, dtype)[1].items()}
     if formats == PLAIN:
         return params
-    return params | {name: formats.of(name).struct(params[name]) for name in linear_weights(config)}
+    return {name: _struct(config, formats, name, one) for name, one in params.items()}
+
+
+def _struct(config: ModelConfig, formats: LinearFormats, name: str, struct: jax.ShapeDtypeStruct) -> Any:
+    return jax.eval_shape(lambda weight: _made(config, formats, name, weight), struct)
+
+
+def _made(config: ModelConfig, formats: LinearFormats, name: str, weight: Any) -> Any:
+    held = formats.of(name)
+    if name in linear_weights(config):
+        return held.make(weight)
+    if name == EMBEDDING and held.stored and held.is_native:
+        return Table(weight.astype(held.stored))
+    return weight
 
 
 def weight_bytes(config: ModelConfig, dtype: str, formats: LinearFormats = PLAIN) -> int:
@@ -80,9 +93,7 @@ def bind(config: ModelConfig, params: Mapping[str, jax.Array]) -> CausalLM:
 
 def in_format(config: ModelConfig, formats: LinearFormats, name: str, weight: Any) -> Any:
     """A weight as its format has it; `weight` itself if it is not of a linear layer."""
-    if name not in linear_weights(config):
-        return weight
-    made = formats.of(name).make(weight)
+    made = _made(config, formats, name, weight)
     if made is not weight:
         made = jax.block_until_ready(made)
         for array in jax.tree.leaves(made) if formats.is_native else ():
