@@ -225,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     command = ["python", "scripts/bench_speculation.py", *(sys.argv[1:] if argv is None else argv)]
     if args.simulate is not None:
-        check_picture(args.simulate)
+        with parser.errors():
+            check_picture(args.simulate)
         rows = simulated_rows()
         draw(rows, args.simulate)
         write_json(args.out, {**about(command), "rows": rows})

@@ -66,7 +66,8 @@ def main() -> None:
     parser.add_argument("--ledger", type=new_file, help="keep the decisions of preset adaptive there")
     parser.add_argument("--plot", type=new_file, metavar="FILE.png", help="draw its timeline, by matplotlib")
     args = parser.parse_args()
-    check_picture(args.plot)
+    with parser.errors():
+        check_picture(args.plot)
     llm = LLM(
         skip_tokenizer_init=True,
         warm_up="all",

@@ -89,7 +89,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=new_file, help="draw swap errors by size to this file")
     parser.add_argument("--report", type=new_file, help="write the Markdown there, too")
     args = parser.parse_args(argv)
-    check_picture(args.plot)
+    with parser.errors():
+        check_picture(args.plot)
     if unknown := sorted(set(args.families) - set(FAMILIES)):
         parser.error(f"--families: there is no {', '.join(unknown)}; families are {', '.join(FAMILIES)}")
     if min(args.layers) < 1 or max(args.layers) > 64:

@@ -276,7 +276,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=new_file, help="draw tokens/s and turnaround to this .png file")
     parser.add_argument("--from-json", type=pathlib.Path, help="draw what --out wrote, and measure nothing")
     args = parser.parse_args(argv)
-    check_picture(args.plot)
+    with parser.errors():
+        check_picture(args.plot)
     known = {*PRESETS, *COMBINED, *CHANGED}
     if unknown := sorted(set(args.presets) - known):
         parser.error(f"--presets: there is no {', '.join(unknown)}; there are {', '.join(sorted(known))}")

@@ -5,7 +5,10 @@ import re
 import subprocess
 import sys
 
+import bench_speculation
+import profile_ladder
 import pytest
+import validate_simulator
 
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
@@ -53,6 +56,16 @@ def test_a_scripts_parser_looks_at_files_and_folders(tmp_path, capsys):
             parser.parse_args(arguments)
         assert "exists, and nothing is overwritten" in capsys.readouterr().err
         parser.parse_args([*arguments, "--overwrite"])
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [(profile_ladder, "--plot"), (validate_simulator, "--plot"), (bench_speculation, "--simulate")],
+)
+def test_a_script_names_a_picture_that_cannot_be_drawn(script, option, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script.main([option, str(tmp_path / "picture.cvs"), "--out", str(tmp_path / "out.json")])
+    assert "is no picture's name: it must end in" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_in_its_own_folder(tmp_path):

@@ -453,6 +453,19 @@ def test_awq_may_be_said_in_autoawqs_words(tmp_path):
         read_quantisation({"quant_method": "awq", "bits": 4, "w_bit": 8, "group_size": 128})
 
 
+@pytest.mark.parametrize(
+    ("name", "file"), [("awq-gemm-g128", "quant_config.json"), ("gptq-asym-g64", "quantize_config.json")]
+)
+def test_older_writers_say_it_in_a_file_of_its_own(name, file, tmp_path):
+    whole, other = (folder_of(name, tmp_path / part) for part in ("whole", "other"))
+    config = json.loads((other / "config.json").read_text())
+    said = config.pop("quantization_config")
+    del said["quant_method"]
+    (other / file).write_text(json.dumps(said))
+    (other / "config.json").write_text(json.dumps(config))
+    same_weights(whole, other)
+
+
 def same_weights(*folders):
     one, other = (
         load_params(folder, config_from_dict(read_hf_config(folder)), "float32") for folder in folders

@@ -15,6 +15,8 @@ from jaxllm.system.json_text import read_object
 
 # Of the inert fields, what others than the model itself read.
 _OVERRIDABLE = frozenset({"architectures", "model_type", "eos_token_id", "dtype", "torch_dtype"})
+_BESIDE = {"quant_config.json": "awq", "quantize_config.json": "gptq"}
+"""Files in which older AutoAWQ and AutoGPTQ say what others put into config.json."""
 
 
 @runtime_checkable
@@ -105,6 +107,8 @@ def path_is_gguf(path: Path) -> bool:
 def read_hf_config(path: str | Path) -> dict[str, Any]:
     """Read `config.json` from a checkpoint folder.
 
+    What an older AutoAWQ or AutoGPTQ says of its weights in a file beside it becomes `quantization_config`.
+
     Raises:
         UnsupportedModelError: it holds GGUF or an adapter.
         ConfigError: the folder or the file is missing, or the file is not a JSON object.
@@ -134,4 +138,8 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         )
     if not is_file:
         raise ConfigError(f"{str(folder)!r} has no config.json; it is not a Hugging Face checkpoint folder")
-    return read_object(file)
+    found = read_object(file)
+    for name, method in _BESIDE.items():
+        if quantisation_of(found) is None and (folder / name).is_file():
+            found["quantization_config"] = {"quant_method": method, **read_object(folder / name)}
+    return found

@@ -8,9 +8,10 @@ goes on with, is theirs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError
@@ -116,7 +117,13 @@ class OutputParser(argparse.ArgumentParser):
 
     def check(self, files: Mapping[str, pathlib.Path], *, overwrite: bool) -> None:
         """As `check_writable`; errors end the process."""
-        try:
+        with self.errors():
             check_writable(files, overwrite=overwrite)
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """A `ConfigError` within ends the process, as one of the command line."""
+        try:
+            yield
         except ConfigError as error:
             self.error(str(error))
