@@ -42,6 +42,7 @@ def test_every_preset_runs_every_request(llm, trace, preset):
     assert result.num_output_tokens == 12 * 24
     assert np.all(result.arrival_times <= result.first_scheduled_times)
     assert np.all(result.first_scheduled_times < result.finish_times)
+    assert (ledger.header.device, ledger.header.limits["num_gpu_blocks"]) == ("cpu", config.num_gpu_blocks)
     assert result.num_steps == len(ledger.steps)
     assert result.num_prefill_steps == len([s for s in ledger.steps if s.num_prefill_tokens])
     assert result.num_prefill_tokens == sum(s.num_prefill_tokens for s in ledger.steps)

@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.ledgers import header_of
 from jaxllm.engine.observer import StepObserver, predicted_seconds
 from jaxllm.errors import ConfigError
 from jaxllm.executor import compile_stats
 from jaxllm.predictors.online import OnlineCalibration
+from jaxllm.predictors.own import type_name
 from jaxllm.research.workloads import Feed, Trace
 from jaxllm.research.workloads.result import RunResult, TimeSpent
 from jaxllm.sampling.params import SamplingParams
@@ -73,6 +76,10 @@ class Replay:
         llm.reset_prefix_cache()  # the pool will hold something else
         self.clock, self.executor = clock, llm.executor
         self.runs_ahead = llm.config.async_scheduling if async_scheduling is None else async_scheduling
+        if ledger is not None and ledger.header is None:
+            source, settings = costs and type_name(costs), {"async_scheduling": self.runs_ahead}
+            version, device = jax.__version__, llm.executor.device_kind
+            ledger.begin(header_of(policy, device, source, settings, config, jax=version))
         self._keeper = _TimeKeeper(costs, ledger)
         timed: dict[str, Any] = {name: _Timed(one) for name, one in deciding(policy).items()}
         self._timed: list[_Timed] = list(timed.values())
