@@ -77,7 +77,10 @@ class Replay:
         self.clock, self.executor = clock, llm.executor
         self.runs_ahead = llm.config.async_scheduling if async_scheduling is None else async_scheduling
         if ledger is not None and ledger.header is None:
-            source, settings = costs and type_name(costs), {"async_scheduling": self.runs_ahead}
+            source, settings = (
+                None if costs is None else type_name(costs),
+                {"async_scheduling": self.runs_ahead},
+            )
             version, device = jax.__version__, llm.executor.device_kind
             ledger.begin(header_of(policy, device, source, settings, config, jax=version))
         self._keeper = _TimeKeeper(costs, ledger)
