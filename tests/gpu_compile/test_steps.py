@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import re
 
+import jax
 import pytest
 from published import LLAMA_3_8B
 
@@ -22,11 +23,12 @@ ONE_COMMAND_BUFFER = {"kCommandBuffer": 1}
 class Found:
     """`thunks` counts what the host starts, by kind; `after_logits` names the kernels after the output head.
 
-    `kernels` is what the device runs; `loops`, `conditionals` and `sorts` are instructions of the program.
+    `kernels` is what the device runs, `attention` what there is machine code of for attention; `loops`, `conditionals` and `sorts` are instructions of the program.
     """
 
     thunks: dict[str, int]
     kernels: int
+    attention: list[str]
     after_logits: list[str]
     loops: int
     conditionals: int
@@ -55,14 +57,17 @@ def compiled(tmp_path):
         folder = tmp_path / str(num_layers)
         with Compiler(get_target("h200")) as compiler:
             options = {"xla_dump_to": str(folder)}
+            if jax.__version_info__ >= (0, 11):
+                options["xla_dump_emitter_re"] = ".*"  # else it leaves the machine code out
             program = compiler.compile(jitted, *map(compiler.struct, arguments), options=options)
         *_, path = sorted(folder.glob("*thunk_sequence*.txt"))  # after passes, if they changed anything
-        return found_in(path.read_text(), program)
+        code = "".join(one.read_text() for one in folder.glob("*.ptx"))
+        return found_in(path.read_text(), code, program)
 
     return compile_step
 
 
-def found_in(thunks, program):
+def found_in(thunks, code, program):
     text = program.as_text()
     thunk = re.compile(r"^( *)\d+: (k\w+) +\[.*?\] *(\w*)", re.MULTILINE)
     kinds = [kind for indent, kind, _ in thunk.findall(thunks) if not indent]
@@ -71,6 +76,7 @@ def found_in(thunks, program):
     return Found(
         thunks=dict(collections.Counter(kinds)),
         kernels=len(kernels),
+        attention=sorted(re.findall(r"\.entry (paged_\w+)", code)),
         after_logits=kernels[products[-1] + 1 :],
         loops=text.count(" while("),
         conditionals=text.count(" conditional("),
@@ -82,9 +88,14 @@ def found_in(thunks, program):
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
 @pytest.mark.parametrize("rows", [64, 256])
 def test_a_decode_is_one_command_buffer(compiled, rows, sampling):
-    """Of all 32 layers; the largest score is found in two kernels, and a third one stores the token."""
+    """Of all 32 layers, which share each kernel of attention, for one is traced, lowered and compiled.
+
+    The largest score is found in two kernels, and a third one stores the token.
+    """
     found = compiled(ProgramKey(rows, sampling=sampling), num_layers=32)
     assert found.thunks == ONE_COMMAND_BUFFER
+    combining = ["paged_combine_chunks"] if rows == 64 else []
+    assert found.attention == [*combining, "paged_decode_attention", "paged_rotate_and_write"]
     assert (found.loops, found.conditionals, found.sorts) == (0, 0, 0)
     assert len(found.after_logits) <= 3
     assert found.temporary_bytes < rows * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
