@@ -134,6 +134,31 @@ def test_the_command_tells_speeds_of_a_config_and_of_a_published_shape(tmp_path,
         assert quick["seconds_per_token"] < slow["seconds_per_token"]
 
 
+def test_the_command_compares_layouts_and_names_the_smallest_within_bounds(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    options = ["--no-compile", "--lengths", "512:32", "--concurrency", "1,16", "--json", str(out)]
+    command = ["plan", "llama-3-70b", "--device", "h100", *options, "--tensor-parallel", "1,2,4,8"]
+    assert main([*command, "--pipeline-parallel", "1,2"]) == 0
+    rows = json.loads(out.read_text())["speeds"]
+    found = {(one["tensor_parallel"], one["pipeline_parallel"], one["concurrency"]): one for one in rows}
+    assert {key[:2] for key in found} == {(2, 2), (4, 1), (4, 2), (8, 1), (8, 2)}  # of 141 GB of weights
+    by_gpus = [found[shared, 1, 1] for shared in (4, 8)]
+    assert by_gpus[0]["seconds_per_token"] > by_gpus[1]["seconds_per_token"]
+    assert by_gpus[0]["weight_bytes"] == 2 * by_gpus[1]["weight_bytes"]
+    assert by_gpus[0]["num_blocks"] < by_gpus[1]["num_blocks"]
+    assert "leave no room for KV in" in capsys.readouterr().out
+
+    between = 1e3 * (by_gpus[0]["seconds_per_token"] + by_gpus[1]["seconds_per_token"]) / 2
+    few = ["--tensor-parallel", "8,4", "--overwrite"]
+    assert main([*command, *few, "--within", f"tpot:{between}", "ttft:100000"]) == 0
+    shown = capsys.readouterr().out
+    assert "| 512, 32 | 1 | TP 8 | 8 |" in shown
+    assert main([*command, *few, "--within", "tpot:1000"]) == 0
+    assert "| 512, 32 | 16 | TP 4 | 4 |" in capsys.readouterr().out
+    assert main([*command, *few, "--within", "tpot:0.001"]) == 0
+    assert "| 512, 32 | 16 | none of these |  |" in capsys.readouterr().out
+
+
 def test_the_command_tells_crossovers(tmp_path, capsys):
     out = tmp_path / "crossover.json"
     assert main(["plan", "llama-3-8b", "--crossover", "--device", "h200", "--json", str(out)]) == 0
@@ -173,6 +198,18 @@ def test_crossovers_are_drawn(tmp_path):
         ),
         (["llama-3-8b", "--device", "h100"], "llama-3-8b is a published shape; add --no-compile"),
         (["llama-3-8b", "--device", "TPU", "--no-compile"], "device 'TPU' is not in the table"),
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--tensor-parallel", "1,x"],
+            "--tensor-parallel: 'x' is not a number",
+        ),
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--within", "e2el:5"],
+            "--within 'e2el' is unknown; choose from ttft, tpot",
+        ),
+        (
+            ["llama-3-8b", "--device", "h100", "--no-compile", "--within", "ttft:5", "ttft:6"],
+            "--within has two bounds of one name",
+        ),
         (
             ["llama-3-8b", "--device", "h100", "--no-compile", "--lengths", "5"],
             "--lengths: '5' is not IN:OUT",

@@ -309,6 +309,15 @@ def byte_count(text: str) -> int:
     return int(text)
 
 
+def bound(text: str) -> tuple[str, float]:
+    """A name and the most that it may be, with a colon between."""
+    name, _, most = text.partition(":")
+    return name, float(most)
+
+
+bound.__name__ = "NAME:MILLISECONDS"  # what argparse calls it in "invalid ... value"
+
+
 def sizes(text: str) -> list[int]:
     """Numbers that commas separate."""
     return [int(size) for size in text.split(",")]

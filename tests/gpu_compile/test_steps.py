@@ -23,7 +23,8 @@ ONE_COMMAND_BUFFER = {"kCommandBuffer": 1}
 class Found:
     """`thunks` counts what the host starts, by kind; `after_logits` names the kernels after the output head.
 
-    `kernels` is what the device runs, `attention` what there is machine code of for attention; `loops`, `conditionals` and `sorts` are instructions of the program.
+    `kernels` is what the device runs, `attention` what there is machine code of for attention; `loops`,
+    `conditionals` and `sorts` are instructions of the program.
     """
 
     thunks: dict[str, int]

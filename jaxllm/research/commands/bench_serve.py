@@ -17,7 +17,7 @@ from jaxllm.commands.signals import signals_as_interrupts
 from jaxllm.commands.words import call_too
 from jaxllm.errors import ConfigError
 from jaxllm.research.commands.rows import add_of_rows, check_no_rows, too_long_of
-from jaxllm.system.options import json_object
+from jaxllm.system.options import bound, json_object
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
@@ -49,11 +49,6 @@ def length_range(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def _bound(text: str) -> tuple[str, float]:
-    name, _, most = text.partition(":")
-    return name, float(most)
-
-
 def _names(text: str) -> list[str]:
     return text.split(",")
 
@@ -67,7 +62,7 @@ def _words(text: str) -> list[str]:
 
 
 # What argparse calls them in "invalid ... value".
-length_range.__name__, _bound.__name__ = "length or range", "NAME:MILLISECONDS"
+length_range.__name__ = "length or range"
 _names.__name__, _numbers.__name__ = "list of names", "list of numbers"
 _words.__name__ = "command line"
 
@@ -167,7 +162,7 @@ def add_measurement(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--goodput",
         nargs="+",
-        type=_bound,
+        type=bound,
         default=[],
         metavar="NAME:MS",
         help="count requests within these bounds: ttft, tpot and e2el in milliseconds",

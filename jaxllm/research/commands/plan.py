@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ from jaxllm.commands.options import check_distinct, note
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.predictors.base import WEIGHT_FORMATS
 from jaxllm.research.figures import check_picture
+from jaxllm.system.options import bound
 from jaxllm.system.output_files import add_overwrite, check_writable
 
 if TYPE_CHECKING:
     from jaxllm.models.architecture import ModelConfig
     from jaxllm.predictors.base import ModelShape
+    from jaxllm.research.plan.layouts import Layout
     from jaxllm.research.plan.plan import Plan
-    from jaxllm.research.plan.speeds import Speed
     from jaxllm.research.shapes import Formats, Read
 
 _GIB, _MIB = 2**30, 2**20
@@ -28,7 +30,7 @@ _CONCURRENCY = "1,16,64"
 _MAX_NUM_BATCHED_TOKENS = 8192
 _OF_PROGRAMS = ("every_bucket",)
 _ON_GPUS = ("tensor_parallel", "pipeline_parallel")
-_OF_SPEEDS = ("no_compile", "lengths", "concurrency", *_ON_GPUS)
+_OF_SPEEDS = ("no_compile", "lengths", "concurrency", "within", *_ON_GPUS)
 _OF_BOTH = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks"),
     *("gpu_memory_utilization", "mem_fraction"),
@@ -93,9 +95,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency", default=_CONCURRENCY, metavar="N,...", help="clients (default: %(default)s)"
     )
-    simulated = "of the speeds that are simulated; this engine runs on one GPU"
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help=simulated)
-    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="likewise")
+    parser.add_argument(
+        "--tensor-parallel",
+        default="1",
+        metavar="N,...",
+        help="GPUs that share each layer, of the speeds that are simulated (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pipeline-parallel",
+        default="1",
+        metavar="N,...",
+        help="stages of layers, likewise; the engine has one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--within",
+        nargs="+",
+        type=bound,
+        default=[],
+        metavar="NAME:MS",
+        help="name the layout of fewest GPUs whose mean ttft or tpot is at most so many milliseconds",
+    )
     parser.add_argument(
         "--crossover",
         action="store_true",
@@ -134,6 +153,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from jaxllm.research.plan.layouts import BOUNDS
+
     for name in ("gpu_memory_utilization", "mem_fraction"):
         if not 0 < getattr(args, name) <= 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be in (0, 1]")
@@ -150,6 +171,15 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing with {other}; leave it out")
     _numbers_of("--lengths", args.lengths or _LENGTHS, 2)
     args.clients = [one[0] for one in _numbers_of("--concurrency", args.concurrency, 1)]
+    args.gpus = [
+        [one[0] for one in _numbers_of(f"--{name.replace('_', '-')}", getattr(args, name), 1)]
+        for name in _ON_GPUS
+    ]
+    args.bounds = {name: milliseconds / 1e3 for name, milliseconds in args.within}
+    if unknown := args.bounds.keys() - BOUNDS.keys():
+        raise ConfigError(f"--within {min(unknown)!r} is unknown; choose from {', '.join(BOUNDS)}")
+    if len(args.bounds) < len(args.within):
+        raise ConfigError("--within has two bounds of one name: drop one of them")
     if args.plot is not None and not args.crossover:
         raise ConfigError("--plot draws what --crossover tells: pass both")
     check_picture(args.plot)
@@ -248,33 +278,39 @@ def _speeds(
     args: argparse.Namespace, shape: ModelShape, sizes: list[tuple[int, int]], compiled: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Simulate, and print what that shows; in the pool that was compiled for, if it is of the same kind."""
-    from jaxllm.predictors.silicon import SiliconCostModel
-    from jaxllm.research.plan.speeds import speeds
-    from jaxllm.research.simulator.gpu import pool_blocks
+    from jaxllm.research.plan.layouts import layouts, smallest_within
 
-    costs = SiliconCostModel(
-        shape,
-        args.device,
-        block_size=args.block_size,
-        tensor_parallel=args.tensor_parallel,
-        pipeline_parallel=args.pipeline_parallel,
-    )
+    tensor_parallel, pipeline_parallel = args.gpus
     is_same = all(getattr(args, name) == args.unless_given[name] for name in _ON_GPUS)
-    num_blocks = args.num_gpu_blocks or (compiled.get("num_blocks") if is_same else None)
     found = list(
-        speeds(
-            costs,
+        layouts(
+            shape,
+            args.device,
+            tensor_parallel,
+            pipeline_parallel,
             sizes,
             args.clients,
-            num_blocks=num_blocks or pool_blocks(costs, args.gpu_memory_utilization * args.mem_fraction),
+            block_size=args.block_size,
+            utilization=args.gpu_memory_utilization * args.mem_fraction,
+            num_blocks=args.num_gpu_blocks or (compiled.get("num_blocks") if is_same else None),
             max_num_seqs=args.max_num_seqs or compiled.get("max_num_seqs"),
             max_num_batched_tokens=args.max_num_batched_tokens
             or compiled.get("max_num_batched_tokens")
             or _MAX_NUM_BATCHED_TOKENS,
         )
     )
-    print(describe_speeds(costs.tables.source, found))
-    return [dataclasses.asdict(speed) | {"source": costs.tables.source} for speed in found]
+    told = [layout for layout in found if layout.speeds]
+    if not told:
+        raise CapacityError(found[-1].why_not)
+    print(describe_speeds(found, args.block_size))
+    if args.bounds:
+        print(describe_smallest(smallest_within(found, args.bounds), args.bounds))
+    names = "tensor_parallel", "pipeline_parallel", "weight_bytes", "num_blocks", "source"
+    return [
+        dataclasses.asdict(speed) | {name: getattr(layout, name) for name in names}
+        for layout in told
+        for speed in layout.speeds
+    ]
 
 
 def _crossover(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -298,22 +334,54 @@ def _crossover(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [dataclasses.asdict(one) for one in found]
 
 
-def describe_speeds(source: str, found: list[Speed]) -> str:
-    """Speeds as Markdown."""
+def describe_speeds(found: list[Layout], block_size: int) -> str:
+    """Speeds of layouts as Markdown, and what memory they have if there are several."""
+    told = [layout for layout in found if layout.speeds]
+    lines = ["", f"Simulated from {told[0].source}:", ""]
+    if len(found) > 1:
+        lines += [
+            "| layout | GPUs | weights of each, GiB | KV of all, tokens |",
+            "|---|---:|---:|---:|",
+            *(
+                f"| {one.name} | {one.num_gpus} | {one.weight_bytes / _GIB:.1f} | "
+                f"{one.num_blocks * block_size:,} |"
+                if one.speeds
+                else f"| {one.name} | {one.num_gpus} | {one.why_not} | |"
+                for one in found
+            ),
+            "",
+        ]
+    lines += [
+        "| layout | prompt, output | clients | tokens/s | ms a token | first token, s | preemptions | "
+        "seconds from |",
+        "|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for layout in told:
+        for one in layout.speeds:
+            sources = ", ".join(f"{name} {share:.0%}" for name, share in one.sources.items())
+            lines.append(
+                f"| {layout.name} | {one.input_tokens}, {one.output_tokens} | {one.concurrency} | "
+                f"{one.tokens_per_second:,.0f} | {1e3 * one.seconds_per_token:.1f} | "
+                f"{one.first_token_seconds:.3f} | {one.num_preemptions} | {sources} |"
+            )
+    return "\n".join(lines)
+
+
+def describe_smallest(
+    found: Mapping[tuple[int, int, int], Layout | None], bounds: Mapping[str, float]
+) -> str:
+    """The layouts of fewest GPUs within bounds, as Markdown."""
+    said = ", ".join(f"{name} at most {1e3 * most:g} ms" for name, most in bounds.items())
     lines = [
         "",
-        f"Simulated from {source}:",
+        f"Fewest GPUs with {said}, on average:",
         "",
-        "| prompt, output | clients | tokens/s | ms a token | first token, s | preemptions | seconds from |",
-        "|---|---:|---:|---:|---:|---:|---|",
+        "| prompt, output | clients | layout | GPUs |",
+        "|---|---:|---|---:|",
     ]
-    for one in found:
-        sources = ", ".join(f"{name} {share:.0%}" for name, share in one.sources.items())
-        lines.append(
-            f"| {one.input_tokens}, {one.output_tokens} | {one.concurrency} | {one.tokens_per_second:,.0f} | "
-            f"{1e3 * one.seconds_per_token:.1f} | {one.first_token_seconds:.3f} | {one.num_preemptions} | "
-            f"{sources} |"
-        )
+    for (num_input, num_output, clients), layout in found.items():
+        name, count = (layout.name, str(layout.num_gpus)) if layout is not None else ("none of these", "")
+        lines.append(f"| {num_input}, {num_output} | {clients} | {name} | {count} |")
     return "\n".join(lines)
 
 
