@@ -24,7 +24,6 @@ _NO_LORA = "there are no LoRA adapters; merge them into the weights (peft: merge
 _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priority', or a class of your own"
 
 SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
-    "tensor_parallel_size": ((1,), _ONE_DEVICE),
     "pipeline_parallel_size": ((1,), _ONE_DEVICE),
     "data_parallel_size": ((1,), _ONE_DEVICE),
     "enable_expert_parallel": ((False,), _ONE_DEVICE),
