@@ -164,17 +164,15 @@ def _part(config: ModelConfig, own: ModelConfig, name: str, axis: int, number: i
 
     Of fused layers these are some rows of each; of KV heads fewer than devices, one that its queries need.
     """
-    count, places = own.tensor_parallel, []
-    names = ARCHITECTURES[config.architecture].names
     if axis == 1:
-        width = weight.shape[1] // count
+        width = weight.shape[1] // own.tensor_parallel
         return of_inputs(weight, number * width, (number + 1) * width)
-    shapes = (abstract_params(one, "float32")[name].shape for one in (config, own))
-    wholes, parts = (names.parts(one, name, shape) for one, shape in zip((config, own), shapes, strict=True))
-    first = 0
-    for whole, part in zip(wholes, parts, strict=True):
-        size = part.shape[0]
-        start = first + number * whole.shape[0] // count // size * size
+    names, first, places = ARCHITECTURES[config.architecture].names, 0, []
+    wholes, parts = (
+        names.rows(one, name, abstract_params(one, "float32")[name].shape[0]) for one in (config, own)
+    )
+    for whole, size in zip(wholes, parts, strict=True):
+        start = first + number * whole // own.tensor_parallel // size * size
         places.append(np.arange(start, start + size))
-        first += whole.shape[0]
+        first += whole
     return of_outputs(weight, np.concatenate(places))
