@@ -257,9 +257,10 @@ def choose(config: EngineConfig, model: Model) -> Choices:
     max_model_len = config.max_model_len or model.config.default_max_model_len
     bounded = model.config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
     name = Path(config.model).resolve().name
-    shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype)
-    kind = model.device.device_kind
-    scheduling = make_scheduling(config.scheduler_policy, shape, kind, config.block_size, own=config.costs)
+    shared = {"tensor_parallel": config.tensor_parallel_size}
+    shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype, **shared)
+    where = model.device.device_kind, config.block_size
+    scheduling = make_scheduling(config.scheduler_policy, shape, *where, own=config.costs, **shared)
     heads = model.own.num_heads, model.own.num_kv_heads, model.own.head_dim
     default, _ = pallas_kernels.settle_implementation(*heads, config.block_size, kv_dtype=model.kv_dtype)
     kernels = config.attention_implementation or default
@@ -324,7 +325,7 @@ def size(
     beside = beside or memory.Beside()
     num_weight_bytes = model.num_weight_bytes + beside.weight_bytes
     num_blocks = memory.num_blocks_that_fit(
-        device=model.device,
+        device=memory.tightest(model.placement.devices),
         weight_bytes=num_weight_bytes,
         bytes_per_block=bytes_per_block + beside.bytes_per_block,
         temporaries=_temporary_bytes(config, model, chosen, bytes_per_block) + beside.temporary_bytes,

@@ -170,12 +170,18 @@ class ModelExecutor:
     @property
     def hidden(self) -> jax.Array | None:
         """What the newest tokens of each slot were sampled from; see `step.DeviceState`."""
-        return self._state.hidden
+        return self._on_first(self._state.hidden)
 
     @property
     def layers(self) -> jax.Array | None:
         """What some layers were given; see `step.DeviceState`."""
-        return self._state.layers
+        return self._on_first(self._state.layers)
+
+    def _on_first(self, array: jax.Array | None) -> jax.Array | None:
+        """The first device's copy, which what drafts computes with."""
+        if array is None or not self._placement.is_shared:
+            return array
+        return array.addressable_data(0)
 
     @property
     def device_kind(self) -> str:
