@@ -113,8 +113,8 @@ class EngineConfig:
         load_format: Of weights; dummy makes random ones on the device.
         hf_overrides: Fields of config.json to replace; null drops one.
         seed: Of dummy weights, and of requests that name no seed.
-        tensor_parallel_size: Devices that share each layer, the first so many of JAX's: each has some heads of
-            the KV pool and its part of most weights. A model then needs not fit one of them.
+        tensor_parallel_size: So many devices, the first of JAX's, share each layer: each has some of the heads
+            with their KV, and its part of most weights, so that the model need not fit one of them.
         max_model_len: Longest sequence, prompt and output, in tokens; by default the checkpoint's, or the
             pool's size if that is less (with a warning).
         max_num_seqs: Most requests running at once; by default 64 on CPUs, and 1024, 512 or 256 on GPUs, as
@@ -123,7 +123,8 @@ class EngineConfig:
             CPUs, and 8192 on GPUs, 2048 on those with room for 256 requests.
         block_size: Tokens per KV block.
         num_gpu_blocks_override: Size of the KV pool in blocks, on any device.
-        kv_cache_memory: Size of the KV pool in bytes, on each device; the command line takes KiB, MiB and GiB.
+        kv_cache_memory: Size of the KV pool in bytes, on each device; the command line takes KiB, MiB,
+            GiB.
         num_host_blocks: Blocks of pinned host memory for requests that are swapped out, and for what of the
             prefix cache the device has no room for; 0 turns both off. By default what 4 GiB hold, at most as
             many as the pool has, and none if the policy copies nothing or the pool cannot run out.

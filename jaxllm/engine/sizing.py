@@ -184,8 +184,8 @@ def _placement(num_devices: int) -> Placement:
     devices = jax.devices()
     if num_devices > len(devices):
         raise ConfigError(
-            f"tensor_parallel_size={num_devices} is more than the {len(devices)} devices ({devices[0].platform}) "
-            "that JAX sees: take fewer; to try it on a CPU set XLA_FLAGS="
+            f"tensor_parallel_size={num_devices} is more than the {len(devices)} devices that JAX sees "
+            f"({devices[0].platform}): take fewer; to try it on a CPU set XLA_FLAGS="
             f"--xla_force_host_platform_device_count={num_devices}"
         )
     return Placement(tuple(devices[:num_devices]))
@@ -257,10 +257,12 @@ def choose(config: EngineConfig, model: Model) -> Choices:
     max_model_len = config.max_model_len or model.config.default_max_model_len
     bounded = model.config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
     name = Path(config.model).resolve().name
-    shared = {"tensor_parallel": config.tensor_parallel_size}
-    shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype, **shared)
+    num_devices = config.tensor_parallel_size
+    shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype, num_devices)
     where = model.device.device_kind, config.block_size
-    scheduling = make_scheduling(config.scheduler_policy, shape, *where, own=config.costs, **shared)
+    scheduling = make_scheduling(
+        config.scheduler_policy, shape, *where, own=config.costs, tensor_parallel=num_devices
+    )
     heads = model.own.num_heads, model.own.num_kv_heads, model.own.head_dim
     default, _ = pallas_kernels.settle_implementation(*heads, config.block_size, kv_dtype=model.kv_dtype)
     kernels = config.attention_implementation or default

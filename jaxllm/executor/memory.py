@@ -103,7 +103,9 @@ def _device_memory(device: jax.Device) -> tuple[int, int]:
     if stats:
         return int(stats["bytes_limit"]), int(stats["bytes_in_use"])
     page = os.sysconf("SC_PAGE_SIZE")
-    total, free = (page * os.sysconf(name) // _num_sharing(device) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    total, free = (
+        page * os.sysconf(name) // _num_sharing(device) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
+    )
     return total, total - free
 
 

@@ -130,22 +130,17 @@ class Placement:
                 f"tensor_parallel_size={count}: {config.architecture} does not say which of its layers sum "
                 "over devices (`Linear(..., axis=config.axis)`, two of each layer); leave it out"
             )
-        if formats == PLAIN:
-            return
         whole, parts = (abstract_params(one, dtype, formats) for one in (config, own))
-        for name in _cuts(config, own).keys() & {*linear_weights(config)}:
-            try:
-                cut = functools.partial(_part, config, own, name, _cuts(config, own)[name], 0)
-                found: Any = jax.eval_shape(cut, whole[name])
-            except (ValueError, TypeError) as error:
-                found = error
-            if jax.tree.structure(found) != jax.tree.structure(parts[name]) or jax.tree.leaves(
-                found
-            ) != jax.tree.leaves(parts[name]):
+        for name in _cuts(config, own).keys() & {*linear_weights(config)} if formats != PLAIN else ():
+            if reason := _why_not(config, own, name, whole[name], parts[name]):
                 raise ConfigError(
-                    f"tensor_parallel_size={count}: {name} does not come apart in its format "
-                    f"({formats.of(name).name}): {found}; take another size, or other weights"
+                    f"tensor_parallel_size={count}: {name}, of {formats.of(name).name}, does not come apart: "
+                    f"{reason}; take fewer devices, or weights of 16 bits"
                 )
+
+
+ANYWHERE = Placement()
+"""One device that nobody has named."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -176,3 +171,13 @@ def _part(config: ModelConfig, own: ModelConfig, name: str, axis: int, number: i
         places.append(np.arange(start, start + size))
         first += whole
     return of_outputs(weight, np.concatenate(places))
+
+
+def _why_not(config: ModelConfig, own: ModelConfig, name: str, whole: Any, part: Any) -> str | None:
+    """What keeps a weight in a format from being cut into what the format makes of its parts."""
+    cut = functools.partial(_part, config, own, name, _cuts(config, own)[name], 0)
+    try:
+        are_alike = jax.tree.map(lambda a, b: a.shape == b.shape, jax.eval_shape(cut, whole), part)
+    except ValueError as error:
+        return str(error)
+    return None if jax.tree.all(are_alike) else "its scales are of more inputs or outputs"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.executor.placement import BY_KV_HEADS, ON_EACH, Placement
+from jaxllm.executor.placement import ANYWHERE, BY_KV_HEADS, ON_EACH, Placement
 from jaxllm.executor.sampler import PackedSlotParams, Sampling
 from jaxllm.executor.step import (
     DecodeInputs,
@@ -130,7 +130,7 @@ def step_program(
     processors: tuple[LogitsProcessor, ...] = (),
     num_hidden: int = 0,
     kept_layers: tuple[int, ...] = (),
-    placement: Placement = Placement(),
+    placement: Placement = ANYWHERE,
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
 

@@ -564,12 +564,12 @@ def of_inputs(weight: Any, start: int, stop: int) -> Any:
         raise ValueError("inputs are in an order of their own, or of several formats")
     width = weight.shape[1]
 
-    def part(array: jax.Array | None) -> jax.Array | None:
-        if array is None or array.shape[1] == 1:
+    def part(array: jax.Array) -> jax.Array:
+        if array.shape[1] == 1:
             return array
         if start * array.shape[1] % width or stop * array.shape[1] % width:
             raise ValueError(f"{width // array.shape[1]} inputs belong together")
         return array[:, start * array.shape[1] // width : stop * array.shape[1] // width]
 
-    arrays = {name: part(getattr(weight, name)) for name in ("codes", "scales", "offsets")}
-    return dataclasses.replace(weight, **arrays)
+    offsets = None if weight.offsets is None else part(weight.offsets)
+    return dataclasses.replace(weight, codes=part(weight.codes), scales=part(weight.scales), offsets=offsets)

@@ -65,7 +65,7 @@ class WeightNames:
         )
 
     def rows(self, config: ModelConfig, target: str, num_rows: int) -> list[int]:
-        """Rows of each of the matrices that the weight `target` has above one another, if it is of several."""
+        """Rows of each of the matrices that the weight `target` has above one another."""
         layer = target.split(".")[-2]
         if layer == "qkv_proj":
             return [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxllm.executor.kv.copy_timer import CopyTimer
-from jaxllm.executor.placement import BY_KV_HEADS, ON_EACH, Placement
+from jaxllm.executor.placement import ANYWHERE, BY_KV_HEADS, ON_EACH, Placement
 from jaxllm.types import (
     MAX_PIECE_BLOCKS,
     MAX_STAGED_BLOCKS,
@@ -99,7 +99,7 @@ class BlockSwapper:
     @staticmethod
     def programs(pool: Any, max_blocks: int) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
         """Names, functions and abstract arguments of every program that swaps a `pool` of this shape."""
-        gather, scatter = _jitted(Placement())
+        gather, scatter = _jitted(ANYWHERE)
         for size in _program_sizes(max_blocks):
             ids = jax.ShapeDtypeStruct((size,), jnp.int32)
             piece = jax.ShapeDtypeStruct((size, *pool.shape[1:]), pool.dtype)
