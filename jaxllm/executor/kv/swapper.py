@@ -97,14 +97,17 @@ class BlockSwapper:
         return frozenset(self._loads)
 
     @staticmethod
-    def programs(pool: Any, max_blocks: int) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
-        """Names, functions and abstract arguments of every program that swaps a `pool` of this shape."""
-        gather, scatter = _jitted(ANYWHERE)
+    def programs(
+        pool: Any, max_blocks: int, placement: Placement = ANYWHERE
+    ) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
+        """Names, functions and abstract arguments of every program that swaps a device's `pool` of a shape."""
+        gather, scatter = _jitted(placement)
         for size in _program_sizes(max_blocks):
             ids = jax.ShapeDtypeStruct((size,), jnp.int32)
             piece = jax.ShapeDtypeStruct((size, *pool.shape[1:]), pool.dtype)
-            yield f"swap out of {size}", gather, (pool, ids)
-            yield f"swap in of {size}", scatter, (pool, ids, piece)
+            arguments = placement.structs((pool, ids, piece), (BY_KV_HEADS, ON_EACH, BY_KV_HEADS))
+            yield f"swap out of {size}", gather, arguments[:2]
+            yield f"swap in of {size}", scatter, arguments
 
     def warm_up(self, pool: jax.Array) -> jax.Array:
         """Compile every program; returns the pool with the contents it had."""
