@@ -158,14 +158,14 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
         hf_config = {**hf_config, "dtype": find_dtype(next(iter(params.values())).dtype) or "float32"}
     dtype = settle_dtype(config, folder, hf_config, device.platform)
     is_given = params is not None
-    formats = _formats(config, folder, model_config, hf_config, is_given=is_given)
+    formats = _formats(config, folder, model_config, hf_config, placement, is_given=is_given)
     is_native = _multiplies_natively(config, device, dtype)
     if is_native and not is_given and config.dtype == "auto" and config.load_format != "dummy":
         stored = linear_dtype(folder, model_config, config.load_format)
         if formats.default == LinearFormat() and stored in ("bfloat16", "float16"):
             formats = dataclasses.replace(formats, default=LinearFormat(stored=stored))
     held = dataclasses.replace(formats, is_native=is_native)
-    placement.check(model_config, dtype, formats)
+    placement.check(model_config, formats if config.quantization is None else PLAIN)
     num_weight_bytes = weight_bytes(placement.share(model_config), dtype, held)
     memory.check_fits(device, num_weight_bytes, 0)
     kv_dtype = config.kv_cache_dtype
@@ -184,9 +184,9 @@ def _placement(num_devices: int) -> Placement:
     devices = jax.devices()
     if num_devices > len(devices):
         raise ConfigError(
-            f"tensor_parallel_size={num_devices} is more than the {len(devices)} devices that JAX sees "
-            f"({devices[0].platform}): take fewer; to try it on a CPU set XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={num_devices}"
+            f"tensor_parallel_size={num_devices} is more than the devices that JAX sees, {len(devices)} of "
+            f"{devices[0].platform}: take fewer (a CPU is as many with XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={num_devices})"
         )
     return Placement(tuple(devices[:num_devices]))
 
@@ -217,6 +217,7 @@ def _formats(
     folder: Path,
     model_config: ModelConfig,
     hf_config: Mapping[str, Any],
+    placement: Placement,
     *,
     is_given: bool,
 ) -> LinearFormats:
@@ -236,7 +237,7 @@ def _formats(
         )
     head = head_name(model_config)
     formats = LinearFormats.named(config.quantization, head, quantize_lm_head=config.quantize_lm_head)
-    for name, struct in abstract_params(model_config, "float32").items():
+    for name, struct in abstract_params(placement.share(model_config), "float32").items():
         reason = formats.of(name).why_not(struct.shape[1]) if name in linear_weights(model_config) else None
         if reason:
             raise ConfigError(f"quantization={config.quantization!r} of {name}: {reason}")

@@ -26,7 +26,7 @@ from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.layers import TENSOR
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.linear_weights import of_inputs, of_outputs
-from jaxllm.models.registry import PLAIN, abstract_params, in_format, linear_weights, num_summing_layers
+from jaxllm.models.registry import abstract_params, in_format, linear_weights, num_summing_layers
 
 ON_EACH, CUT, BY_KV_HEADS = Spec(), Spec(TENSOR), Spec(None, None, None, TENSOR)
 """How an array lies on several devices: whole on each, by its first axis, or by the pool's KV heads."""
@@ -99,14 +99,18 @@ class Placement:
         return {name: CUT if name in cuts else ON_EACH for name in abstract_params(config, "float32")}
 
     def placed(self, config: ModelConfig, formats: LinearFormats, name: str, weight: Any) -> Any:
-        """A weight of the model where it belongs, in its format."""
+        """A weight of the model where it belongs, in its format.
+
+        What is rounded is rounded as a whole, as on one device, or in parts if it does not come apart then.
+        """
         if not self.is_shared:
             return in_format(config, formats, name, weight)
         own, axis = self.share(config), _cuts(config, self.share(config)).get(name)
-        held = in_format(config, dataclasses.replace(formats, is_native=False), name, weight)
+        if axis is None or _why_not(config, own, formats, name) is None:
+            weight = in_format(config, dataclasses.replace(formats, is_native=False), name, weight)
         parts = []
         for number, device in enumerate(self.devices):
-            part = held if axis is None else _part(config, own, name, axis, number, held)
+            part = weight if axis is None else _part(config, own, name, axis, number, weight)
             parts.append(in_format(own, formats, name, jax.device_put(part, device)))
         spec = ON_EACH if axis is None else CUT
 
@@ -116,11 +120,11 @@ class Placement:
 
         return jax.tree.map(joined, *parts)
 
-    def check(self, config: ModelConfig, dtype: str, formats: LinearFormats) -> None:
-        """Verify that the devices can share a model.
+    def check(self, config: ModelConfig, codes: LinearFormats) -> None:
+        """Verify that the devices can share a model, of whose weights the checkpoint has these as codes.
 
         Raises:
-            ConfigError: its sizes, its architecture or the formats of its weights keep them from it.
+            ConfigError: its sizes, its architecture or its codes keep them from it.
         """
         own, count = self.share(config), len(self.devices)
         if not self.is_shared:
@@ -130,11 +134,10 @@ class Placement:
                 f"tensor_parallel_size={count}: {config.architecture} does not say which of its layers sum "
                 "over devices (`Linear(..., axis=config.axis)`, two of each layer); leave it out"
             )
-        whole, parts = (abstract_params(one, dtype, formats) for one in (config, own))
-        for name in _cuts(config, own).keys() & {*linear_weights(config)} if formats != PLAIN else ():
-            if reason := _why_not(config, own, name, whole[name], parts[name]):
+        for name in _cuts(config, own):
+            if reason := _why_not(config, own, codes, name):
                 raise ConfigError(
-                    f"tensor_parallel_size={count}: {name}, of {formats.of(name).name}, does not come apart: "
+                    f"tensor_parallel_size={count}: {name}, of {codes.of(name).name}, does not come apart: "
                     f"{reason}; take fewer devices, or weights of 16 bits"
                 )
 
@@ -173,8 +176,12 @@ def _part(config: ModelConfig, own: ModelConfig, name: str, axis: int, number: i
     return of_outputs(weight, np.concatenate(places))
 
 
-def _why_not(config: ModelConfig, own: ModelConfig, name: str, whole: Any, part: Any) -> str | None:
-    """What keeps a weight in a format from being cut into what the format makes of its parts."""
+def _why_not(config: ModelConfig, own: ModelConfig, formats: LinearFormats, name: str) -> str | None:
+    """What keeps a weight in its format from being cut into what the format makes of its parts."""
+    if name not in linear_weights(config):
+        return None
+    held = dataclasses.replace(formats.of(name), is_native=False)
+    whole, part = (held.struct(abstract_params(one, "float32")[name]) for one in (config, own))
     cut = functools.partial(_part, config, own, name, _cuts(config, own)[name], 0)
     try:
         are_alike = jax.tree.map(lambda a, b: a.shape == b.shape, jax.eval_shape(cut, whole), part)

@@ -23,7 +23,9 @@ LLAMA_3_70B = {
 }
 CONFIG = config_from_dict(LLAMA_3_70B)
 SIZES = {"num_gpu_blocks": 2048, "block_size": 16, "max_model_len": 2048, "max_num_seqs": 64}
-OPERATION = re.compile(r" = (.*) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+OPERATION = re.compile(
+    r" = (.*) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 
 
 def said(program):

@@ -100,7 +100,7 @@ class BlockSwapper:
     def programs(
         pool: Any, max_blocks: int, placement: Placement = ANYWHERE
     ) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
-        """Names, functions and abstract arguments of every program that swaps a device's `pool` of a shape."""
+        """Names, functions and abstract arguments of every program that swaps a device's `pool` like this."""
         gather, scatter = _jitted(placement)
         for size in _program_sizes(max_blocks):
             ids = jax.ShapeDtypeStruct((size,), jnp.int32)
