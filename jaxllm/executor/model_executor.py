@@ -84,7 +84,7 @@ class ModelExecutor:
         self.model_config = model_config
         self.config = config
         self._params = params
-        self._placement, self._device = placement, placement.devices[0]
+        self._placement, self._device, self._on_each = placement, placement.devices[0], placement.sharding()
         self._max_blocks = config.max_blocks
         self._state = self._make_state()
         self._packed_params = PackedSlotParams.host_zeros(config.max_num_seqs)
@@ -190,7 +190,7 @@ class ModelExecutor:
 
     @property
     def pool_bytes(self) -> int:
-        """Size of the KV pool in bytes."""
+        """Size of the KV pool in bytes, on all devices."""
         return self._state.pool.nbytes
 
     @property
@@ -648,7 +648,7 @@ class ModelExecutor:
 
     def _upload(self, host: Any) -> jax.Array:
         # A copy: the CPU backend may alias host arrays, which change while steps are in flight.
-        return jax.device_put(host.copy(), self._placement.sharding())
+        return jax.device_put(host.copy(), self._on_each)
 
     def _update_params(self) -> None:
         """Upload sampling parameters that have changed."""

@@ -181,6 +181,8 @@ def _why_not(config: ModelConfig, own: ModelConfig, formats: LinearFormats, name
     if name not in linear_weights(config):
         return None
     held = dataclasses.replace(formats.of(name), is_native=False)
+    if held.parts:
+        return "it is of several formats, one above another"
     whole, part = (held.struct(abstract_params(one, "float32")[name]) for one in (config, own))
     cut = functools.partial(_part, config, own, name, _cuts(config, own)[name], 0)
     try:

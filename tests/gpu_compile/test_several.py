@@ -8,7 +8,10 @@ import pytest
 from published import LLAMA_3_8B
 
 from jaxllm.executor.kv.swapper import BlockSwapper
+from jaxllm.executor.placement import ON_EACH
 from jaxllm.executor.programs import ProgramKey, state_shapes, step_program
+from jaxllm.executor.sampler import Sampling
+from jaxllm.executor.sampling_programs import RowsKey, rows_program
 from jaxllm.models.config import config_from_dict
 from jaxllm.research.plan.target import Compiler, get_target
 
@@ -63,6 +66,14 @@ def test_swaps_say_nothing():
             program = compiler.compile(*flat(one[1:]))
             assert not said(program)
             assert program.memory_analysis().temp_size_in_bytes == 0
+
+
+def test_what_is_sampled_apart_is_sampled_by_each():
+    with Compiler(get_target("h100"), 4) as compiler:
+        limits = {"vocab_size": CONFIG.vocab_size, "max_num_seqs": 64, "max_model_len": 2048}
+        jitted, arguments = rows_program(RowsKey(16, Sampling.COMPLETE), **limits)
+        program = compiler.compile(jitted, *compiler.placement.structs(arguments, ON_EACH))
+    assert not said(program)
 
 
 def flat(made):
