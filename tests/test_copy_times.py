@@ -15,6 +15,7 @@ from variants import golden_checkpoint
 from jaxllm.engine.observer import StepObserver
 from jaxllm.executor.kv.copy_timer import CopyTimer
 from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
+from jaxllm.executor.placement import Placement
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.research.bench.replay import replay
 from jaxllm.research.simulator.executor import SimulatedExecutor
@@ -151,7 +152,7 @@ def pool():
 @pytest.fixture
 def swapper(clock, pool):
     """A link that carries one block a second."""
-    swapper = BlockSwapper(jax.devices()[0], max_blocks=2 * MAX_STAGED_BLOCKS)
+    swapper = BlockSwapper(Placement((jax.devices()[0],)), max_blocks=2 * MAX_STAGED_BLOCKS)
     return SlowLink(swapper, pool[0].nbytes, clock.perf_counter)
 
 

@@ -63,6 +63,7 @@ def test_pages_with_python_are_those_we_know_of():
     how_tos = {path.stem for path in WITH_PYTHON if path.parent.name == "howto"}
     assert how_tos == {path.stem for path in (DOCS / "howto").glob("*.md")} - {
         "plan-a-gpu",
+        "several-devices",
         "evaluate",
         "live-page",
         "serve",

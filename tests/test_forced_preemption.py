@@ -180,14 +180,19 @@ def assert_no_copy_is_left(engine, llm):
 
 
 @pytest.fixture(scope="module")
-def draft_model(llm):
+def weights(llm):
+    return llm.executor._params
+
+
+@pytest.fixture(scope="module")
+def draft_model(llm, weights):
     """The model itself without its upper half, which is right now and then, in a pool for two of them."""
     executor, num_layers = llm.executor, llm.model_config.num_layers // 2
     upper = tuple(f"layers.{layer}." for layer in range(num_layers, 2 * num_layers))
     config = dataclasses.replace(executor.config, num_gpu_blocks=16)
     model = DraftModel(
         ModelCore(dataclasses.replace(llm.model_config, num_layers=num_layers), config),
-        lambda: {name: one for name, one in executor._params.items() if not name.startswith(upper)},
+        lambda: {name: one for name, one in weights.items() if not name.startswith(upper)},
         config,
         MOST_DRAFTS,
         executor._device,

@@ -256,7 +256,11 @@ def test_errors_name_flags(message, said):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-tp", "2"], "--tensor-parallel-size 2 is not supported: the engine runs on one device"),
+        (["-pp", "2"], "--pipeline-parallel-size 2 is not supported: an engine's devices share each layer"),
+        (
+            ["-tp", "2"],
+            "--tensor-parallel-size 2 is more than the devices that JAX sees, 1 of cpu: take fewer",
+        ),
         (["--quantization", "awq"], "--quantization 'awq' is how a checkpoint says that it is quantised"),
         (["--enable-lora"], "--enable-lora is not supported: there are no LoRA adapters; merge them"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0 must be an integer from 1"),
@@ -271,12 +275,12 @@ def test_the_command_answers_in_its_own_words(options, message, capsys):
 
 
 def test_values_of_vllm_that_change_nothing_are_taken(run, capsys):
-    neutral = ["-tp", "1", "--no-enable-lora", "--no-trust-remote-code"]
+    neutral = ["-tp", "1", "-pp", "1", "--no-enable-lora", "--no-trust-remote-code"]
     assert run("hello", "-q", *neutral, "--kv-cache-memory-bytes", "64MiB") == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
     taken = build_parser("generate").parse_args(["generate", *neutral])
     assert {name for name in SETTINGS if hasattr(taken, name)} == {
-        "tensor_parallel_size",
+        "pipeline_parallel_size",
         "enable_lora",
         "trust_remote_code",
     }

@@ -13,6 +13,7 @@ from jaxllm import SamplingParams
 from jaxllm.executor import sampling_programs
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, kind_of
@@ -49,7 +50,7 @@ def programs(monkeypatch):
         num_gpu_blocks=8, block_size=16, max_model_len=64, max_num_seqs=4, buckets=buckets, dtype="float32"
     )
     model = config_from_dict(read_hf_config(golden_checkpoint(NAME)))
-    made = StepPrograms(model, config, jax.devices()[0])
+    made = StepPrograms(model, config, Placement((jax.devices()[0],)))
     gate = Gate([])
     monkeypatch.setattr(made, "_lower", gate.lower)
     yield made, gate

@@ -13,6 +13,7 @@ from jaxllm import SamplingParams
 from jaxllm.errors import ConfigError, EngineError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
+from jaxllm.executor.placement import Placement
 from jaxllm.research.slow_link import SlowLink, slow_down
 from jaxllm.sched.policies import (
     FairPriority,
@@ -52,7 +53,7 @@ SWAPPING = {
 
 @pytest.fixture(scope="module")
 def swapper():
-    return BlockSwapper(jax.devices()[0], max_blocks=48)
+    return BlockSwapper(Placement((jax.devices()[0],)), max_blocks=48)
 
 
 def random_pool(num_blocks, dtype):
@@ -126,7 +127,7 @@ def test_any_blocks_of_several_copies_come_back_bit_for_bit(swapper, dtype, brin
 
 def test_one_block_may_be_read_into_several():
     """By one copy after another, and by two that are under way together."""
-    swapper, pool = BlockSwapper(jax.devices()[0], max_blocks=8), random_pool(8, "float32")
+    swapper, pool = BlockSwapper(Placement((jax.devices()[0],)), max_blocks=8), random_pool(8, "float32")
     before = bits_of(pool)
     swapper.swap_out(pool, 0, (0, 1, 2))
     swapper.load(0, (3, 4), host_blocks_of(0, 3)[1:])
@@ -214,7 +215,9 @@ class Clock:
 
 
 def limited_to_a_block_a_second(clock, pool):
-    return SlowLink(BlockSwapper(jax.devices()[0], max_blocks=8), pool[0].nbytes, clock.perf_counter)
+    return SlowLink(
+        BlockSwapper(Placement((jax.devices()[0],)), max_blocks=8), pool[0].nbytes, clock.perf_counter
+    )
 
 
 def test_a_limited_link_delays_the_copy_back_and_changes_no_bit(monkeypatch):

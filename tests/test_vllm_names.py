@@ -28,7 +28,7 @@ VLLM_SETTINGS = {
 
 KNOWN = ("dtype", "kv_cache_memory", "max_model_len", "tokenizer")
 NEUTRAL = {
-    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "trust_remote_code": False,
     "enforce_eager": True,
     "swap_space": 4.0,
@@ -50,10 +50,10 @@ def test_values_that_change_nothing_are_taken(caplog):
     ("settings", "message"),
     [
         (
-            {"tensor_parallel_size": 2},
-            "tensor_parallel_size=2 is not supported: .*one device",
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size=2 is not supported: .*share each layer",
         ),
-        ({"tensor_parallel_size": True}, "tensor_parallel_size=True is not supported"),
+        ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True is not supported"),
         ({"trust_remote_code": True}, "no code of checkpoints is ever run"),
         ({"cpu_offload_gb": 2}, "cpu_offload_gb=2 is not supported: weights stay on the device"),
         ({"swap_space": 8}, "use num_host_blocks"),

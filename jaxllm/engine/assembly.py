@@ -33,7 +33,6 @@ from jaxllm.executor.step_programs import CompileProgress, StepPrograms
 from jaxllm.loading import iter_params
 from jaxllm.loading.given import iter_given
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
-from jaxllm.models.registry import in_format
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.predictors.online import OnlineCalibration
 from jaxllm.predictors.programs import ProgramCosts
@@ -81,7 +80,7 @@ class Assembly:
         costs_source: where they come from; None if nothing is known.
         load_times: seconds it took.
         default_params: the checkpoint's own sampling parameters.
-        device: where weights and pool are.
+        device: where weights and pool are, or the first of several.
         reload: reads the checkpoint's weights again; None if others were given.
         files: of the prefix cache; None if there are none.
     """
@@ -163,7 +162,7 @@ def _load(
     draft: drafting.Draft | drafting.Heads | drafting.Eagle | None,
 ) -> _Loaded:
     """Load tokenizer and weights while programs compile."""
-    programs = StepPrograms(sizes.model_config, sizes.executor, model.device)
+    programs = StepPrograms(sizes.model_config, sizes.executor, model.placement)
     if config.attention_implementation != FASTEST:  # which is to be measured first
         programs.begin()
     try:
@@ -177,8 +176,8 @@ def _load(
             weights = iter_given(given, model.dtype, model.device)
         formats, params = sizes.executor.formats, {}
         for name, weight in weights:
-            params[name] = in_format(sizes.model_config, formats, name, weight)
-        executor = ModelExecutor(sizes.model_config, params, sizes.executor, model.device, programs)
+            params[name] = model.placement.placed(sizes.model_config, formats, name, weight)
+        executor = ModelExecutor(sizes.model_config, params, sizes.executor, model.placement, programs)
         if draft is not None:
             executor.drafter = draft.make(executor)
         loaded = time.perf_counter()

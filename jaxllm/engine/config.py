@@ -113,6 +113,8 @@ class EngineConfig:
         load_format: Of weights; dummy makes random ones on the device.
         hf_overrides: Fields of config.json to replace; null drops one.
         seed: Of dummy weights, and of requests that name no seed.
+        tensor_parallel_size: So many devices, the first of JAX's, share each layer. Each has some heads with
+            their KV, and its part of most weights, so that the model need not fit one of them.
         max_model_len: Longest sequence, prompt and output, in tokens; by default the checkpoint's, or the
             pool's size if that is less (with a warning).
         max_num_seqs: Most requests running at once; by default 64 on CPUs, and 1024, 512 or 256 on GPUs, as
@@ -121,7 +123,8 @@ class EngineConfig:
             CPUs, and 8192 on GPUs, 2048 on those with room for 256 requests.
         block_size: Tokens per KV block.
         num_gpu_blocks_override: Size of the KV pool in blocks, on any device.
-        kv_cache_memory: Size of the KV pool in bytes; the command line takes KiB, MiB and GiB.
+        kv_cache_memory: Size of the KV pool in bytes, on each device; the command line takes KiB, MiB,
+            GiB.
         num_host_blocks: Blocks of pinned host memory for requests that are swapped out, and for what of the
             prefix cache the device has no room for; 0 turns both off. By default what 4 GiB hold, at most as
             many as the pool has, and none if the policy copies nothing or the pool cannot run out.
@@ -185,6 +188,7 @@ class EngineConfig:
     load_format: str = option("auto", choices=LOAD_FORMATS)
     hf_overrides: Mapping[str, Any] | None = option(None, check=_overrides, parse=json_object)
     seed: int = option(0, within=(0, 2**63 - 1), flag=None)
+    tensor_parallel_size: int = option(1, within=(1, 1024), short=("-tp",))
     max_model_len: int | None = option(None, within=(2, 2**24))
     max_num_seqs: int | None = option(None, within=(1, 2**14))
     max_num_batched_tokens: int | None = option(None, within=(1, 2**20))
@@ -222,6 +226,11 @@ class EngineConfig:
             raise ConfigError(
                 f"costs={shown(self.costs)} says what is predicted, and profile_seconds="
                 f"{self.profile_seconds:g} would measure it: leave one of them out"
+            )
+        if self.tensor_parallel_size > 1 and self.attention_implementation == "fastest":
+            raise ConfigError(
+                f"attention_implementation='fastest' measures on one device, and tensor_parallel_size="
+                f"{self.tensor_parallel_size}: name an implementation, or leave it out"
             )
         if self.quantization is None and not self.quantize_lm_head:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ DATA_SHEETS: Mapping[str, str] = {
 }
 """Names of `jaxllm.predictors.devices` by what JAX calls a device."""
 
+_MOST_MEASURED = 8  # devices whose sums were measured
+
 
 def profile_folder() -> Path:
     """Where profiles are kept unless told otherwise: `jaxllm/profiles` in the user's cache folder."""
@@ -43,14 +46,19 @@ def shape_of(
     dtype: str,
     formats: LinearFormats = PLAIN,
     kv_dtype: str | None = None,
+    tensor_parallel: int = 1,
 ) -> ModelShape:
-    """The sizes of a model that decide its costs; its name is followed by the formats of weights and KV."""
+    """The sizes of a model that decide its costs.
+
+    Its name is followed by the formats of weights and KV, and by how many devices share each layer.
+    """
     kv_dtype = kv_dtype or dtype
+    name += formats.suffix + (f"-kv-{kv_dtype}" if kv_dtype != dtype else "")
     weights, head = formats.cost_names(tuple(linear_weights(config)), head_name(config))
     are_codes = weights in WEIGHT_FORMATS, head in WEIGHT_FORMATS
     bits = _bits(config, dtype, formats) if any(are_codes) else (0.0, 0.0)
     return ModelShape(
-        name=name + formats.suffix + (f"-kv-{kv_dtype}" if kv_dtype != dtype else ""),
+        name=name + (f"-tp{tensor_parallel}" if tensor_parallel > 1 else ""),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -88,6 +96,7 @@ def find_costs(
     folder: Path | None = None,
     *,
     use_profile: bool = True,
+    tensor_parallel: int = 1,
 ) -> tuple[CostModel, str] | None:
     """Predicted costs of a model on a device, and where they come from.
 
@@ -100,6 +109,7 @@ def find_costs(
         block_size: tokens per KV block.
         folder: of profiles; `profile_folder()` if None.
         use_profile: look for one.
+        tensor_parallel: devices that share each layer; the roofline is that of one's part, without sums.
 
     Raises:
         ProfileError: the profile is damaged, or of another model of the same name.
@@ -112,6 +122,21 @@ def find_costs(
     device = device_spec(DATA_SHEETS[device_kind]) if device_kind in DATA_SHEETS else None
     if device is None or model.dtype not in device.peak_flops:
         return None
-    if device.name in MEASURED.keys() | ALIKE.keys() and model.itemsize == 2:
-        return SiliconCostModel(model, device, block_size=block_size), f"measured kernels of {device.name}"
+    is_measured = device.name in MEASURED.keys() | ALIKE.keys() and model.itemsize == 2
+    if is_measured and tensor_parallel <= _MOST_MEASURED:
+        silicon = SiliconCostModel(model, device, block_size=block_size, tensor_parallel=tensor_parallel)
+        return silicon, f"measured kernels of {device.name}"
+    if device_kind != "cpu":  # whose devices share its cores
+        model = _part(model, tensor_parallel)
     return RooflineCostModel(model, device, block_size=block_size), f"roofline of {device.name}"
+
+
+def _part(model: ModelShape, num_devices: int) -> ModelShape:
+    """What each of some devices computes of a model."""
+    return dataclasses.replace(
+        model,
+        num_heads=model.num_heads // num_devices,
+        num_kv_heads=max(1, model.num_kv_heads // num_devices),
+        intermediate_size=model.intermediate_size // num_devices,
+        vocab_size=-(-model.vocab_size // num_devices),
+    )

@@ -238,6 +238,7 @@ def _read_model(config: EngineConfig, name: str, model: sizing.Model, chosen: si
         quantization=None,
         quantize_lm_head=True,
         speculative_config=None,
+        tensor_parallel_size=1,
     )
     read = sizing.read_model(own)
     if read.config.vocab_size != model.config.vocab_size:

@@ -84,6 +84,7 @@ def make_scheduling(
     block_size: int,
     folder: Path | None = None,
     own: CostModel | str | os.PathLike[str] | None = None,
+    tensor_parallel: int = 1,
 ) -> Scheduling:
     """Find or import the policy, and the costs it needs.
 
@@ -94,6 +95,7 @@ def make_scheduling(
         block_size: tokens per KV block.
         folder: of profiles; the user's cache folder if None.
         own: what `own_costs` takes, instead of the engine's costs.
+        tensor_parallel: devices that share each layer.
 
     Raises:
         ConfigError: there is no such policy, or `own` is no predictor.
@@ -104,9 +106,10 @@ def make_scheduling(
     is_ready_made = is_policy(choice)
     chosen = DEFAULT_PRESET if choice is None else choice
     weighs = weighs_costs(chosen)
-    find = functools.partial(find_costs, shape, device_kind, block_size, folder)
+    where = shape, device_kind, block_size
+    find = functools.partial(find_costs, *where, folder, tensor_parallel=tensor_parallel)
     try:
-        found = find() if own is None else _own(own, shape, device_kind, block_size)
+        found = find() if own is None else _own(own, *where)
     except ProfileError as error:
         if own is not None or (choice is not None and weighs):
             raise

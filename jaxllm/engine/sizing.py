@@ -21,6 +21,7 @@ from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.fastest import FASTEST
+from jaxllm.executor.placement import Placement
 from jaxllm.loading import resolve_dtype
 from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.generation_config import default_sampling_params
@@ -51,24 +52,34 @@ class Model:
     Attributes:
         folder: the checkpoint's.
         tokenizer_folder: the tokenizer's.
-        device: the first of JAX's.
+        placement: the first of JAX's devices.
         config: sizes and layers, for the longest sequences that its positions allow.
         dtype: of weights and activations.
         kv_dtype: keys and values are stored as that, one of `KV_DTYPES`.
         formats: of the weights of linear layers.
-        num_weight_bytes: of all weights in that.
+        num_weight_bytes: of the weights of a device in that.
         default_params: its own sampling parameters.
     """
 
     folder: Path
     tokenizer_folder: Path
-    device: jax.Device
+    placement: Placement
     config: ModelConfig
     dtype: str
     kv_dtype: str
     formats: LinearFormats
     num_weight_bytes: int
     default_params: SamplingParams
+
+    @property
+    def device(self) -> jax.Device:
+        """The first one."""
+        return self.placement.devices[0]
+
+    @property
+    def own(self) -> ModelConfig:
+        """The part of a device."""
+        return self.placement.share(self.config)
 
     @property
     def itemsize(self) -> int:
@@ -132,7 +143,8 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
     default_params = default_sampling_params(folder)
     # Without effect where JAX has taken its memory already.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory.MEM_FRACTION))
-    device = jax.devices()[0]
+    placement = _placement(config.tensor_parallel_size)
+    device = placement.devices[0]
     _set_compilation_cache(config.compilation_cache_dir)
     hf_config = read_hf_config(folder)
     model_config = config_from_dict(hf_config, config.hf_overrides)
@@ -146,20 +158,37 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
         hf_config = {**hf_config, "dtype": find_dtype(next(iter(params.values())).dtype) or "float32"}
     dtype = settle_dtype(config, folder, hf_config, device.platform)
     is_given = params is not None
-    formats = _formats(config, folder, model_config, hf_config, is_given=is_given)
+    formats = _formats(config, folder, model_config, hf_config, placement, is_given=is_given)
     is_native = _multiplies_natively(config, device, dtype)
     if is_native and not is_given and config.dtype == "auto" and config.load_format != "dummy":
         stored = linear_dtype(folder, model_config, config.load_format)
         if formats.default == LinearFormat() and stored in ("bfloat16", "float16"):
             formats = dataclasses.replace(formats, default=LinearFormat(stored=stored))
     held = dataclasses.replace(formats, is_native=is_native)
-    num_weight_bytes = weight_bytes(model_config, dtype, held)
+    placement.check(model_config, formats if config.quantization is None else PLAIN)
+    num_weight_bytes = weight_bytes(placement.share(model_config), dtype, held)
     memory.check_fits(device, num_weight_bytes, 0)
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
         kv_dtype = _stored_kv_dtype(model_config, device) or dtype
     weights = formats, num_weight_bytes
-    return Model(folder, tokenizer_folder, device, model_config, dtype, kv_dtype, *weights, default_params)
+    return Model(folder, tokenizer_folder, placement, model_config, dtype, kv_dtype, *weights, default_params)
+
+
+def _placement(num_devices: int) -> Placement:
+    """The first of JAX's devices.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    devices = jax.devices()
+    if num_devices > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size={num_devices} is more than the devices that JAX sees, {len(devices)} of "
+            f"{devices[0].platform}: take fewer (a CPU is as many with XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={num_devices})"
+        )
+    return Placement(tuple(devices[:num_devices]))
 
 
 def _multiplies_natively(config: EngineConfig, device: jax.Device, dtype: str) -> bool:
@@ -188,6 +217,7 @@ def _formats(
     folder: Path,
     model_config: ModelConfig,
     hf_config: Mapping[str, Any],
+    placement: Placement,
     *,
     is_given: bool,
 ) -> LinearFormats:
@@ -207,7 +237,7 @@ def _formats(
         )
     head = head_name(model_config)
     formats = LinearFormats.named(config.quantization, head, quantize_lm_head=config.quantize_lm_head)
-    for name, struct in abstract_params(model_config, "float32").items():
+    for name, struct in abstract_params(placement.share(model_config), "float32").items():
         reason = formats.of(name).why_not(struct.shape[1]) if name in linear_weights(model_config) else None
         if reason:
             raise ConfigError(f"quantization={config.quantization!r} of {name}: {reason}")
@@ -222,22 +252,25 @@ def choose(config: EngineConfig, model: Model) -> Choices:
         ProfileError: see `make_scheduling`.
     """
     weights = model.dtype, model.num_weight_bytes
-    defaults = memory.device_limits(model.device, model.config, *weights, model.kv_dtype)
+    defaults = memory.device_limits(model.device, model.own, *weights, model.kv_dtype)
     max_num_seqs = config.max_num_seqs or defaults[0]
     max_num_batched_tokens = config.max_num_batched_tokens or max(defaults[1], max_num_seqs)
     max_model_len = config.max_model_len or model.config.default_max_model_len
     bounded = model.config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
     name = Path(config.model).resolve().name
-    shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype)
-    kind = model.device.device_kind
-    scheduling = make_scheduling(config.scheduler_policy, shape, kind, config.block_size, own=config.costs)
-    heads = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
+    num_devices = config.tensor_parallel_size
+    shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype, num_devices)
+    where = model.device.device_kind, config.block_size
+    scheduling = make_scheduling(
+        config.scheduler_policy, shape, *where, own=config.costs, tensor_parallel=num_devices
+    )
+    heads = model.own.num_heads, model.own.num_kv_heads, model.own.head_dim
     default, _ = pallas_kernels.settle_implementation(*heads, config.block_size, kv_dtype=model.kv_dtype)
     kernels = config.attention_implementation or default
     _check_kv_dtype(kernels, model)
     has_native_products = kernels == "native" and model.dtype == "float32"
     if config.attention_implementation not in (None, FASTEST):
-        _check_attention(config, bounded, model)
+        _check_attention(config, model.placement.share(bounded), model)
     buckets = Buckets.make(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -290,12 +323,12 @@ def size(
         ConfigError: they contradict each other, or there cannot be files.
         CapacityError: device or host cannot hold them.
     """
-    bytes_per_block = memory.block_bytes(model.config, config.block_size, model.kv_dtype)
+    bytes_per_block = memory.block_bytes(model.own, config.block_size, model.kv_dtype)
     needed_blocks = chosen.max_num_seqs * -(-chosen.max_model_len // config.block_size)
     beside = beside or memory.Beside()
     num_weight_bytes = model.num_weight_bytes + beside.weight_bytes
     num_blocks = memory.num_blocks_that_fit(
-        device=model.device,
+        device=memory.tightest(model.placement.devices),
         weight_bytes=num_weight_bytes,
         bytes_per_block=bytes_per_block + beside.bytes_per_block,
         temporaries=_temporary_bytes(config, model, chosen, bytes_per_block) + beside.temporary_bytes,
@@ -308,10 +341,11 @@ def size(
     pool_tokens = num_blocks * config.block_size
     max_model_len = _fit_length(chosen.max_model_len, pool_tokens, config.max_model_len)
     has_files = config.prefix_cache_dir is not None
+    host_bytes = bytes_per_block * config.tensor_parallel_size
     num_host_blocks = chosen.scheduling.num_host_blocks(
-        config.num_host_blocks, num_blocks, needed_blocks, bytes_per_block, is_needed=has_files
+        config.num_host_blocks, num_blocks, needed_blocks, host_bytes, is_needed=has_files
     )
-    memory.check_host_fits(num_host_blocks * bytes_per_block)
+    memory.check_host_fits(num_host_blocks * host_bytes)
     num_writing_blocks = -(-num_host_blocks // _WRITING_SHARE) if has_files else 0
     caches = config.enable_prefix_caching
     scheduler = SchedulerConfig(
@@ -339,7 +373,7 @@ def size(
 def _temporary_bytes(config: EngineConfig, model: Model, chosen: Choices, bytes_per_block: int) -> int:
     """Device memory beside weights and pool."""
     found = memory.temporary_bytes(
-        model.config, chosen.max_num_batched_tokens, chosen.max_num_seqs + chosen.max_drafts, model.itemsize
+        model.own, chosen.max_num_batched_tokens, chosen.max_num_seqs + chosen.max_drafts, model.itemsize
     )
     found += memory.slot_bytes(chosen.max_model_len, config.block_size, chosen.max_num_seqs)
     if chosen.scheduling.policy.may_swap and config.num_host_blocks != 0:

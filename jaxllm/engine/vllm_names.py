@@ -11,9 +11,8 @@ from jaxllm.errors import ConfigError, JaxllmError, RequestError, nearest, shown
 
 _logger = logging.getLogger(__name__)
 
-_ONE_DEVICE = (
-    "the engine runs on one device; leave it out, or run an engine on each (`--ray`, jaxllm.cluster.generate)"
-)
+_NO_STAGES = "an engine's devices share each layer (tensor_parallel_size); leave it out"
+_ONE_ENGINE = "leave it out, and run several engines (`--ray`, jaxllm.cluster.generate)"
 _FILES = "safetensors, configuration and tokenizer are all that is read; leave it out"
 _NO_CODE = "no code of checkpoints is ever run; leave it out"
 _MULTIMODAL = "models of text only are supported; leave it out"
@@ -24,12 +23,11 @@ _NO_LORA = "there are no LoRA adapters; merge them into the weights (peft: merge
 _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priority', or a class of your own"
 
 SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
-    "tensor_parallel_size": ((1,), _ONE_DEVICE),
-    "pipeline_parallel_size": ((1,), _ONE_DEVICE),
-    "data_parallel_size": ((1,), _ONE_DEVICE),
-    "enable_expert_parallel": ((False,), _ONE_DEVICE),
-    "distributed_executor_backend": ((None,), _ONE_DEVICE),
-    "disable_custom_all_reduce": ((False, True), _ONE_DEVICE),
+    "pipeline_parallel_size": ((1,), _NO_STAGES),
+    "data_parallel_size": ((1,), _ONE_ENGINE),
+    "enable_expert_parallel": ((False,), "there are no models with experts; leave it out"),
+    "distributed_executor_backend": ((None,), "all devices are of one process; leave it out"),
+    "disable_custom_all_reduce": ((False, True), "sums are XLA's; leave it out"),
     "calculate_kv_scales": ((False,), _NO_KV_SCALES),
     "cpu_offload_gb": ((0,), "weights stay on the device; leave it out"),
     "trust_remote_code": ((False,), _NO_CODE),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 import jax
 
@@ -81,14 +82,31 @@ def device_limits(
     return default_limits(config, dtype, weight_bytes, _device_memory(device)[0], kv_dtype)
 
 
+def tightest(devices: Sequence[jax.Device]) -> jax.Device:
+    """The device with the least free memory."""
+
+    def free(device: jax.Device) -> int:
+        total, in_use = _device_memory(device)
+        return total - in_use
+
+    return min(devices, key=free)
+
+
+def _num_sharing(device: jax.Device) -> int:
+    """Devices that share a memory: those of a CPU do."""
+    return device.client.device_count() if device.platform == "cpu" else 1
+
+
 def _device_memory(device: jax.Device) -> tuple[int, int]:
-    """(total, in use) bytes of an accelerator, or of this machine for the CPU."""
+    """(total, in use) bytes of an accelerator, or for a device of the CPU its share of this machine's."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:
         return int(stats["bytes_limit"]), int(stats["bytes_in_use"])
     page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    return total, total - page * os.sysconf("SC_AVPHYS_PAGES")
+    total, free = (
+        page * os.sysconf(name) // _num_sharing(device) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
+    )
+    return total, total - free
 
 
 def check_fits(device: jax.Device, weight_bytes: int, pool_bytes: int) -> None:
@@ -168,7 +186,8 @@ def num_blocks_that_fit(
         available = kv_cache_memory
     elif gpu_memory_utilization is None and device.platform == "cpu":
         total, in_use = _device_memory(device)
-        available = min(_CPU_KV_CACHE_BYTES, (total - in_use - weight_bytes) // 2)
+        most = _CPU_KV_CACHE_BYTES // _num_sharing(device)
+        available = min(most, (total - in_use - weight_bytes) // 2)
     else:
         utilization = _DEFAULT_UTILIZATION if gpu_memory_utilization is None else gpu_memory_utilization
         if (

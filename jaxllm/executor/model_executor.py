@@ -1,4 +1,4 @@
-"""Runs steps on a JAX device: owns the weights, the KV pool and the compiled programs."""
+"""Runs steps on JAX devices: owns the weights, the KV pool and the compiled programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from jaxllm.executor.kv.disk import BlockFiles
 from jaxllm.executor.kv.file_io import FileTransfers
 from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.pending import Apart, PendingStep
+from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import (
+    STATE_SPECS,
     CompiledProgram,
     EngineState,
     PackedStep,
@@ -36,7 +38,7 @@ from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind
 from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
 from jaxllm.models.architecture import ModelConfig
-from jaxllm.models.registry import Params, abstract_params, in_format
+from jaxllm.models.registry import Params, abstract_params
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling.params import SamplingParams
@@ -63,7 +65,7 @@ _MANY_ITERATIONS = 64  # after which a program is compiled that spares the other
 
 
 class ModelExecutor:
-    """Executes steps of one model on one device. One thread owns it: every step donates the pool.
+    """Executes steps of one model, on one device or several. One thread owns it: every step donates the pool.
 
     Attributes:
         drafter: proposes tokens, and lives and goes with it, if there is one.
@@ -75,14 +77,14 @@ class ModelExecutor:
         model_config: ModelConfig,
         params: Params,
         config: ExecutorConfig,
-        device: jax.Device,
+        placement: Placement,
         programs: StepPrograms | None = None,
     ) -> None:
-        """`programs` of the same model, configuration and device may be compiling already."""
+        """`programs` of the same model, configuration and placement may be compiling already."""
         self.model_config = model_config
         self.config = config
         self._params = params
-        self._device = device
+        self._placement, self._device, self._on_each = placement, placement.devices[0], placement.sharding()
         self._max_blocks = config.max_blocks
         self._state = self._make_state()
         self._packed_params = PackedSlotParams.host_zeros(config.max_num_seqs)
@@ -95,13 +97,13 @@ class ModelExecutor:
         self.swapper: BlockSwapper | None = None
         if config.num_host_blocks:
             most = max(self._max_blocks, MAX_PIECE_BLOCKS)  # the prefix cache's go together
-            self.swapper = BlockSwapper(self._device, most)
+            self.swapper = BlockSwapper(placement, most)
         self._transfers: FileTransfers | None = None
         self._set_row = jax.jit(lambda rows, place, row: rows.at[place].set(row), donate_argnums=0)
         self._set_tokens = jax.jit(lambda rows, at: rows.at[at[0], at[1]].set(at[2]), donate_argnums=0)
         self._prompt_keys = {size: config.prompt_key(size) for size in config.buckets.sizes}
         self._draft_keys = {size: config.draft_key(size) for size in config.buckets.sizes}
-        self._programs = programs or StepPrograms(model_config, config, device)
+        self._programs = programs or StepPrograms(model_config, config, placement)
         if config.implementation == FASTEST:
             self._choose_fastest()
         self._programs.begin()
@@ -117,8 +119,8 @@ class ModelExecutor:
             CapacityError: they do not fit.
         """
         config = self.config
-        shapes = state_shapes(
-            self.model_config,
+        parts = state_shapes(
+            self._placement.share(self.model_config),
             dtype=config.dtype,
             num_gpu_blocks=config.num_gpu_blocks,
             block_size=config.block_size,
@@ -128,17 +130,21 @@ class ModelExecutor:
             num_hidden=config.num_hidden,
             num_kept_layers=len(config.kept_layers),
         )
+        shapes = self._placement.structs(parts, STATE_SPECS)
         try:
-            make = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
-            with jax.default_device(self._device):
-                state: EngineState = jax.block_until_ready(make())
+            make = jax.jit(
+                lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+                out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+            )
+            state: EngineState = jax.block_until_ready(make())
         except jax.errors.JaxRuntimeError as error:
             raise CapacityError(
                 f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
                 f"beside the weights; lower num_gpu_blocks_override or kv_cache_memory: {error}"
             ) from error
         if self._device.platform == "cpu":
-            native.use_huge_pages(state.pool, is_zero=True)
+            for shard in state.pool.addressable_shards:
+                native.use_huge_pages(shard.data, is_zero=True)
         return state
 
     @property
@@ -164,21 +170,27 @@ class ModelExecutor:
     @property
     def hidden(self) -> jax.Array | None:
         """What the newest tokens of each slot were sampled from; see `step.DeviceState`."""
-        return self._state.hidden
+        return self._on_first(self._state.hidden)
 
     @property
     def layers(self) -> jax.Array | None:
         """What some layers were given; see `step.DeviceState`."""
-        return self._state.layers
+        return self._on_first(self._state.layers)
+
+    def _on_first(self, array: jax.Array | None) -> jax.Array | None:
+        """The first device's copy, which what drafts computes with."""
+        if array is None or not self._placement.is_shared:
+            return array
+        return array.addressable_data(0)
 
     @property
     def device_kind(self) -> str:
-        """What JAX calls the device."""
+        """What JAX calls the device, or each of several."""
         return self._device.device_kind
 
     @property
     def pool_bytes(self) -> int:
-        """Size of the KV pool in bytes."""
+        """Size of the KV pool in bytes, on all devices."""
         return self._state.pool.nbytes
 
     @property
@@ -269,11 +281,12 @@ class ModelExecutor:
         """Take other weights, one after another, each in place of the one before it.
 
         Args:
-            weights: all of the model's, of the executor's dtype and on its device; its own from now on.
+            weights: all of the model's, of the executor's dtype and on its first device; its own from now on.
         """
         for name, weight in weights:
             self._params.pop(name, None)
-            self._params[name] = in_format(self.model_config, self.config.formats, name, weight)
+            formats = self.config.formats
+            self._params[name] = self._placement.placed(self.model_config, formats, name, weight)
 
     def let_go(self, *, weights: bool) -> None:
         """Give the memory of the pool back, and with `weights` theirs; nobody may hold a block of it."""
@@ -635,7 +648,7 @@ class ModelExecutor:
 
     def _upload(self, host: Any) -> jax.Array:
         # A copy: the CPU backend may alias host arrays, which change while steps are in flight.
-        return jax.device_put(host.copy(), self._device)
+        return jax.device_put(host.copy(), self._on_each)
 
     def _update_params(self) -> None:
         """Upload sampling parameters that have changed."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.executor.placement import ANYWHERE, BY_KV_HEADS, ON_EACH, Placement
 from jaxllm.executor.sampler import PackedSlotParams, Sampling
 from jaxllm.executor.step import (
     DecodeInputs,
@@ -87,6 +88,10 @@ class EngineState(NamedTuple):
     layers: jax.Array | None = None
 
 
+STATE_SPECS = EngineState(BY_KV_HEADS, *[ON_EACH] * 4)  # type: ignore[arg-type]
+"""How it lies on several devices."""
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
     """What a program took to compile and needs to run. Bytes; None where the device does not tell.
@@ -125,13 +130,15 @@ def step_program(
     processors: tuple[LogitsProcessor, ...] = (),
     num_hidden: int = 0,
     kept_layers: tuple[int, ...] = (),
+    placement: Placement = ANYWHERE,
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
 
     Lowered with them and compiled it tells the memory it needs. The second argument is the `EngineState`.
     """
+    own = placement.share(model_config)
     state = state_shapes(
-        model_config,
+        own,
         dtype=dtype,
         num_gpu_blocks=num_gpu_blocks,
         block_size=block_size,
@@ -145,9 +152,11 @@ def step_program(
     _, num_inputs = _layout(key, max_num_seqs, block_size)
     packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
     options = {"implementation": implementation, "processors": processors, "kept_layers": kept_layers}
-    step = functools.partial(_packed_step, model_config, key, max_num_seqs, options)
-    params = abstract_params(model_config, dtype, formats)
-    return jax.jit(step, donate_argnums=(1,)), (params, state, slot_params, packed)
+    step = functools.partial(_packed_step, own, key, max_num_seqs, options)
+    params = abstract_params(own, dtype, formats)
+    specs = placement.weight_specs(model_config), STATE_SPECS, ON_EACH, ON_EACH
+    jitted = placement.jit(step, specs, (STATE_SPECS, ON_EACH), donate_argnums=(1,))
+    return jitted, placement.structs((params, state, slot_params, packed), specs)
 
 
 def state_shapes(

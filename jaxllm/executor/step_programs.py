@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from jaxllm import pallas_kernels
 from jaxllm.executor import compile_stats
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.fastest import FASTEST
+from jaxllm.executor.placement import ON_EACH, Placement
 from jaxllm.executor.programs import CompiledProgram, ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, rows_program, take_program
@@ -50,20 +50,21 @@ class StepPrograms:
     Args:
         model_config: the model.
         config: sizes of its arrays and programs.
-        device: to compile for, and to run on.
+        placement: where to compile for, and to run.
     """
 
-    def __init__(self, model_config: ModelConfig, config: ExecutorConfig, device: jax.Device) -> None:
+    def __init__(self, model_config: ModelConfig, config: ExecutorConfig, placement: Placement) -> None:
         compile_stats.start()
-        self._model_config, self._config, self._device = model_config, config, device
-        shapes = config.program_keys(device.platform)
+        self._model_config, self._config, self._placement = model_config, config, placement
+        self._platform, self._own = placement.devices[0].platform, placement.share(model_config)
+        shapes = config.program_keys(self._platform)
         self.keys: list[Key] = [*shapes, *(config.sampling_keys() if config.warms_sampling else ())]
         self.shapes = frozenset(shape_of(key) for key in shapes)
         self.chosen: dict[ProgramKey, str] = {}
         self._default, self._why_default = pallas_kernels.settle_implementation(
-            model_config.num_heads,
-            model_config.num_kv_heads,
-            model_config.head_dim,
+            self._own.num_heads,
+            self._own.num_kv_heads,
+            self._own.head_dim,
             config.block_size,
             kv_dtype=config.kv_dtype or config.dtype,
         )
@@ -153,7 +154,7 @@ class StepPrograms:
         if num_threads is None:
             num_threads = (os.cpu_count() or 1) // 2
         if (self._config.implementation or self._default) == "native":
-            model = self._model_config
+            model = self._own
             native.prepare(
                 model.num_heads // model.num_kv_heads,
                 model.head_dim,
@@ -320,7 +321,7 @@ class StepPrograms:
                 max_model_len=config.max_model_len,
                 processors=config.logits_processors,
                 is_native=config.formats.is_native,
-                is_lazy=self._device.platform == "cpu",  # elsewhere the host would wait for each condition
+                is_lazy=self._platform == "cpu",  # elsewhere the host would wait for each condition
             )
         else:
             jitted, arguments = step_program(
@@ -337,13 +338,10 @@ class StepPrograms:
                 processors=config.logits_processors,
                 num_hidden=config.num_hidden,
                 kept_layers=config.kept_layers,
+                placement=self._placement,
             )
-        here = SingleDeviceSharding(self._device)
-        structs = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-            arguments,
-        )
-        return jitted.lower(*structs)
+            return jitted.lower(*arguments)
+        return jitted.lower(*self._placement.structs(arguments, ON_EACH))
 
     def _progress(self) -> CompileProgress:
         num_left = len(self._waiting) + len(self._under_way)

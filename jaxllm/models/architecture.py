@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.fields import Fields, check_size
-from jaxllm.models.layers import Attend
+from jaxllm.models.layers import TENSOR, Attend
 from jaxllm.models.names import WeightNames
 
 _Reader = TypeVar("_Reader", bound=Callable[[Fields], "ModelConfig"])
@@ -23,7 +23,8 @@ class ModelConfig:
 
     `max_model_len` is the longest sequence the checkpoint's positions allow, `default_max_model_len` the
     one used when the user names none. `has_kv_scales` says that a checkpoint has scales for keys and
-    values of e4m3, one each a layer.
+    values of e4m3, one each a layer. Where several devices share each layer, `tensor_parallel` of them, heads
+    and `intermediate_size` are those of one.
     """
 
     architecture: str
@@ -37,6 +38,7 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     has_kv_scales: bool = False
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(ModelConfig):
@@ -53,6 +55,39 @@ class ModelConfig:
     def has_bounds(self) -> bool:
         """Whether attention is bounded in any layer, by a window or a soft cap."""
         return False
+
+    @property
+    def axis(self) -> str | None:
+        """That of the devices which share each layer; None on one."""
+        return TENSOR if self.tensor_parallel > 1 else None
+
+    @property
+    def num_head_rows(self) -> int:
+        """Tokens that a device's output head scores: all if it is the embedding, or they cannot be shared."""
+        is_whole = self.tie_word_embeddings or self.vocab_size % self.tensor_parallel
+        return self.vocab_size // (1 if is_whole else self.tensor_parallel)
+
+    def shared(self, num_devices: int) -> Self:
+        """The part of each of several devices that share each layer. Few KV heads are on several of them.
+
+        Raises:
+            ConfigError: heads or MLP do not come apart so.
+        """
+        sizes = {"num_heads": self.num_heads, "intermediate_size": self.intermediate_size}
+        if max(self.num_kv_heads, num_devices) % min(self.num_kv_heads, num_devices):
+            sizes["num_kv_heads"] = self.num_kv_heads
+        if odd := [f"{name}={value}" for name, value in sizes.items() if value % num_devices]:
+            raise ConfigError(
+                f"tensor_parallel_size={num_devices} does not divide {' and '.join(odd)} of this model: take "
+                "one that does"
+            )
+        return dataclasses.replace(
+            self,
+            tensor_parallel=num_devices,
+            num_heads=self.num_heads // num_devices,
+            num_kv_heads=max(1, self.num_kv_heads // num_devices),
+            intermediate_size=self.intermediate_size // num_devices,
+        )
 
     @property
     def num_features(self) -> int:

@@ -17,6 +17,8 @@ from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.pallas_kernels.norms import add_rms_norm
 
 _LAYER_NORM_EPS = 1e-5
+TENSOR = "tensor"
+"""The mesh axis of devices that share each layer."""
 _SPLIT_PRODUCT_SIZE = 2**21  # numbers in the parts of a product on a GPU: two tiles of 64 x 128 a core
 
 
@@ -135,18 +137,28 @@ def swiglu(gate_up: jax.Array, num_rows: jax.Array | None, *, is_native: bool) -
     return jax.nn.silu(gate) * up
 
 
+def gathered(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """All logits [N, vocab_size], of those that each device's output head gives."""
+    return logits if logits.shape[1] == vocab_size else lax.all_gather(logits, TENSOR, axis=1, tiled=True)
+
+
 def scaled(x: jax.Array, factor: float) -> jax.Array:
     """`x` times a factor, in float32 (many have none in 16 bits)."""
     return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """A linear layer whose weight is stored `[out, in]`, with an optional bias."""
+    """A linear layer whose weight is stored `[out, in]`, with an optional bias.
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: jnp.dtype) -> None:
+    With an `axis` the devices along it have some of the inputs each, and sum what these give.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: jnp.dtype, axis: str | None = None
+    ) -> None:
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
-        self.out_features = out_features
+        self.out_features, self.axis = out_features, axis
 
     @property
     def is_packed(self) -> bool:
@@ -164,7 +176,11 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """`x` [T, in], of which `num_rows` are in use -> [T, out]; with `relu` at least 0."""
         bias = None if self.bias is None else self.bias[...]
-        return product(x, self.weight.get_value(), num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
+        if self.axis is None:
+            return product(x, self.weight.get_value(), num_rows, bias=bias, relu=relu, out_dtype=out_dtype)
+        y = lax.psum(product(x, self.weight.get_value(), num_rows, out_dtype=out_dtype), self.axis)
+        y = y if bias is None else y + bias
+        return jax.nn.relu(y) if relu else y
 
     def parts(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, in] -> [T, out]; or, for a kernel that adds them up, parts of it, [parts, T, out].
@@ -174,7 +190,7 @@ class Linear(nnx.Module):
         if self.bias is not None or not attend.splits_products:
             return self(x, attend.num_rows)
         weight = self.weight.get_value()
-        if isinstance(weight, Weight):
+        if isinstance(weight, Weight) or self.axis is not None:
             return self(x, attend.num_rows)[None]
         rows, in_features = x.shape
         wanted = _SPLIT_PRODUCT_SIZE // (rows * self.out_features)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxllm import pallas_kernels
@@ -564,3 +565,37 @@ def stacked(weights: Sequence[Any]) -> Any:
     bare = [dataclasses.replace(one, order=None, inputs=None) for one in weights]
     whole = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *bare)
     return dataclasses.replace(whole, order=first.order, inputs=first.inputs)
+
+
+def of_outputs(weight: Any, rows: np.ndarray) -> Any:
+    """Some outputs of a weight [out, in], or of a bias [out]."""
+    if not isinstance(weight, Coded):
+        return jax.tree.map(lambda array: array[rows], weight)
+    bare = dataclasses.replace(weight, order=None, inputs=None)
+    taken = jax.tree.map(lambda array: array[rows], bare)
+    return dataclasses.replace(taken, order=weight.order, inputs=weight.inputs)
+
+
+def of_inputs(weight: Any, start: int, stop: int) -> Any:
+    """Some inputs of a weight [out, in], one after another.
+
+    Raises:
+        ValueError: codes do not come apart there; says why.
+    """
+    if not isinstance(weight, Weight):
+        return weight[:, start:stop]
+    if isinstance(weight, Int8):
+        return dataclasses.replace(weight, codes=weight.codes[:, start:stop])
+    if not isinstance(weight, Coded) or weight.order is not None:
+        raise ValueError("inputs are in an order of their own, or of several formats")
+    width = weight.shape[1]
+
+    def part(array: jax.Array) -> jax.Array:
+        if array.shape[1] == 1:
+            return array
+        if start * array.shape[1] % width or stop * array.shape[1] % width:
+            raise ValueError(f"{width // array.shape[1]} inputs belong together")
+        return array[:, start * array.shape[1] // width : stop * array.shape[1] // width]
+
+    offsets = None if weight.offsets is None else part(weight.offsets)
+    return dataclasses.replace(weight, codes=part(weight.codes), scales=part(weight.scales), offsets=offsets)

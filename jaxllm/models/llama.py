@@ -18,6 +18,7 @@ from jaxllm.models.layers import (
     KVScales,
     Linear,
     RMSNorm,
+    gathered,
     gelu_glu,
     scaled,
     soft_capped,
@@ -106,7 +107,8 @@ class LlamaAttention(nnx.Module):
         heads = config.num_heads + 2 * config.num_kv_heads
         size, out_bias = config.hidden_size, config.attention_output_bias
         self.qkv_proj = Linear(size, heads * config.head_dim, bias=config.attention_bias, dtype=dtype)
-        self.o_proj = Linear(config.num_heads * config.head_dim, size, bias=out_bias, dtype=dtype)
+        width, axis = config.num_heads * config.head_dim, config.axis
+        self.o_proj = Linear(width, size, bias=out_bias, dtype=dtype, axis=axis)
         norm = _norms(config, dtype)
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
@@ -139,7 +141,7 @@ class LlamaMLP(nnx.Module):
         size, bias = config.intermediate_size, config.mlp_bias
         self.has_gelu = config.is_gemma
         self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
-        self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
+        self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype, axis=config.axis)
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         """`x` [T, hidden_size] -> `Linear.parts` of [T, hidden_size]."""
@@ -209,7 +211,7 @@ class LlamaForCausalLM(nnx.Module):
         self.lm_head = (
             None
             if config.tie_word_embeddings
-            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+            else Linear(config.hidden_size, config.num_head_rows, bias=False, dtype=dtype)
         )
 
     @property
@@ -238,6 +240,7 @@ class LlamaForCausalLM(nnx.Module):
         """`hidden` [N, hidden_size], of which `num_rows` are in use -> [N, vocab_size] float32."""
         head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
         logits = head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32))
+        logits = gathered(logits, self.config.vocab_size)
         if self.config.logits_divisor != 1:
             logits = logits / self.config.logits_divisor
         return soft_capped(logits, self.config.logits_soft_cap)

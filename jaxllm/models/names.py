@@ -58,12 +58,16 @@ class WeightNames:
             return tuple(Part(f"{parent}.{name}", (1,)) for name in KV_SCALES)
         if layer not in self.fused:
             return (Part(target, shape),)
-        sources = self.fused[layer]
-        if layer == "qkv_proj":
-            rows = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
-        else:
-            rows = [shape[0] // len(sources)] * len(sources)
+        rows = self.rows(config, target, shape[0])
         return tuple(
             Part(f"{parent}.{source}.{kind}", (count, *shape[1:]))
-            for source, count in zip(sources, rows, strict=True)
+            for source, count in zip(self.fused[layer], rows, strict=True)
         )
+
+    def rows(self, config: ModelConfig, target: str, num_rows: int) -> list[int]:
+        """Rows of each of the matrices that the weight `target` has above one another."""
+        layer = target.split(".")[-2]
+        if layer == "qkv_proj":
+            return [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
+        count = len(self.fused.get(layer, ())) or (2 if layer == "gate_up_proj" else 1)
+        return [num_rows // count] * count

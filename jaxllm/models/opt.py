@@ -12,7 +12,7 @@ from flax import nnx
 from jaxllm.errors import ConfigError
 from jaxllm.models.architecture import ModelConfig, register
 from jaxllm.models.fields import Fields
-from jaxllm.models.layers import Attend, Embedding, KVScales, LayerNorm, Linear
+from jaxllm.models.layers import Attend, Embedding, KVScales, LayerNorm, Linear, gathered
 from jaxllm.models.names import WeightNames
 
 _POSITION_OFFSET = 2
@@ -49,8 +49,9 @@ class OPTAttention(nnx.Module):
         self.layer = layer
         self.scale = config.head_dim**-0.5
         size, bias = config.hidden_size, config.enable_bias
-        self.qkv_proj = Linear(size, 3 * size, bias=bias, dtype=dtype)
-        self.out_proj = Linear(size, size, bias=bias, dtype=dtype)
+        width = config.num_heads * config.head_dim
+        self.qkv_proj = Linear(size, 3 * width, bias=bias, dtype=dtype)
+        self.out_proj = Linear(width, size, bias=bias, dtype=dtype, axis=config.axis)
         sizes = config.num_heads, config.num_kv_heads, config.head_dim
         self.kv_scales = KVScales(*sizes, dtype) if config.has_kv_scales else None
 
@@ -73,7 +74,7 @@ class OPTLayer(nnx.Module):
         self.self_attn = OPTAttention(config, layer, dtype)
         self.self_attn_layer_norm = LayerNorm(size, affine=affine, dtype=dtype)
         self.fc1 = Linear(size, config.intermediate_size, bias=bias, dtype=dtype)
-        self.fc2 = Linear(config.intermediate_size, size, bias=bias, dtype=dtype)
+        self.fc2 = Linear(config.intermediate_size, size, bias=bias, dtype=dtype, axis=config.axis)
         self.final_layer_norm = LayerNorm(size, affine=affine, dtype=dtype)
 
     def _mlp(self, x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
@@ -100,6 +101,7 @@ class OPTForCausalLM(nnx.Module):
     """An OPT decoder with its output head."""
 
     def __init__(self, config: OPTConfig, dtype: jnp.dtype) -> None:
+        self.vocab_size = config.vocab_size
         embed_dim, size = config.word_embed_proj_dim, config.hidden_size
         projected = embed_dim != size
         self.embed_tokens = Embedding(config.vocab_size, embed_dim, dtype=dtype)
@@ -114,7 +116,7 @@ class OPTForCausalLM(nnx.Module):
         self.lm_head = (
             None
             if config.tie_word_embeddings
-            else Linear(embed_dim, config.vocab_size, bias=False, dtype=dtype)
+            else Linear(embed_dim, config.num_head_rows, bias=False, dtype=dtype)
         )
 
     @property
@@ -140,7 +142,7 @@ class OPTForCausalLM(nnx.Module):
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """`hidden` [N, word_embed_proj_dim], of which `num_rows` are in use -> [N, vocab_size] float32."""
         head = self.embed_tokens.as_head if self.lm_head is None else self.lm_head
-        return head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32))
+        return gathered(head(hidden, num_rows, out_dtype=jnp.dtype(jnp.float32)), self.vocab_size)
 
 
 @register(

@@ -112,6 +112,14 @@ def head_name(config: ModelConfig) -> str:
 
 
 @functools.lru_cache(maxsize=16)
+def num_summing_layers(config: ModelConfig) -> int:
+    """Linear layers whose results are summed over devices."""
+    model: Any = nnx.eval_shape(lambda: _model(config, "float32"))
+    layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, Linear)]
+    return sum(layer.axis is not None for layer in layers)
+
+
+@functools.lru_cache(maxsize=16)
 def linear_weights(config: ModelConfig) -> list[str]:
     """Names of the weights that activations are multiplied by."""
     model: Any = nnx.eval_shape(lambda: _model(config, "float32"))

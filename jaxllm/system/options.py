@@ -41,6 +41,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     metavar: str | None = None
     flag: str | None = ""
+    short: tuple[str, ...] = ()
     is_repeated: bool = False
 
 
@@ -63,8 +64,8 @@ def option(default: Any, **declared: Any) -> Any:
         **declared: numbers are `within` two; text is one of `choices`; `check`, a function of a name and a
             value that returns what to store, or raises, instead of the check by type; `parse`, a function
             that makes a value of the command line's text; `metavar` of that text; `flag`, its name there if
-            that is not the field's, or None if it has none; `is_repeated`: each flag adds one entry; `names`
-            stand for the option's name in braces in the documentation.
+            that is not the field's, or None if it has none, and `short` others; `is_repeated`: each flag adds
+            one entry; `names` stand for the option's name in braces in the documentation.
     """
     return dataclasses.field(default=default, metadata={_KEY: Option(**declared)})
 
@@ -260,7 +261,7 @@ def add_flags(
                 keywords["action"] = "append"
             else:
                 keywords["type"] = _converter(settings, name, parse)
-        parser.add_argument(flag(declared.flag or name), **keywords)
+        parser.add_argument(flag(declared.flag or name), *declared.short, **keywords)
 
 
 def given(args: argparse.Namespace, settings: type) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from jaxllm.engine.costs import shape_of
 from jaxllm.engine.profiling import Profiler
 from jaxllm.errors import CapacityError, EngineError
 from jaxllm.executor.kv.swapper import BlockSwapper
+from jaxllm.executor.placement import Placement
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict
 from jaxllm.predictors.base import CostModel, ModelShape
@@ -158,7 +159,7 @@ def swap_speeds(
     both together, reads and writes counted as those of the copy ceiling are (caches help few blocks).
     """
     device = jax.devices()[0]
-    swapper = BlockSwapper(device, max(counts))
+    swapper = BlockSwapper(Placement((device,)), max(counts))
     kv = (shape.num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     pool = jnp.zeros((2 * max(counts), *kv), shape.dtype)
     pool = swapper.warm_up(pool)

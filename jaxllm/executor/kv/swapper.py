@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import SingleDeviceSharding
 
 from jaxllm.executor.kv.copy_timer import CopyTimer
+from jaxllm.executor.placement import ANYWHERE, BY_KV_HEADS, ON_EACH, Placement
 from jaxllm.types import (
     MAX_PIECE_BLOCKS,
     MAX_STAGED_BLOCKS,
@@ -67,15 +67,15 @@ class BlockSwapper:
     emulates 16-bit floats, a signalling NaN comes back as a quiet one.
 
     Args:
-        device: where the pool is.
+        placement: of the pool. Of several devices each copies its heads, and a piece on the host has all.
         max_blocks: most blocks of one request.
     """
 
-    def __init__(self, device: jax.Device, max_blocks: int) -> None:
-        self._on_device = SingleDeviceSharding(device)
-        self._on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
+    def __init__(self, placement: Placement, max_blocks: int) -> None:
+        self._on_device = placement.sharding(BY_KV_HEADS)
+        self._on_host = placement.sharding(BY_KV_HEADS, memory_kind="pinned_host")
         self.sizes = _program_sizes(max_blocks)
-        self._gather, self._scatter = _jitted()
+        self._gather, self._scatter = _jitted(placement)
         self._pieces: dict[int, dict[int, jax.Array]] = {}  # by handle and number
         self._leaving: dict[int, list[jax.Array]] = {}  # those of copies out that are timed
         self._loads: dict[int, _Load] = {}
@@ -97,14 +97,17 @@ class BlockSwapper:
         return frozenset(self._loads)
 
     @staticmethod
-    def programs(pool: Any, max_blocks: int) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
-        """Names, functions and abstract arguments of every program that swaps a `pool` of this shape."""
-        gather, scatter = _jitted()
+    def programs(
+        pool: Any, max_blocks: int, placement: Placement = ANYWHERE
+    ) -> Iterator[tuple[str, jax.stages.Wrapped, tuple[Any, ...]]]:
+        """Names, functions and abstract arguments of every program that swaps a device's `pool` like this."""
+        gather, scatter = _jitted(placement)
         for size in _program_sizes(max_blocks):
             ids = jax.ShapeDtypeStruct((size,), jnp.int32)
             piece = jax.ShapeDtypeStruct((size, *pool.shape[1:]), pool.dtype)
-            yield f"swap out of {size}", gather, (pool, ids)
-            yield f"swap in of {size}", scatter, (pool, ids, piece)
+            arguments = placement.structs((pool, ids, piece), (BY_KV_HEADS, ON_EACH, BY_KV_HEADS))
+            yield f"swap out of {size}", gather, arguments[:2]
+            yield f"swap in of {size}", scatter, arguments
 
     def warm_up(self, pool: jax.Array) -> jax.Array:
         """Compile every program; returns the pool with the contents it had."""
@@ -292,8 +295,10 @@ def _program_sizes(max_blocks: int) -> tuple[int, ...]:
     return tuple(1 << bit for bit in reversed(range(min(max_blocks, MAX_PIECE_BLOCKS).bit_length())))
 
 
-def _jitted() -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-    return jax.jit(_gather), jax.jit(_scatter, donate_argnums=0)
+def _jitted(placement: Placement) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+    ids, blocks = ON_EACH, BY_KV_HEADS
+    gather = placement.jit(_gather, (blocks, ids), blocks)
+    return gather, placement.jit(_scatter, (blocks, ids, blocks), blocks, donate_argnums=0)
 
 
 def _gather(pool: jax.Array, ids: jax.Array) -> jax.Array:

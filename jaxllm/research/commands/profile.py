@@ -154,7 +154,12 @@ def _measure(args: argparse.Namespace) -> int:
     profiler = Profiler(
         llm.executor,
         shape_of(
-            llm.model_config, name, llm.dtype, llm.executor.config.formats, llm.executor.config.kv_dtype
+            llm.model_config,
+            name,
+            llm.dtype,
+            llm.executor.config.formats,
+            llm.executor.config.kv_dtype,
+            llm.config.tensor_parallel_size,
         ),
         seed=args.seed,
         repetitions=args.repetitions,

@@ -18,6 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import ConfigError
+from jaxllm.executor.placement import Placement
+from jaxllm.models.layers import TENSOR
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.predictors.devices import DEVICES
 
@@ -140,27 +142,29 @@ def get_target(name: str) -> GPUTarget:
 
 
 class Compiler:
-    """Compiles functions for one GPU. Use as a context manager: tracing inside it sees that device.
+    """Compiles functions for GPUs of a kind. Use as a context manager: tracing inside it sees that device.
 
     >>> with Compiler(get_target("h100")) as compiler:                                 # doctest: +SKIP
     ...     compiled = compiler.compile(jax.jit(f), *map(compiler.struct, arguments))  # doctest: +SKIP
 
     Args:
         target: the device.
+        num_devices: how many there are; programs of several are made with `placement`.
 
     Raises:
         ConfigError: JAX's CUDA plugin is not installed; the message says how to install it.
     """
 
-    def __init__(self, target: GPUTarget) -> None:
+    def __init__(self, target: GPUTarget, num_devices: int = 1) -> None:
         self.target = target
         check_plugin()
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver to ask
         with _gpu_means_cuda():
             topology = topologies.get_topology_desc(
-                platform="cuda", target_config=target.text_proto(), topology="1x1x1"
+                platform="cuda", target_config=target.text_proto(), topology=f"1x1x{num_devices}"
             )
-        self._mesh = Mesh(topology.devices, ("device",))
+        self._mesh = Mesh(topology.devices, (TENSOR,))
+        self.placement = Placement(tuple(topology.devices))
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Compiler:
@@ -173,7 +177,7 @@ class Compiler:
         self._stack.close()
 
     def struct(self, value: Any) -> Any:
-        """A tree of arrays or `ShapeDtypeStruct`s as arguments that live on the device."""
+        """A tree of arrays or `ShapeDtypeStruct`s as arguments that live on each device."""
         sharding = NamedSharding(self._mesh, PartitionSpec())
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), value

@@ -1,0 +1,192 @@
+"""Where weights, pool and state lie: on one device, or on several that share each layer (tensor parallelism).
+
+    cut by outputs    queries, keys and values by heads; gate and up; the output head, if it is not tied
+    cut by inputs     what follows them, whose results are summed over the devices
+    cut by KV heads   the pool, and blocks of it on the host
+    on each device    all else: norms, embeddings, biases of sums, tokens, block tables, sampling
+
+A program is one for all devices (`jax.shard_map`), and sees its own device's part of everything. Of a weight
+that is cut the parts lie one above another: whole[device * part : (device + 1) * part].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as Spec
+
+from jaxllm.errors import ConfigError
+from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
+from jaxllm.models.layers import TENSOR
+from jaxllm.models.linear_formats import LinearFormats
+from jaxllm.models.linear_weights import of_inputs, of_outputs
+from jaxllm.models.registry import abstract_params, in_format, linear_weights, num_summing_layers
+
+ON_EACH, CUT, BY_KV_HEADS = Spec(), Spec(TENSOR), Spec(None, None, None, TENSOR)
+"""How an array lies on several devices: whole on each, by its first axis, or by the pool's KV heads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The devices of an engine.
+
+    Args:
+        devices: those that share each layer, or one; empty for one that nobody has named.
+    """
+
+    devices: tuple[jax.Device, ...] = ()
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """Of several devices."""
+        return Mesh(np.array(self.devices), (TENSOR,))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several devices."""
+        return len(self.devices) > 1
+
+    def share(self, config: ModelConfig) -> ModelConfig:
+        """A device's part of a model.
+
+        Raises:
+            ConfigError: it does not come apart so.
+        """
+        return config.shared(len(self.devices)) if self.is_shared else config
+
+    def sharding(self, spec: Spec = ON_EACH, memory_kind: str | None = None) -> Sharding:
+        """Of an array."""
+        if self.is_shared:
+            return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+        return SingleDeviceSharding(self.devices[0], memory_kind=memory_kind)
+
+    def jit(
+        self, run: Callable[..., Any], ins: Any, outs: Any, donate_argnums: int | tuple[int, ...] = ()
+    ) -> jax.stages.Wrapped:
+        """A program of all devices. `ins` and `outs` say how what it takes and gives lies, as prefixes."""
+        if self.is_shared:  # what is whole on each device is the same: nothing could check it
+            run = jax.shard_map(run, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        return jax.jit(run, donate_argnums=donate_argnums)
+
+    def structs(self, parts: Any, specs: Any) -> Any:
+        """Shapes of whole arrays where they lie, from those of each device's part."""
+        if not self.devices:
+            return parts
+
+        def whole(spec: Spec, part: Any) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(
+                    self._whole(x.shape, spec), x.dtype, sharding=self.sharding(spec)
+                ),
+                part,
+            )
+
+        return jax.tree.map(whole, specs, parts, is_leaf=lambda x: isinstance(x, Spec))
+
+    def _whole(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+        counts = [len(self.devices) if axis == TENSOR else 1 for axis in spec]
+        return *(size * count for size, count in zip(shape, counts, strict=False)), *shape[len(counts) :]
+
+    def weight_specs(self, config: ModelConfig) -> dict[str, Spec]:
+        """How each weight lies, by name."""
+        cuts = _cuts(config, self.share(config)) if self.is_shared else {}
+        return {name: CUT if name in cuts else ON_EACH for name in abstract_params(config, "float32")}
+
+    def placed(self, config: ModelConfig, formats: LinearFormats, name: str, weight: Any) -> Any:
+        """A weight of the model where it belongs, in its format.
+
+        What is rounded is rounded as a whole, as on one device, or in parts if it does not come apart then.
+        """
+        if not self.is_shared:
+            return in_format(config, formats, name, weight)
+        own, axis = self.share(config), _cuts(config, self.share(config)).get(name)
+        if axis is None or _why_not(config, own, formats, name) is None:
+            weight = in_format(config, dataclasses.replace(formats, is_native=False), name, weight)
+        parts = []
+        for number, device in enumerate(self.devices):
+            part = weight if axis is None else _part(config, own, name, axis, number, weight)
+            parts.append(in_format(own, formats, name, jax.device_put(part, device)))
+        spec = ON_EACH if axis is None else CUT
+
+        def joined(*arrays: jax.Array) -> jax.Array:
+            shape = self._whole(arrays[0].shape, spec)
+            return jax.make_array_from_single_device_arrays(shape, self.sharding(spec), arrays)
+
+        return jax.tree.map(joined, *parts)
+
+    def check(self, config: ModelConfig, codes: LinearFormats) -> None:
+        """Verify that the devices can share a model, of whose weights the checkpoint has these as codes.
+
+        Raises:
+            ConfigError: its sizes, its architecture or its codes keep them from it.
+        """
+        own, count = self.share(config), len(self.devices)
+        if not self.is_shared:
+            return
+        if num_summing_layers(own) != 2 * config.num_layers:
+            raise ConfigError(
+                f"tensor_parallel_size={count}: {config.architecture} does not say which of its layers sum "
+                "over devices (`Linear(..., axis=config.axis)`, two of each layer); leave it out"
+            )
+        for name in _cuts(config, own):
+            if reason := _why_not(config, own, codes, name):
+                raise ConfigError(
+                    f"tensor_parallel_size={count}: {name}, of {codes.of(name).name}, does not come apart: "
+                    f"{reason}; take fewer devices, or weights of 16 bits"
+                )
+
+
+ANYWHERE = Placement()
+"""One device that nobody has named."""
+
+
+@functools.lru_cache(maxsize=16)
+def _cuts(config: ModelConfig, own: ModelConfig) -> Mapping[str, int]:
+    """Along which axis weights are cut, those that are, by name."""
+    parts = abstract_params(own, "float32")
+    axes = {
+        name: [axis for axis, size in enumerate(whole.shape) if parts[name].shape[axis] != size]
+        for name, whole in abstract_params(config, "float32").items()
+    }
+    return {name: found[0] for name, found in axes.items() if found}
+
+
+def _part(config: ModelConfig, own: ModelConfig, name: str, axis: int, number: int, weight: Any) -> Any:
+    """What one of the devices has of a weight.
+
+    Of fused layers these are some rows of each; of KV heads fewer than devices, one that its queries need.
+    """
+    if axis == 1:
+        width = weight.shape[1] // own.tensor_parallel
+        return of_inputs(weight, number * width, (number + 1) * width)
+    names, first, places = ARCHITECTURES[config.architecture].names, 0, []
+    wholes, parts = (
+        names.rows(one, name, abstract_params(one, "float32")[name].shape[0]) for one in (config, own)
+    )
+    for whole, size in zip(wholes, parts, strict=True):
+        start = first + number * whole // own.tensor_parallel // size * size
+        places.append(np.arange(start, start + size))
+        first += whole
+    return of_outputs(weight, np.concatenate(places))
+
+
+def _why_not(config: ModelConfig, own: ModelConfig, formats: LinearFormats, name: str) -> str | None:
+    """What keeps a weight in its format from being cut into what the format makes of its parts."""
+    if name not in linear_weights(config):
+        return None
+    held = dataclasses.replace(formats.of(name), is_native=False)
+    if held.parts:
+        return "it is of several formats, one above another"
+    whole, part = (held.struct(abstract_params(one, "float32")[name]) for one in (config, own))
+    cut = functools.partial(_part, config, own, name, _cuts(config, own)[name], 0)
+    try:
+        are_alike = jax.tree.map(lambda a, b: a.shape == b.shape, jax.eval_shape(cut, whole), part)
+    except ValueError as error:
+        return str(error)
+    return None if jax.tree.all(are_alike) else "its scales are of more inputs or outputs"

@@ -1,0 +1,81 @@
+"""What programs of several GPUs that are not there say to one another, and what they keep in place."""
+
+import collections
+import re
+
+import jax
+import pytest
+from published import LLAMA_3_8B
+
+from jaxllm.executor.kv.swapper import BlockSwapper
+from jaxllm.executor.placement import ON_EACH
+from jaxllm.executor.programs import ProgramKey, state_shapes, step_program
+from jaxllm.executor.sampler import Sampling
+from jaxllm.executor.sampling_programs import RowsKey, rows_program
+from jaxllm.models.config import config_from_dict
+from jaxllm.research.plan.target import Compiler, get_target
+
+MIB = 2**20
+NUM_LAYERS = 2
+LLAMA_3_70B = {
+    **LLAMA_3_8B,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "intermediate_size": 28672,
+    "num_hidden_layers": NUM_LAYERS,
+}
+CONFIG = config_from_dict(LLAMA_3_70B)
+SIZES = {"num_gpu_blocks": 2048, "block_size": 16, "max_model_len": 2048, "max_num_seqs": 64}
+OPERATION = re.compile(
+    r" = (.*) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def said(program):
+    """Shapes of what devices say to one another, by operation."""
+    found = collections.defaultdict(list)
+    for shape, name in OPERATION.findall(program.as_text()):
+        found[name].append(re.sub(r"\{.*?\}", "", shape))
+    return found
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+@pytest.mark.parametrize("key", [ProgramKey(64), ProgramKey(512, 8)], ids=["decode", "prompts"])
+def test_devices_sum_twice_a_layer_and_gather_logits(key, num_devices):
+    """And nothing else; the pool stays where it is, and what is kept for a while is little."""
+    with Compiler(get_target("h100"), num_devices) as compiler:
+        options = {"dtype": "bfloat16", "implementation": "triton", "placement": compiler.placement}
+        program = compiler.compile(*flat(step_program(CONFIG, key, **SIZES, **options)))
+        own = compiler.placement.share(CONFIG)
+    found, vocab_size = said(program), CONFIG.vocab_size
+    part = f"f32[64,{vocab_size // num_devices}]"
+    assert found == {
+        "all-reduce": [f"bf16[{key.rows},{CONFIG.hidden_size}]"] * 2 * NUM_LAYERS,
+        "all-gather": [f"({part}, f32[64,{vocab_size}])"],
+    }
+    memory, state = program.memory_analysis(), jax.tree.leaves(state_shapes(own, dtype="bfloat16", **SIZES))
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in state)
+    assert memory.temp_size_in_bytes < 64 * MIB
+
+
+def test_swaps_say_nothing():
+    """Each device moves its heads of a block."""
+    with Compiler(get_target("h100"), 4) as compiler:
+        pool = state_shapes(compiler.placement.share(CONFIG), dtype="bfloat16", **SIZES).pool
+        for one in BlockSwapper.programs(pool, 2, compiler.placement):
+            program = compiler.compile(*flat(one[1:]))
+            assert not said(program)
+            assert program.memory_analysis().temp_size_in_bytes == 0
+
+
+def test_what_is_sampled_apart_is_sampled_by_each():
+    with Compiler(get_target("h100"), 4) as compiler:
+        limits = {"vocab_size": CONFIG.vocab_size, "max_num_seqs": 64, "max_model_len": 2048}
+        jitted, arguments = rows_program(RowsKey(16, Sampling.COMPLETE), **limits)
+        program = compiler.compile(jitted, *compiler.placement.structs(arguments, ON_EACH))
+    assert not said(program)
+
+
+def flat(made):
+    jitted, arguments = made
+    return jitted, *arguments
