@@ -268,6 +268,7 @@ def _compiled(args: argparse.Namespace, model: Read) -> dict[str, Any]:
         utilization=args.gpu_memory_utilization,
         mem_fraction=args.mem_fraction,
         every_bucket=args.every_bucket,
+        tensor_parallel=args.gpus[0][0],
         tell=note,
     )
     print(describe(plan))

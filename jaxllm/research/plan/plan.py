@@ -13,7 +13,8 @@ from jaxllm.errors import CapacityError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.kv.swapper import MAX_STAGED_BLOCKS, BlockSwapper
-from jaxllm.executor.programs import ProgramKey, step_program
+from jaxllm.executor.placement import ANYWHERE
+from jaxllm.executor.programs import ProgramKey, state_shapes, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, row_sizes, rows_program
 from jaxllm.models import registry
@@ -106,6 +107,7 @@ def make_plan(
     implementation: str = "triton",
     buckets: Buckets | None = None,
     every_bucket: bool = False,
+    tensor_parallel: int = 1,
     tell: Callable[[str], None] = lambda message: None,
 ) -> Plan:
     """Compile a model's programs for `target`, and size the pool by what they need.
@@ -127,18 +129,23 @@ def make_plan(
         implementation: of attention; by default the one an engine takes.
         buckets: sizes to compile for; the default ladders if None.
         every_bucket: compile every size, not only the largest of each kind, for random requests.
+        tensor_parallel: GPUs that share each layer; bytes are those of each.
         tell: is given a line for each program.
 
     Raises:
-        ConfigError: JAX's CUDA plugin is missing.
+        ConfigError: JAX's CUDA plugin is missing, or so many GPUs cannot share the model.
         CapacityError: the weights, or the pool asked for, do not fit.
     """
     buckets = buckets or Buckets.make(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
     kv_dtype = kv_dtype or dtype
-    weight_bytes = registry.weight_bytes(config, dtype, formats)
-    block_bytes = memory.block_bytes(config, block_size, kv_dtype)
+    compiler = Compiler(target, tensor_parallel)
+    placement = compiler.placement if tensor_parallel > 1 else ANYWHERE
+    placement.check(config, formats)
+    own = placement.share(config)
+    weight_bytes = registry.weight_bytes(own, dtype, formats)
+    block_bytes = memory.block_bytes(own, block_size, kv_dtype)
     allowed = int(target.memory_size * mem_fraction * utilization)
     needed = max_num_seqs * -(-max_model_len // block_size)
     guess = num_gpu_blocks or max(1, min(needed, (allowed - weight_bytes) * 3 // 4 // block_bytes))
@@ -156,11 +163,13 @@ def make_plan(
     shapes += [ProgramKey(size, buckets.max_chunks(size)) for size in sizes]
     keys = [shape._replace(sampling=Sampling.RANDOM) for shape in shapes]
     programs = []
-    with Compiler(target) as compiler:
+    with compiler:
 
         def compiled(name: str, jitted: jax.stages.Wrapped, arguments: tuple[object, ...]) -> None:
             started = time.perf_counter()
-            program = compiler.compile(jitted, *map(compiler.struct, arguments))
+            if not placement.is_shared:
+                arguments = tuple(map(compiler.struct, arguments))
+            program = compiler.compile(jitted, *arguments)
             needs = _needs(name, program, time.perf_counter() - started, guess * block_bytes, pool_shape)
             tell(
                 f"{name}: {needs.compile_seconds:.1f} s, {needs.temporary_bytes / 2**20:.1f} MiB temporaries"
@@ -180,8 +189,17 @@ def make_plan(
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 implementation=implementation,
+                placement=placement,
             )
-            pool = arguments[1].pool
+            pool = state_shapes(
+                own,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                num_gpu_blocks=guess,
+                block_size=block_size,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+            ).pool
             pool_shape = pool.shape
             compiled(key.name, jitted, arguments)
         # Compiled only once a request asks for it, when the pool is there already.
@@ -189,9 +207,9 @@ def make_plan(
         jitted, arguments = rows_program(
             apart, vocab_size=config.vocab_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )
-        compiled(apart.name, jitted, arguments)
+        compiled(apart.name, jitted, tuple(map(compiler.struct, arguments)))
         for name, jitted, swap_arguments in BlockSwapper.programs(
-            pool, min(guess, max(1, needed // max_num_seqs))
+            pool, min(guess, max(1, needed // max_num_seqs)), placement
         ):
             compiled(name, jitted, swap_arguments)
     staged = 2 * MAX_STAGED_BLOCKS * block_bytes
@@ -209,7 +227,7 @@ def make_plan(
             f"{temporaries / 2**30:.1f} GiB; lower max_num_batched_tokens, or use a smaller model or dtype"
         )
     return Plan(
-        device=target.description,
+        device=f"{tensor_parallel} x {target.description}" if placement.is_shared else target.description,
         dtype=dtype,
         weights=formats.suffix.removeprefix("-"),
         kv_dtype=kv_dtype,
