@@ -1,6 +1,7 @@
 """What a step needs beside the pool, from the compiler's own account."""
 
 import itertools
+import types
 
 import jax
 import pytest
@@ -94,6 +95,16 @@ def test_pool_sizes():
         size(kv_cache_memory=10)
     with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
         size(num_gpu_blocks_override=0)
+
+
+def test_the_device_with_the_least_memory_left_decides():
+    def device(limit, used):
+        stats = {"bytes_limit": limit, "bytes_in_use": used}
+        return types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+
+    devices = [device(80 * GIB, 0), device(80 * GIB, 10 * GIB), device(72 * GIB, 0)]
+    assert memory.tightest(devices) is devices[1]
+    assert size(device=devices[1], gpu_memory_utilization=0.5) == 30 * GIB // 1000
 
 
 @pytest.mark.parametrize(

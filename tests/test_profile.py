@@ -294,6 +294,19 @@ def test_without_a_profile_the_costs_are_a_roofline(llm, tmp_path, caplog, monke
         assert made.executor.config.num_host_blocks > 0
 
 
+def test_costs_of_several_devices_are_those_of_their_parts(llm, tmp_path):
+    shapes = [shape_of(llm.model_config, "tiny", "float32", tensor_parallel=count) for count in (1, 2)]
+    assert [shape.name for shape in shapes] == ["tiny", "tiny-tp2"]  # profiles of each
+    half = dataclasses.replace(shapes[1], dtype="bfloat16", head_dim=64)
+    for shape, kind in ((half, "NVIDIA H100 80GB HBM3"), (shapes[1], "NVIDIA H200")):
+        one, two = (find_costs(shape, kind, 4, tmp_path, tensor_parallel=count)[0] for count in (1, 2))
+        alone, both = (costs.swap_out_seconds(10**6) for costs in (one, two))
+        assert both == pytest.approx(alone / 2, rel=0.01)
+    assert two.step_seconds(0, 0, 10**5, 1) < 0.7 * one.step_seconds(0, 0, 10**5, 1)
+    one, two = (find_costs(shapes[1], "cpu", 4, tmp_path, tensor_parallel=count)[0] for count in (1, 2))
+    assert two.step_seconds(0, 0, 100, 1) == one.step_seconds(0, 0, 100, 1)  # they share its cores
+
+
 def test_a_profile_of_another_block_size_does_not_stop_the_default(llm, tmp_path, caplog):
     shape = shape_of(llm.model_config, "tiny", "float32")
     path = profile_path(tmp_path, "cpu", "tiny", "float32")

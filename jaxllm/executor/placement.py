@@ -134,7 +134,14 @@ class Placement:
                 f"tensor_parallel_size={count}: {config.architecture} does not say which of its layers sum "
                 "over devices (`Linear(..., axis=config.axis)`, two of each layer); leave it out"
             )
-        for name in _cuts(config, own):
+        heads = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+        known = {*heads, own.intermediate_size, own.num_head_rows}
+        for name, axis in _cuts(config, own).items():
+            if axis == 0 and not known.issuperset(_rows(own, name)):
+                raise ConfigError(
+                    f"tensor_parallel_size={count}: {name} of {config.architecture} is of several matrices, "
+                    "and it is not known of which: call it qkv_proj or gate_up_proj"
+                )
             if reason := _why_not(config, own, codes, name):
                 raise ConfigError(
                     f"tensor_parallel_size={count}: {name}, of {codes.of(name).name}, does not come apart: "
@@ -165,15 +172,18 @@ def _part(config: ModelConfig, own: ModelConfig, name: str, axis: int, number: i
     if axis == 1:
         width = weight.shape[1] // own.tensor_parallel
         return of_inputs(weight, number * width, (number + 1) * width)
-    names, first, places = ARCHITECTURES[config.architecture].names, 0, []
-    wholes, parts = (
-        names.rows(one, name, abstract_params(one, "float32")[name].shape[0]) for one in (config, own)
-    )
-    for whole, size in zip(wholes, parts, strict=True):
+    first, places = 0, []
+    for whole, size in zip(_rows(config, name), _rows(own, name), strict=True):
         start = first + number * whole // own.tensor_parallel // size * size
         places.append(np.arange(start, start + size))
         first += whole
     return of_outputs(weight, np.concatenate(places))
+
+
+def _rows(config: ModelConfig, name: str) -> list[int]:
+    """Of each of the matrices that a weight has above one another."""
+    num_rows = abstract_params(config, "float32")[name].shape[0]
+    return ARCHITECTURES[config.architecture].names.rows(config, name, num_rows)
 
 
 def _why_not(config: ModelConfig, own: ModelConfig, formats: LinearFormats, name: str) -> str | None:

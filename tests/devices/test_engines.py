@@ -1,5 +1,7 @@
 """What engines on several devices answer, hold and refuse, beside those on one."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -13,8 +15,11 @@ from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
 from jaxllm.executor.placement import CUT, Placement
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.models.architecture import ARCHITECTURES
+from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS
-from jaxllm.models.registry import abstract_params, weight_bytes
+from jaxllm.models.llama import LlamaForCausalLM
+from jaxllm.models.registry import PLAIN, abstract_params, weight_bytes
 from jaxllm.sampling.structured_outputs import StructuredOutputsParams
 
 GQA = golden_checkpoint("llama_gqa")
@@ -167,6 +172,35 @@ def test_what_cannot_be_is_refused_by_name(settings, message):
         make_llm(GQA, **{"tensor_parallel_size": 2, **settings})
 
 
+class Fused(LlamaForCausalLM):
+    """As Llama, but that a fused layer has a name of its own."""
+
+    def __init__(self, config, dtype):
+        super().__init__(config, dtype)
+        for layer in self.layers:
+            layer.mlp.both, layer.mlp.gate_up_proj = layer.mlp.gate_up_proj, None
+
+
+class Silent(LlamaForCausalLM):
+    """As Llama, but that it does not say what is summed."""
+
+    def __init__(self, config, dtype):
+        super().__init__(config, dtype)
+        self.layers[0].mlp.down_proj.axis = None
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(Fused, "both.weight of Fused is of several matrices"), (Silent, "does not say which")],
+)
+def test_an_architecture_that_would_be_cut_wrongly_is_refused(model, message, monkeypatch):
+    own = dataclasses.replace(ARCHITECTURES["LlamaForCausalLM"], name=model.__name__, model=model)
+    monkeypatch.setitem(ARCHITECTURES, own.name, own)
+    config = dataclasses.replace(config_from_dict(read_hf_config(GQA)), architecture=own.name)
+    with pytest.raises(ConfigError, match=message):
+        Placement(tuple(jax.devices()[:2])).check(config, PLAIN)
+
+
 def test_the_command_takes_it(capsys):
     options = [
         "--max-model-len",
@@ -192,8 +226,6 @@ def test_a_part_of_every_weight_is_on_some_device():
         config = llm.model_config
     head, hidden = config.head_dim, config.hidden_size
     rows = np.arange(8 * head, dtype=np.float32)[:, None] * np.ones(hidden, np.float32)
-    placed = placement.placed(
-        config, llm.executor.config.formats.__class__(), "layers.0.self_attn.qkv_proj.weight", rows
-    )
+    placed = placement.placed(config, PLAIN, "layers.0.self_attn.qkv_proj.weight", rows)
     of_device = np.asarray(placed)[:, 0].reshape(4, 3, head)[:, :, 0] / head
     np.testing.assert_array_equal(of_device, [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]])
