@@ -85,13 +85,27 @@ class Witness:
         return step
 
 
+@pytest.fixture(scope="module")
+def half_model(tmp_path_factory):
+    """The lower half of the embedded model, whose programs are compiled sooner."""
+    folder, tensors = tmp_path_factory.mktemp("half"), {}
+    with shards.ShardReader() as reader:
+        for stored in shards.stored_tensors(demo_model_path()):
+            if not stored.name.startswith(("model.layers.2.", "model.layers.3.")):
+                tensors[stored.name] = stored.read(reader)
+    write(tensors, folder / "model.safetensors")
+    config = read_hf_config(demo_model_path()) | {"num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(params=COMBINATIONS, ids="-".join)
-def made(request, tmp_path):
+def made(request, half_model, tmp_path):
     """An engine's parts for a combination, by native kernels or XLA's, and a witness."""
     weights, kv_dtype = request.param
     options = {**SIZES, "kv_cache_dtype": kv_dtype, "prefix_cache_dir": str(tmp_path / "files")}
     options["attention_implementation"] = ("native", "xla")[COMBINATIONS.index(request.param) % 2]
-    path = demo_model_path() if "-" not in weights else folder_of(weights, tmp_path / "model")
+    path = half_model if "-" not in weights else folder_of(weights, tmp_path / "model")
     if weights in QUANTIZATIONS:
         options["quantization"] = weights
     elif weights == "float32":
