@@ -259,7 +259,7 @@ def why_no_layout(name: str, kv_dtype: str) -> str | None:
     return f"it has no KV of {kv_dtype}"
 
 
-_LAYOUTS = {"native": (*DTYPES, "int8"), "mosaic": DTYPES}
+_LAYOUTS = {"mosaic": DTYPES}
 """Dtypes of KV that implementations store, of those that have not all."""
 
 

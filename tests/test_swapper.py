@@ -24,6 +24,7 @@ from jaxllm.sched.policies import (
     SchedulerPolicy,
     SwapIfItFits,
 )
+from jaxllm.system.dtypes import KV_DTYPES
 from jaxllm.types import HostPiece, host_blocks_of, piece_sizes
 
 
@@ -57,6 +58,8 @@ def swapper():
 
 
 def random_pool(num_blocks, dtype):
+    if np.dtype(dtype).itemsize == 1:
+        return jnp.asarray(np.random.default_rng(0).integers(0, 256, (num_blocks, *SHAPE), np.uint8)).view(dtype)
     bits = np.random.default_rng(0).integers(0, 2**16, (num_blocks, *SHAPE), np.uint16)
     if dtype == "float32":
         return jnp.asarray(bits.astype(np.float32) / 7)
@@ -66,10 +69,10 @@ def random_pool(num_blocks, dtype):
 
 def bits_of(array):
     array = np.asarray(array)
-    return array.view(np.uint16 if array.dtype.itemsize == 2 else np.uint32)
+    return array.view(f"uint{8 * array.dtype.itemsize}")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", KV_DTYPES.values())
 def test_blocks_come_back_bit_for_bit(swapper, dtype):
     pool = random_pool(MAX_STAGED_BLOCKS + 16, dtype)
     before = bits_of(pool)

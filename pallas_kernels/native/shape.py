@@ -23,7 +23,7 @@ class AttentionShape(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the pool."""
-        return {"float32": 4, "int8": 1}.get(self.dtype, 2)
+        return {"float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtype, 1)
 
     @property
     def stride(self) -> int:

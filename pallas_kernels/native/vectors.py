@@ -24,12 +24,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from jaxllm.pallas_kernels.native.small_floats import FLOATS_OF_8, from_code, from_float8, to_float8
+
 LANES = 16
 
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 _INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ELEMENTS = {
-    "int8": _INT8,
+    **dict.fromkeys(("int8", *FLOATS_OF_8), _INT8),
     "float32": _FLOAT,
     "bfloat16": _INT16,
     "float16": _HALF,
@@ -38,7 +40,7 @@ _ELEMENTS = {
 }
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _INTS = ir.VectorType(_INT32, LANES)
-_SIZES = {"int8": 1, "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 _LN2_HIGH, _LN2_LOW, _LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
@@ -89,12 +91,14 @@ class Array:
         b = self._builder
         element = _ELEMENTS[self._dtype]
         source = b.bitcast(self.at(index)._pointer, ir.VectorType(element, LANES).as_pointer())
-        loaded = b.load(source, align=_SIZES[self._dtype])
+        loaded = b.load(source, align=_SIZES.get(self._dtype, 1))
         if self._dtype == "bfloat16":
             high = b.shl(b.zext(loaded, _INTS), _all_lanes(16))
             return b.bitcast(high, _FLOATS)
         if self._dtype == "int8":
             return b.sitofp(b.sext(loaded, _INTS), _FLOATS)
+        if self._dtype in FLOATS_OF_8:
+            return from_float8(b, loaded, self._dtype)
         return b.fpext(loaded, _FLOATS) if self._dtype == "float16" else loaded
 
     def store(self, vector: Any, index: Any = 0) -> None:
@@ -110,8 +114,10 @@ class Array:
             vector = b.trunc(b.lshr(bits, _all_lanes(16)), ir.VectorType(_INT16, LANES))
         elif self._dtype == "int8":
             vector = b.trunc(b.fptosi(vector, _INTS), ir.VectorType(_INT8, LANES))
+        elif self._dtype in FLOATS_OF_8:
+            vector = to_float8(b, vector, self._dtype)
         target = b.bitcast(self.at(index)._pointer, vector.type.as_pointer())
-        b.store(vector, target, align=_SIZES[self._dtype])
+        b.store(vector, target, align=_SIZES.get(self._dtype, 1))
 
     def floats(self) -> Array:
         """The float32 numbers from its first one's place on."""
@@ -367,11 +373,11 @@ class Builder:
         if kind == "code_int8":
             return [b.sitofp(b.sext(raw, _INTS), _FLOATS)]
         if kind in ("code_e4m3", "code_e5m2"):
-            return [self._from_float(b.zext(raw, _HALF_BITS), 8, 7 if kind == "code_e4m3" else 8)]
+            return [from_code(b, raw, 8, 7 if kind == "code_e4m3" else 8)]
         wide = b.zext(raw, _HALF_BITS)
         parts = b.and_(wide, _bits(15)), b.lshr(wide, _bits(4))
         if kind == "code_fp4":
-            return [self._from_float(part, 4, 9) for part in parts]
+            return [from_code(b, part, 4, 9) for part in parts]
         return [b.sitofp(b.sub(part, _bits(8)), _FLOATS) for part in parts]
 
     def widened(self, address: Any, index: Any, dtype: str) -> Any:
@@ -383,13 +389,6 @@ class Builder:
             return b.fpext(b.bitcast(raw, ir.VectorType(_HALF, LANES)), _FLOATS)
         shifted = b.shl(b.zext(raw, _INTS), ir.Constant(_INTS, [16] * LANES))
         return b.bitcast(shifted, _FLOATS)
-
-    def _from_float(self, codes: Any, bits: int, shift: int) -> Any:
-        """Floats of so many bits, the first of them the sign, whose others go so far to the left."""
-        b = self._b
-        sign = b.shl(b.and_(codes, _bits(1 << (bits - 1))), _bits(16 - bits))
-        rest = b.shl(b.and_(codes, _bits((1 << (bits - 1)) - 1)), _bits(shift))
-        return b.fpext(b.bitcast(b.or_(sign, rest), ir.VectorType(_HALF, LANES)), _FLOATS)
 
     def put_bytes(self, address: Any, index: Any, x: Any) -> None:
         """Store `LANES` float32 that are integers from 0 to 255 as bytes, from an index on."""
