@@ -80,6 +80,12 @@ def test_the_command_reports_and_refuses(tmp_path, capsys):
     assert written["num_blocks"] == 8 * 32  # what eight sequences can use
     assert "Simulated from NVIDIA H200" in shown
     assert [one["concurrency"] for one in written["speeds"]] == [1, 16, 64]
+    assert main([*command, "--overwrite", "--tensor-parallel", "2"]) == 0
+    assert "2 x NVIDIA H200, bfloat16" in capsys.readouterr().out
+    shared = json.loads(out.read_text())
+    assert shared["block_bytes"] == written["block_bytes"] // 2
+    assert written["weight_bytes"] / 2 < shared["weight_bytes"] < 0.6 * written["weight_bytes"]
+    assert all(one["pool_copies"] == 0 for one in shared["programs"])
     assert main(["plan", str(tmp_path), "--device", "h9"]) == 2
     assert "known: a100-80gb, h100, h200, l40, l40s. Speeds" in capsys.readouterr().err
     assert get_target("A100") is get_target("a100-80gb")
