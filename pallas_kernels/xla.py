@@ -171,8 +171,17 @@ def write_kv(
         slot = jnp.where(is_valid, slot, 0)
         start = (slot // block_size, layer, 0, 0, slot % block_size, 0)
         new = lax.dynamic_index_in_dim(kv, token, keepdims=False)[None, None, :, :, None, :]
-        old = lax.dynamic_slice(pool, start, new.shape)
-        return lax.dynamic_update_slice(pool, jnp.where(is_valid, new, old), start)
+
+        def select(pool: jax.Array) -> jax.Array:
+            old = lax.dynamic_slice(pool, start, new.shape)
+            return lax.dynamic_update_slice(pool, jnp.where(is_valid, new, old), start)
+
+        def branch(pool: jax.Array) -> jax.Array:  # what JAX 0.10 selects among short floats copies the pool
+            return lax.cond(
+                is_valid, lambda pool: lax.dynamic_update_slice(pool, new, start), lambda pool: pool, pool
+            )
+
+        return lax.platform_dependent(pool, cpu=branch, default=select)
 
     return lax.fori_loop(0, k.shape[0], body, pool)
 

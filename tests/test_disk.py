@@ -86,7 +86,7 @@ def warnings(of=disk):
 # Round trips
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "int8", ml_dtypes.float8_e5m2])
 @pytest.mark.parametrize("shape", [(5,), SHAPE, (2, 16, 8, 64)])
 def test_blocks_come_back_bit_for_bit(tmp_path, dtype, shape):
     files = keep(tmp_path, shape=shape, dtype=dtype)

@@ -12,6 +12,8 @@ from kernel_cases import LAYER, Shape, decode_case, prefill_case, relative_error
 
 from jaxllm import pallas_kernels
 from jaxllm.pallas_kernels import reference, xla
+from jaxllm.pallas_kernels.kv_layout import KVLayout
+from jaxllm.system.dtypes import KV_DTYPES
 
 SHAPE = Shape(num_q_heads=2, num_kv_heads=1, head_dim=8, block_size=4, max_blocks=5)
 MAX_LENGTH = SHAPE.block_size * SHAPE.max_blocks
@@ -66,6 +68,17 @@ def test_write_property(slots, dropped, seed):
 
 
 _jitted_write = jax.jit(functools.partial(xla.write_kv, layer=LAYER))
+
+
+@pytest.mark.parametrize("dtype", sorted(KV_DTYPES))
+def test_writes_are_in_place_whatever_the_dtype(dtype):
+    layout, struct = KVLayout(dtype, 64), jax.ShapeDtypeStruct
+    pool = struct((4096, 2, 2, 2, 16, layout.width), layout.array_dtype)
+    heads, slots = struct((12, 2, 64), jnp.float32), struct((12,), jnp.int32)
+    write = jax.jit(functools.partial(xla.write_kv, layer=1), donate_argnums=0)
+    memory = write.lower(pool, heads, heads, slots).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize
+    assert memory.temp_size_in_bytes < pool.size * pool.dtype.itemsize / 50
 
 
 def test_layers_update_the_pool_in_place():

@@ -1,12 +1,13 @@
-"""Keys and values that were swapped out, shared or kept in files: the same bytes, of any weights and any dtype.
+"""Keys and values that were swapped out, shared or kept in files: the same bytes, of any weights and dtype.
 
-A sixth of all combinations is run a day, in which each kind of weights and each dtype of KV is at least once;
-`JAXLLM_ROTATION` chooses which, 0 to 5, or `all` of them.
+A ninth of all combinations is run a day, in which each dtype of KV is once, and in nine days all of them;
+`JAXLLM_ROTATION` chooses which, 0 to 8, or `all`.
 """
 
 import dataclasses
 import datetime
 import itertools
+import json
 import os
 
 import numpy as np
@@ -15,23 +16,25 @@ from engine_helpers import Scripted, make_llm
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
-from test_kv_layouts import LEAD, Action, Resume, first_difference, lead
-from test_quantised_checkpoints import folder_of
+from test_kv_layouts import LEAD, first_difference, lead
+from test_quantised_checkpoints import folder_of, write
 
 from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
+from jaxllm.loading import shards
 from jaxllm.loading.checkpoints import demo_model_path
-from jaxllm.sched.policies import SchedulerPolicy
+from jaxllm.models.config import read_hf_config
+from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision, SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system.dtypes import KV_DTYPES
 
 QUANTIZATIONS = ["int8", "int8_weight", "int4_weight", "fp8"]
 WEIGHTS = ["float32", "bfloat16", *QUANTIZATIONS, "ct-fp8-block", "ct-nvfp4a16", "gptq-sym-g128-actorder"]
-ROTATION = os.environ.get("JAXLLM_ROTATION", str(datetime.date.today().toordinal() % len(KV_DTYPES)))
+ROTATION = os.environ.get("JAXLLM_ROTATION", str(datetime.date.today().toordinal() % len(WEIGHTS)))
 COMBINATIONS = [
-    (weights, list(KV_DTYPES)[(place + rotation) % len(KV_DTYPES)])
-    for rotation in (range(len(KV_DTYPES)) if ROTATION == "all" else [int(ROTATION)])
-    for place, weights in enumerate(WEIGHTS)
+    (WEIGHTS[(place + rotation) % len(WEIGHTS)], kv_dtype)
+    for rotation in (range(len(WEIGHTS)) if ROTATION == "all" else [int(ROTATION)])
+    for place, kv_dtype in enumerate(KV_DTYPES)
 ]
 SIZES = {
     "block_size": 16,
@@ -44,8 +47,26 @@ SIZES = {
     "warm_up": "background",
 }
 _COMMON = [(37 * i) % 199 + 3 for i in range(33)]
-PROMPTS = [_COMMON + [5, 8], _COMMON + [90], _COMMON[:20] + [7, 7, 31], [11, 12, 13]]
+PROMPTS = [[*_COMMON, 5, 8], [*_COMMON, 90], [*_COMMON[:20], 7, 7, 31], [11, 12, 13]]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=2)
+
+
+class Action:
+    """All are swapped out, or all are computed again."""
+
+    def __init__(self, swaps):
+        self.swaps = swaps
+
+    def choose(self, victim, state, now):
+        num_blocks = -(-victim.num_computed_tokens // state.block_size)
+        if self.swaps and 0 < num_blocks <= state.num_host_free:
+            return Decision(PreemptionAction.SWAP)
+        return Decision(PreemptionAction.RECOMPUTE)
+
+
+class Resume:
+    def choose(self, request, num_tokens, state, now):
+        return ResumeDecision(ResumeAction.AT_ONCE)
 
 
 class Witness:
@@ -90,7 +111,7 @@ def half_model(tmp_path_factory):
     """The lower half of the embedded model, whose programs are compiled sooner."""
     folder, tensors = tmp_path_factory.mktemp("half"), {}
     with shards.ShardReader() as reader:
-        for stored in shards.stored_tensors(demo_model_path()):
+        for stored in shards.list_tensors(demo_model_path()).values():
             if not stored.name.startswith(("model.layers.2.", "model.layers.3.")):
                 tensors[stored.name] = stored.read(reader)
     write(tensors, folder / "model.safetensors")

@@ -64,7 +64,7 @@ class BlockSwapper:
     `arrived`). A piece comes as a whole; blocks of it that nobody wants are not written. Each piece is a
     pinned-host array of its own, until it is dropped; arrays never change, so a piece that is dropped while
     it is being copied disturbs nobody. Every number comes back with the bits it had; only on CPUs, where XLA
-    emulates 16-bit floats, a signalling NaN comes back as a quiet one.
+    emulates floats of 16 and 8 bits, a NaN may come back as another one.
 
     Args:
         placement: of the pool. Of several devices each copies its heads, and a piece on the host has all.
@@ -314,6 +314,23 @@ def _scatter(pool: jax.Array, ids: jax.Array, blocks: jax.Array) -> jax.Array:
     """The pool with `blocks` at `ids` [n], distinct ones, or beyond its end; in place if it is donated."""
     if len(ids) == 1:  # XLA would read the old block, too
         return lax.dynamic_update_slice_in_dim(pool, blocks, ids[0], 0)
+    return lax.platform_dependent(pool, ids, blocks, cpu=_scatter_in_turn, default=_scatter_at_once)
+
+
+def _scatter_at_once(pool: jax.Array, ids: jax.Array, blocks: jax.Array) -> jax.Array:
     rows = pool.reshape(len(pool), -1)
     rows = rows.at[ids].set(blocks.reshape(len(ids), -1), mode="drop", unique_indices=True)
     return rows.reshape(pool.shape)
+
+
+def _scatter_in_turn(pool: jax.Array, ids: jax.Array, blocks: jax.Array) -> jax.Array:
+    """XLA for CPUs scatters floats of 8 bits and bfloat16 in a copy of the pool in wider ones."""
+
+    def put(index: jax.Array, pool: jax.Array) -> jax.Array:
+        def write(pool: jax.Array) -> jax.Array:
+            block = lax.dynamic_slice_in_dim(blocks, index, 1, 0)
+            return lax.dynamic_update_slice_in_dim(pool, block, ids[index], 0)
+
+        return lax.cond(ids[index] < len(pool), write, lambda pool: pool, pool)
+
+    return lax.fori_loop(0, len(ids), put, pool)
