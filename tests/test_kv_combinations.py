@@ -109,11 +109,9 @@ class Witness:
 @pytest.fixture(scope="module")
 def half_model(tmp_path_factory):
     """The lower half of the embedded model, whose programs are compiled sooner."""
-    folder, tensors = tmp_path_factory.mktemp("half"), {}
-    with shards.ShardReader() as reader:
-        for stored in shards.list_tensors(demo_model_path()).values():
-            if not stored.name.startswith(("model.layers.2.", "model.layers.3.")):
-                tensors[stored.name] = stored.read(reader)
+    folder, upper = tmp_path_factory.mktemp("half"), ("model.layers.2.", "model.layers.3.")
+    stored = shards.list_tensors(demo_model_path())
+    tensors = {name: one.read() for name, one in stored.items() if not name.startswith(upper)}
     write(tensors, folder / "model.safetensors")
     config = read_hf_config(demo_model_path()) | {"num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
