@@ -78,7 +78,7 @@ class ModelConfig:
             sizes["num_kv_heads"] = self.num_kv_heads
         if odd := [f"{name}={value}" for name, value in sizes.items() if value % num_devices]:
             raise ConfigError(
-                f"tensor_parallel_size={num_devices} does not divide {' and '.join(odd)} of this model: take "
+                f"tensor_parallel_size={num_devices} does not divide {', '.join(odd)} of this model: take "
                 "one that does"
             )
         return dataclasses.replace(

@@ -157,7 +157,7 @@ def test_a_pool_in_bytes_is_that_of_each_device():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel_size": 3}, "does not divide num_heads=4 and num_kv_heads=2 of this model"),
+        ({"tensor_parallel_size": 3}, "does not divide num_heads=4, num_kv_heads=2 of this model"),
         ({"tensor_parallel_size": 8}, "more than the devices that JAX sees, 4 of cpu"),
         ({"tensor_parallel_size": 0}, "must be an integer from 1"),
         ({"attention_implementation": "fastest"}, "'fastest' measures on one device"),
