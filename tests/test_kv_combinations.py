@@ -5,7 +5,6 @@ A ninth of all combinations is run a day, in which each dtype of KV is once, and
 """
 
 import dataclasses
-import datetime
 import itertools
 import json
 import os
@@ -30,11 +29,11 @@ from jaxllm.system.dtypes import KV_DTYPES
 
 QUANTIZATIONS = ["int8", "int8_weight", "int4_weight", "fp8"]
 WEIGHTS = ["float32", "bfloat16", *QUANTIZATIONS, "ct-fp8-block", "ct-nvfp4a16", "gptq-sym-g128-actorder"]
-ROTATION = os.environ.get("JAXLLM_ROTATION", str(datetime.date.today().toordinal() % len(WEIGHTS)))
 COMBINATIONS = [
-    (WEIGHTS[(place + rotation) % len(WEIGHTS)], kv_dtype)
-    for rotation in (range(len(WEIGHTS)) if ROTATION == "all" else [int(ROTATION)])
-    for place, kv_dtype in enumerate(KV_DTYPES)
+    (weights, kv_dtype)
+    for row, weights in enumerate(WEIGHTS)
+    for column, kv_dtype in enumerate(KV_DTYPES)
+    if "JAXLLM_ALL_COMBINATIONS" in os.environ or row % len(KV_DTYPES) == column
 ]
 SIZES = {
     "block_size": 16,
