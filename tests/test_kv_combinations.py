@@ -1,7 +1,6 @@
 """Keys and values that were swapped out, shared or kept in files: the same bytes, of any weights and dtype.
 
-A ninth of all combinations is run a day, in which each dtype of KV is once, and in nine days all of them;
-`JAXLLM_ROTATION` chooses which, 0 to 8, or `all`.
+Each kind of weights is there once, and each dtype of KV; with `JAXLLM_ALL_COMBINATIONS=1` all with all.
 """
 
 import dataclasses

@@ -126,7 +126,8 @@ def with_quantised(
         if end in ends or (end == "weight" and tensor.dtype is None):
             modules.setdefault(module, {})[end] = tensor
         elif end not in OF_ACTIVATIONS or (has_kv_scales and end in KV_SCALES):
-            found[name] = tensor
+            is_scalar = end in KV_SCALES and tensor.shape == ()
+            found[name] = dataclasses.replace(tensor, shape=(1,)) if is_scalar else tensor
     for module, arrays in modules.items():
         one = _as_one(module, arrays, found, said.layout_of(module))
         found[one.name] = one
