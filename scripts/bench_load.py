@@ -3,8 +3,8 @@
     python scripts/bench_load.py --out load.json
 
 Makes a folder of Llama-2-7B's shape with random codes (compressed-tensors, groups of 128; head and embeddings
-of bfloat16), and loads it with a pool of four blocks. The peak is that of the process less what it had when JAX
-had started, sampled every 10 ms.
+of bfloat16), and loads it with a pool of four blocks. The peak is that of the process less what it had when
+JAX had started, sampled every 10 ms.
 """
 
 from __future__ import annotations
@@ -53,12 +53,10 @@ def make_folder(folder: Path, num_layers: int, seed: int) -> int:
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = np.ones(_HIDDEN, ml_dtypes.bfloat16)
         save(f"model-{layer:05d}.safetensors", tensors)
-    ends = {
-        name: np.full((_VOCABULARY, _HIDDEN), 0.02, ml_dtypes.bfloat16) for name in ("embed_tokens", "head")
-    }
-    norm = np.ones(_HIDDEN, ml_dtypes.bfloat16)
-    last = {"model.embed_tokens.weight": ends["embed_tokens"], "lm_head.weight": ends["head"]}
-    save("model-last.safetensors", {**last, "model.norm.weight": norm})
+    names, shape = ("model.embed_tokens.weight", "lm_head.weight"), (_VOCABULARY, _HIDDEN)
+    last = {name: np.full(shape, 0.02, ml_dtypes.bfloat16) for name in names}
+    last["model.norm.weight"] = np.ones(_HIDDEN, ml_dtypes.bfloat16)
+    save("model-last.safetensors", last)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
     config = {

@@ -182,6 +182,21 @@ def test_scales_of_kv_change_little_elsewhere(tmp_path):
         assert llm.executor.config.kv_dtype == "float32"
 
 
+def of_no_dimension(tensors, config):
+    with_kv_scales(tensors, config)
+    for name in tensors:
+        if name.endswith(("k_scale", "v_scale")):
+            tensors[name] = tensors[name].reshape(())
+
+
+def test_scales_of_kv_may_have_no_dimension(tmp_path):
+    folders = [
+        folder_of("ct-fp8-dynamic", tmp_path / change.__name__, change)
+        for change in (with_kv_scales, of_no_dimension)
+    ]
+    same_weights(*folders)
+
+
 def without_one(tensors, config):
     with_kv_scales(tensors, config)
     del tensors["model.layers.1.self_attn.v_scale"]
