@@ -1,12 +1,8 @@
-"""Keys and values that were swapped out, shared or kept in files: the same bytes, of any weights and dtype.
-
-Each kind of weights is there once, and each dtype of KV; with `JAXLLM_ALL_COMBINATIONS=1` all with all.
-"""
+"""Keys and values that were swapped out, shared or kept in files: their bytes, of any weights and dtype."""
 
 import dataclasses
 import itertools
 import json
-import os
 
 import numpy as np
 import pytest
@@ -28,12 +24,7 @@ from jaxllm.system.dtypes import KV_DTYPES
 
 QUANTIZATIONS = ["int8", "int8_weight", "int4_weight", "fp8"]
 WEIGHTS = ["float32", "bfloat16", *QUANTIZATIONS, "ct-fp8-block", "ct-nvfp4a16", "gptq-sym-g128-actorder"]
-COMBINATIONS = [
-    (weights, kv_dtype)
-    for row, weights in enumerate(WEIGHTS)
-    for column, kv_dtype in enumerate(KV_DTYPES)
-    if "JAXLLM_ALL_COMBINATIONS" in os.environ or row % len(KV_DTYPES) == column
-]
+COMBINATIONS = list(itertools.product(WEIGHTS, KV_DTYPES))
 SIZES = {
     "block_size": 16,
     "num_gpu_blocks_override": 24,
@@ -121,7 +112,8 @@ def made(request, half_model, tmp_path):
     """An engine's parts for a combination, by native kernels or XLA's, and a witness."""
     weights, kv_dtype = request.param
     options = {**SIZES, "kv_cache_dtype": kv_dtype, "prefix_cache_dir": str(tmp_path / "files")}
-    options["attention_implementation"] = ("native", "xla")[COMBINATIONS.index(request.param) % 2]
+    place = WEIGHTS.index(weights) + list(KV_DTYPES).index(kv_dtype)
+    options["attention_implementation"] = ("native", "xla")[place % 2]
     path = half_model if "-" not in weights else folder_of(weights, tmp_path / "model")
     if weights in QUANTIZATIONS:
         options["quantization"] = weights
