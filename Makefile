@@ -102,6 +102,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typed_params.py
 	rm -rf out/imports && mkdir -p out/imports
 	cp -rL jaxllm pyproject.toml out/imports/ && touch out/imports/jaxllm/sched/__init__.py  # where it is a package
 	cd out/imports && PYTHONPATH=. $(abspath $(BIN))/lint-imports

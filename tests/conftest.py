@@ -1,9 +1,11 @@
 """Settings every test shares, made before JAX starts."""
 
+import gc
 import os
 import signal
 import tempfile
 
+import pytest
 from hypothesis import settings
 
 # Tiny models spend their time in the compiler, not in the code it makes.
@@ -20,3 +22,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("jaxllm", derandomize="CI" in os.environ, deadline=None)
 settings.register_profile("long", max_examples=2500, deadline=None)  # --hypothesis-profile=long
 settings.load_profile("jaxllm")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage():
+    """What a module's tests leave, caches of programs above all, is not looked through again and again."""
+    yield
+    gc.collect()
+    gc.freeze()
