@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm.cluster.cpu_slices import CpuSlice
-from jaxllm.cluster.router import OUTPUT_WEIGHT, TYPICAL_OUTPUT_TOKENS
 from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import EngineError
+from jaxllm.routing.router import OUTPUT_WEIGHT, TYPICAL_OUTPUT_TOKENS
 
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig
