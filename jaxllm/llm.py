@@ -14,9 +14,9 @@ from jaxllm.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchPa
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.inputs import Prompt
 from jaxllm.engine.outputs import RequestOutput
-from jaxllm.engine.replicas import Replicas
+from jaxllm.engine.replicas import Replicas, thread_of
 from jaxllm.engine.residence import Residence
-from jaxllm.engine.thread import EngineThread, OutputStream
+from jaxllm.engine.thread import OutputStream
 from jaxllm.engine.vllm_names import CHAT_ARGUMENTS, check_call_arguments, translate
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError, shown
 from jaxllm.executor.step_programs import CompileProgress
@@ -86,11 +86,8 @@ class LLM:
             sum(one.load_times.warm_up_seconds for one in self.replicas),
         )
         self._default_params = made.default_params
-        alone = EngineThread(self.engine)
-        several = Replicas([one.engine for one in self.replicas]) if len(self.replicas) > 1 else None
-        self._thread = several or alone
-        self._idle = contextlib.nullcontext if several is None else several.idle
-        threads = [alone] if several is None else several.threads
+        self._thread = thread_of([one.engine for one in self.replicas])
+        threads = self._thread.threads if isinstance(self._thread, Replicas) else [self._thread]
         self._residences = [
             Residence(one.engine, thread, one.executor, one.device, one.reload)
             for one, thread in zip(self.replicas, threads, strict=True)
@@ -490,6 +487,10 @@ class LLM:
     def is_sleeping(self) -> bool:
         """Whether the pool or the weights are given back, so that requests are refused."""
         return any(one.engine.is_asleep for one in self.replicas)
+
+    def _idle(self) -> contextlib.AbstractContextManager[None]:
+        """Lets no request come between changes of several engines; of one its own change refuses."""
+        return self._thread.idle() if isinstance(self._thread, Replicas) else contextlib.nullcontext()
 
     def _submit(
         self, prompts: Prompts, params: Params, priority: Priorities, deadline: Deadlines, *, stream: bool

@@ -137,14 +137,18 @@ def assemble(
 
 def assemble_replicas(
     config: EngineConfig,
-    on_record: Callable[[PreemptionRecord | StepRecord], None] | None = None,
+    on_record: Callable[..., None] | None = None,
     params: Mapping[str, Any] | None = None,
 ) -> tuple[Assembly, ...]:
-    """The engines of a configuration, `data_parallel_size` of them; arguments and errors as `assemble`."""
+    """The engines of a configuration, `data_parallel_size` of them; arguments and errors as `assemble`.
+
+    `on_record` is also told which `replica` decided, from 0.
+    """
     made: list[Assembly] = []
     try:
         for replica in range(config.data_parallel_size):
-            made.append(assemble(config, on_record, params, replica))
+            tell = None if on_record is None else functools.partial(on_record, replica=replica)
+            made.append(assemble(config, tell, params, replica))
     except BaseException:
         for one in made:
             one.engine.close()

@@ -19,6 +19,11 @@ from jaxllm.routing.prompt_keys import keys_of_token_ids
 from jaxllm.routing.router import Router, TwoChoices
 
 
+def thread_of(engines: Sequence[Engine]) -> EngineThread | Replicas:
+    """What runs an engine for its clients, or several as one."""
+    return EngineThread(engines[0]) if len(engines) == 1 else Replicas(engines)
+
+
 class Replicas:
     """Runs engines of one model for their clients, as `EngineThread` runs one.
 

@@ -1,6 +1,7 @@
 """Several engines in one process, behind a router: answers, caches, pools and faults are those of one."""
 
 import contextlib
+import functools
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from engine_helpers import make_llm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from server_helpers import serving
 from test_forced_preemption import assert_same
 from variants import golden_checkpoint
 
@@ -15,6 +17,7 @@ from jaxllm import SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError, EngineError
 from jaxllm.loading.checkpoints import demo_model_path
+from jaxllm.research.bench.throughput import Workload, measure_throughput
 from jaxllm.sched.presets import vllm_v1
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -191,6 +194,44 @@ def test_if_one_fails_the_requests_of_others_end_as_they_would():
 def test_what_cannot_be_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
         make_llm(golden_checkpoint("llama_gqa"), **{"data_parallel_size": 2, **changes})
+
+
+def test_the_benchmark_runs_all_of_them(llm, sampled):
+    workload = Workload(num_prompts=6, input_len=(8, 20), output_len=(4, 8), seed=0)
+    result = measure_throughput(llm, workload, repetitions=1, warm_up_repetitions=0)
+    assert min(sampled) > 0
+    assert sum(sampled) == result["workload"]["num_output_tokens"]
+    assert result["engine"]["data_parallel_size"] == 2
+    assert result["engine_overhead"] is None
+
+
+def test_a_server_sums_up_what_they_do():
+    engine = {"tensor_parallel_size": 1, "data_parallel_size": 2, "num_gpu_blocks_override": 64}
+    body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with serving(engine) as running:
+        counts = [[] for _ in running.service.replicas]
+        for one, found in zip(running.service.replicas, counts, strict=True):
+            scheduler = one.engine.scheduler
+            scheduler.add = functools.partial(_noting, scheduler.add, found)
+        prompts = [[place + 2] * 20 for place in range(8)]
+        status, _, answer = running.post("/v1/completions", {"prompt": prompts, **body})
+        assert (status, len(answer["choices"])) == (200, 8)
+        alone = [running.post("/v1/completions", {"prompt": one, **body})[2] for one in prompts]
+        assert [one["choices"][0]["text"] for one in alone] == [one["text"] for one in answer["choices"]]
+        assert min(map(len, counts)) > 0
+        assert sum(map(len, counts)) == 16
+        shown = running.request("GET", "/live")[2]
+        assert shown["totals"]["output_tokens"] == 16 * 8
+        assert shown["pool"]["device"]["total"] == shown["limits"]["num_gpu_blocks"] == 2 * 64
+        metrics = running.request("GET", "/metrics")[2].decode()
+        assert f'generation_tokens_total{{model_name="{shown["model"]}"}} 128.0' in metrics
+        running.service.replicas[1].engine.close()
+        assert running.request("GET", "/health")[0] == 503
+
+
+def _noting(add, found, request):
+    found.append(request)
+    add(request)
 
 
 def test_the_command_takes_it(capsys):
