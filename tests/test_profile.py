@@ -303,6 +303,8 @@ def test_costs_of_several_devices_are_those_of_their_parts(llm, tmp_path):
         alone, both = (costs.swap_out_seconds(10**6) for costs in (one, two))
         assert both == pytest.approx(alone / 2, rel=0.01)
     assert two.step_seconds(0, 0, 10**5, 1) < 0.7 * one.step_seconds(0, 0, 10**5, 1)
+    staged = shape_of(llm.model_config, "tiny", "float32", tensor_parallel=2, pipeline_parallel=2)
+    assert staged.name == shapes[1].name + "-pp2"
     one, two = (find_costs(shapes[1], "cpu", 4, tmp_path, tensor_parallel=count)[0] for count in (1, 2))
     assert two.step_seconds(0, 0, 100, 1) == one.step_seconds(0, 0, 100, 1)  # they share its cores
 

@@ -28,7 +28,8 @@ VLLM_SETTINGS = {
 
 KNOWN = ("dtype", "kv_cache_memory", "max_model_len", "tokenizer")
 NEUTRAL = {
-    "pipeline_parallel_size": 1,
+    "enable_expert_parallel": False,
+    "cpu_offload_gb": 0,
     "trust_remote_code": False,
     "enforce_eager": True,
     "swap_space": 4.0,
@@ -49,11 +50,8 @@ def test_values_that_change_nothing_are_taken(caplog):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"pipeline_parallel_size": 2},
-            "pipeline_parallel_size=2 is not supported: .*share each layer",
-        ),
-        ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True is not supported"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel=True is not supported: .*no models with"),
+        ({"cpu_offload_gb": True}, "cpu_offload_gb=True is not supported"),
         ({"trust_remote_code": True}, "no code of checkpoints is ever run"),
         ({"cpu_offload_gb": 2}, "cpu_offload_gb=2 is not supported: weights stay on the device"),
         ({"swap_space": 8}, "use num_host_blocks"),

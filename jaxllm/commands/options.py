@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 API_KEYS_VARIABLE = "JAXLLM_API_KEY"
 """Of the environment: keys that a server asks for."""
-_SHORT = {"pipeline_parallel_size": ["-pp"]}
 _PROGRAMS = "jaxllm.executor.step_programs"
 _LOGGERS = _PROGRAMS, "jaxllm.server", "uvicorn", "ray.data"
 
@@ -51,7 +50,7 @@ def _add_options_of_vllm(parser: argparse.ArgumentParser) -> None:
             keywords["action"] = argparse.BooleanOptionalAction
         else:
             keywords["type"] = _literal
-        parser.add_argument(flag(name), *_SHORT.get(name, ()), **keywords)
+        parser.add_argument(flag(name), **keywords)
     for name in RENAMED:
         parser.add_argument(
             flag(name), dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, type=byte_count

@@ -115,8 +115,11 @@ class EngineConfig:
         seed: Of dummy weights, and of requests that name no seed.
         tensor_parallel_size: So many devices, the first of JAX's, share each layer. Each has some heads with
             their KV, and its part of most weights, so that the model need not fit one of them.
-        data_parallel_size: So many engines, each on `tensor_parallel_size` devices of its own with a pool and
-            a queue of its own. A request goes to the one at which it costs least, with what that has cached.
+        pipeline_parallel_size: So many stages of layers, one after another, each on `tensor_parallel_size`
+            devices of its own: for models that fit no device, where devices have no fast link. One stage
+            works at a time.
+        data_parallel_size: So many engines, each on devices of its own with a pool and a queue of its
+            own. A request goes to the one at which it costs least, with what that has cached.
         max_model_len: Longest sequence, prompt and output, in tokens; by default the checkpoint's, or the
             pool's size if that is less (with a warning).
         max_num_seqs: Most requests running at once; by default 64 on CPUs, and 1024, 512 or 256 on GPUs, as
@@ -191,6 +194,7 @@ class EngineConfig:
     hf_overrides: Mapping[str, Any] | None = option(None, check=_overrides, parse=json_object)
     seed: int = option(0, within=(0, 2**63 - 1), flag=None)
     tensor_parallel_size: int = option(1, within=(1, 1024), short=("-tp",))
+    pipeline_parallel_size: int = option(1, within=(1, 1024), short=("-pp",))
     data_parallel_size: int = option(1, within=(1, 1024), short=("-dp",))
     max_model_len: int | None = option(None, within=(2, 2**24))
     max_num_seqs: int | None = option(None, within=(1, 2**14))
@@ -230,11 +234,14 @@ class EngineConfig:
                 f"costs={shown(self.costs)} says what is predicted, and profile_seconds="
                 f"{self.profile_seconds:g} would measure it: leave one of them out"
             )
-        if self.tensor_parallel_size > 1 and self.attention_implementation == "fastest":
-            raise ConfigError(
-                f"attention_implementation='fastest' measures on one device, and tensor_parallel_size="
-                f"{self.tensor_parallel_size}: name an implementation, or leave it out"
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1 and self.attention_implementation == "fastest":
+                raise ConfigError(
+                    f"attention_implementation='fastest' measures on one device, and {name}="
+                    f"{getattr(self, name)}: name an implementation, or leave it out"
+                )
+        if self.pipeline_parallel_size > 1:
+            self._check_stages()
         if self.data_parallel_size > 1:
             self._check_replicas()
         if self.quantization is None and not self.quantize_lm_head:
@@ -246,6 +253,20 @@ class EngineConfig:
             raise ConfigError(
                 f"prefix_cache_dir_bytes={self.prefix_cache_dir_bytes} limits files, and prefix_cache_dir "
                 "names no folder for any: set it, or leave both out"
+            )
+
+    def _check_stages(self) -> None:
+        """Verify that layers on several stages can have the settings."""
+        count, steps, drafts = self.pipeline_parallel_size, self.num_scheduler_steps, self.speculative_config
+        if steps is not None and steps > 1:
+            raise ConfigError(
+                f"num_scheduler_steps={steps} are of one device program, and pipeline_parallel_size={count} "
+                "has one for each stage: leave it out"
+            )
+        if drafts is not None and drafts.method in ("medusa", "eagle3"):
+            raise ConfigError(
+                f"heads ({drafts.method}) draft from what layers on one device give, and "
+                f"pipeline_parallel_size={count}: draft by lookup or with a model"
             )
 
     def _check_replicas(self) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -47,18 +48,21 @@ def shape_of(
     formats: LinearFormats = PLAIN,
     kv_dtype: str | None = None,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> ModelShape:
     """The sizes of a model that decide its costs.
 
-    Its name is followed by the formats of weights and KV, and by how many devices share each layer.
+    Its name is followed by the formats of weights and KV, by how many devices share each layer, and by how
+    many stages there are.
     """
     kv_dtype = kv_dtype or dtype
     name += formats.suffix + (f"-kv-{kv_dtype}" if kv_dtype != dtype else "")
     weights, head = formats.cost_names(tuple(linear_weights(config)), head_name(config))
     are_codes = weights in WEIGHT_FORMATS, head in WEIGHT_FORMATS
     bits = _bits(config, dtype, formats) if any(are_codes) else (0.0, 0.0)
+    name += f"-tp{tensor_parallel}" if tensor_parallel > 1 else ""
     return ModelShape(
-        name=name + (f"-tp{tensor_parallel}" if tensor_parallel > 1 else ""),
+        name=name + (f"-pp{pipeline_parallel}" if pipeline_parallel > 1 else ""),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -97,6 +101,7 @@ def find_costs(
     *,
     use_profile: bool = True,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> tuple[CostModel, str] | None:
     """Predicted costs of a model on a device, and where they come from.
 
@@ -110,6 +115,8 @@ def find_costs(
         folder: of profiles; `profile_folder()` if None.
         use_profile: look for one.
         tensor_parallel: devices that share each layer; the roofline is that of one's part, without sums.
+        pipeline_parallel: stages, one after another; the roofline is that of all of them, without what is
+            moved between.
 
     Raises:
         ProfileError: the profile is damaged, or of another model of the same name.
@@ -124,7 +131,8 @@ def find_costs(
         return None
     is_measured = device.name in MEASURED.keys() | ALIKE.keys() and model.itemsize == 2
     if is_measured and tensor_parallel <= _MOST_MEASURED:
-        silicon = SiliconCostModel(model, device, block_size=block_size, tensor_parallel=tensor_parallel)
+        layout: Any = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+        silicon = SiliconCostModel(model, device, block_size=block_size, **layout)
         return silicon, f"measured kernels of {device.name}"
     if device_kind != "cpu":  # whose devices share its cores
         model = _part(model, tensor_parallel)

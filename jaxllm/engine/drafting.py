@@ -240,6 +240,7 @@ def _read_model(config: EngineConfig, name: str, model: sizing.Model, chosen: si
         quantize_lm_head=True,
         speculative_config=None,
         tensor_parallel_size=1,
+        pipeline_parallel_size=1,
     )
     read = sizing.read_model(own, Placement(model.placement.devices[:1]))
     if read.config.vocab_size != model.config.vocab_size:

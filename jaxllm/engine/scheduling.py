@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from jaxllm.engine.costs import find_costs
 from jaxllm.errors import ConfigError, ProfileError
@@ -85,6 +86,7 @@ def make_scheduling(
     folder: Path | None = None,
     own: CostModel | str | os.PathLike[str] | None = None,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> Scheduling:
     """Find or import the policy, and the costs it needs.
 
@@ -95,7 +97,7 @@ def make_scheduling(
         block_size: tokens per KV block.
         folder: of profiles; the user's cache folder if None.
         own: what `own_costs` takes, instead of the engine's costs.
-        tensor_parallel: devices that share each layer.
+        tensor_parallel, pipeline_parallel: devices that share each layer, and stages.
 
     Raises:
         ConfigError: there is no such policy, or `own` is no predictor.
@@ -107,7 +109,8 @@ def make_scheduling(
     chosen = DEFAULT_PRESET if choice is None else choice
     weighs = weighs_costs(chosen)
     where = shape, device_kind, block_size
-    find = functools.partial(find_costs, *where, folder, tensor_parallel=tensor_parallel)
+    layout: Any = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    find = functools.partial(find_costs, *where, folder, **layout)
     try:
         found = find() if own is None else _own(own, *where)
     except ProfileError as error:

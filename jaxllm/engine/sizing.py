@@ -31,7 +31,7 @@ from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import LinearFormat, LinearFormats
 from jaxllm.models.quantisation import quantisation_of
-from jaxllm.models.registry import PLAIN, abstract_params, head_name, linear_weights, weight_bytes
+from jaxllm.models.registry import PLAIN, abstract_params, head_name, linear_weights
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.predictors.base import ModelShape
 from jaxllm.sampling.logits_processors import load_processors
@@ -78,8 +78,8 @@ class Model:
 
     @property
     def own(self) -> ModelConfig:
-        """The part of a device."""
-        return self.placement.share(self.config)
+        """The part of a device, which is of as many layers as a stage has."""
+        return self.placement.part(self.config)
 
     @property
     def itemsize(self) -> int:
@@ -139,15 +139,18 @@ def placements(config: EngineConfig) -> list[Placement]:
     """
     # Without effect where JAX has taken its memory already.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory.MEM_FRACTION))
-    devices, size, count = jax.devices(), config.tensor_parallel_size, config.data_parallel_size
+    devices, stages = jax.devices(), config.pipeline_parallel_size
+    size, count = config.tensor_parallel_size * stages, config.data_parallel_size
     if size * count > len(devices):
-        replicas = f"data_parallel_size={count} times " if count > 1 else ""
+        others = f"data_parallel_size={count} times " if count > 1 else ""
+        others += f"pipeline_parallel_size={stages} times " if stages > 1 else ""
         raise ConfigError(
-            f"{replicas}tensor_parallel_size={size} is more than the devices that JAX sees, "
-            f"{len(devices)} of {devices[0].platform}: take fewer (a CPU is as many with XLA_FLAGS="
+            f"{others}tensor_parallel_size={config.tensor_parallel_size} is more than the devices that JAX "
+            f"sees, {len(devices)} of {devices[0].platform}: take fewer (a CPU is as many with XLA_FLAGS="
             f"--xla_force_host_platform_device_count={size * count})"
         )
-    return [Placement(tuple(devices[first : first + size])) for first in range(0, size * count, size)]
+    starts = range(0, size * count, size)
+    return [Placement(tuple(devices[start : start + size]), stages) for start in starts]
 
 
 def read_model(config: EngineConfig, placement: Placement, params: Mapping[str, Any] | None = None) -> Model:
@@ -182,7 +185,7 @@ def read_model(config: EngineConfig, placement: Placement, params: Mapping[str, 
             formats = dataclasses.replace(formats, default=LinearFormat(stored=stored))
     held = dataclasses.replace(formats, is_native=is_native)
     placement.check(model_config, formats if config.quantization is None else PLAIN)
-    num_weight_bytes = weight_bytes(placement.share(model_config), dtype, held)
+    num_weight_bytes = placement.weight_bytes(model_config, dtype, held)
     memory.check_fits(device, num_weight_bytes, 0)
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
@@ -258,12 +261,13 @@ def choose(config: EngineConfig, model: Model) -> Choices:
     max_model_len = config.max_model_len or model.config.default_max_model_len
     bounded = model.config.with_max_model_len(max_model_len)  # which refuses more than it has positions for
     name = Path(config.model).resolve().name
-    num_devices = config.tensor_parallel_size
-    shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype, num_devices)
+    layout: Any = {
+        "tensor_parallel": config.tensor_parallel_size,
+        "pipeline_parallel": config.pipeline_parallel_size,
+    }
+    shape = shape_of(model.config, name, model.dtype, model.formats, model.kv_dtype, **layout)
     where = model.device.device_kind, config.block_size
-    scheduling = make_scheduling(
-        config.scheduler_policy, shape, *where, own=config.costs, tensor_parallel=num_devices
-    )
+    scheduling = make_scheduling(config.scheduler_policy, shape, *where, own=config.costs, **layout)
     heads = model.own.num_heads, model.own.num_kv_heads, model.own.head_dim
     default, _ = pallas_kernels.settle_implementation(*heads, config.block_size, kv_dtype=model.kv_dtype)
     kernels = config.attention_implementation or default
@@ -341,7 +345,7 @@ def size(
     pool_tokens = num_blocks * config.block_size
     max_model_len = _fit_length(chosen.max_model_len, pool_tokens, config.max_model_len)
     has_files = config.prefix_cache_dir is not None
-    host_bytes = bytes_per_block * config.tensor_parallel_size
+    host_bytes = bytes_per_block * len(model.placement.devices)
     num_host_blocks = chosen.scheduling.num_host_blocks(
         config.num_host_blocks, num_blocks, needed_blocks, host_bytes, is_needed=has_files
     )
@@ -385,6 +389,7 @@ def _executor_config(
     config: EngineConfig, model: Model, chosen: Choices, limits: SchedulerConfig, num_host_blocks: int
 ) -> ExecutorConfig:
     vocab_size, longest = model.config.vocab_size, limits.max_model_len
+    has_stages, most = model.placement.num_stages > 1, min(MAX_DECODE_STEPS, config.block_size)
     return ExecutorConfig(
         num_gpu_blocks=limits.num_gpu_blocks,
         block_size=config.block_size,
@@ -398,7 +403,7 @@ def _executor_config(
         formats=dataclasses.replace(model.formats, is_native=chosen.has_native_products),
         num_host_blocks=num_host_blocks,
         max_drafts=chosen.max_drafts,
-        max_decode_steps=config.num_scheduler_steps or min(MAX_DECODE_STEPS, config.block_size),
+        max_decode_steps=1 if has_stages else config.num_scheduler_steps or most,
         warms_sampling=config.warm_up != "background",
         warms_everything=config.warm_up == "everything",
         logits_processors=load_processors(config.logits_processors, vocab_size, longest),

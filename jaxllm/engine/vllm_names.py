@@ -11,7 +11,6 @@ from jaxllm.errors import ConfigError, JaxllmError, RequestError, nearest, shown
 
 _logger = logging.getLogger(__name__)
 
-_NO_STAGES = "an engine's devices share each layer (tensor_parallel_size); leave it out"
 _FILES = "safetensors, configuration and tokenizer are all that is read; leave it out"
 _NO_CODE = "no code of checkpoints is ever run; leave it out"
 _MULTIMODAL = "models of text only are supported; leave it out"
@@ -22,7 +21,6 @@ _NO_LORA = "there are no LoRA adapters; merge them into the weights (peft: merge
 _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priority', or a class of your own"
 
 SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
-    "pipeline_parallel_size": ((1,), _NO_STAGES),
     "enable_expert_parallel": ((False,), "there are no models with experts; leave it out"),
     "distributed_executor_backend": ((None,), "all devices are of one process; leave it out"),
     "disable_custom_all_reduce": ((False, True), "sums are XLA's; leave it out"),

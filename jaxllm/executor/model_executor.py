@@ -36,7 +36,7 @@ from jaxllm.executor.programs import (
 from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
 from jaxllm.executor.step import StepOutputs
-from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
+from jaxllm.executor.step_programs import CompileProgress, Key, Program, StepPrograms, shape_of
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import Params, abstract_params
 from jaxllm.pallas_kernels import native
@@ -84,7 +84,8 @@ class ModelExecutor:
         self.model_config = model_config
         self.config = config
         self._params = params
-        self._placement, self._device, self._on_each = placement, placement.devices[0], placement.sharding()
+        self._placement, self._device = placement, placement.devices[0]
+        self._on_each = placement.stages[0].sharding()
         self._max_blocks = config.max_blocks
         self._state = self._make_state()
         self._packed_params = PackedSlotParams.host_zeros(config.max_num_seqs)
@@ -120,7 +121,7 @@ class ModelExecutor:
         """
         config = self.config
         parts = state_shapes(
-            self._placement.share(self.model_config),
+            self._placement.part(self.model_config),
             dtype=config.dtype,
             num_gpu_blocks=config.num_gpu_blocks,
             block_size=config.block_size,
@@ -130,13 +131,10 @@ class ModelExecutor:
             num_hidden=config.num_hidden,
             num_kept_layers=len(config.kept_layers),
         )
-        shapes = self._placement.structs(parts, STATE_SPECS)
+        pool = self._placement.structs(parts.pool, STATE_SPECS.pool)
+        rest = self._placement.stages[0].structs(parts, STATE_SPECS)._replace(pool=None)
         try:
-            make = jax.jit(
-                lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-                out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
-            )
-            state: EngineState = jax.block_until_ready(make())
+            state: EngineState = jax.block_until_ready(_zeros(rest)._replace(pool=_zeros(pool)))
         except jax.errors.JaxRuntimeError as error:
             raise CapacityError(
                 f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
@@ -194,7 +192,7 @@ class ModelExecutor:
         return self._state.pool.nbytes
 
     @property
-    def programs(self) -> Mapping[Key, jax.stages.Compiled]:
+    def programs(self) -> Mapping[Key, Program]:
         """The compiled programs, by shape; `memory_analysis()` of each tells what it needs."""
         return self._programs.compiled
 
@@ -791,6 +789,15 @@ class ModelExecutor:
         packed.num_seqs[0] = count
         if sampled:
             packed.sampled[:, first_row : first_row + len(sampled)] = np.array(sampled, np.int32).T
+
+
+def _zeros(shapes: Any) -> Any:
+    """Arrays of these shapes, made where they belong."""
+    make = jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+    )
+    return make()
 
 
 def _drafts_before(scheduled: SchedulerOutput) -> list[tuple[int, Sequence[int]]]:

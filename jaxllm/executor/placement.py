@@ -1,5 +1,8 @@
 """Where weights, pool and state lie: on one device, or on several that share each layer (tensor parallelism).
 
+Layers may also be on devices of their own, stage by stage (pipeline parallelism): each stage has its layers
+and their part of the pool, and the first one all else.
+
     cut by outputs    queries, keys and values by heads; gate and up; the output head, if it is not tied
     cut by inputs     what follows them, whose results are summed over the devices
     cut by KV heads   the pool, and blocks of it on the host
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,8 +32,10 @@ from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.linear_weights import of_inputs, of_outputs
 from jaxllm.models.registry import abstract_params, in_format, linear_weights, num_summing_layers
 
-ON_EACH, CUT, BY_KV_HEADS = Spec(), Spec(TENSOR), Spec(None, None, None, TENSOR)
-"""How an array lies on several devices: whole on each, by its first axis, or by the pool's KV heads."""
+STAGES = "stages"
+ON_EACH, CUT, BY_KV_HEADS = Spec(), Spec(TENSOR), Spec(None, STAGES, None, TENSOR)
+"""How an array lies on several devices: whole on each, by its first axis, or as the pool."""
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,32 +43,71 @@ class Placement:
     """The devices of an engine.
 
     Args:
-        devices: those that share each layer, or one; empty for one that nobody has named.
+        devices: those that share each layer, or one, of each stage; empty for one that nobody has named.
+        num_stages: into how many equal parts the layers are cut.
     """
 
     devices: tuple[jax.Device, ...] = ()
+    num_stages: int = 1
 
     @functools.cached_property
     def mesh(self) -> Mesh:
         """Of several devices."""
-        return Mesh(np.array(self.devices), (TENSOR,))
+        return Mesh(np.array(self.devices).reshape(self.num_stages, -1), (STAGES, TENSOR))
+
+    @property
+    def width(self) -> int:
+        """How many devices share each layer."""
+        return max(1, len(self.devices) // self.num_stages)
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are several devices."""
-        return len(self.devices) > 1
+        """Whether several devices do."""
+        return self.width > 1
+
+    @functools.cached_property
+    def stages(self) -> tuple[Placement, ...]:
+        """The devices of each stage."""
+        if self.num_stages == 1:
+            return (self,)
+        starts = range(0, len(self.devices), self.width)
+        return tuple(Placement(self.devices[start : start + self.width]) for start in starts)
+
+    def layers(self, config: ModelConfig) -> list[range]:
+        """Of each stage."""
+        size = config.num_layers // self.num_stages
+        return [range(first, first + size) for first in range(0, config.num_layers, size)]
+
+    def stage_of(self, config: ModelConfig, name: str) -> int:
+        """Which stage has a weight: of what is no layer's, the first."""
+        found = _LAYER.match(name)
+        return int(found[1]) * self.num_stages // config.num_layers if found else 0
 
     def share(self, config: ModelConfig) -> ModelConfig:
-        """A device's part of a model.
+        """A device's part of each layer of a model.
 
         Raises:
             ConfigError: it does not come apart so.
         """
-        return config.shared(len(self.devices)) if self.is_shared else config
+        return config.shared(self.width) if self.is_shared else config
+
+    def part(self, config: ModelConfig) -> ModelConfig:
+        """The same, with as many layers as a stage has: sizes alone, no model is made of it."""
+        own = self.share(config)
+        return dataclasses.replace(own, num_layers=own.num_layers // self.num_stages)
+
+    def weight_bytes(self, config: ModelConfig, dtype: str, formats: LinearFormats) -> int:
+        """Bytes of the weights of a device, of that which has the most."""
+        counts = [0] * self.num_stages
+        for name, weight in abstract_params(self.share(config), dtype, formats).items():
+            counts[self.stage_of(config, name)] += sum(
+                one.size * one.dtype.itemsize for one in jax.tree.leaves(weight)
+            )
+        return max(counts)
 
     def sharding(self, spec: Spec = ON_EACH, memory_kind: str | None = None) -> Sharding:
         """Of an array."""
-        if self.is_shared:
+        if len(self.devices) > 1:
             return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
         return SingleDeviceSharding(self.devices[0], memory_kind=memory_kind)
 
@@ -70,7 +115,7 @@ class Placement:
         self, run: Callable[..., Any], ins: Any, outs: Any, donate_argnums: int | tuple[int, ...] = ()
     ) -> jax.stages.Wrapped:
         """A program of all devices. `ins` and `outs` say how what it takes and gives lies, as prefixes."""
-        if self.is_shared:  # what is whole on each device is the same: nothing could check it
+        if len(self.devices) > 1:  # what is whole on each device is the same: nothing could check it
             run = jax.shard_map(run, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
         return jax.jit(run, donate_argnums=donate_argnums)
 
@@ -90,7 +135,8 @@ class Placement:
         return jax.tree.map(whole, specs, parts, is_leaf=lambda x: isinstance(x, Spec))
 
     def _whole(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
-        counts = [len(self.devices) if axis == TENSOR else 1 for axis in spec]
+        sizes = {TENSOR: self.width, STAGES: self.num_stages, None: 1}
+        counts = [sizes[axis] for axis in spec]
         return *(size * count for size, count in zip(shape, counts, strict=False)), *shape[len(counts) :]
 
     def weight_specs(self, config: ModelConfig) -> dict[str, Spec]:
@@ -103,6 +149,9 @@ class Placement:
 
         What is rounded is rounded as a whole, as on one device, or in parts if it does not come apart then.
         """
+        if self.num_stages > 1:
+            stage = self.stages[self.stage_of(config, name)]
+            return stage.placed(config, formats, name, jax.device_put(weight, stage.devices[0]))
         if not self.is_shared:
             return in_format(config, formats, name, weight)
         own, axis = self.share(config), _cuts(config, self.share(config)).get(name)
@@ -126,7 +175,9 @@ class Placement:
         Raises:
             ConfigError: its sizes, its architecture or its codes keep them from it.
         """
-        own, count = self.share(config), len(self.devices)
+        own, count = self.share(config), self.width
+        if self.num_stages > 1:
+            self._check_stages(config)
         if not self.is_shared:
             return
         if num_summing_layers(own) != 2 * config.num_layers:
@@ -147,6 +198,25 @@ class Placement:
                     f"tensor_parallel_size={count}: {name}, of {codes.of(name).name}, does not come apart: "
                     f"{reason}; take fewer devices, or weights of 16 bits"
                 )
+
+    def _check_stages(self, config: ModelConfig) -> None:
+        """Verify that the layers come apart into stages.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if config.num_layers % self.num_stages:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.num_stages} does not divide the {config.num_layers} layers of "
+                "this model: take one that does"
+            )
+        names = abstract_params(config, "float32")
+        found = {int(match[1]) for name in names if (match := _LAYER.match(name))}
+        if found != set(range(config.num_layers)):
+            raise ConfigError(
+                f"pipeline_parallel_size={self.num_stages}: weights of {config.architecture} do not say of "
+                "which layer they are, by names like layers.0.mlp.up_proj.weight: leave it out"
+            )
 
 
 ANYWHERE = Placement()

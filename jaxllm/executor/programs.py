@@ -138,7 +138,7 @@ def step_program(
     """
     own = placement.share(model_config)
     state = state_shapes(
-        own,
+        placement.part(model_config),
         dtype=dtype,
         num_gpu_blocks=num_gpu_blocks,
         block_size=block_size,
@@ -242,6 +242,21 @@ def _split(packed: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     return parts
 
 
+def unpacked(
+    key: ProgramKey, max_num_seqs: int, block_size: int, tables: jax.Array, packed: jax.Array
+) -> tuple[jax.Array, DecodeInputs, PrefillInputs | None, jax.Array | None]:
+    """The block tables as they are now, and what a step decodes, computes of prompts, and how many times."""
+    parts = _split(packed, _layout(key, max_num_seqs, block_size)[0])
+    places, blocks = parts["new_blocks"]
+    tables = tables.reshape(-1).at[places].set(blocks, mode="drop").reshape(tables.shape)
+    slots = parts["decode_slots"]
+    decode = DecodeInputs(slots, parts["decode_lengths"], tables[slots])
+    if not key.max_chunks:
+        return tables, decode, None, parts["num_steps"][0]
+    prompts = {name: parts[name] for name in PrefillInputs._fields if name in parts}
+    return tables, decode, PrefillInputs(block_tables=tables[parts["slots"]], **prompts), None
+
+
 def _packed_step(
     model_config: ModelConfig,
     key: ProgramKey,
@@ -252,19 +267,14 @@ def _packed_step(
     slot_params: PackedSlotParams,
     packed: jax.Array,
 ) -> tuple[EngineState, StepOutputs]:
-    parts = _split(packed, _layout(key, max_num_seqs, state.pool.shape[4])[0])
-    places, blocks = parts["new_blocks"]
-    tables = state.tables.reshape(-1).at[places].set(blocks, mode="drop").reshape(state.tables.shape)
-    slots = parts["decode_slots"]
-    decode = DecodeInputs(slots, parts["decode_lengths"], tables[slots])
+    tables, decode, prefill, num_steps = unpacked(
+        key, max_num_seqs, state.pool.shape[4], state.tables, packed
+    )
     compute: Any = run_step
     options = {**options, "sampling": key.sampling}
-    inputs: tuple[Any, ...] = decode, None
-    if key.max_chunks:
-        prompts = {name: parts[name] for name in PrefillInputs._fields if name in parts}
-        inputs = decode, PrefillInputs(block_tables=tables[parts["slots"]], **prompts)
-    elif key.max_decode_steps > 1:
-        compute, inputs = run_decode_steps, (decode, parts["num_steps"][0])
+    inputs: tuple[Any, ...] = decode, prefill
+    if key.max_decode_steps > 1 and not key.max_chunks:
+        compute, inputs = run_decode_steps, (decode, num_steps)
         options["max_steps"] = key.max_decode_steps
     carried = DeviceState(state.pool, state.history, state.hidden, state.layers)
     carried, outputs = compute(model_config, params, carried, slot_params.unpack(), *inputs, **options)

@@ -85,7 +85,7 @@ class StepOutputs(NamedTuple):
     logits: jax.Array
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Per row of the step: its slot, position and place in the pool; padding has the last slot, and -1."""
 
     slots: jax.Array
@@ -109,14 +109,14 @@ def chunk_of(ends: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.searchsorted(ends, rows, side="right", method="compare_all").astype(jnp.int32)
 
 
-def _decode_places(decode: DecodeInputs, padding_slot: int, block_size: int) -> _Places:
+def _decode_places(decode: DecodeInputs, padding_slot: int, block_size: int) -> Places:
     positions = decode.lengths - 1
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
     slots = jnp.where(positions >= 0, decode.slots, padding_slot)
-    return _Places(slots, positions, slot_of(decode.block_tables, rows, positions, block_size))
+    return Places(slots, positions, slot_of(decode.block_tables, rows, positions, block_size))
 
 
-def _prefill_places(inputs: PrefillInputs, padding_slot: int, block_size: int) -> _Places:
+def _prefill_places(inputs: PrefillInputs, padding_slot: int, block_size: int) -> Places:
     rows = jnp.arange(inputs.tokens.shape[0], dtype=jnp.int32)
     ends = inputs.query_starts[1:]
     seq = chunk_of(ends, rows)
@@ -124,12 +124,12 @@ def _prefill_places(inputs: PrefillInputs, padding_slot: int, block_size: int) -
     seq = jnp.minimum(seq, ends.shape[0] - 1)
     positions = jnp.where(inside, inputs.lengths[seq] - (ends[seq] - rows), -1)
     slots = jnp.where(inside, inputs.slots[seq], padding_slot)
-    return _Places(slots, positions, slot_of(inputs.block_tables, seq, positions, block_size))
+    return Places(slots, positions, slot_of(inputs.block_tables, seq, positions, block_size))
 
 
 def places_of(
     decode: DecodeInputs | None, prefill: PrefillInputs | None, padding_slot: int, block_size: int
-) -> _Places:
+) -> Places:
     """Of all rows of the step."""
     if prefill is None:
         if decode is None:
@@ -144,7 +144,7 @@ def places_of(
         part.at[: len(is_decode)].set(jnp.where(is_decode, own, part[: len(is_decode)]))
         for own, part in zip(decodes, prompts, strict=True)
     )
-    return _Places(*merged)
+    return Places(*merged)
 
 
 def _num_rows(decode: DecodeInputs | None, prefill: PrefillInputs | None) -> jax.Array:
@@ -268,14 +268,7 @@ def run_step(
     `kept_layers` are those of `DeviceState.layers`.
     """
     pool, history, kept, layers = state
-    padding_slot = history.shape[0] - 1
-    places = places_of(decode, prefill, padding_slot, pool.shape[4])
-    here = places.slots, jnp.maximum(places.positions, 0)
-    tokens = history[here]
-    if prefill is not None:
-        is_prompt = jnp.arange(len(tokens)) >= prefill.query_starts[0]
-        tokens = jnp.where(is_prompt, prefill.tokens, tokens)
-        history = history.at[here].set(tokens)
+    places, tokens, history = rows_of(history, decode, prefill, pool.shape[4])
     keeps = None if layers is None else LayerInputs(kept_layers)
     pool, hidden, model = forward(
         config,
@@ -294,6 +287,40 @@ def run_step(
         rows = jnp.where(places.slot_mapping >= 0, places.slot_mapping, len(flat))
         given = jnp.concatenate(keeps.found, axis=1).astype(layers.dtype)
         layers = flat.at[rows].set(given, mode="drop").reshape(layers.shape)
+    history, kept, outputs = sample_rows(
+        model, hidden, history, kept, slot_params, places, decode, prefill, sampling, processors
+    )
+    return DeviceState(pool, history, kept, layers), outputs
+
+
+def rows_of(
+    history: jax.Array, decode: DecodeInputs | None, prefill: PrefillInputs | None, block_size: int
+) -> tuple[Places, jax.Array, jax.Array]:
+    """Where a step's rows belong, their tokens [R], and the history with those of prompts."""
+    places = places_of(decode, prefill, history.shape[0] - 1, block_size)
+    here = places.slots, jnp.maximum(places.positions, 0)
+    tokens = history[here]
+    if prefill is not None:
+        is_prompt = jnp.arange(len(tokens)) >= prefill.query_starts[0]
+        tokens = jnp.where(is_prompt, prefill.tokens, tokens)
+        history = history.at[here].set(tokens)
+    return places, tokens, history
+
+
+def sample_rows(
+    model: CausalLM,
+    hidden: jax.Array,
+    history: jax.Array,
+    kept: jax.Array | None,
+    slot_params: SlotParams,
+    places: Places,
+    decode: DecodeInputs | None,
+    prefill: PrefillInputs | None,
+    sampling: Sampling,
+    processors: tuple[LogitsProcessor, ...],
+) -> tuple[jax.Array, jax.Array | None, StepOutputs]:
+    """What a step samples of its hidden states [R, features], also in the history and in what is kept."""
+    padding_slot = history.shape[0] - 1
     prompt_logprobs = None
     if prefill is None:
         slots, lengths = places.slots, places.positions + 1
@@ -313,7 +340,7 @@ def run_step(
     sampled = sample(logits, slot_params, slots, history, lengths, sampling, **options)
     end = jnp.minimum(lengths, history.shape[1] - 1)
     history = history.at[slots, end].set(sampled.tokens)
-    return DeviceState(pool, history, kept, layers), StepOutputs(sampled, prompt_logprobs, logits)
+    return history, kept, StepOutputs(sampled, prompt_logprobs, logits)
 
 
 def run_decode_steps(

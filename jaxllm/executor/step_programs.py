@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,6 +20,7 @@ from jaxllm.executor.placement import ON_EACH, Placement
 from jaxllm.executor.programs import CompiledProgram, ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, rows_program, take_program
+from jaxllm.executor.stages import LoweredStages, StagedProgram, lower_stages
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
@@ -39,6 +40,7 @@ class CompileProgress(NamedTuple):
 
 
 Key = ProgramKey | RowsKey | TakeKey
+Program = jax.stages.Compiled | StagedProgram
 
 
 class StepPrograms:
@@ -73,14 +75,14 @@ class StepPrograms:
         self._under_way: set[Key] = set()
         self._urgent: set[Key] = set()  # of those under way or waiting, what somebody waits for
         self._failed: dict[Key, list[Exception]] = {}
-        self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._compiled: dict[Key, Program] = {}
         self._seconds: dict[Key, float] = {}
         self._num_threads = 0
         self._is_closed = False
         self._began, self._ended = 0.0, 0.0
 
     @property
-    def compiled(self) -> Mapping[Key, jax.stages.Compiled]:
+    def compiled(self) -> Mapping[Key, Program]:
         """Those that are compiled; `memory_analysis()` of each tells what it needs."""
         with self._changed:
             return dict(self._compiled)
@@ -182,7 +184,7 @@ class StepPrograms:
         for key in self.keys:
             self.get(key)
 
-    def get(self, key: Key, then: Sequence[Key] = ()) -> jax.stages.Compiled:
+    def get(self, key: Key, then: Sequence[Key] = ()) -> Program:
         """A program, compiled at once if it is not yet; `then` those that are likely to be needed next.
 
         Raises:
@@ -281,7 +283,7 @@ class StepPrograms:
                     self._urgent.discard(key)
 
     @under_jax_defaults
-    def _compile(self, key: Key) -> jax.stages.Compiled:
+    def _compile(self, key: Key) -> Program:
         started = time.perf_counter()
         self._began = self._began or started
         program = None
@@ -309,7 +311,7 @@ class StepPrograms:
                     )
                 self._changed.notify_all()
 
-    def _lower(self, key: Key) -> jax.stages.Lowered:
+    def _lower(self, key: Key) -> jax.stages.Lowered | LoweredStages:
         config, vocab_size = self._config, self._model_config.vocab_size
         if isinstance(key, TakeKey):
             jitted, arguments = take_program(key, vocab_size)
@@ -324,24 +326,24 @@ class StepPrograms:
                 is_lazy=self._platform == "cpu",  # elsewhere the host would wait for each condition
             )
         else:
-            jitted, arguments = step_program(
-                self._model_config,
-                key,
-                dtype=config.dtype,
-                num_gpu_blocks=config.num_gpu_blocks,
-                block_size=config.block_size,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                kv_dtype=config.kv_dtype,
-                implementation=self.implementation(key),
-                formats=config.formats,
-                processors=config.logits_processors,
-                num_hidden=config.num_hidden,
-                kept_layers=config.kept_layers,
-                placement=self._placement,
-            )
+            sizes: Any = {
+                "dtype": config.dtype,
+                "num_gpu_blocks": config.num_gpu_blocks,
+                "block_size": config.block_size,
+                "max_model_len": config.max_model_len,
+                "max_num_seqs": config.max_num_seqs,
+                "kv_dtype": config.kv_dtype,
+                "implementation": self.implementation(key),
+                "formats": config.formats,
+                "processors": config.logits_processors,
+                "placement": self._placement,
+            }
+            if self._placement.num_stages > 1:
+                return lower_stages(self._model_config, key, **sizes)
+            kept: Any = {"num_hidden": config.num_hidden, "kept_layers": config.kept_layers}
+            jitted, arguments = step_program(self._model_config, key, **sizes, **kept)
             return jitted.lower(*arguments)
-        return jitted.lower(*self._placement.structs(arguments, ON_EACH))
+        return jitted.lower(*self._placement.stages[0].structs(arguments, ON_EACH))
 
     def _progress(self) -> CompileProgress:
         num_left = len(self._waiting) + len(self._under_way)

@@ -161,6 +161,7 @@ def _measure(args: argparse.Namespace) -> int:
             llm.executor.config.formats,
             llm.executor.config.kv_dtype,
             llm.config.tensor_parallel_size,
+            llm.config.pipeline_parallel_size,
         ),
         seed=args.seed,
         repetitions=args.repetitions,

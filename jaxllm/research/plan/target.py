@@ -15,11 +15,10 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.errors import ConfigError
 from jaxllm.executor.placement import Placement
-from jaxllm.models.layers import TENSOR
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.predictors.devices import DEVICES
 
@@ -163,8 +162,8 @@ class Compiler:
             topology = topologies.get_topology_desc(
                 platform="cuda", target_config=target.text_proto(), topology=f"1x1x{num_devices}"
             )
-        self._mesh = Mesh(topology.devices, (TENSOR,))
         self.placement = Placement(tuple(topology.devices))
+        self._mesh = self.placement.mesh
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Compiler:
