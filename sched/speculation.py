@@ -81,10 +81,13 @@ class Speculation:
         policy: says how many of them are verified.
         num_tokens: most drafts of a request in one iteration.
         max_drafts: most drafts of all of them together.
+        max_looked_up: most requests for which the device can draft as the proposer does, in several
+            iterations without the host; 0 if it cannot.
         clock: seconds, for what asking takes.
 
     Attributes:
         counts: what became of them.
+        may_look_up: whether the next iterations sample what they do on the device alone.
     """
 
     def __init__(
@@ -94,10 +97,12 @@ class Speculation:
         num_tokens: int,
         max_drafts: int,
         *,
+        max_looked_up: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy, self.num_tokens, self.max_drafts = policy, num_tokens, max_drafts
         self.proposer, self._clock = proposer, clock
+        self.max_looked_up, self.may_look_up = max_looked_up, False
         self.counts = SpeculationCounts()
         self._all = Acceptance()
         self._histories: dict[str, Acceptance] = {}
@@ -125,11 +130,21 @@ class Speculation:
         """Whether the next iteration is likely to verify drafts, by what the host knows of tokens so far."""
         return bool(self._drafts(Plan(), state))
 
-    def draft(self, plan: Plan, state: SchedulerState) -> _Drafts:
-        """Drafts of the running requests whose tokens are all known, within what a plan leaves."""
-        return self._drafts(plan, state, only_known=True) if plan.decodes else []
+    def draft(self, plan: Plan, state: SchedulerState, max_decode_steps: int) -> None:
+        """Add drafts of the running requests whose tokens are all known, within what a plan leaves.
 
-    def _drafts(self, plan: Plan, state: SchedulerState, *, only_known: bool = False) -> _Drafts:
+        If the device can draft by itself, and several iterations may go by, these are only how many it may.
+        """
+        if not plan.decodes:
+            return
+        looks_up = self.may_look_up and max_decode_steps > 1 and len(state.running) <= self.max_looked_up
+        looks_up = looks_up and plan.is_calm(state) and not any(one.num_in_flight for one in state.running)
+        plan.drafts = self._drafts(plan, state, only_known=True, looks_up=looks_up)
+        plan.num_lookups = max_decode_steps if looks_up and plan.drafts else 0
+
+    def _drafts(
+        self, plan: Plan, state: SchedulerState, *, only_known: bool = False, looks_up: bool = False
+    ) -> _Drafts:
         running = state.running
         if not (running and self.policy.is_worth_asking(len(running))):
             return []
@@ -151,6 +166,8 @@ class Speculation:
             drafts = self._computed(limits, plan, state, gone, only_known=only_known)
         else:
             found = self._proposals(limits)
+            if found and looks_up:  # soon there may be some of the others, too
+                found = [(request, range(count)) for request, count in limits]
             drafts = self._cut(found, plan, state, gone) if found else []
         self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
         self._num_fruitful += _RATE * (bool(drafts) - self._num_fruitful)
@@ -226,54 +243,74 @@ class Speculation:
         prior = self._all.rate(0.5)
         return prior if history is None else history.rate(prior)
 
-    def verified(self, request: Request, num_drafted: int, num_kept: int) -> None:
-        """Note that so many of a request's drafts were right."""
-        num_tried = min(num_drafted, num_kept + 1)
-        history = self._histories.setdefault(request.request_id, Acceptance())
-        history.add(num_tried, num_kept)
+    def verified(self, request: Request, verified: Sequence[tuple[int, int]]) -> None:
+        """Note each time how many drafts a request had, and how many of them were right."""
+        history = self._histories.get(request.request_id)
+        if history is None:
+            history = Acceptance()
+            if not request.is_finished:
+                self._histories[request.request_id] = history
         history.proposed = ()
-        self._all.add(num_tried, num_kept)
-        self.counts.num_verifications += 1
-        self.counts.num_drafted += num_drafted
-        self.counts.num_kept += num_kept
+        for num_drafted, num_kept in verified:
+            if not num_drafted:
+                continue
+            num_tried = min(num_drafted, num_kept + 1)
+            history.add(num_tried, num_kept)
+            self._all.add(num_tried, num_kept)
+            self.counts.num_verifications += 1
+            self.counts.num_drafted += num_drafted
+            self.counts.num_kept += num_kept
 
     def ended(self, request: Request, *, is_whole: bool) -> None:
         """Let go of what is kept of a request."""
         self._histories.pop(request.request_id, None)
         self.proposer.forget(request)
 
-    def observe(self, scheduled: SchedulerOutput, now: float) -> None:
-        """Note that an iteration has ended."""
+    def observe(
+        self, scheduled: SchedulerOutput, now: float, looked_up: Sequence[Sequence[tuple[int, int]]] = ()
+    ) -> None:
+        """Note that an iteration has ended; with lookups what `verified` is told of each of its requests."""
         (began, before), sampled = self._previous, scheduled.sampled
         self._previous = now, sampled
-        verified = [chunk for chunk in scheduled.prefill if chunk.drafts]
-        depth = max([len(chunk.drafts) for chunk in verified], default=0)
-        num_decodes = len(scheduled.decode) + len(verified)
-        work = VerifyingWork(num_decodes, len(verified), scheduled.num_drafts, depth)
+        verified = [
+            (len(chunk.drafts), max(0, chunk.request.num_known_tokens - chunk.start - 2))
+            for chunk in scheduled.prefill
+            if chunk.drafts
+        ]
+        num_decodes, num_steps, num_parts = len(scheduled.decode) + len(verified), scheduled.num_decode_steps, 1
+        if looked_up:
+            turns = [turn for of_request in looked_up for turn in of_request]
+            verified, num_decodes = [turn for turn in turns if turn[0]], len(turns)
+            num_parts = num_steps = max(map(len, looked_up))
+        expected = self._expected_kept
+        if looked_up:  # so far for one iteration in which all have drafts
+            expected *= len(verified) / sum(map(bool, scheduled.lookups))
+        num_kept = sum([num_right for _, num_right in verified])
+        sizes = num_decodes, len(verified), sum([num_drafted for num_drafted, _ in verified])
+        each = [-(-size // num_parts) for size in sizes]
+        work = VerifyingWork(*each, max([num_drafted for num_drafted, _ in verified], default=0))
         follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
-        num_kept = sum([max(0, chunk.request.num_known_tokens - chunk.start - 2) for chunk in verified])
         seconds = None
-        if follows and not scheduled.has_copies and len(verified) == len(scheduled.prefill):
+        if follows and not scheduled.has_copies and all(chunk.drafts for chunk in scheduled.prefill):
             seconds = now - began
         if verified and self._ledger is not None:
-            self._ledger.verified(self._record(scheduled.step_id, work, num_kept, now, seconds))
+            predicted = [self.policy.predicted(one) for one in (work, VerifyingWork(work.num_decodes))]
+            with_drafts, plain = [one and num_parts * one for one in predicted]
+            self._ledger.verified(
+                VerificationRecord(
+                    step_id=scheduled.step_id,
+                    time=now,
+                    num_decodes=num_decodes,
+                    num_verified=len(verified),
+                    num_drafted=sizes[2],
+                    num_kept=num_kept,
+                    expected_kept=expected,
+                    predicted_seconds=with_drafts,
+                    plain_seconds=plain,
+                    measured_seconds=seconds,
+                )
+            )
         if seconds is not None and not self._has_read:
-            num_steps = scheduled.num_decode_steps
-            self.policy.observe(work, num_steps, work.num_decodes * num_steps + num_kept, seconds)
+            num_tokens = num_decodes * num_steps // num_parts + num_kept
+            self.policy.observe(work, num_steps, num_tokens, seconds)
         self._has_read = False
-
-    def _record(
-        self, step_id: int, work: VerifyingWork, num_kept: int, now: float, seconds: float | None
-    ) -> VerificationRecord:
-        return VerificationRecord(
-            step_id=step_id,
-            time=now,
-            num_decodes=work.num_decodes,
-            num_verified=work.num_verified,
-            num_drafted=work.num_drafts,
-            num_kept=num_kept,
-            expected_kept=self._expected_kept,
-            predicted_seconds=self.policy.predicted(work),
-            plain_seconds=self.policy.predicted(VerifyingWork(work.num_decodes)),
-            measured_seconds=seconds,
-        )

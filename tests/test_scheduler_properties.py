@@ -470,7 +470,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if chunk.drafts and not chunk.request.is_finished:
                 num_tokens = chunk.request.num_known_tokens - chunk.start - 1
                 assert 1 <= num_tokens <= chunk.length
-                self.scheduler.accept(chunk.request, num_tokens, len(chunk.drafts))
+                self.scheduler.accept(chunk.request, [(len(chunk.drafts), num_tokens - 1)])
 
     def _finish(self, request, reason, stop_reason=None):
         del self.live[request.request_id]  # a KeyError here: finished twice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError, did_you_mean, shown
@@ -14,7 +14,7 @@ from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.proposers.suffix import SuffixLookup
 from jaxllm.sched.speculation import Speculation
 from jaxllm.system.options import check_choice, check_range, checked_path
-from jaxllm.types import Request, SchedulerOutput, TokenLogprobs
+from jaxllm.types import NO_TOKEN, WRONG_DRAFT, Request, SchedulerOutput, TokenLogprobs
 
 METHODS = ("ngram", "suffix", "draft_model", "medusa", "eagle3")
 COMPUTED = METHODS[2:]
@@ -98,10 +98,12 @@ class SpeculativeConfig:
         asked = max_num_seqs * self.num_speculative_tokens
         return max(0, min(asked, most, _MOST_LOGITS_BYTES // (4 * vocab_size)))
 
-    def make(self, max_drafts: int, costs: CostModel, model: Proposer | None = None) -> Speculation:
+    def make(
+        self, max_drafts: int, costs: CostModel, model: Proposer | None = None, *, max_looked_up: int = 0
+    ) -> Speculation:
         """What drafts at most so many tokens a step, by these costs of steps; each engine has its own.
 
-        `model` proposes them if they are computed.
+        `model` proposes them if they are computed; `max_looked_up` is that of `Speculation`.
         """
         proposer: Proposer = PromptLookup(self.prompt_lookup_min, self.prompt_lookup_max)
         if model is not None:
@@ -113,7 +115,9 @@ class SpeculativeConfig:
             policy = ByCost(costs, drafting=proposer.seconds)
         if self.disable_by_batch_size is not None:
             policy = BelowBatch(self.disable_by_batch_size, policy)
-        return Speculation(proposer, policy, self.num_speculative_tokens, max_drafts)
+        return Speculation(
+            proposer, policy, self.num_speculative_tokens, max_drafts, max_looked_up=max_looked_up
+        )
 
 
 def speculative_config(name: str, value: object) -> SpeculativeConfig | None:
@@ -161,3 +165,24 @@ def accepted(scheduled: SchedulerOutput, rows: Iterable[SampledRow]) -> Iterator
         if not is_wrong:
             yield row
         is_wrong = draft is not None and (is_wrong or row[1] != draft)
+
+
+def looked_up(
+    scheduled: SchedulerOutput, token_ids: Sequence[int]
+) -> tuple[list[SampledRow], list[list[tuple[int, int]]]]:
+    """Of a step whose drafts the device looked up the rows that count; and of each request, for each iteration
+    that it took part in, how many drafts it had and how many were right.
+    """
+    requests = scheduled.decode
+    width = len(token_ids) // (len(requests) * scheduled.num_decode_steps)
+    rows: list[SampledRow] = []
+    found: list[list[tuple[int, int]]] = [[] for _ in requests]
+    for place, start in enumerate(range(0, len(token_ids), width)):
+        tokens = token_ids[start : start + width]
+        kept = [token for token in tokens if token not in (NO_TOKEN, WRONG_DRAFT)]
+        if kept:
+            of_request = place % len(requests)
+            rows += [(requests[of_request], token, None) for token in kept]
+            num_drafts = width - 1 - tokens.count(NO_TOKEN)
+            found[of_request].append((num_drafts, len(kept) - 1))
+    return rows, found
