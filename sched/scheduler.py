@@ -269,7 +269,7 @@ class Scheduler:
             while (plan := self._plan(now)) is None:
                 state.join(next(iter(state.loading.values())))
             if self.speculation is not None:
-                self.speculation.draft(plan, state, max_decode_steps)
+                self.speculation.draft(plan, state)
                 num_running = len(state.running)
                 max_decode_steps = self.speculation.max_decode_steps(max_decode_steps, num_running)
         except UserCodeError as error:

@@ -20,6 +20,8 @@ _PRIOR_TRIALS = 2.0
 _RATE = 0.2
 _FORGETS_AFTER = 32
 """Refusals of drafts that would have had to be computed, after which what was learned of them counts less."""
+_OFTEN = 0.25
+"""If proposals are there that often, the device may find some that are not there yet."""
 _Drafts = list[tuple[Request, Sequence[int]]]
 
 
@@ -87,7 +89,7 @@ class Speculation:
 
     Attributes:
         counts: what became of them.
-        may_look_up: whether the next iterations sample what they do on the device alone.
+        lookup_steps: in how many iterations the device may draft by itself now; 1 if it may not.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Speculation:
     ) -> None:
         self.policy, self.num_tokens, self.max_drafts = policy, num_tokens, max_drafts
         self.proposer, self._clock = proposer, clock
-        self.max_looked_up, self.may_look_up = max_looked_up, False
+        self.max_looked_up, self.lookup_steps = max_looked_up, 1
         self.counts = SpeculationCounts()
         self._all = Acceptance()
         self._histories: dict[str, Acceptance] = {}
@@ -128,19 +130,23 @@ class Speculation:
 
     def is_expected(self, state: SchedulerState) -> bool:
         """Whether the next iteration is likely to verify drafts, by what the host knows of tokens so far."""
-        return bool(self._drafts(Plan(), state))
+        plan = Plan()
+        return bool(self._drafts(plan, state, looks_up=self._looks_up(plan, state)))
 
-    def draft(self, plan: Plan, state: SchedulerState, max_decode_steps: int) -> None:
+    def draft(self, plan: Plan, state: SchedulerState) -> None:
         """Add drafts of the running requests whose tokens are all known, within what a plan leaves.
 
-        If the device can draft by itself, and several iterations may go by, these are only how many it may.
+        Where the device drafts by itself these only say how many.
         """
         if not plan.decodes:
             return
-        looks_up = self.may_look_up and max_decode_steps > 1 and len(state.running) <= self.max_looked_up
-        looks_up = looks_up and plan.is_calm(state) and not any(one.num_in_flight for one in state.running)
+        looks_up = self._looks_up(plan, state) and not any(one.num_in_flight for one in state.running)
         plan.drafts = self._drafts(plan, state, only_known=True, looks_up=looks_up)
-        plan.num_lookups = max_decode_steps if looks_up and plan.drafts else 0
+        plan.num_lookups = self.lookup_steps if looks_up and plan.drafts else 0
+
+    def _looks_up(self, plan: Plan, state: SchedulerState) -> bool:
+        """Whether the device may draft by itself."""
+        return self.lookup_steps > 1 and len(state.running) <= self.max_looked_up and plan.is_calm(state)
 
     def _drafts(
         self, plan: Plan, state: SchedulerState, *, only_known: bool = False, looks_up: bool = False
@@ -159,24 +165,27 @@ class Speculation:
         is_computed = self.proposer.seconds(1, 1) is not None
         if not is_computed:  # prompts are read, which takes its time, once
             self._proposals([(one, 1) for one in asked if one.request_id not in self._histories])
-        began = self._clock()
+        began, is_there = self._clock(), True
         limits = [(one, min(self.num_tokens, one.max_total_tokens - one.num_tokens - 1)) for one in asked]
         limits = [(request, count) for request, count in limits if count > 0]
         if is_computed:
             drafts = self._computed(limits, plan, state, gone, only_known=only_known)
         else:
             found = self._proposals(limits)
-            if found and looks_up:  # soon there may be some of the others, too
+            is_there = bool(found)
+            if looks_up and (found or self._num_fruitful > _OFTEN):  # soon there may be some, of anybody
                 found = [(request, range(count)) for request, count in limits]
             drafts = self._cut(found, plan, state, gone) if found else []
         self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
-        self._num_fruitful += _RATE * (bool(drafts) - self._num_fruitful)
-        self.policy.asked(self._clock() - began, is_fruitful=bool(drafts))
+        is_fruitful = is_there and bool(drafts)
+        self._num_fruitful += _RATE * (is_fruitful - self._num_fruitful)
+        self.policy.asked(self._clock() - began, is_fruitful=is_fruitful)
         return drafts
 
     def max_decode_steps(self, limit: int, num_running: int) -> int:
         """How many iterations may go by before anybody is asked again: half those that one proposal takes."""
-        if not self.policy.is_worth_asking(num_running):
+        looks_up = self.lookup_steps > 1 and num_running <= self.max_looked_up
+        if looks_up or not self.policy.is_worth_asking(num_running):
             return limit
         return max(1, min(limit, int(0.5 / max(self._num_fruitful, 1e-6))))
 

@@ -558,13 +558,13 @@ class Engine:
         """Schedule, dispatch, commit."""
         while self._num_following and self._in_flight:  # what may come next depends on these tokens
             self._commit(self._in_flight.popleft())
-        if self._speculation is not None and self._in_flight and self.scheduler.expects_drafts:
-            self._commit_all()
+        if self._speculation is not None:
+            self._speculation.lookup_steps = 1 if self._beyond_steps else self._max_decode_steps()
+            if self._in_flight and self.scheduler.expects_drafts:
+                self._commit_all()
         self._follow_grammars()
         self._look_at_programs()
         self.scheduler.sit_out({*self._late, *self._unready})
-        if self._speculation is not None:
-            self._speculation.may_look_up = not self._beyond_steps
         copies = self._executor.copies()
         if self._observer is not None and copies.timed:
             self._observer.observe_copies(copies.timed)
