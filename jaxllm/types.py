@@ -408,9 +408,10 @@ class SchedulerOutput:
     `num_context_tokens` is how many tokens those of `decode` attend to, together, and `num_drafts` how many
     drafts those of `prefill` verify.
 
-    With `lookups` the device drafts by itself, in each of `num_decode_steps` iterations so many tokens of each
-    request of `decode` at most: it gets one more than are right, and no more than it is long once scheduled.
-    Then `num_drafts` is how many there may be.
+    With `lookups` the device drafts by itself, in each of `num_decode_steps` iterations at most so many tokens
+    of each request of `decode`: at first and after it was right with all of them the first number, else the
+    second. A request gets one token more than are right, and no more than it is long once scheduled. Then
+    `num_drafts` is how many drafts there may be.
 
     Executors first let go of what is `discarded` and `dropped`; then finish the copies of `joined`, which a
     `load` of an earlier iteration started, into blocks nobody else has touched since; then read the blocks

@@ -37,10 +37,8 @@ class Iteration:
     def apply(self, plan: Plan, max_decode_steps: int) -> None:
         """Do what the plan says, in the order that it assumes."""
         state = self._state
-        if plan.num_lookups:
-            if self._look_up(plan):
-                return
-            plan.drafts = []
+        if plan.lookups and self._look_up(plan):
+            return
         self._num_steps = self._num_decode_steps(plan, max_decode_steps)
         state.progress.num_iterations += self._num_steps
         self._note_passed(plan)
@@ -261,19 +259,16 @@ class Iteration:
     def _look_up(self, plan: Plan) -> bool:
         """Schedule iterations that draft on the device, as many as there are blocks for; whether any are."""
         state, requests = self._state, self._state.running.requests
-        counts = {request: len(drafts) for request, drafts in plan.drafts}
         for num_steps in range(plan.num_lookups, 0, -1):
-            stops = [
-                (one, min(one.max_total_tokens, one.num_tokens + num_steps * (counts.get(one, 0) + 1)))
-                for one in requests
-            ]
+            most = num_steps * (plan.lookups[0] + 1)
+            stops = [(one, min(one.max_total_tokens, one.num_tokens + most)) for one in requests]
             if sum([state.num_missing(one, stop - 1) for one, stop in stops]) <= state.pool.num_free:
                 break
         else:
             return False
         self._num_steps, self._decode = num_steps, tuple(requests)
-        self._lookups = tuple([counts.get(request, 0) for request in requests])
-        self._num_drafts = num_steps * sum(self._lookups)
+        self._lookups = plan.lookups
+        self._num_drafts = num_steps * plan.lookups[0] * len(requests)
         self._num_context_tokens = state.running.num_tokens
         state.progress.num_iterations += num_steps
         for request, stop in stops:

@@ -43,7 +43,8 @@ class Plan:
         fetching: those of them that copy what they find in host memory, and how.
         reserved: the request that is the only one to take blocks, since it was passed over so often.
         drafts: running requests whose next tokens are verified as drafts, and these.
-        num_lookups: in how many iterations the device drafts by itself, as many tokens of each as `drafts` has.
+        lookups: how the device drafts by itself (`SchedulerOutput.lookups`), instead.
+        num_lookups: in how many iterations.
         is_repeatable: whether the next iteration would be the same, if nothing happens, while blocks suffice.
     """
 
@@ -56,6 +57,7 @@ class Plan:
     fetching: dict[Request, ResumeDecision] = dataclasses.field(default_factory=dict)
     reserved: Request | None = None
     drafts: list[tuple[Request, Sequence[int]]] = dataclasses.field(default_factory=list)
+    lookups: tuple[int, ...] = ()
     num_lookups: int = 0
     is_repeatable: bool = True
 

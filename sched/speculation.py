@@ -136,13 +136,19 @@ class Speculation:
     def draft(self, plan: Plan, state: SchedulerState) -> None:
         """Add drafts of the running requests whose tokens are all known, within what a plan leaves.
 
-        Where the device drafts by itself these only say how many.
+        Where the device can draft by itself it is only said how many. All get as many as who gets the most:
+        who is wrong tries fewer by itself, and who is never tried would never be known to be right.
         """
         if not plan.decodes:
             return
         looks_up = self._looks_up(plan, state) and not any(one.num_in_flight for one in state.running)
-        plan.drafts = self._drafts(plan, state, only_known=True, looks_up=looks_up)
-        plan.num_lookups = self.lookup_steps if looks_up and plan.drafts else 0
+        drafts = self._drafts(plan, state, only_known=True, looks_up=looks_up)
+        if not (looks_up and drafts):
+            plan.drafts = drafts
+            return
+        most = max([len(tokens) for _, tokens in drafts])
+        plan.lookups, plan.num_lookups = (most, self.policy.num_again(most)), self.lookup_steps
+        self._expected_kept /= len(drafts)
 
     def _looks_up(self, plan: Plan, state: SchedulerState) -> bool:
         """Whether the device may draft by itself."""
@@ -291,9 +297,6 @@ class Speculation:
             turns = [turn for of_request in looked_up for turn in of_request]
             verified, num_decodes = [turn for turn in turns if turn[0]], len(turns)
             num_parts = num_steps = max(map(len, looked_up))
-        expected = self._expected_kept
-        if looked_up:  # so far for one iteration in which all have drafts
-            expected *= len(verified) / sum(map(bool, scheduled.lookups))
         num_kept = sum([num_right for _, num_right in verified])
         sizes = num_decodes, len(verified), sum([num_drafted for num_drafted, _ in verified])
         each = [-(-size // num_parts) for size in sizes]
@@ -313,7 +316,7 @@ class Speculation:
                     num_verified=len(verified),
                     num_drafted=sizes[2],
                     num_kept=num_kept,
-                    expected_kept=expected,
+                    expected_kept=self._expected_kept * (len(verified) if looked_up else 1),
                     predicted_seconds=with_drafts,
                     plain_seconds=plain,
                     measured_seconds=seconds,

@@ -65,6 +65,7 @@ class _Carry(NamedTuple):
     state: DeviceState
     lengths: jax.Array
     is_live: jax.Array
+    num_drafts: jax.Array
     collected: jax.Array
 
 
@@ -88,7 +89,8 @@ def run_lookup_steps(
         config, params, state, slot_params: as of `step.run_decode_steps`.
         decode: the rows; `lengths` are their known tokens, and the block tables have blocks for `limits`.
         limits: [B] int32, how many tokens each may have at the end.
-        num_drafts: [B] int32, most drafts of each in an iteration.
+        num_drafts: [2] int32, most drafts of each in an iteration: first and after drafts that were all right,
+            and after others.
         num_steps: int32, iterations to compute.
         max_steps: the most there may be (static).
         lookup: how drafts are found (static).
@@ -136,10 +138,10 @@ def run_lookup_steps(
         return state, outputs.sampled.tokens[jnp.minimum(own, rows * width - 1)]
 
     def body(carry: _Carry) -> _Carry:
-        turn, state, lengths, is_live, collected = carry
+        turn, state, lengths, is_live, most, collected = carry
         drafts, are_there = look_up(state.history[decode.slots], lengths, lookup)
-        most = jnp.minimum(num_drafts, limits - lengths - 1)
-        counts = jnp.where(is_live, 1 + jnp.where(are_there, most, 0), 0)
+        room = jnp.minimum(most, limits - lengths - 1)
+        counts = jnp.where(is_live, 1 + jnp.where(are_there, room, 0), 0)
         state, sampled = step(state, lengths, drafts, counts)
         is_draft = places[1:] < counts[:, None]
         are_right = jnp.cumprod((sampled[:, :-1] == drafts) & is_draft, axis=1)
@@ -150,14 +152,16 @@ def run_lookup_steps(
         nothing = jnp.where(places < counts[:, None], WRONG_DRAFT, NO_TOKEN)
         collected = collected.at[turn].set(jnp.where(are_kept, sampled, nothing))
         lengths = lengths + kept
+        most = jnp.where(counts > 1, num_drafts[jnp.where(kept == counts, 0, 1)], most)
         is_live &= ~jnp.any(are_kept & are_ends, axis=1) & (lengths < limits)
-        return _Carry(turn + 1, state, lengths, is_live, collected)
+        return _Carry(turn + 1, state, lengths, is_live, most, collected)
 
     carry = _Carry(
         jnp.int32(0),
         state,
         decode.lengths,
         (decode.lengths > 0) & (decode.lengths < limits),
+        jnp.broadcast_to(num_drafts[0], rows),
         jnp.full((max_steps, rows, width), NO_TOKEN, jnp.int32),
     )
     carry = lax.while_loop(lambda carry: (carry.turn < num_steps) & jnp.any(carry.is_live), body, carry)

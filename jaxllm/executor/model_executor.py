@@ -731,7 +731,7 @@ class ModelExecutor:
         if scheduled.lookups:
             lengths = [request.num_known_tokens for request in decodes]
             packed.limits[:count] = [request.num_tokens for request in decodes]
-            packed.num_drafts[:count] = scheduled.lookups
+            packed.num_drafts[:] = scheduled.lookups
             gained, room = packed.limits[:count] - lengths, key.new_blocks(self.block_size)
         packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
         if self.config.max_drafts:  # of rejected ones there may be blocks that were given back

@@ -61,6 +61,10 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
+    def num_again(self, num_drafts: int) -> int:
+        """How many drafts a request has that had so many and was wrong, where nobody decides in between."""
+        ...
+
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """Note that proposals were asked for, how long that took, and whether any is to be verified."""
         ...
@@ -90,6 +94,10 @@ class AsProposed:
         """As many as proposed."""
         return proposed
 
+    def num_again(self, num_drafts: int) -> int:
+        """As many."""
+        return num_drafts
+
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """Of no interest."""
 
@@ -106,7 +114,7 @@ class BelowBatch:
 
     def __init__(self, limit: int, policy: SpeculationPolicy) -> None:
         self._limit, self._policy = limit, policy
-        self.num_drafts, self.asked = policy.num_drafts, policy.asked
+        self.num_drafts, self.num_again, self.asked = policy.num_drafts, policy.num_again, policy.asked
         self.observe, self.predicted = policy.observe, policy.predicted
 
     def is_worth_asking(self, num_running: int) -> bool:
@@ -115,6 +123,7 @@ class BelowBatch:
 
 
 _ROWS = 32.0
+_AGAIN = 2
 _LEAST_SHARE = 0.1  # of an iteration that is not for drafting, whatever that is said to take
 
 
@@ -241,6 +250,10 @@ class ByCost:
         for _, _, place in ranked_best[: self._varied(num_best)]:
             counts[place] += 1
         return counts
+
+    def num_again(self, num_drafts: int) -> int:
+        """See `SpeculationPolicy`."""
+        return min(num_drafts, _AGAIN)
 
     def _varied(self, num_best: int) -> int:
         """Now and then a half or a quarter more, or less, so that what it takes is known."""
