@@ -19,7 +19,7 @@ MAX_DECODE_STEPS = 8
 MULTI_STEP_SEQS = 16
 """Most requests that several decode iterations are computed for in one device program."""
 NO_TOKEN, WRONG_DRAFT = -2, -3
-"""What stands for a token where none was sampled, and where a draft was not kept; -1 is one of no finite scores."""
+"""What stands for a token where none was sampled, and where a draft was not kept."""
 MAX_STAGED_BLOCKS = 32
 """Blocks of device memory beside the pool that copies under way may take, in each direction."""
 MAX_PIECE_BLOCKS = 16
@@ -408,8 +408,8 @@ class SchedulerOutput:
     `num_context_tokens` is how many tokens those of `decode` attend to, together, and `num_drafts` how many
     drafts those of `prefill` verify.
 
-    With `lookups` the device drafts by itself, in each of `num_decode_steps` iterations at most so many tokens
-    of each request of `decode`: at first and after it was right with all of them the first number, else the
+    With `lookups` the device drafts by itself, in each of `num_decode_steps` iterations, for each request of
+    `decode`: at most the first number of tokens at first and where the drafts before were all right, else the
     second. A request gets one token more than are right, and no more than it is long once scheduled. Then
     `num_drafts` is how many drafts there may be.
 

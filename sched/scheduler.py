@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 from jaxllm.errors import ConfigError, RequestError, UserCodeError
@@ -20,7 +20,7 @@ from jaxllm.sched.policies import LearningPolicy, NoHold, Progress, SchedulerPol
 from jaxllm.sched.policies.contract import is_outside, name_asker, unchanged, watched
 from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.reading import ReadAhead
-from jaxllm.sched.speculation import Speculation
+from jaxllm.sched.speculation import Speculation, Verified
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
     NO_COPIES,
@@ -344,12 +344,12 @@ class Scheduler:
         self.is_planning = False
         return is_expected
 
-    def accept(self, request: Request, verified: Sequence[tuple[int, int]]) -> None:
+    def accept(self, request: Request, verified: Verified) -> None:
         """Let a request go on whose drafts were verified, each time with one new token more than were right.
 
         Args:
             request: its new tokens are among its outputs, and have not ended it.
-            verified: each time how many drafts there were, and how many of them were right.
+            verified: what became of its drafts.
 
         Raises:
             RequestError: none of its drafts were being verified.

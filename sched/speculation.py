@@ -22,6 +22,8 @@ _FORGETS_AFTER = 32
 """Refusals of drafts that would have had to be computed, after which what was learned of them counts less."""
 _OFTEN = 0.25
 """If proposals are there that often, the device may find some that are not there yet."""
+Verified = list[tuple[int, int]]
+"""Of a request, for each verification: how many drafts there were, and how many of them were right."""
 _Drafts = list[tuple[Request, Sequence[int]]]
 
 
@@ -258,8 +260,8 @@ class Speculation:
         prior = self._all.rate(0.5)
         return prior if history is None else history.rate(prior)
 
-    def verified(self, request: Request, verified: Sequence[tuple[int, int]]) -> None:
-        """Note each time how many drafts a request had, and how many of them were right."""
+    def verified(self, request: Request, verified: Verified) -> None:
+        """Note what became of a request's drafts."""
         history = self._histories.get(request.request_id)
         if history is None:
             history = Acceptance()
@@ -281,9 +283,7 @@ class Speculation:
         self._histories.pop(request.request_id, None)
         self.proposer.forget(request)
 
-    def observe(
-        self, scheduled: SchedulerOutput, now: float, looked_up: Sequence[Sequence[tuple[int, int]]] = ()
-    ) -> None:
+    def observe(self, scheduled: SchedulerOutput, now: float, looked_up: Sequence[Verified] = ()) -> None:
         """Note that an iteration has ended; with lookups what `verified` is told of each of its requests."""
         (began, before), sampled = self._previous, scheduled.sampled
         self._previous = now, sampled
@@ -292,15 +292,22 @@ class Speculation:
             for chunk in scheduled.prefill
             if chunk.drafts
         ]
-        num_decodes, num_steps, num_parts = len(scheduled.decode) + len(verified), scheduled.num_decode_steps, 1
+        num_decodes, num_steps, num_parts = (
+            len(scheduled.decode) + len(verified),
+            scheduled.num_decode_steps,
+            1,
+        )
         if looked_up:
             turns = [turn for of_request in looked_up for turn in of_request]
             verified, num_decodes = [turn for turn in turns if turn[0]], len(turns)
             num_parts = num_steps = max(map(len, looked_up))
         num_kept = sum([num_right for _, num_right in verified])
-        sizes = num_decodes, len(verified), sum([num_drafted for num_drafted, _ in verified])
-        each = [-(-size // num_parts) for size in sizes]
-        work = VerifyingWork(*each, max([num_drafted for num_drafted, _ in verified], default=0))
+        num_drafted, depth = (
+            sum([count for count, _ in verified]),
+            max([count for count, _ in verified], default=0),
+        )
+        sizes = [-(-size // num_parts) for size in (num_decodes, len(verified), num_drafted)]
+        work = VerifyingWork(sizes[0], sizes[1], sizes[2], depth)
         follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
         seconds = None
         if follows and not scheduled.has_copies and all(chunk.drafts for chunk in scheduled.prefill):
@@ -314,7 +321,7 @@ class Speculation:
                     time=now,
                     num_decodes=num_decodes,
                     num_verified=len(verified),
-                    num_drafted=sizes[2],
+                    num_drafted=num_drafted,
                     num_kept=num_kept,
                     expected_kept=self._expected_kept * (len(verified) if looked_up else 1),
                     predicted_seconds=with_drafts,

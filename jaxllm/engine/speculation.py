@@ -12,7 +12,7 @@ from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, Sp
 from jaxllm.sched.proposers import Proposer
 from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.proposers.suffix import SuffixLookup
-from jaxllm.sched.speculation import Speculation
+from jaxllm.sched.speculation import Speculation, Verified
 from jaxllm.system.options import check_choice, check_range, checked_path
 from jaxllm.types import NO_TOKEN, WRONG_DRAFT, Request, SchedulerOutput, TokenLogprobs
 
@@ -150,6 +150,16 @@ def speculative_config(name: str, value: object) -> SpeculativeConfig | None:
         raise ConfigError(f"{name}: {error}") from None
 
 
+def judged(
+    scheduled: SchedulerOutput, rows: Iterable[SampledRow], token_ids: Sequence[int]
+) -> tuple[Iterable[SampledRow], Sequence[Verified]]:
+    """Of the rows of a step with drafts those that count, and with lookups what became of each request's.
+
+    `rows` are its `token_ids` with their requests, if it had no lookups.
+    """
+    return looked_up(scheduled, token_ids) if scheduled.lookups else (accepted(scheduled, rows), ())
+
+
 def accepted(scheduled: SchedulerOutput, rows: Iterable[SampledRow]) -> Iterator[SampledRow]:
     """Of a step's sampled rows those that count: none after a draft that was not what was sampled.
 
@@ -169,14 +179,12 @@ def accepted(scheduled: SchedulerOutput, rows: Iterable[SampledRow]) -> Iterator
 
 def looked_up(
     scheduled: SchedulerOutput, token_ids: Sequence[int]
-) -> tuple[list[SampledRow], list[list[tuple[int, int]]]]:
-    """Of a step whose drafts the device looked up the rows that count; and of each request, for each iteration
-    that it took part in, how many drafts it had and how many were right.
-    """
+) -> tuple[list[SampledRow], list[Verified]]:
+    """Of a step whose drafts the device looked up the rows that count, and what became of each request's."""
     requests = scheduled.decode
     width = len(token_ids) // (len(requests) * scheduled.num_decode_steps)
     rows: list[SampledRow] = []
-    found: list[list[tuple[int, int]]] = [[] for _ in requests]
+    found: list[Verified] = [[] for _ in requests]
     for place, start in enumerate(range(0, len(token_ids), width)):
         tokens = token_ids[start : start + width]
         kept = [token for token in tokens if token not in (NO_TOKEN, WRONG_DRAFT)]

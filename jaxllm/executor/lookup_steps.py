@@ -24,7 +24,7 @@ from jaxllm.types import NO_TOKEN, WRONG_DRAFT
 
 
 class Lookup(NamedTuple):
-    """Static of a program that drafts: most drafts of a request in each iteration, and the runs looked for."""
+    """Static of a program that drafts: most drafts of a request in an iteration, and how long runs may be."""
 
     num_drafts: int
     least: int
@@ -89,8 +89,8 @@ def run_lookup_steps(
         config, params, state, slot_params: as of `step.run_decode_steps`.
         decode: the rows; `lengths` are their known tokens, and the block tables have blocks for `limits`.
         limits: [B] int32, how many tokens each may have at the end.
-        num_drafts: [2] int32, most drafts of each in an iteration: first and after drafts that were all right,
-            and after others.
+        num_drafts: [2] int32, most drafts of each in an iteration: at first and after all were right, and
+            after others.
         num_steps: int32, iterations to compute.
         max_steps: the most there may be (static).
         lookup: how drafts are found (static).
@@ -116,7 +116,11 @@ def run_lookup_steps(
         chunk_rows = jnp.where(of_rows < num_chunks, counts[chunks], 0)
         own = jnp.where(places < counts[:, None], starts[:, None] + places, rows * width)
         newest = state.history[decode.slots, lengths - 1]
-        parts = jnp.concatenate([newest[:, None], drafts], axis=1), decode.slots[:, None], lengths[:, None] + places
+        parts = (
+            jnp.concatenate([newest[:, None], drafts], axis=1),
+            decode.slots[:, None],
+            lengths[:, None] + places,
+        )
         packed = jnp.full((3, rows * width), jnp.array([[0], [-1], [0]]), jnp.int32)
         packed = packed.at[:, own].set(jnp.stack(jnp.broadcast_arrays(*parts)), mode="drop")
         decodes = DecodeInputs(

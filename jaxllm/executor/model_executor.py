@@ -726,18 +726,17 @@ class ModelExecutor:
         packed = PackedStep(key, self.config.max_num_seqs, self.block_size)
         decodes, num_steps = scheduled.decode, scheduled.num_decode_steps
         count = len(decodes)
-        gained, room = num_steps, 1
-        lengths = [request.num_tokens - num_steps for request in decodes]
+        stops, room = [request.num_tokens for request in decodes], 1
+        lengths = [stop - num_steps for stop in stops]
         if scheduled.lookups:
             lengths = [request.num_known_tokens for request in decodes]
-            packed.limits[:count] = [request.num_tokens for request in decodes]
-            packed.num_drafts[:] = scheduled.lookups
-            gained, room = packed.limits[:count] - lengths, key.new_blocks(self.block_size)
+            packed.limits[:count], packed.num_drafts[:] = stops, scheduled.lookups
+            room = key.new_blocks(self.block_size)
         packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
         if self.config.max_drafts:  # of rejected ones there may be blocks that were given back
             held = (packed.decode_lengths[:count] + (self.block_size - 2)) // self.block_size
             self._table_sizes[slots] = np.minimum(self._table_sizes[slots], held)
-        needed = (packed.decode_lengths[:count] + (gained + self.block_size - 2)) // self.block_size
+        needed = (np.array(stops, np.int32) + (self.block_size - 2)) // self.block_size
         places: list[int] = []
         blocks: list[int] = []
         for row in np.flatnonzero(needed > self._table_sizes[slots]).tolist():

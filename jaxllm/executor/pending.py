@@ -62,7 +62,9 @@ class PendingStep:
         assert self._sampled is not None, "a step is fetched once"
         tokens, count = np.asarray(self._sampled.tokens), len(self._requests)
         starts = [step * self._num_rows for step in range(self._num_steps)]
-        token_ids = [token for start in starts for token in tokens[start : start + count * self._width].tolist()]
+        token_ids = [
+            token for start in starts for token in tokens[start : start + count * self._width].tolist()
+        ]
         logprobs: list[TokenLogprobs | None] | None = None
         for rows, sampled in self._apart:
             asked = [self._requests[row].sampling_params.logprobs for row in rows]
