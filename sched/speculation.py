@@ -20,8 +20,7 @@ _PRIOR_TRIALS = 2.0
 _RATE = 0.2
 _FORGETS_AFTER = 32
 """Refusals of drafts that would have had to be computed, after which what was learned of them counts less."""
-_OFTEN = 0.25
-"""If proposals are there that often, the device may find some that are not there yet."""
+_FIRST_SHARE = 0.5
 Verified = list[tuple[int, int]]
 """Of a request, for each verification: how many drafts there were, and how many of them were right."""
 _Drafts = list[tuple[Request, Sequence[int]]]
@@ -112,6 +111,7 @@ class Speculation:
         self._histories: dict[str, Acceptance] = {}
         self._ledger: Ledger | None = None
         self._num_fruitful = 0.0  # of each asking, by and by
+        self._share = _FIRST_SHARE  # of requests for which something is proposed, by and by
         self._num_refused = 0
         self._expected_kept = 0.0
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
@@ -150,7 +150,6 @@ class Speculation:
             return
         most = max([len(tokens) for _, tokens in drafts])
         plan.lookups, plan.num_lookups = (most, self.policy.num_again(most)), self.lookup_steps
-        self._expected_kept /= len(drafts)
 
     def _looks_up(self, plan: Plan, state: SchedulerState) -> bool:
         """Whether the device may draft by itself."""
@@ -181,10 +180,17 @@ class Speculation:
         else:
             found = self._proposals(limits)
             is_there = bool(found)
-            if looks_up and (found or self._num_fruitful > _OFTEN):  # soon there may be some, of anybody
+            if limits:
+                self._share += _RATE * (len(found) / len(limits) - self._share)
+            if looks_up:  # what is not there yet may be soon
                 found = [(request, range(count)) for request, count in limits]
             drafts = self._cut(found, plan, state, gone) if found else []
         self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
+        if looks_up and drafts:
+            self._expected_kept /= len(drafts)
+            expected = self._share * self._expected_kept
+            if not self.policy.is_worth_looking_up(expected, are_there=is_there):
+                drafts = []
         is_fruitful = is_there and bool(drafts)
         self._num_fruitful += _RATE * (is_fruitful - self._num_fruitful)
         self.policy.asked(self._clock() - began, is_fruitful=is_fruitful)
@@ -267,13 +273,15 @@ class Speculation:
             history = Acceptance()
             if not request.is_finished:
                 self._histories[request.request_id] = history
-        history.proposed = ()
+        history.proposed, was_right = (), True
         for num_drafted, num_kept in verified:
             if not num_drafted:
                 continue
-            num_tried = min(num_drafted, num_kept + 1)
-            history.add(num_tried, num_kept)
-            self._all.add(num_tried, num_kept)
+            if was_right:  # else there were fewer than are decided about
+                num_tried = min(num_drafted, num_kept + 1)
+                history.add(num_tried, num_kept)
+                self._all.add(num_tried, num_kept)
+            was_right = num_kept == num_drafted
             self.counts.num_verifications += 1
             self.counts.num_drafted += num_drafted
             self.counts.num_kept += num_kept
@@ -301,6 +309,7 @@ class Speculation:
             turns = [turn for of_request in looked_up for turn in of_request]
             verified, num_decodes = [turn for turn in turns if turn[0]], len(turns)
             num_parts = num_steps = max(map(len, looked_up))
+            self._share += _RATE * (len(verified) / len(turns) - self._share)
         num_kept = sum([num_right for _, num_right in verified])
         num_drafted, depth = (
             sum([count for count, _ in verified]),
