@@ -107,13 +107,17 @@ def run_lookup_steps(
         state: DeviceState, lengths: jax.Array, drafts: jax.Array, counts: jax.Array
     ) -> tuple[DeviceState, jax.Array]:
         """Compute `counts` [B] tokens of each row, the newest and its drafts; [B, K + 1] are sampled."""
-        # Those without drafts first, as decodes; then chunks of those with some; who has ended is nowhere.
-        order = jnp.argsort(jnp.where(counts > 0, counts > 1, 2))
-        in_order = counts[order]
-        starts = (jnp.cumsum(in_order) - in_order)[jnp.argsort(order)]
-        num_decodes, num_chunks = jnp.sum(counts == 1), jnp.sum(counts > 1)
+        # Those without drafts first, as decodes; then chunks of those with some; who has ended is last.
+        is_decode, is_chunk = counts == 1, counts > 1
+        num_decodes, num_chunks = jnp.sum(is_decode), jnp.sum(is_chunk)
+        kinds = jnp.stack([is_decode, is_chunk, counts == 0])
+        firsts = jnp.stack([0 * num_decodes, num_decodes, num_decodes + num_chunks])
+        ranks = jnp.sum(kinds * (firsts[:, None] + jnp.cumsum(kinds, axis=1) - 1), axis=0)
+        order = jnp.zeros(rows, jnp.int32).at[ranks].set(of_rows)
         chunks = order[jnp.minimum(num_decodes + of_rows, rows - 1)]
         chunk_rows = jnp.where(of_rows < num_chunks, counts[chunks], 0)
+        of_chunks = jnp.where(is_chunk, counts, 0)
+        starts = jnp.where(is_chunk, num_decodes + jnp.cumsum(of_chunks) - of_chunks, ranks)
         own = jnp.where(places < counts[:, None], starts[:, None] + places, rows * width)
         newest = state.history[decode.slots, lengths - 1]
         parts = (
