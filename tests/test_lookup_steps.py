@@ -1,6 +1,5 @@
 """Drafts that the device looks up in programs of several iterations: the same tokens as without them."""
 
-import collections
 import dataclasses
 
 import jax
@@ -9,9 +8,11 @@ import pytest
 from engine_helpers import make_llm, restless
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_helpers import make_request
 
 from jaxllm import SamplingParams
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.scheduling import UnknownCosts
 from jaxllm.executor.lookup_steps import Lookup, look_up
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.sched.ledger import Ledger
@@ -287,5 +288,25 @@ def test_counts_and_the_ledger_tell_the_truth(llm, expected):
 
 def test_fewer_drafts_again_where_the_cost_decides():
     assert AsProposed().num_again(5) == BelowBatch(3, AsProposed()).num_again(5) == 5
-    costs = collections.namedtuple("Costs", "step_seconds")(lambda *_: 1.0)
-    assert [ByCost(costs).num_again(count) for count in (1, 2, 5)] == [1, 2, 2]
+    assert [ByCost(UnknownCosts()).num_again(count) for count in (1, 2, 5)] == [1, 2, 2]
+
+
+def test_how_likely_drafts_are_is_learned_where_it_decides():
+    """Not of the few that follow wrong ones: of those there would be few however right they are."""
+    request = make_request(4, 20)
+    all_of_them = [(8, 8), (8, 0), (2, 0), (2, 2), (8, 8), (0, 0)]
+    many, few = (Speculation(PromptLookup(), AsProposed(), MOST, 32) for _ in range(2))
+    many.verified(request, all_of_them)
+    for verified in ([(8, 8)], [(8, 0)], [(8, 8)]):
+        few.verified(request, verified)
+    assert many._rate(request) == few._rate(request)
+    assert (many.counts.num_verifications, many.counts.num_drafted, many.counts.num_kept) == (5, 28, 18)
+
+
+def test_what_is_seldom_right_is_not_worth_its_programs():
+    fixed, by_cost = AsProposed(), ByCost(UnknownCosts())
+    assert not by_cost.is_worth_looking_up(0.2, are_there=True)
+    assert by_cost.is_worth_looking_up(0.3, are_there=False)
+    assert fixed.is_worth_looking_up(0.0, are_there=True)
+    assert not fixed.is_worth_looking_up(0.2, are_there=False)
+    assert BelowBatch(3, fixed).is_worth_looking_up(0.0, are_there=True)
