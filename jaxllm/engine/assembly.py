@@ -231,7 +231,10 @@ def _join(
     speculation = None
     if config.speculative_config is not None:
         speculation = config.speculative_config.make(
-            chosen.max_drafts, scheduling.costs.model, executor.drafter
+            chosen.max_drafts,
+            scheduling.costs.model,
+            executor.drafter,
+            max_looked_up=max(executor.config.lookup_sizes, default=0),
         )
     engine = Engine(
         executor,

@@ -264,7 +264,7 @@ class ModelExecutor:
         packed = self._pack(key, scheduled, slots)
         outputs = self._run(key, packed, self._following(scheduled, slots))
         apart = self._sample_apart(scheduled, outputs.logits, key.sampling)
-        return PendingStep(scheduled, outputs, key.rows, apart)
+        return PendingStep(scheduled, outputs, key.rows, apart, key.num_lookups + 1)
 
     @property
     def has_pool(self) -> bool:
@@ -448,6 +448,8 @@ class ModelExecutor:
             size = buckets.size(num_decodes, scheduled.num_prefill_tokens, len(prefill))
             key = (self._draft_keys if scheduled.num_drafts else self._prompt_keys)[size]
             key = key._replace(max_decode_steps=num_steps)
+        elif scheduled.lookups:
+            key = self.config.lookup_key(buckets.decode_size(num_decodes))
         else:
             key = ProgramKey(buckets.decode_size(num_decodes))
             if num_steps > 1 or key not in self._programs.shapes:
@@ -724,16 +726,21 @@ class ModelExecutor:
         packed = PackedStep(key, self.config.max_num_seqs, self.block_size)
         decodes, num_steps = scheduled.decode, scheduled.num_decode_steps
         count = len(decodes)
-        lengths = [request.num_tokens - num_steps for request in decodes]
+        stops, room = [request.num_tokens for request in decodes], 1
+        lengths = [stop - num_steps for stop in stops]
+        if scheduled.lookups:
+            lengths = [request.num_known_tokens for request in decodes]
+            packed.limits[:count], packed.num_drafts[:] = stops, scheduled.lookups
+            room = key.new_blocks(self.block_size)
         packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
         if self.config.max_drafts:  # of rejected ones there may be blocks that were given back
             held = (packed.decode_lengths[:count] + (self.block_size - 2)) // self.block_size
             self._table_sizes[slots] = np.minimum(self._table_sizes[slots], held)
-        needed = (packed.decode_lengths[:count] + (num_steps + self.block_size - 2)) // self.block_size
+        needed = (np.array(stops, np.int32) + (self.block_size - 2)) // self.block_size
         places: list[int] = []
         blocks: list[int] = []
         for row in np.flatnonzero(needed > self._table_sizes[slots]).tolist():
-            self._grow_table(slots[row], decodes[row].block_ids[: needed[row]], 1, places, blocks)
+            self._grow_table(slots[row], decodes[row].block_ids[: needed[row]], room, places, blocks)
         if key.max_chunks:
             packed.sampled[:, :count] = range(count), slots, lengths
             self._pack_prompts(packed, scheduled, places, blocks)

@@ -338,6 +338,7 @@ class StepPrograms:
                 processors=config.logits_processors,
                 num_hidden=config.num_hidden,
                 kept_layers=config.kept_layers,
+                lookup=config.lookup,
                 placement=self._placement,
             )
             return jitted.lower(*arguments)
