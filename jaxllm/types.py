@@ -575,6 +575,10 @@ class Executor(Protocol):
         """Whether several iterations of so many requests, which ask for such flags, may be one `execute`."""
         ...
 
+    def looks_up(self, num_rows: int) -> bool:
+        """Whether several iterations of so many requests without such flags may draft by themselves."""
+        ...
+
     def is_ready_for(self, request: Request) -> bool:
         """Whether no step waits for a program because of what a request asks of sampling.
 

@@ -84,13 +84,12 @@ class Speculation:
         policy: says how many of them are verified.
         num_tokens: most drafts of a request in one iteration.
         max_drafts: most drafts of all of them together.
-        max_looked_up: most requests for which the device can draft as the proposer does, in several
-            iterations without the host; 0 if it cannot.
         clock: seconds, for what asking takes.
 
     Attributes:
         counts: what became of them.
-        lookup_steps: in how many iterations the device may draft by itself now; 1 if it may not.
+        lookup_steps: in how many iterations the device may draft by itself, as the proposer does; 1 if it may
+            not now.
     """
 
     def __init__(
@@ -100,12 +99,11 @@ class Speculation:
         num_tokens: int,
         max_drafts: int,
         *,
-        max_looked_up: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy, self.num_tokens, self.max_drafts = policy, num_tokens, max_drafts
         self.proposer, self._clock = proposer, clock
-        self.max_looked_up, self.lookup_steps = max_looked_up, 1
+        self.lookup_steps = 1
         self.counts = SpeculationCounts()
         self._all = Acceptance()
         self._histories: dict[str, Acceptance] = {}
@@ -153,7 +151,7 @@ class Speculation:
 
     def _looks_up(self, plan: Plan, state: SchedulerState) -> bool:
         """Whether the device may draft by itself."""
-        return self.lookup_steps > 1 and len(state.running) <= self.max_looked_up and plan.is_calm(state)
+        return self.lookup_steps > 1 and plan.is_calm(state)
 
     def _drafts(
         self, plan: Plan, state: SchedulerState, *, only_known: bool = False, looks_up: bool = False
@@ -198,8 +196,7 @@ class Speculation:
 
     def max_decode_steps(self, limit: int, num_running: int) -> int:
         """How many iterations may go by before anybody is asked again: half those that one proposal takes."""
-        looks_up = self.lookup_steps > 1 and num_running <= self.max_looked_up
-        if looks_up or not self.policy.is_worth_asking(num_running):
+        if self.lookup_steps > 1 or not self.policy.is_worth_asking(num_running):
             return limit
         return max(1, min(limit, int(0.5 / max(self._num_fruitful, 1e-6))))
 

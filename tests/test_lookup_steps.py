@@ -82,8 +82,7 @@ def engine_of(
     """A fresh engine on the executor; it drafts nothing if `num_drafts` is 0."""
     config = dataclasses.replace(llm.engine.scheduler.config, **limits)
     if num_drafts:
-        drafts = PromptLookup(), Again(again), num_drafts, 32
-        speculation = Speculation(*drafts, max_looked_up=max(llm.executor.config.lookup_sizes))
+        speculation = Speculation(PromptLookup(), Again(again), num_drafts, 32)
     return Engine(
         llm.executor,
         Recording(config, policy or SchedulerPolicy(), ledger=ledger, speculation=speculation),

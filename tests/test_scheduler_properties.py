@@ -265,6 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.is_shared = is_shared and self.policy.shares_prefixes
         self.run_ahead = run_ahead
         self.most_steps = most_steps
+        self.max_looked_up = max_looked_up
         budget += max_num_seqs
         device = FakeDevice(block_size, self.is_shared)
         has_files = has_files and self.is_shared and num_host_blocks > 0
@@ -272,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if drafts is not None and mixes(self.policy):
             answers = collections.defaultdict(list)
             proposer = Knowing(answers, drafts, VOCAB_SIZE)
-            self.speculation = Speculation(proposer, AsProposed(), 6, 9, max_looked_up=max_looked_up)
+            self.speculation = Speculation(proposer, AsProposed(), 6, 9)
         self.scheduler = make_scheduler(
             self.policy,
             files=device.files if has_files else None,
@@ -411,7 +412,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._commit(self.pending.popleft())
             before = self._snapshot()
         if self.speculation is not None:
-            self.speculation.lookup_steps = max_steps
+            looks_up = self.scheduler.num_running <= self.max_looked_up
+            self.speculation.lookup_steps = max_steps if looks_up else 1
         try:
             output = self.scheduler.schedule(self.now, copies, max_steps)
         except UserCodeError as error:

@@ -231,10 +231,7 @@ def _join(
     speculation = None
     if config.speculative_config is not None:
         speculation = config.speculative_config.make(
-            chosen.max_drafts,
-            scheduling.costs.model,
-            executor.drafter,
-            max_looked_up=max(executor.config.lookup_sizes, default=0),
+            chosen.max_drafts, scheduling.costs.model, executor.drafter
         )
     engine = Engine(
         executor,

@@ -588,7 +588,8 @@ class Engine:
 
     def _foresee_drafts(self, speculation: Speculation) -> None:
         """Read what is in flight if drafts are to follow it."""
-        speculation.lookup_steps = 1 if self._beyond_steps else self._max_decode_steps()
+        looks_up = not self._beyond_steps and self._executor.looks_up(self.scheduler.num_running)
+        speculation.lookup_steps = self._max_decode_steps() if looks_up else 1
         if self._in_flight and self.scheduler.expects_drafts:
             self._commit_all()
 

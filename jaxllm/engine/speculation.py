@@ -98,12 +98,10 @@ class SpeculativeConfig:
         asked = max_num_seqs * self.num_speculative_tokens
         return max(0, min(asked, most, _MOST_LOGITS_BYTES // (4 * vocab_size)))
 
-    def make(
-        self, max_drafts: int, costs: CostModel, model: Proposer | None = None, *, max_looked_up: int = 0
-    ) -> Speculation:
+    def make(self, max_drafts: int, costs: CostModel, model: Proposer | None = None) -> Speculation:
         """What drafts at most so many tokens a step, by these costs of steps; each engine has its own.
 
-        `model` proposes them if they are computed; `max_looked_up` is that of `Speculation`.
+        `model` proposes them if they are computed.
         """
         proposer: Proposer = PromptLookup(self.prompt_lookup_min, self.prompt_lookup_max)
         if model is not None:
@@ -115,9 +113,7 @@ class SpeculativeConfig:
             policy = ByCost(costs, drafting=proposer.seconds)
         if self.disable_by_batch_size is not None:
             policy = BelowBatch(self.disable_by_batch_size, policy)
-        return Speculation(
-            proposer, policy, self.num_speculative_tokens, max_drafts, max_looked_up=max_looked_up
-        )
+        return Speculation(proposer, policy, self.num_speculative_tokens, max_drafts)
 
 
 def speculative_config(name: str, value: object) -> SpeculativeConfig | None:

@@ -518,6 +518,14 @@ class ModelExecutor:
         rows = self.config.buckets.decode_size(max(1, num_rows))
         return self._programs.has(ProgramKey(rows, 0, self.config.max_decode_steps, _FILTERED))
 
+    def looks_up(self, num_rows: int) -> bool:
+        """Whether programs of several iterations of so many rows are there that draft by themselves."""
+        size = next((size for size in self.config.lookup_sizes if size >= num_rows), None)
+        if size is None:
+            return False
+        key = self.config.lookup_key(size)
+        return all(self._programs.has(one) for one in (key, key._replace(sampling=Sampling.RANDOM)))
+
     def is_ready_for(self, request: Request) -> bool:
         """Whether no step waits for a program because of what a request asks of sampling.
 
