@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.engine.assembly import assemble
+from jaxllm.engine.assembly import LoadTimes, assemble_replicas
 from jaxllm.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.inputs import Prompt
 from jaxllm.engine.outputs import RequestOutput
+from jaxllm.engine.replicas import Replicas, thread_of
 from jaxllm.engine.residence import Residence
-from jaxllm.engine.thread import EngineThread, OutputStream
+from jaxllm.engine.thread import OutputStream
 from jaxllm.engine.vllm_names import CHAT_ARGUMENTS, check_call_arguments, translate
 from jaxllm.errors import ConfigError, RequestError, SamplingParamsError, shown
 from jaxllm.executor.step_programs import CompileProgress
@@ -45,7 +46,8 @@ class LLM:
     >>> outputs = llm.generate(["def add(a, b):"], SamplingParams(temperature=0))      # doctest: +SKIP
     >>> print(outputs[0].outputs[0].text)                                              # doctest: +SKIP
 
-    If a step fails all calls under way raise `EngineError`, and so do later ones; a new `LLM` works.
+    If a step fails all calls under way raise `EngineError`, and so do later ones; a new `LLM` works. Where
+    one of several replicas fails, calls go on that have no requests there.
 
     Args:
         model, tokenizer, **settings: the fields of `EngineConfig`; vLLM's others are taken with the values
@@ -55,6 +57,8 @@ class LLM:
 
     Attributes:
         engine: runs the requests; a loop of your own may use it while no call is under way.
+        replicas: each engine with what it was made of, `data_parallel_size` of them; `engine`, `executor` and
+            `costs` are of the first.
 
     Raises:
         ConfigError: a setting or the checkpoint's configuration is invalid or unsupported.
@@ -72,26 +76,38 @@ class LLM:
     ) -> None:
         known = [field.name for field in dataclasses.fields(EngineConfig)]
         self.config = EngineConfig(**translate({"model": model, "tokenizer": tokenizer, **settings}, known))
-        made = assemble(self.config, params=params)
+        self.replicas = assemble_replicas(self.config, params=params)
+        made = self.replicas[0]
         self.engine, self.executor, self.tokenizer = made.engine, made.executor, made.tokenizer
         self.model_config, self.dtype = made.model_config, made.dtype
         self.costs, self.costs_source = made.costs, made.costs_source
-        self.load_times, self._default_params = made.load_times, made.default_params
-        self._thread = EngineThread(self.engine)
-        self._residence = Residence(self.engine, self._thread, self.executor, made.device, made.reload)
+        self.load_times = LoadTimes(
+            sum(one.load_times.load_seconds for one in self.replicas),
+            sum(one.load_times.warm_up_seconds for one in self.replicas),
+        )
+        self._default_params = made.default_params
+        self._thread = thread_of([one.engine for one in self.replicas])
+        threads = self._thread.threads if isinstance(self._thread, Replicas) else [self._thread]
+        self._residences = [
+            Residence(one.engine, thread, one.executor, one.device, one.reload)
+            for one, thread in zip(self.replicas, threads, strict=True)
+        ]
         self._ids = itertools.count()
 
     def __repr__(self) -> str:
         """The model, and what it runs on."""
         config, limits = self.model_config, self.engine.scheduler.config
+        num_live = sum(one.engine.num_live for one in self.replicas)
         parts = [
             repr(self.config.model),
             f"{type(config).__name__.removesuffix('Config')} of {config.num_layers} layers in {self.dtype}",
             f"max_model_len={limits.max_model_len}",
             f"max_num_seqs={limits.max_num_seqs}",
             f"{limits.num_gpu_blocks} blocks of {limits.block_size} tokens",
-            "closed" if self.engine.is_closed else f"{self.engine.num_live} requests",
+            "closed" if self.engine.is_closed else f"{num_live} requests",
         ]
+        if len(self.replicas) > 1:
+            parts.insert(1, f"{len(self.replicas)} replicas")
         return f"LLM({', '.join(parts)})"
 
     def __enter__(self) -> LLM:
@@ -111,8 +127,9 @@ class LLM:
             EngineError: a thread runs requests of its own on `engine`.
         """
         self._thread.close()
-        self.executor.flush_files()
-        self.executor.release()
+        for one in self.replicas:
+            one.executor.flush_files()
+            one.executor.release()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.
@@ -135,7 +152,12 @@ class LLM:
 
     def compile_progress(self) -> CompileProgress:
         """How many programs are compiled, of how many, and for how many seconds."""
-        return self.executor.compile_progress()
+        found = [one.executor.compile_progress() for one in self.replicas]
+        return CompileProgress(
+            sum(one.num_compiled for one in found),
+            sum(one.num_programs for one in found),
+            max(one.seconds for one in found),
+        )
 
     def generate(
         self,
@@ -195,8 +217,8 @@ class LLM:
             sampling_params: of rows without; `get_default_sampling_params` if None.
             in_order: yield outputs in the order of the rows, and not as they end. Those that end early are
                 kept, at most eight times as many as are in flight.
-            max_in_flight: prompts that are queued or run at once; twice `max_num_seqs` if None, so that the
-                engine is never short of them.
+            max_in_flight: prompts that are queued or run at once; twice `max_num_seqs` of each engine if
+                None, so that none is ever short of them.
             first_place: what the first row is called, if some were answered before: outputs have the places
                 of rows as `request_id`. Give rows seeds where an interruption is to change nothing.
 
@@ -208,7 +230,9 @@ class LLM:
             EngineError: the engine has failed, or a thread runs requests of its own on `engine`.
             Exception: what `rows` or a scheduling policy raised.
         """
-        most = 2 * self.executor.config.max_num_seqs if max_in_flight is None else max_in_flight
+        most = max_in_flight
+        if most is None:
+            most = 2 * self.executor.config.max_num_seqs * len(self.replicas)
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ConfigError(f"max_in_flight={shown(most)} must be None or an integer of at least 1")
         _refuse_table(rows)
@@ -425,7 +449,9 @@ class LLM:
             WeightsError: they do not match the model; nothing was changed.
             EngineError: requests are under way, or the engine has failed.
         """
-        self._residence.update_weights(params)
+        with self._idle():
+            for one in self._residences:
+                one.update_weights(params)
 
     def sleep(self, level: int = 1) -> None:
         """Give device memory back until `wake_up`, with vLLM's levels. The prefix cache is forgotten.
@@ -437,7 +463,9 @@ class LLM:
             ConfigError: there is no such level.
             EngineError: requests are under way, or the engine has failed.
         """
-        self._residence.sleep(level)
+        with self._idle():
+            for one in self._residences:
+                one.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what `sleep` gave up; requests are refused until all of it is back.
@@ -451,12 +479,18 @@ class LLM:
             CapacityError: there is no room for the pool any more; the engine sleeps on.
             EngineError: the engine has failed.
         """
-        self._residence.wake_up(tags)
+        with self._idle():
+            for one in self._residences:
+                one.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether the pool or the weights are given back, so that requests are refused."""
-        return self.engine.is_asleep
+        return any(one.engine.is_asleep for one in self.replicas)
+
+    def _idle(self) -> contextlib.AbstractContextManager[None]:
+        """Lets no request come between changes of several engines; of one its own change refuses."""
+        return self._thread.idle() if isinstance(self._thread, Replicas) else contextlib.nullcontext()
 
     def _submit(
         self, prompts: Prompts, params: Params, priority: Priorities, deadline: Deadlines, *, stream: bool

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.cluster.prompt_keys import keys_of_token_ids
-from jaxllm.cluster.router import Router
 from jaxllm.predictors.base import CostModel
 from jaxllm.research.simulator.executor import SimulatedExecutor
 from jaxllm.research.workloads import Feed, Trace
+from jaxllm.routing.prompt_keys import keys_of_token_ids
+from jaxllm.routing.router import Router
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.policies import SchedulingPolicy

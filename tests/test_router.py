@@ -5,20 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_simulation import simulate_routing
 
-from jaxllm.cluster.loads import Loads
-from jaxllm.cluster.prefix_index import PrefixIndex
-from jaxllm.cluster.prompt_keys import (
-    keys_of_request,
-    keys_of_text,
-    keys_of_token_ids,
-    segment_tokens,
-)
-from jaxllm.cluster.router import PrefixAndLoad, PrefixOnly, RoundRobin, Router, TwoChoices
 from jaxllm.errors import ConfigError
 from jaxllm.predictors.base import model_shape
 from jaxllm.predictors.devices import device_spec
 from jaxllm.predictors.roofline import RooflineCostModel
 from jaxllm.research.workloads import Poisson, make_conversations
+from jaxllm.routing.loads import Loads
+from jaxllm.routing.prefix_index import PrefixIndex
+from jaxllm.routing.prompt_keys import (
+    keys_of_request,
+    keys_of_text,
+    keys_of_token_ids,
+    segment_tokens,
+)
+from jaxllm.routing.router import PrefixAndLoad, PrefixOnly, RoundRobin, Router, TwoChoices
 from jaxllm.sched.config import SchedulerConfig
 from jaxllm.sched.presets import vllm_v1
 

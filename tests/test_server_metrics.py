@@ -173,10 +173,10 @@ def test_history_is_by_the_second_and_bounded():
     assert history["refused"] == [0, 0, 0, 1]
     assert history["ttft_ms"] == history["ttft_p99_ms"] == history["e2e_p99_ms"] == [None] * 4
     stats.on_record(step(num_running=4))
-    stats.is_busy = lambda: True
+    stats.is_busy = lambda replica: True
     now[0] = 1007.0
     assert stats.history()["running"][-3:] == [4, 4, 4]  # one iteration that takes long
-    stats.is_busy = lambda: False
+    stats.is_busy = lambda replica: False
     now[0] = 9000.0
     assert len(stats.history()["time"]) == NUM_SECONDS - 1
     assert set(stats.history()["output_tokens"]) == {0}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from jaxllm.cluster.router import POLICIES
 from jaxllm.errors import ConfigError
+from jaxllm.routing.router import POLICIES
 from jaxllm.system.options import check_options, option, with_options
 
 _AT_LEAST_1 = (1, 2**40)

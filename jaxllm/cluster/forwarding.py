@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.cluster.prompt_keys import PromptKeys, keys_of_request
+from jaxllm.routing.prompt_keys import PromptKeys, keys_of_request
 from jaxllm.system.json_text import parse
 
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})

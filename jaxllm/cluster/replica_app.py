@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm.cluster.cpu_slices import CpuSlice
-from jaxllm.cluster.router import OUTPUT_WEIGHT, TYPICAL_OUTPUT_TOKENS
 from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import EngineError
+from jaxllm.routing.router import OUTPUT_WEIGHT, TYPICAL_OUTPUT_TOKENS
 
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig
@@ -80,7 +80,7 @@ class EngineApp:
     def queued_tokens(self) -> int:
         """See `ReplicaApp`."""
         prompts = answers = 0
-        for request in self._service.made.engine.scheduler.live_requests():
+        for request in (one for scheduler in self._service.schedulers for one in scheduler.live_requests()):
             with contextlib.suppress(IndexError, ValueError):  # it changes beside this, and may have ended
                 prompts += max(0, request.num_prompt_tokens - request.num_computed_tokens)
                 answers += min(TYPICAL_OUTPUT_TOKENS, max(0, request.max_total_tokens - request.num_tokens))
@@ -89,7 +89,8 @@ class EngineApp:
     def cache_tokens(self) -> int:
         """See `ReplicaApp`."""
         limits = self._service.core.limits
-        return (limits.num_gpu_blocks + limits.num_host_blocks) * limits.block_size
+        num_blocks = limits.num_gpu_blocks + limits.num_host_blocks
+        return len(self._service.replicas) * num_blocks * limits.block_size
 
     def bytes_per_token(self) -> float | None:
         """See `ReplicaApp`."""

@@ -8,11 +8,11 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from jaxllm.cluster.forwarding import ForwardedRequest
-from jaxllm.cluster.router import POLICIES, Router
+from jaxllm.routing.router import POLICIES, Router
 
 
 class ServeRouter(RequestRouter):
-    """Sends forwarded requests where `jaxllm.cluster.router` says, and what else there is anywhere."""
+    """Sends forwarded requests where `jaxllm.routing.router` says, and what else there is anywhere."""
 
     def initialize_state(self, policy: str = "prefix", **others: Any) -> None:
         """Begin without replicas.

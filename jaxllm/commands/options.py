@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 API_KEYS_VARIABLE = "JAXLLM_API_KEY"
 """Of the environment: keys that a server asks for."""
-_SHORT = {"pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
+_SHORT = {"pipeline_parallel_size": ["-pp"]}
 _PROGRAMS = "jaxllm.executor.step_programs"
 _LOGGERS = _PROGRAMS, "jaxllm.server", "uvicorn", "ray.data"
 

@@ -104,6 +104,7 @@ def assemble(
     config: EngineConfig,
     on_record: Callable[[PreemptionRecord | StepRecord], None] | None = None,
     params: Mapping[str, Any] | None = None,
+    replica: int = 0,
 ) -> Assembly:
     """Size the pool, load the model while its programs compile, and put an engine together.
 
@@ -112,6 +113,7 @@ def assemble(
         on_record: told of the scheduler's decisions (`Ledger`), in the thread that runs the engine.
         params: weights by name, instead of those of the checkpoint, of which then only the configuration and
             the tokenizer are read.
+        replica: which one it is of `data_parallel_size`, from 0; it takes the devices after those before it.
 
     Raises:
         ConfigError: a setting or the checkpoint's configuration is invalid or unsupported.
@@ -121,10 +123,10 @@ def assemble(
     """
     forks.note_jax()
     if config.ledger is None:
-        return _assemble(config, on_record and Ledger(on_record=on_record), params)
+        return _assemble(config, on_record and Ledger(on_record=on_record), params, replica)
     ledger, close = open_ledger(config.ledger, on_record)  # now rather than after loading
     try:
-        made = _assemble(config, ledger, params)
+        made = _assemble(config, ledger, params, replica)
     except BaseException:
         close()
         os.unlink(config.ledger)
@@ -133,9 +135,33 @@ def assemble(
     return made
 
 
-def _assemble(config: EngineConfig, ledger: Ledger | None, params: Mapping[str, Any] | None) -> Assembly:
+def assemble_replicas(
+    config: EngineConfig,
+    on_record: Callable[..., None] | None = None,
+    params: Mapping[str, Any] | None = None,
+) -> tuple[Assembly, ...]:
+    """The engines of a configuration, `data_parallel_size` of them; arguments and errors as `assemble`.
+
+    `on_record` is also told which `replica` decided, from 0.
+    """
+    made: list[Assembly] = []
+    try:
+        for replica in range(config.data_parallel_size):
+            tell = None if on_record is None else functools.partial(on_record, replica=replica)
+            made.append(assemble(config, tell, params, replica))
+    except BaseException:
+        for one in made:
+            one.engine.close()
+            one.executor.release()
+        raise
+    return tuple(made)
+
+
+def _assemble(
+    config: EngineConfig, ledger: Ledger | None, params: Mapping[str, Any] | None, replica: int
+) -> Assembly:
     started = time.perf_counter()
-    model = sizing.read_model(config, params)
+    model = sizing.read_model(config, sizing.placements(config)[replica], params)
     chosen = sizing.choose(config, model)
     draft = drafting.read_draft(config, model, chosen)
     beside = None if draft is None else draft.needs

@@ -115,6 +115,8 @@ class EngineConfig:
         seed: Of dummy weights, and of requests that name no seed.
         tensor_parallel_size: So many devices, the first of JAX's, share each layer. Each has some heads with
             their KV, and its part of most weights, so that the model need not fit one of them.
+        data_parallel_size: So many engines, each on `tensor_parallel_size` devices of its own with a pool and
+            a queue of its own. A request goes to the one at which it costs least, with what that has cached.
         max_model_len: Longest sequence, prompt and output, in tokens; by default the checkpoint's, or the
             pool's size if that is less (with a warning).
         max_num_seqs: Most requests running at once; by default 64 on CPUs, and 1024, 512 or 256 on GPUs, as
@@ -189,6 +191,7 @@ class EngineConfig:
     hf_overrides: Mapping[str, Any] | None = option(None, check=_overrides, parse=json_object)
     seed: int = option(0, within=(0, 2**63 - 1), flag=None)
     tensor_parallel_size: int = option(1, within=(1, 1024), short=("-tp",))
+    data_parallel_size: int = option(1, within=(1, 1024), short=("-dp",))
     max_model_len: int | None = option(None, within=(2, 2**24))
     max_num_seqs: int | None = option(None, within=(1, 2**14))
     max_num_batched_tokens: int | None = option(None, within=(1, 2**20))
@@ -232,6 +235,8 @@ class EngineConfig:
                 f"attention_implementation='fastest' measures on one device, and tensor_parallel_size="
                 f"{self.tensor_parallel_size}: name an implementation, or leave it out"
             )
+        if self.data_parallel_size > 1:
+            self._check_replicas()
         if self.quantization is None and not self.quantize_lm_head:
             raise ConfigError(
                 "quantize_lm_head=False leaves the output head out of a quantization, and there is none: set "
@@ -242,3 +247,18 @@ class EngineConfig:
                 f"prefix_cache_dir_bytes={self.prefix_cache_dir_bytes} limits files, and prefix_cache_dir "
                 "names no folder for any: set it, or leave both out"
             )
+
+    def _check_replicas(self) -> None:
+        """Verify that several engines can have the settings."""
+        count, policy = self.data_parallel_size, self.scheduler_policy
+        if self.ledger is not None:
+            raise ConfigError(
+                f"ledger={shown(self.ledger)} is of one engine's decisions, and data_parallel_size={count}: "
+                "leave one of them out"
+            )
+        for name, value in (("scheduler_policy", policy), ("costs", self.costs)):
+            if not isinstance(value, str | os.PathLike | type | None):
+                raise ConfigError(
+                    f"{name}={shown(value)} would be asked by {count} engines at once (data_parallel_size): "
+                    "give a name or a class, of which each makes its own"
+                )

@@ -20,6 +20,7 @@ from jaxllm.executor.draft_programs import ModelCore
 from jaxllm.executor.eagle3 import Eagle3Core
 from jaxllm.executor.medusa import MedusaHeads
 from jaxllm.executor.model_executor import ModelExecutor
+from jaxllm.executor.placement import Placement
 from jaxllm.loading import iter_params
 from jaxllm.loading.checkpoints import checkpoint_folder
 from jaxllm.loading.heads import load_heads
@@ -240,7 +241,7 @@ def _read_model(config: EngineConfig, name: str, model: sizing.Model, chosen: si
         speculative_config=None,
         tensor_parallel_size=1,
     )
-    read = sizing.read_model(own)
+    read = sizing.read_model(own, Placement(model.placement.devices[:1]))
     if read.config.vocab_size != model.config.vocab_size:
         raise ConfigError(
             f"it has a vocabulary of {read.config.vocab_size} tokens, and {str(config.model)!r} has "

@@ -18,7 +18,7 @@ NOT_FINITE = (
 )
 """Why a request ended whose next token there is none to sample for."""
 
-Sink = Callable[["RequestState", Delta | BaseException], None]
+Sink = Callable[["RequestState", Delta | BaseException], object]
 """Where a request's deltas go, or the error that ended it."""
 
 

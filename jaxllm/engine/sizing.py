@@ -53,7 +53,7 @@ class Model:
     Attributes:
         folder: the checkpoint's.
         tokenizer_folder: the tokenizer's.
-        placement: the first of JAX's devices.
+        placement: its devices.
         config: sizes and layers, for the longest sequences that its positions allow.
         dtype: of weights and activations.
         kv_dtype: keys and values are stored as that, one of `KV_DTYPES`.
@@ -132,7 +132,26 @@ class Sizes:
     num_writing_blocks: int
 
 
-def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) -> Model:
+def placements(config: EngineConfig) -> list[Placement]:
+    """The devices of each replica: of JAX's the first, the next ones, and so on.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    # Without effect where JAX has taken its memory already.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory.MEM_FRACTION))
+    devices, size, count = jax.devices(), config.tensor_parallel_size, config.data_parallel_size
+    if size * count > len(devices):
+        replicas = f"data_parallel_size={count} times " if count > 1 else ""
+        raise ConfigError(
+            f"{replicas}tensor_parallel_size={size} is more than the devices that JAX sees, "
+            f"{len(devices)} of {devices[0].platform}: take fewer (a CPU is as many with XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={size * count})"
+        )
+    return [Placement(tuple(devices[first : first + size])) for first in range(0, size * count, size)]
+
+
+def read_model(config: EngineConfig, placement: Placement, params: Mapping[str, Any] | None = None) -> Model:
     """Read what the checkpoint says of itself, and set JAX up; `params` are weights instead of its own.
 
     Raises:
@@ -142,9 +161,6 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
     """
     folder, tokenizer_folder = _folders(config)
     default_params = default_sampling_params(folder)
-    # Without effect where JAX has taken its memory already.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory.MEM_FRACTION))
-    placement = _placement(config.tensor_parallel_size)
     device = placement.devices[0]
     _set_compilation_cache(config.compilation_cache_dir)
     hf_config = read_hf_config(folder)
@@ -174,22 +190,6 @@ def read_model(config: EngineConfig, params: Mapping[str, Any] | None = None) ->
         kv_dtype = _stored_kv_dtype(model_config, device) or dtype
     weights = formats, num_weight_bytes
     return Model(folder, tokenizer_folder, placement, model_config, dtype, kv_dtype, *weights, default_params)
-
-
-def _placement(num_devices: int) -> Placement:
-    """The first of JAX's devices.
-
-    Raises:
-        ConfigError: there are fewer.
-    """
-    devices = jax.devices()
-    if num_devices > len(devices):
-        raise ConfigError(
-            f"tensor_parallel_size={num_devices} is more than the devices that JAX sees, {len(devices)} of "
-            f"{devices[0].platform}: take fewer (a CPU is as many with XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={num_devices})"
-        )
-    return Placement(tuple(devices[:num_devices]))
 
 
 def _multiplies_natively(config: EngineConfig, device: jax.Device, dtype: str) -> bool:
@@ -346,7 +346,7 @@ def size(
     num_host_blocks = chosen.scheduling.num_host_blocks(
         config.num_host_blocks, num_blocks, needed_blocks, host_bytes, is_needed=has_files
     )
-    memory.check_host_fits(num_host_blocks * host_bytes)
+    memory.check_host_fits(num_host_blocks * host_bytes * config.data_parallel_size)
     num_writing_blocks = -(-num_host_blocks // _WRITING_SHARE) if has_files else 0
     caches = config.enable_prefix_caching
     scheduler = SchedulerConfig(

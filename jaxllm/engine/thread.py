@@ -10,14 +10,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.output_builder import Delta, OutputBuilder
-from jaxllm.engine.output_processor import RequestState
+from jaxllm.engine.output_processor import RequestState, Sink
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.errors import EngineError, RequestError, SamplingParamsError
 from jaxllm.system.threads import WorkingThread, is_interpreter_exiting
+
+if TYPE_CHECKING:
+    from jaxllm.engine.replicas import Replicas
 
 _R = TypeVar("_R")
 _SECONDS_TO_LOOK_UP = 1.0  # after which a reader asks whether there is anything to wait for
@@ -101,11 +104,16 @@ class EngineThread:
         put: Callable[[Item], object],
     ) -> list[tuple[RequestState, OutputBuilder]]:
         """Check a request, whose outputs are called by its place; as `prepare`."""
-        sink = functools.partial(self._forward, put)
-        return self._engine.prepare(request_id, stream=stream, sink=sink, output_id=str(place), **arguments)
+        return self._engine.prepare(
+            request_id,
+            stream=stream,
+            sink=lambda state, item: put((state.request.request_id, item)),
+            output_id=str(place),
+            **arguments,
+        )
 
     def queue(self, states: Sequence[RequestState]) -> None:
-        """Run requests that were prepared.
+        """Run requests that were prepared, by this or by the thread of an engine like this one's.
 
         Raises:
             EngineError: the engine belongs to a thread that is not the caller.
@@ -237,14 +245,12 @@ class EngineThread:
                 for event in waiting:
                     event.set()
 
-    def _forward(
-        self, put: Callable[[Item], object], state: RequestState, item: Delta | BaseException
-    ) -> None:
-        """Pass on what is new of a request."""
-        request_id = state.request.request_id
+    def _forward(self, sink: Sink | None, state: RequestState, item: Delta | BaseException) -> None:
+        """Pass on what is new of a request to whoever prepared it."""
         if isinstance(item, BaseException) or item.finish_reason is not None:
-            self._live.pop(request_id, None)
-        put((request_id, item))
+            self._live.pop(state.request.request_id, None)
+        if sink is not None:
+            sink(state, item)
 
     def _end(self, error: BaseException) -> None:
         """End all requests with what went wrong. If the engine has failed it has done so already."""
@@ -262,6 +268,7 @@ class EngineThread:
     def _add(self, states: Sequence[RequestState]) -> None:
         for state in states:
             self._live[state.request.request_id] = state
+            state.sink = functools.partial(self._forward, state.sink)
         try:
             self._engine.add(states)
         except Exception as error:
@@ -294,7 +301,9 @@ class OutputStream(Iterator[RequestOutput]):
     Closing it ends the requests that are left; so does dropping it, used or not.
     """
 
-    def __init__(self, thread: EngineThread, items: _Queue, builders: dict[str, OutputBuilder]) -> None:
+    def __init__(
+        self, thread: EngineThread | Replicas, items: _Queue, builders: dict[str, OutputBuilder]
+    ) -> None:
         self._thread, self._items, self._builders = thread, items, builders
         self._dropped = weakref.finalize(self, _abort_left, thread, builders)
         self._dropped.atexit = False
@@ -378,5 +387,5 @@ def _call(action: Callable[[], _R], done: concurrent.futures.Future[_R]) -> None
         done.set_exception(error)
 
 
-def _abort_left(thread: EngineThread, builders: dict[str, OutputBuilder]) -> None:
+def _abort_left(thread: EngineThread | Replicas, builders: dict[str, OutputBuilder]) -> None:
     thread.abort_soon(tuple(builders))

@@ -12,7 +12,6 @@ from jaxllm.errors import ConfigError, JaxllmError, RequestError, nearest, shown
 _logger = logging.getLogger(__name__)
 
 _NO_STAGES = "an engine's devices share each layer (tensor_parallel_size); leave it out"
-_ONE_ENGINE = "leave it out, and run several engines (`--ray`, jaxllm.cluster.generate)"
 _FILES = "safetensors, configuration and tokenizer are all that is read; leave it out"
 _NO_CODE = "no code of checkpoints is ever run; leave it out"
 _MULTIMODAL = "models of text only are supported; leave it out"
@@ -24,7 +23,6 @@ _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priori
 
 SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
     "pipeline_parallel_size": ((1,), _NO_STAGES),
-    "data_parallel_size": ((1,), _ONE_ENGINE),
     "enable_expert_parallel": ((False,), "there are no models with experts; leave it out"),
     "distributed_executor_backend": ((None,), "all devices are of one process; leave it out"),
     "disable_custom_all_reduce": ((False, True), "sums are XLA's; leave it out"),

@@ -202,7 +202,7 @@ async def _run(
 ) -> int:
     app = make_app(service)
     answers: asyncio.Queue[tuple[BatchLine, int, bytes] | BaseException] = asyncio.Queue()
-    num_workers = min(len(todo), _ROUNDS * service.core.limits.max_num_seqs)
+    num_workers = min(len(todo), _ROUNDS * len(service.replicas) * service.core.limits.max_num_seqs)
     num_errors = num_answers = 0
     async with app.router.lifespan_context(app):
         with open(path, "rb") as file:

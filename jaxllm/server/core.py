@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from jaxllm.engine.assembly import Assembly
 from jaxllm.engine.output_builder import Delta, OutputBuilder
 from jaxllm.engine.outputs import RequestOutput
-from jaxllm.engine.thread import EngineThread, Item
+from jaxllm.engine.replicas import thread_of
+from jaxllm.engine.thread import Item
 from jaxllm.errors import EngineError
 from jaxllm.server.errors import busy, refused, shutting_down
 
@@ -214,10 +215,10 @@ def _merged(first: Delta, second: Delta) -> Delta:
 
 
 class EngineCore:
-    """An engine that serves an event loop. Checks and tokenising run in threads of their own.
+    """An engine, or replicas, for an event loop. Checks and tokenising run in threads of their own.
 
     Args:
-        made: the engine, with its tokenizer; it is this object's own from now on.
+        replicas: the engines, with their tokenizers; they are this object's own from now on.
         max_queued_requests, max_queued_tokens: see `ServerConfig`.
 
     Attributes:
@@ -227,16 +228,20 @@ class EngineCore:
     """
 
     def __init__(
-        self, made: Assembly, *, max_queued_requests: int | None = None, max_queued_tokens: int | None = None
+        self,
+        replicas: Sequence[Assembly],
+        *,
+        max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
     ) -> None:
-        limits = made.engine.scheduler.config
-        self.made, self.limits = made, limits
-        num_queued = 4 * limits.max_num_seqs if max_queued_requests is None else max_queued_requests
-        max_requests = limits.max_num_seqs + num_queued
+        self.replicas, self.limits = replicas, replicas[0].engine.scheduler.config
+        limits, num_running = self.limits, len(replicas) * self.limits.max_num_seqs
+        num_queued = 4 * num_running if max_queued_requests is None else max_queued_requests
+        max_requests = num_running + num_queued
         if max_queued_tokens is None:
             max_queued_tokens = max(limits.max_model_len, max_requests * min(limits.max_model_len, 2048))
         self.admission = Admission(max_requests, max_queued_tokens)
-        self._thread = EngineThread(made.engine)
+        self._thread = thread_of([one.engine for one in replicas])
         self._ids = itertools.count()
         self._pools = {
             name: ThreadPoolExecutor(size, thread_name_prefix=f"jaxllm-{name}")
@@ -252,8 +257,8 @@ class EngineCore:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine takes requests."""
-        return not self.made.engine.is_closed
+        """Whether the engine takes requests, or every replica does."""
+        return not any(one.engine.is_closed for one in self.replicas)
 
     @property
     def num_live(self) -> int:
@@ -315,7 +320,7 @@ class EngineCore:
 
         prepare = functools.partial(self._thread.prepare, named, stream=stream, put=put)
         params = [one.get("sampling_params") for one in requests]
-        takes_long = any(one is not None and self.made.engine.takes_long(one) for one in params)
+        takes_long = any(one is not None and self.replicas[0].engine.takes_long(one) for one in params)
         states, builders = await self.call(prepare, pool="grammars" if takes_long else "inputs")
         if self.is_drained:
             raise shutting_down()
@@ -332,7 +337,7 @@ class EngineCore:
     def forget(self, generation: Generation) -> None:
         """End what is left of a generation."""
         self._live.discard(generation)
-        if generation.request_ids and self.is_healthy:
+        if generation.request_ids and not all(one.engine.is_closed for one in self.replicas):
             self.on_abort(len(generation.request_ids))
             self._thread.abort_soon(generation.request_ids)
 
@@ -366,8 +371,9 @@ class EngineCore:
         self._thread.close()
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-        self.made.executor.flush_files()
-        self.made.executor.release()
+        for one in self.replicas:
+            one.executor.flush_files()
+            one.executor.release()
 
     def _distribute(self) -> None:
         """Pass on what came, a few at a time: others, such as who is to be refused, have turns between."""

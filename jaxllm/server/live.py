@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jaxllm
 from jaxllm.sched.ledger import PreemptionRecord
+from jaxllm.sched.scheduler import PoolUsage
 from jaxllm.types import Request
 
 if TYPE_CHECKING:
@@ -16,17 +17,19 @@ _MAX_REQUESTS = 256
 
 
 def pools(service: Service) -> dict[str, Any]:
-    """Blocks of each tier, by what they are; files in bytes, None if there are none."""
-    device, host = service.made.engine.scheduler.usage()
+    """Blocks of each tier, of all replicas, by what they are; files in bytes, None if there are none."""
+    tiers = zip(*(scheduler.usage() for scheduler in service.schedulers), strict=True)
+    device, host = (PoolUsage(*map(sum, zip(*usages, strict=True))) for usages in tiers)
     files = service.made.files
     disk = None if files is None else {"bytes": files.num_bytes, "limit_bytes": files.max_bytes}
     return {"device": device._asdict(), "host": host._asdict(), "disk": disk}
 
 
 def live(service: Service) -> dict[str, Any]:
-    """Everything that the page shows."""
-    made, stats = service.made, service.stats
-    scheduler, admission, limits = made.engine.scheduler, service.core.admission, service.core.limits
+    """Everything that the page shows: of several replicas the sums, and predictions of the first."""
+    made, stats, schedulers = service.made, service.stats, service.schedulers
+    admission, limits = service.core.admission, service.core.limits
+    count = len(schedulers)
     totals, block_bytes = stats.totals, service.block_bytes
     return {
         "version": jaxllm.__version__,
@@ -37,19 +40,19 @@ def live(service: Service) -> dict[str, Any]:
         "is_healthy": service.core.is_healthy,
         "compiling": _compiling(service),
         "limits": {
-            "num_gpu_blocks": limits.num_gpu_blocks,
-            "num_host_blocks": limits.num_host_blocks,
+            "num_gpu_blocks": count * limits.num_gpu_blocks,
+            "num_host_blocks": count * limits.num_host_blocks,
             "block_size": limits.block_size,
-            "max_num_seqs": limits.max_num_seqs,
+            "max_num_seqs": count * limits.max_num_seqs,
             "max_model_len": limits.max_model_len,
-            "max_queued_requests": admission.max_requests - limits.max_num_seqs,
+            "max_queued_requests": admission.max_requests - count * limits.max_num_seqs,
             "max_queued_tokens": admission.max_tokens,
             "block_bytes": block_bytes,
         },
         "queues": {
-            "waiting": scheduler.num_waiting,
-            "running": scheduler.num_running,
-            "swapped": scheduler.num_swapped,
+            "waiting": sum(one.num_waiting for one in schedulers),
+            "running": sum(one.num_running for one in schedulers),
+            "swapped": sum(one.num_swapped for one in schedulers),
         },
         "pool": pools(service),
         "requests": _requests(service),
@@ -76,16 +79,18 @@ def live(service: Service) -> dict[str, Any]:
 
 def _compiling(service: Service) -> dict[str, int] | None:
     """How many programs there are, of how many known to be needed; None while none is being compiled."""
-    progress = service.made.executor.compile_progress()
-    if progress.num_compiled == progress.num_programs:
+    found = [one.executor.compile_progress() for one in service.replicas]
+    num_compiled = sum(one.num_compiled for one in found)
+    num_programs = sum(one.num_programs for one in found)
+    if num_compiled == num_programs:
         return None
-    return {"num_compiled": progress.num_compiled, "num_programs": progress.num_programs}
+    return {"num_compiled": num_compiled, "num_programs": num_programs}
 
 
 def _requests(service: Service) -> list[dict[str, Any]]:
     """Those that hold the most blocks."""
     now = time.monotonic()
-    requests = service.made.engine.scheduler.live_requests()
+    requests = [one for scheduler in service.schedulers for one in scheduler.live_requests()]
     requests.sort(key=lambda one: (-len(one.block_ids), -len(one.host_blocks), one.arrival_index))
     return [_request(one, now) for one in requests[:_MAX_REQUESTS]]
 

@@ -128,7 +128,7 @@ class Metrics:
 
 
 class _Engine(Collector):
-    """What the engine knows at the moment it is asked."""
+    """What the engines know at the moment they are asked: sums, and how well the first one predicts."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -137,15 +137,18 @@ class _Engine(Collector):
         """One family after another."""
         service = self._service
         made, totals, model = service.made, service.stats.totals, service.model_names[0]
-        scheduler = made.engine.scheduler
+        schedulers = service.schedulers
         block_bytes = service.block_bytes
         tiers = pools(service)
 
         gauge = functools.partial(_family, GaugeMetricFamily, model)
         counter = functools.partial(_family, CounterMetricFamily, model)
-        yield gauge("num_requests_running", "Requests that hold blocks.", {(): scheduler.num_running})
-        yield gauge("num_requests_waiting", "Requests that wait to begin.", {(): scheduler.num_waiting})
-        yield gauge("num_requests_swapped", "Requests whose KV is on the host.", {(): scheduler.num_swapped})
+        num_running = sum(one.num_running for one in schedulers)
+        num_waiting = sum(one.num_waiting for one in schedulers)
+        num_swapped = sum(one.num_swapped for one in schedulers)
+        yield gauge("num_requests_running", "Requests that hold blocks.", {(): num_running})
+        yield gauge("num_requests_waiting", "Requests that wait to begin.", {(): num_waiting})
+        yield gauge("num_requests_swapped", "Requests whose KV is on the host.", {(): num_swapped})
         shares = {("device",): _share(tiers["device"]), ("host",): _share(tiers["host"])}
         if (disk := tiers["disk"]) is not None:
             shares[("disk",)] = disk["bytes"] / disk["limit_bytes"]
@@ -162,13 +165,13 @@ class _Engine(Collector):
         yield counter(
             "recomputed_tokens", "Tokens computed again after preemptions.", {(): totals.recomputed_tokens}
         )
-        if scheduler.speculation is not None:
-            counts = scheduler.speculation.counts
-            yield counter(
-                "spec_decode_num_drafts", "Verifications of drafts.", {(): counts.num_verifications}
-            )
-            yield counter("spec_decode_num_draft_tokens", "Drafts verified.", {(): counts.num_drafted})
-            yield counter("spec_decode_num_accepted_tokens", "Drafts kept.", {(): counts.num_kept})
+        if drafted := [one.speculation.counts for one in schedulers if one.speculation is not None]:
+            num_verifications = sum(one.num_verifications for one in drafted)
+            num_drafted = sum(one.num_drafted for one in drafted)
+            num_kept = sum(one.num_kept for one in drafted)
+            yield counter("spec_decode_num_drafts", "Verifications of drafts.", {(): num_verifications})
+            yield counter("spec_decode_num_draft_tokens", "Drafts verified.", {(): num_drafted})
+            yield counter("spec_decode_num_accepted_tokens", "Drafts kept.", {(): num_kept})
         errors = {
             (str(kind),): report.error_after
             for kind, report in made.costs.report().items()
@@ -178,7 +181,7 @@ class _Engine(Collector):
         yield counter(
             "compilations",
             "Programs compiled, or loaded from the cache of compiled ones.",
-            {(): len(made.executor.programs)},
+            {(): sum(len(one.executor.programs) for one in service.replicas)},
         )
         yield gauge("engine_healthy", "1 if the engine takes requests.", {(): float(service.core.is_healthy)})
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.engine.assembly import Assembly, assemble
+from jaxllm.engine.assembly import Assembly, assemble_replicas
 from jaxllm.engine.config import EngineConfig
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sched.presets import DEFAULT_PRESET
+from jaxllm.sched.scheduler import Scheduler
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.core import EngineCore
 from jaxllm.server.errors import ApiError, refused, shutting_down
@@ -29,32 +31,43 @@ class Service:
     """A model that is served.
 
     Args:
-        made: an engine, which is the service's own from now on.
+        replicas: an engine, or several, which are the service's own from now on.
         model: folder or id of its checkpoint.
         config: how to serve it.
-        stats: what `assemble` was told to report to.
+        stats: what they were told to report to, one by one.
         policy_name: of the scheduling policy, for people.
 
     Attributes:
         core: runs requests.
+        made: the first engine; the others are like it.
         model_names: what clients call the model.
         tokenizer: the model's, if there is one.
         block_bytes: of a KV block.
     """
 
     def __init__(
-        self, made: Assembly, model: str, config: ServerConfig, stats: Stats, policy_name: str
+        self,
+        replicas: Sequence[Assembly],
+        model: str,
+        config: ServerConfig,
+        stats: Stats,
+        policy_name: str,
     ) -> None:
-        self.made, self.config, self.stats, self.policy_name = made, config, stats, policy_name
+        self.replicas, self.made = replicas, replicas[0]
+        self.config, self.stats, self.policy_name = config, stats, policy_name
         self.core = EngineCore(
-            made, max_queued_requests=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens
+            replicas,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
         )
         named = Path(model).resolve().name if Path(model).exists() else model
         self.model_names = tuple(config.served_model_names) or (named,)
         self._known_names = {*self.model_names, *([] if config.served_model_names else [model])}
+        made = self.made
         self.tokenizer: PreTrainedTokenizerBase | None = made.tokenizer
-        stats.is_busy = lambda: made.engine.num_live > 0
-        made.engine.on_tokens = stats.count_output
+        stats.is_busy = lambda replica: replicas[replica].engine.num_live > 0
+        for one in replicas:
+            one.engine.on_tokens = stats.count_output
         self.block_bytes = made.executor.pool_bytes // made.executor.num_gpu_blocks
         max_len = self.core.limits.max_model_len
         self.prompt_limits = PromptLimits(
@@ -67,16 +80,21 @@ class Service:
 
     @classmethod
     def load(cls, engine: EngineConfig, config: ServerConfig) -> Service:
-        """Load a model and make its engine.
+        """Load a model and make its engine, or several.
 
         Raises:
             ConfigError, WeightsError, CapacityError: see `LLM`.
         """
         stats = Stats()
-        made = assemble(engine, stats.on_record)
+        replicas = assemble_replicas(engine, stats.on_record)
         policy = DEFAULT_PRESET if engine.scheduler_policy is None else engine.scheduler_policy
         name = policy if isinstance(policy, str) else type(policy).__name__
-        return cls(made, engine.model, config, stats, name)
+        return cls(replicas, engine.model, config, stats, name)
+
+    @property
+    def schedulers(self) -> list[Scheduler]:
+        """One of each engine."""
+        return [one.engine.scheduler for one in self.replicas]
 
     @property
     def default_params(self) -> SamplingParams:

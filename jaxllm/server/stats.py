@@ -74,7 +74,7 @@ class Stats:
         decisions: the last preemptions, each with the time it was decided; records are filled in later.
         on_finished: called as `finished`.
         on_failed: called when a request fails.
-        is_busy: whether requests are under way.
+        is_busy: whether requests are under way at a replica.
         inter_token_seconds: called with the seconds between tokens of a stream, once for each output.
     """
 
@@ -87,41 +87,49 @@ class Stats:
         )
         self.on_finished: Callable[[RequestOutput, Sequence[tuple[int, str]]], None] = lambda *_: None
         self.on_failed: Callable[[], object] = lambda: None
-        self.is_busy: Callable[[], bool] = lambda: False
+        self.is_busy: Callable[[int], bool] = lambda replica: False
         self.inter_token_seconds: Callable[[float], None] = lambda seconds: None
         self._seconds: collections.deque[Second] = collections.deque([Second(int(clock()))], NUM_SECONDS)
         self._median = 0, 1.0  # and of which second
         self._prompt_sizes = 0.0, 0.0  # bytes, tokens
+        self._last: dict[int, StepRecord] = {}  # iteration of each replica
         self._lock = threading.Lock()
 
-    def on_record(self, record: PreemptionRecord | StepRecord) -> None:
-        """Take what the scheduler decided, in the engine's thread."""
-        totals = self.totals
-        if isinstance(record, PreemptionRecord):
-            self.decisions.append((self._clock(), record))
-            if record.is_swap:
-                totals.preemptions_swap += 1
+    def on_record(self, record: PreemptionRecord | StepRecord, replica: int = 0) -> None:
+        """Take what a replica's scheduler decided, in its engine's thread."""
+        with self._lock:
+            if isinstance(record, PreemptionRecord):
+                self.decisions.append((self._clock(), record))
+                if record.is_swap:
+                    self.totals.preemptions_swap += 1
+                else:
+                    self.totals.preemptions_recompute += 1
             else:
-                totals.preemptions_recompute += 1
-            return
+                self._count_step(record, replica)
+
+    def _count_step(self, record: StepRecord, replica: int) -> None:
+        totals = self.totals
         totals.prompt_tokens += record.num_prefill_tokens
         totals.recomputed_tokens += record.num_recomputed_tokens
         totals.blocks_out += record.num_blocks_out
         totals.blocks_in += record.num_blocks_in
-        with self._lock:
-            second = self._now()
-            second.prompt_tokens += record.num_prefill_tokens
-            second.running, second.waiting = record.num_running, record.num_waiting
-            second.swapped = record.num_swapped
-            second.device_blocks, second.host_blocks = record.num_used_blocks, record.num_used_host_blocks
-            second.dropped += record.num_dropped
-            second.swapped_out += record.num_swapped_out
-            second.swapped_in += record.num_swapped_in
+        self._last[replica] = record
+        live = [one for place, one in self._last.items() if place == replica or self.is_busy(place)]
+        second = self._now()
+        second.prompt_tokens += record.num_prefill_tokens
+        second.running = sum(one.num_running for one in live)
+        second.waiting = sum(one.num_waiting for one in live)
+        second.swapped = sum(one.num_swapped for one in live)
+        second.device_blocks = sum(one.num_used_blocks for one in live)
+        second.host_blocks = sum(one.num_used_host_blocks for one in live)
+        second.dropped += record.num_dropped
+        second.swapped_out += record.num_swapped_out
+        second.swapped_in += record.num_swapped_in
 
     def count_output(self, num_tokens: int) -> None:
-        """Take tokens that were sampled, in the engine's thread."""
-        self.totals.output_tokens += num_tokens
+        """Take tokens that were sampled, in an engine's thread."""
         with self._lock:
+            self.totals.output_tokens += num_tokens
             self._now().output_tokens += num_tokens
 
     def refused(self) -> None:
@@ -204,7 +212,7 @@ class Stats:
         if now <= last.time:
             return last
         goes_on = {}
-        if self.is_busy():  # in one iteration that takes long
+        if any(map(self.is_busy, self._last)):  # in one iteration that takes long
             goes_on = {name: getattr(last, name) for name in _LEVELS}
         for missing in range(max(last.time + 1, now - NUM_SECONDS), now + 1):
             self._seconds.append(Second(missing, **goes_on))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from engine_helpers import make_llm
-from test_forced_preemption import PARAMS, PROMPTS, assert_same
+from test_forced_preemption import assert_same
 from test_prefix_files import files_below, generate, keeping
 from variants import golden_checkpoint
 
@@ -20,7 +20,6 @@ from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS
 from jaxllm.models.llama import LlamaForCausalLM
 from jaxllm.models.registry import PLAIN, abstract_params, weight_bytes
-from jaxllm.sampling.structured_outputs import StructuredOutputsParams
 
 GQA = golden_checkpoint("llama_gqa")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
@@ -34,26 +33,6 @@ OPTIONS = {"warm_up": "background", "skip_tokenizer_init": False, "num_host_bloc
 def llm(request):
     with make_llm(demo_model_path(), tensor_parallel_size=request.param, **OPTIONS) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def asked():
-    """Prompts and parameters of all kinds: seeds, filters, penalties, scores, grammars, samples."""
-    params = [
-        *PARAMS,
-        SamplingParams(temperature=0.9, seed=3, max_tokens=12, n=3, logprobs=-1),
-        SamplingParams(
-            temperature=0, max_tokens=24, structured_outputs=StructuredOutputsParams(regex="[a-c]{4,9}")
-        ),
-        SamplingParams(temperature=0.7, seed=5, max_tokens=12, top_k=5, min_p=0.05, bad_words=["self"]),
-    ]
-    return [PROMPTS[place % len(PROMPTS)] for place in range(len(params))], params
-
-
-@pytest.fixture(scope="module")
-def on_one(asked):
-    with make_llm(demo_model_path(), tensor_parallel_size=1, **OPTIONS) as made:
-        return made.generate(*asked, use_tqdm=False)
 
 
 def test_what_requests_ask_of_sampling_is_the_same(llm, asked, on_one):

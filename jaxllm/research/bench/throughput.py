@@ -124,13 +124,13 @@ def _greedy(num_outputs: int) -> SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class Repetition:
-    """One timed pass over a workload. `outputs` keep the requests' metrics."""
+    """One timed pass over a workload. `outputs` keep the requests' metrics; `timer` is of one engine."""
 
     seconds: float
     num_prompt_tokens: int
     num_output_tokens: int
     outputs: Sequence[RequestOutput]
-    timer: StepTimer
+    timer: StepTimer | None
 
 
 def run_once(
@@ -143,7 +143,10 @@ def run_once(
     outputs = []
     while engine.has_unfinished_requests:
         outputs += [output for output in timer.step() if output.finished]
-    seconds = time.perf_counter() - started
+    return _repetition_of(time.perf_counter() - started, outputs, timer)
+
+
+def _repetition_of(seconds: float, outputs: Sequence[RequestOutput], timer: StepTimer | None) -> Repetition:
     return Repetition(
         seconds,
         sum(len(output.prompt_token_ids) for output in outputs),
@@ -221,6 +224,11 @@ def measure_throughput(
 
 def _repetition(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> Repetition:
     llm.reset_prefix_cache()  # of the passes before it
+    if len(llm.replicas) > 1:
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, [params for _, params in requests], use_tqdm=False)
+        return _repetition_of(time.perf_counter() - started, outputs, None)
     with StepTimer(llm.engine, llm.executor) as timer:
         return run_once(llm.engine, timer, requests)
 
@@ -267,6 +275,7 @@ def _engine_facts(llm: LLM) -> dict[str, Any]:
         "dtype": llm.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "data_parallel_size": len(llm.replicas),
         "max_num_batched_tokens": llm.engine.scheduler.config.max_num_batched_tokens,
         "block_size": config.block_size,
         "num_gpu_blocks": config.num_gpu_blocks,
@@ -333,12 +342,16 @@ def _preemptions(run: Repetition) -> int:
     return sum(output.metrics.num_preemptions for output in run.outputs if output.metrics is not None)
 
 
-def overhead(runs: Sequence[Repetition]) -> dict[str, Any]:
+def overhead(runs: Sequence[Repetition]) -> dict[str, Any] | None:
     """The host's time outside device programs (see `step_times`): shares of wall time, step medians.
 
-    `prompt_program_fill` is the share of the rows of programs with prompts that computed something.
+    `prompt_program_fill` is the share of the rows of programs with prompts that computed something. None of
+    several engines, whose steps are not timed.
     """
-    steps = [step for run in runs for step in run.timer.steps]
+    timers = [run.timer for run in runs if run.timer is not None]
+    if len(timers) < len(runs):
+        return None
+    steps = [step for timer in timers for step in timer.steps]
     seconds = sum(run.seconds for run in runs)
     inside = sum(step.program + step.fetch for step in steps)
     parts = ("schedule", "pack", "commit", "host", "program", "fetch", "total")

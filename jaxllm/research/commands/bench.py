@@ -149,11 +149,12 @@ def _workload(args: argparse.Namespace) -> Workload | RecordedWorkload:
 
 def _summary(result: dict[str, Any]) -> list[str]:
     output, total = result["output_tokens_per_second"], result["total_tokens_per_second"]
+    steps = result["engine_overhead"]
+    host = "" if steps is None else f"host share {steps['host_share']:.1%}, "
     lines = [
         f"{output['median']:.1f} output tokens/s ({output['min']:.1f} to {output['max']:.1f}), "
         f"{total['median']:.1f} total tokens/s, {result['gflop_per_second']['median']:.1f} GFLOP/s",
-        f"host share {result['engine_overhead']['host_share']:.1%}, "
-        f"{sum(result['num_preemptions'])} preemptions, "
+        f"{host}{sum(result['num_preemptions'])} preemptions, "
         f"{result['compilations_after_warm_up']} compilations after warm-up, "
         f"peak RSS {result['peak_rss_bytes'] / 2**20:.0f} MiB",
     ]

@@ -32,6 +32,7 @@ _REFUSED = {
     "prefix_cache_dir": "prompts are made up, and computed whole",
     "prefix_cache_dir_bytes": "prompts are made up, and computed whole",
     "num_scheduler_steps": "steps are measured one by one",
+    "data_parallel_size": "one engine is measured",
 }
 
 

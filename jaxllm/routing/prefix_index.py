@@ -6,7 +6,7 @@ import collections
 import random
 from typing import NamedTuple
 
-from jaxllm.cluster.prompt_keys import PromptKeys, segment_tokens
+from jaxllm.routing.prompt_keys import PromptKeys, segment_tokens
 
 
 class Holder(NamedTuple):

@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from jaxllm.cluster.loads import Loads
-from jaxllm.cluster.prefix_index import PrefixIndex
-from jaxllm.cluster.prompt_keys import BYTES_PER_TOKEN, PromptKeys
 from jaxllm.errors import ConfigError
+from jaxllm.routing.loads import Loads
+from jaxllm.routing.prefix_index import PrefixIndex
+from jaxllm.routing.prompt_keys import BYTES_PER_TOKEN, PromptKeys
 
 DEFAULT_CACHE_TOKENS = 2**17
 """How much a replica is thought to cache that has not said so."""

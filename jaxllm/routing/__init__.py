@@ -1,0 +1,1 @@
+"""Which of several engines answers a request: decisions alone, which need neither JAX nor Ray."""
