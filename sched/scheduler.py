@@ -348,15 +348,17 @@ class Scheduler:
         """Let a request go on whose drafts were verified, each time with one new token more than were right.
 
         Args:
-            request: its new tokens are among its outputs, and have not ended it.
+            request: its new tokens are among its outputs. If they have ended it, it is only counted.
             verified: what became of its drafts.
 
         Raises:
             RequestError: none of its drafts were being verified.
         """
-        if request not in self._state.verifying or self.speculation is None:
+        is_verifying = request in self._state.verifying
+        if self.speculation is None or not (is_verifying or request.is_finished):
             raise RequestError(f"request {request.request_id!r} verified no drafts")
-        self._state.accept(request)
+        if is_verifying:
+            self._state.accept(request)
         self._state.progress.num_generated += sum([num_right + 1 for _, num_right in verified])
         self.speculation.verified(request, verified)
 

@@ -21,6 +21,7 @@ _RATE = 0.2
 _FORGETS_AFTER = 32
 """Refusals of drafts that would have had to be computed, after which what was learned of them counts less."""
 _FIRST_SHARE = 0.5
+"""Of requests for which something is proposed, as long as nobody knows."""
 Verified = list[tuple[int, int]]
 """Of a request, for each verification: how many drafts there were, and how many of them were right."""
 _Drafts = list[tuple[Request, Sequence[int]]]
@@ -297,23 +298,21 @@ class Speculation:
             for chunk in scheduled.prefill
             if chunk.drafts
         ]
-        num_decodes, num_steps, num_parts = (
-            len(scheduled.decode) + len(verified),
-            scheduled.num_decode_steps,
-            1,
-        )
+        num_decodes, num_steps = len(scheduled.decode) + len(verified), scheduled.num_decode_steps
+        num_parts = 1  # in which drafts were verified
         if looked_up:
             turns = [turn for of_request in looked_up for turn in of_request]
             verified, num_decodes = [turn for turn in turns if turn[0]], len(turns)
             num_parts = num_steps = max(map(len, looked_up))
             self._share += _RATE * (len(verified) / len(turns) - self._share)
+        num_drafted = sum([count for count, _ in verified])
         num_kept = sum([num_right for _, num_right in verified])
-        num_drafted, depth = (
-            sum([count for count, _ in verified]),
+        work = VerifyingWork(
+            -(-num_decodes // num_parts),
+            -(-len(verified) // num_parts),
+            -(-num_drafted // num_parts),
             max([count for count, _ in verified], default=0),
         )
-        sizes = [-(-size // num_parts) for size in (num_decodes, len(verified), num_drafted)]
-        work = VerifyingWork(sizes[0], sizes[1], sizes[2], depth)
         follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
         seconds = None
         if follows and not scheduled.has_copies and all(chunk.drafts for chunk in scheduled.prefill):

@@ -479,9 +479,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif request.num_prompt_tokens + len(request.output_token_ids) == request.max_total_tokens:
                 self._finish(request, "length")
         for request, verified in zip(output.decode if turns else (), turns, strict=True):
-            if not request.is_finished:
-                self.scheduler.accept(request, verified)
-                assert request.num_known_tokens == request.num_tokens
+            self.scheduler.accept(request, verified)
+            assert request.is_finished or request.num_known_tokens == request.num_tokens
         for chunk in output.prefill:
             if chunk.drafts and not chunk.request.is_finished:
                 num_tokens = chunk.request.num_known_tokens - chunk.start - 1

@@ -679,18 +679,15 @@ class Engine:
                 streaming[request.request_id] = state
         self.on_tokens(num_tokens)
         if self._speculation is not None:
-            self._go_on_after_drafts(self._speculation, scheduled, turns)
+            self._go_on_after_drafts(scheduled, turns)
             self._speculation.observe(scheduled, now, turns)
         live = [state for state in streaming.values() if not state.request.is_finished]
         self._deliveries += [(state, state.delta()) for state in live]
 
-    def _go_on_after_drafts(
-        self, speculation: Speculation, scheduled: SchedulerOutput, turns: Sequence[Verified]
-    ) -> None:
+    def _go_on_after_drafts(self, scheduled: SchedulerOutput, turns: Sequence[Verified]) -> None:
         """Let those go on whose drafts a step has verified; `turns` are those that the device looked up."""
         for request, verified in zip(scheduled.decode if turns else (), turns, strict=True):
-            accept = speculation.verified if request.is_finished else self.scheduler.accept
-            accept(request, verified)
+            self.scheduler.accept(request, verified)
         for chunk in scheduled.prefill:
             request = chunk.request
             if chunk.drafts and not request.is_finished:
