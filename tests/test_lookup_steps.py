@@ -183,6 +183,16 @@ def test_a_stop_token_ends_a_request_wherever_it_is(llm):
         assert engine.scheduler.lookups
 
 
+@pytest.mark.parametrize("end", [2, 3, 5])
+def test_what_follows_a_stop_token_is_not_counted(llm, expected, end):
+    """However right it is."""
+    stop = expected[2][0][end]
+    engine = engine_of(llm, MOST)
+    params = dataclasses.replace(PARAMS[0], stop_token_ids=[stop])
+    assert run(engine, [PROMPTS[2]], [params])[0] == (expected[2][0][: end + 1], "stop", stop)
+    assert engine.scheduler.progress.num_generated == end  # and the first, of the prompt
+
+
 @pytest.mark.parametrize("max_tokens", [3, 9, 10, 11])
 def test_an_output_is_no_longer_than_it_may_be(llm, expected, max_tokens):
     """Whatever is right after it, in the same iteration."""
