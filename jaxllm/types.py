@@ -18,6 +18,8 @@ MAX_DECODE_STEPS = 8
 """Decode iterations that are computed in one device program, unless the user says how many."""
 MULTI_STEP_SEQS = 16
 """Most requests that several decode iterations are computed for in one device program."""
+NO_TOKEN, WRONG_DRAFT = -2, -3
+"""What stands for a token where none was sampled, and where a draft was not kept."""
 MAX_STAGED_BLOCKS = 32
 """Blocks of device memory beside the pool that copies under way may take, in each direction."""
 MAX_PIECE_BLOCKS = 16
@@ -406,6 +408,11 @@ class SchedulerOutput:
     `num_context_tokens` is how many tokens those of `decode` attend to, together, and `num_drafts` how many
     drafts those of `prefill` verify.
 
+    With `lookups` the device drafts by itself, in each of `num_decode_steps` iterations, for each request of
+    `decode`: at most the first number of tokens at first and where the drafts before were all right, else the
+    second. A request gets one token more than are right, and no more than it is long once scheduled. Then
+    `num_drafts` is how many drafts there may be.
+
     Executors first let go of what is `discarded` and `dropped`; then finish the copies of `joined`, which a
     `load` of an earlier iteration started, into blocks nobody else has touched since; then read the blocks
     of `swap_out`, which others may write in the same iteration; then fill those of `swap_in` and start the
@@ -430,6 +437,7 @@ class SchedulerOutput:
     num_decode_steps: int = 1
     num_context_tokens: int = 0
     num_drafts: int = 0
+    lookups: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -479,7 +487,9 @@ class SampledTokens:
     """What a step produced, on the host.
 
     `token_ids[i]` belongs to `SchedulerOutput.sampled[i]`. Of several decode iterations the tokens come one
-    iteration after another. Tokens of a request that had ended before mean nothing. `logprobs[i]` is None
+    iteration after another. Tokens of a request that had ended before mean nothing. With lookups each request
+    has as many places in each iteration as its program drafts, and one: `WRONG_DRAFT` and `NO_TOKEN` are no
+    tokens. `logprobs[i]` is None
     unless asked for. `prompt_logprobs[request_id]` lists positions `chunk.start + 1 ...` scored by a prefill
     chunk.
     """
@@ -563,6 +573,10 @@ class Executor(Protocol):
 
     def steps_together(self, flags: Collection[int], num_rows: int) -> bool:
         """Whether several iterations of so many requests, which ask for such flags, may be one `execute`."""
+        ...
+
+    def looks_up(self, num_rows: int) -> bool:
+        """Whether several iterations of so many requests without such flags may draft by themselves."""
         ...
 
     def is_ready_for(self, request: Request) -> bool:

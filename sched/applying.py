@@ -10,7 +10,6 @@ from jaxllm.sched.plan import Plan
 from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
-    MULTI_STEP_SEQS,
     CopyProgress,
     PrefillChunk,
     Request,
@@ -33,10 +32,13 @@ class Iteration:
         self._swap_in: list[Swap] = []
         self._load: list[Swap] = []
         self._num_steps, self._num_context_tokens, self._num_drafts = 1, 0, 0
+        self._lookups: tuple[int, ...] = ()
 
     def apply(self, plan: Plan, max_decode_steps: int) -> None:
         """Do what the plan says, in the order that it assumes."""
         state = self._state
+        if plan.lookups and self._look_up(plan):
+            return
         self._num_steps = self._num_decode_steps(plan, max_decode_steps)
         state.progress.num_iterations += self._num_steps
         self._note_passed(plan)
@@ -89,6 +91,7 @@ class Iteration:
             num_decode_steps=self._num_steps,
             num_context_tokens=self._num_context_tokens,
             num_drafts=self._num_drafts,
+            lookups=self._lookups,
         )
         if self._ledger is not None:
             self._ledger.step(self._record(output))
@@ -101,8 +104,7 @@ class Iteration:
     def _num_decode_steps(self, plan: Plan, limit: int) -> int:
         """How many iterations may go by before the next decision."""
         state, running = self._state, self._state.running
-        is_calm = plan.is_only_decode and not (state.is_queued or state.prompts or state.loading)
-        if limit == 1 or not (is_calm and plan.is_repeatable) or len(running) > MULTI_STEP_SEQS:
+        if limit == 1 or not plan.is_calm(state):
             return 1
         num_steps = running.num_steps_to_last(min(limit, state.pool.block_size))
         while num_steps > 1 and len(running.growing_within(num_steps)) > state.pool.num_free:
@@ -253,6 +255,28 @@ class Iteration:
         state.verifying.append(request)
         self._num_drafts += len(drafts)
         return PrefillChunk(request, start, length, is_last=True, is_first=False, drafts=drafts)
+
+    def _look_up(self, plan: Plan) -> bool:
+        """Schedule iterations that draft on the device, as many as there are blocks for; whether any are."""
+        state, requests = self._state, self._state.running.requests
+        for num_steps in range(plan.num_lookups, 0, -1):
+            most = num_steps * (plan.lookups[0] + 1)
+            stops = [(one, min(one.max_total_tokens, one.num_tokens + most)) for one in requests]
+            if sum([state.num_missing(one, stop - 1) for one, stop in stops]) <= state.pool.num_free:
+                break
+        else:
+            return False
+        self._num_steps, self._decode = num_steps, tuple(requests)
+        self._lookups = plan.lookups
+        self._num_drafts = num_steps * plan.lookups[0] * len(requests)
+        self._num_context_tokens = state.running.num_tokens
+        state.progress.num_iterations += num_steps
+        for request, stop in stops:
+            state.running.leave(request)
+            state.grow(request, stop - 1)
+            request.num_computed_tokens, request.num_tokens = stop - 1, stop
+            state.verifying.append(request)
+        return True
 
     def _record(self, output: SchedulerOutput) -> StepRecord:
         state = self._state

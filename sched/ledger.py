@@ -131,7 +131,8 @@ class VerificationRecord:
     right; by what became of earlier ones `expected_kept` were to be. `predicted_seconds` is what the policy
     predicted for the iteration, and `plain_seconds` for one without drafts; None if it predicts nothing.
     `measured_seconds` is the time from the end of the iteration before it to its own; None if it did not
-    follow that at once, or prompts or copies rode in it.
+    follow that at once, or prompts or copies rode in it. Where the device drafts by itself in several
+    iterations all of them count together, and a request counts in each that it got a token in.
     """
 
     step_id: int

@@ -25,7 +25,7 @@ from jaxllm.sched.policies import (
 )
 from jaxllm.sched.policies.actions import num_copied
 from jaxllm.sched.state import SchedulerState
-from jaxllm.types import Request
+from jaxllm.types import MULTI_STEP_SEQS, Request
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,6 +43,8 @@ class Plan:
         fetching: those of them that copy what they find in host memory, and how.
         reserved: the request that is the only one to take blocks, since it was passed over so often.
         drafts: running requests whose next tokens are verified as drafts, and these.
+        lookups: how the device drafts by itself (`SchedulerOutput.lookups`), instead.
+        num_lookups: in how many iterations.
         is_repeatable: whether the next iteration would be the same, if nothing happens, while blocks suffice.
     """
 
@@ -55,7 +57,14 @@ class Plan:
     fetching: dict[Request, ResumeDecision] = dataclasses.field(default_factory=dict)
     reserved: Request | None = None
     drafts: list[tuple[Request, Sequence[int]]] = dataclasses.field(default_factory=list)
+    lookups: tuple[int, ...] = ()
+    num_lookups: int = 0
     is_repeatable: bool = True
+
+    def is_calm(self, state: SchedulerState) -> bool:
+        """Whether several iterations like this one may go by without a decision, while blocks suffice."""
+        others = state.is_queued or state.prompts or state.loading or len(state.running) > MULTI_STEP_SEQS
+        return self.is_only_decode and self.is_repeatable and not others
 
     @property
     def is_only_decode(self) -> bool:

@@ -20,7 +20,7 @@ from jaxllm.sched.policies import LearningPolicy, NoHold, Progress, SchedulerPol
 from jaxllm.sched.policies.contract import is_outside, name_asker, unchanged, watched
 from jaxllm.sched.policies.priority import ProgramPriority
 from jaxllm.sched.reading import ReadAhead
-from jaxllm.sched.speculation import Speculation
+from jaxllm.sched.speculation import Speculation, Verified
 from jaxllm.sched.state import SchedulerState
 from jaxllm.types import (
     NO_COPIES,
@@ -269,7 +269,7 @@ class Scheduler:
             while (plan := self._plan(now)) is None:
                 state.join(next(iter(state.loading.values())))
             if self.speculation is not None:
-                plan.drafts = self.speculation.draft(plan, state)
+                self.speculation.draft(plan, state)
                 num_running = len(state.running)
                 max_decode_steps = self.speculation.max_decode_steps(max_decode_steps, num_running)
         except UserCodeError as error:
@@ -344,22 +344,23 @@ class Scheduler:
         self.is_planning = False
         return is_expected
 
-    def accept(self, request: Request, num_tokens: int, num_drafts: int) -> None:
-        """Let a request go on whose drafts were verified, of which all but the last of its new tokens are.
+    def accept(self, request: Request, verified: Verified) -> None:
+        """Let a request go on whose drafts were verified, each time with one new token more than were right.
 
         Args:
-            request: its new tokens are among its outputs, and have not ended it.
-            num_tokens: how many these are, one or more.
-            num_drafts: how many drafts there were.
+            request: its new tokens are among its outputs. If they have ended it, it is only counted.
+            verified: what became of its drafts.
 
         Raises:
             RequestError: none of its drafts were being verified.
         """
-        if request not in self._state.verifying or self.speculation is None:
+        is_verifying = request in self._state.verifying
+        if self.speculation is None or not (is_verifying or request.is_finished):
             raise RequestError(f"request {request.request_id!r} verified no drafts")
-        self._state.accept(request)
-        self._state.progress.num_generated += num_tokens
-        self.speculation.verified(request, num_drafts, num_tokens - 1)
+        if is_verifying:
+            self._state.accept(request)
+        self._state.progress.num_generated += sum([num_right + 1 for _, num_right in verified])
+        self.speculation.verified(request, verified)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a live request in any state; what it holds is free at once.

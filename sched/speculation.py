@@ -20,6 +20,10 @@ _PRIOR_TRIALS = 2.0
 _RATE = 0.2
 _FORGETS_AFTER = 32
 """Refusals of drafts that would have had to be computed, after which what was learned of them counts less."""
+_FIRST_SHARE = 0.5
+"""Of requests for which something is proposed, as long as nobody knows."""
+Verified = list[tuple[int, int]]
+"""Of a request, for each verification: how many drafts there were, and how many of them were right."""
 _Drafts = list[tuple[Request, Sequence[int]]]
 
 
@@ -85,6 +89,8 @@ class Speculation:
 
     Attributes:
         counts: what became of them.
+        lookup_steps: in how many iterations the device may draft by itself, as the proposer does; 1 if it may
+            not now.
     """
 
     def __init__(
@@ -98,11 +104,13 @@ class Speculation:
     ) -> None:
         self.policy, self.num_tokens, self.max_drafts = policy, num_tokens, max_drafts
         self.proposer, self._clock = proposer, clock
+        self.lookup_steps = 1
         self.counts = SpeculationCounts()
         self._all = Acceptance()
         self._histories: dict[str, Acceptance] = {}
         self._ledger: Ledger | None = None
         self._num_fruitful = 0.0  # of each asking, by and by
+        self._share = _FIRST_SHARE  # of requests for which something is proposed, by and by
         self._num_refused = 0
         self._expected_kept = 0.0
         self._previous: tuple[float, list[Request]] = 0.0, []  # when the newest iteration ended, and of whom
@@ -123,13 +131,32 @@ class Speculation:
 
     def is_expected(self, state: SchedulerState) -> bool:
         """Whether the next iteration is likely to verify drafts, by what the host knows of tokens so far."""
-        return bool(self._drafts(Plan(), state))
+        plan = Plan()
+        return bool(self._drafts(plan, state, looks_up=self._looks_up(plan, state)))
 
-    def draft(self, plan: Plan, state: SchedulerState) -> _Drafts:
-        """Drafts of the running requests whose tokens are all known, within what a plan leaves."""
-        return self._drafts(plan, state, only_known=True) if plan.decodes else []
+    def draft(self, plan: Plan, state: SchedulerState) -> None:
+        """Add drafts of the running requests whose tokens are all known, within what a plan leaves.
 
-    def _drafts(self, plan: Plan, state: SchedulerState, *, only_known: bool = False) -> _Drafts:
+        Where the device can draft by itself it is only said how many. All get as many as who gets the most:
+        who is wrong tries fewer by itself, and who is never tried would never be known to be right.
+        """
+        if not plan.decodes:
+            return
+        looks_up = self._looks_up(plan, state) and not any(one.num_in_flight for one in state.running)
+        drafts = self._drafts(plan, state, only_known=True, looks_up=looks_up)
+        if not (looks_up and drafts):
+            plan.drafts = drafts
+            return
+        most = max([len(tokens) for _, tokens in drafts])
+        plan.lookups, plan.num_lookups = (most, self.policy.num_again(most)), self.lookup_steps
+
+    def _looks_up(self, plan: Plan, state: SchedulerState) -> bool:
+        """Whether the device may draft by itself."""
+        return self.lookup_steps > 1 and plan.is_calm(state)
+
+    def _drafts(
+        self, plan: Plan, state: SchedulerState, *, only_known: bool = False, looks_up: bool = False
+    ) -> _Drafts:
         running = state.running
         if not (running and self.policy.is_worth_asking(len(running))):
             return []
@@ -144,22 +171,33 @@ class Speculation:
         is_computed = self.proposer.seconds(1, 1) is not None
         if not is_computed:  # prompts are read, which takes its time, once
             self._proposals([(one, 1) for one in asked if one.request_id not in self._histories])
-        began = self._clock()
+        began, is_there = self._clock(), True
         limits = [(one, min(self.num_tokens, one.max_total_tokens - one.num_tokens - 1)) for one in asked]
         limits = [(request, count) for request, count in limits if count > 0]
         if is_computed:
             drafts = self._computed(limits, plan, state, gone, only_known=only_known)
         else:
             found = self._proposals(limits)
+            is_there = bool(found)
+            if limits:
+                self._share += _RATE * (len(found) / len(limits) - self._share)
+            if looks_up:  # what is not there yet may be soon
+                found = [(request, range(count)) for request, count in limits]
             drafts = self._cut(found, plan, state, gone) if found else []
         self._expected_kept = sum([_expected(self._rate(request), len(tokens)) for request, tokens in drafts])
-        self._num_fruitful += _RATE * (bool(drafts) - self._num_fruitful)
-        self.policy.asked(self._clock() - began, is_fruitful=bool(drafts))
+        if looks_up and drafts:
+            self._expected_kept /= len(drafts)
+            expected = self._share * self._expected_kept
+            if not self.policy.is_worth_looking_up(expected, are_there=is_there):
+                drafts = []
+        is_fruitful = is_there and bool(drafts)
+        self._num_fruitful += _RATE * (is_fruitful - self._num_fruitful)
+        self.policy.asked(self._clock() - began, is_fruitful=is_fruitful)
         return drafts
 
     def max_decode_steps(self, limit: int, num_running: int) -> int:
         """How many iterations may go by before anybody is asked again: half those that one proposal takes."""
-        if not self.policy.is_worth_asking(num_running):
+        if self.lookup_steps > 1 or not self.policy.is_worth_asking(num_running):
             return limit
         return max(1, min(limit, int(0.5 / max(self._num_fruitful, 1e-6))))
 
@@ -226,54 +264,77 @@ class Speculation:
         prior = self._all.rate(0.5)
         return prior if history is None else history.rate(prior)
 
-    def verified(self, request: Request, num_drafted: int, num_kept: int) -> None:
-        """Note that so many of a request's drafts were right."""
-        num_tried = min(num_drafted, num_kept + 1)
-        history = self._histories.setdefault(request.request_id, Acceptance())
-        history.add(num_tried, num_kept)
-        history.proposed = ()
-        self._all.add(num_tried, num_kept)
-        self.counts.num_verifications += 1
-        self.counts.num_drafted += num_drafted
-        self.counts.num_kept += num_kept
+    def verified(self, request: Request, verified: Verified) -> None:
+        """Note what became of a request's drafts."""
+        history = self._histories.get(request.request_id)
+        if history is None:
+            history = Acceptance()
+            if not request.is_finished:
+                self._histories[request.request_id] = history
+        history.proposed, was_right = (), True
+        for num_drafted, num_kept in verified:
+            if not num_drafted:
+                continue
+            if was_right:  # else there were fewer than are decided about
+                num_tried = min(num_drafted, num_kept + 1)
+                history.add(num_tried, num_kept)
+                self._all.add(num_tried, num_kept)
+            was_right = num_kept == num_drafted
+            self.counts.num_verifications += 1
+            self.counts.num_drafted += num_drafted
+            self.counts.num_kept += num_kept
 
     def ended(self, request: Request, *, is_whole: bool) -> None:
         """Let go of what is kept of a request."""
         self._histories.pop(request.request_id, None)
         self.proposer.forget(request)
 
-    def observe(self, scheduled: SchedulerOutput, now: float) -> None:
-        """Note that an iteration has ended."""
+    def observe(self, scheduled: SchedulerOutput, now: float, looked_up: Sequence[Verified] = ()) -> None:
+        """Note that an iteration has ended; with lookups what `verified` is told of each of its requests."""
         (began, before), sampled = self._previous, scheduled.sampled
         self._previous = now, sampled
-        verified = [chunk for chunk in scheduled.prefill if chunk.drafts]
-        depth = max([len(chunk.drafts) for chunk in verified], default=0)
-        num_decodes = len(scheduled.decode) + len(verified)
-        work = VerifyingWork(num_decodes, len(verified), scheduled.num_drafts, depth)
+        verified = [
+            (len(chunk.drafts), max(0, chunk.request.num_known_tokens - chunk.start - 2))
+            for chunk in scheduled.prefill
+            if chunk.drafts
+        ]
+        num_decodes, num_steps = len(scheduled.decode) + len(verified), scheduled.num_decode_steps
+        num_parts = 1  # in which drafts were verified
+        if looked_up:
+            turns = [turn for of_request in looked_up for turn in of_request]
+            verified, num_decodes = [turn for turn in turns if turn[0]], len(turns)
+            num_parts = num_steps = max(map(len, looked_up))
+            self._share += _RATE * (len(verified) / len(turns) - self._share)
+        num_drafted = sum([count for count, _ in verified])
+        num_kept = sum([num_right for _, num_right in verified])
+        work = VerifyingWork(
+            -(-num_decodes // num_parts),
+            -(-len(verified) // num_parts),
+            -(-num_drafted // num_parts),
+            max([count for count, _ in verified], default=0),
+        )
         follows = bool(sampled) and sampled[0] in before  # at once, as far as is known
-        num_kept = sum([max(0, chunk.request.num_known_tokens - chunk.start - 2) for chunk in verified])
         seconds = None
-        if follows and not scheduled.has_copies and len(verified) == len(scheduled.prefill):
+        if follows and not scheduled.has_copies and all(chunk.drafts for chunk in scheduled.prefill):
             seconds = now - began
         if verified and self._ledger is not None:
-            self._ledger.verified(self._record(scheduled.step_id, work, num_kept, now, seconds))
+            predicted = [self.policy.predicted(one) for one in (work, VerifyingWork(work.num_decodes))]
+            with_drafts, plain = [one and num_parts * one for one in predicted]
+            self._ledger.verified(
+                VerificationRecord(
+                    step_id=scheduled.step_id,
+                    time=now,
+                    num_decodes=num_decodes,
+                    num_verified=len(verified),
+                    num_drafted=num_drafted,
+                    num_kept=num_kept,
+                    expected_kept=self._expected_kept * (len(verified) if looked_up else 1),
+                    predicted_seconds=with_drafts,
+                    plain_seconds=plain,
+                    measured_seconds=seconds,
+                )
+            )
         if seconds is not None and not self._has_read:
-            num_steps = scheduled.num_decode_steps
-            self.policy.observe(work, num_steps, work.num_decodes * num_steps + num_kept, seconds)
+            num_tokens = num_decodes * num_steps // num_parts + num_kept
+            self.policy.observe(work, num_steps, num_tokens, seconds)
         self._has_read = False
-
-    def _record(
-        self, step_id: int, work: VerifyingWork, num_kept: int, now: float, seconds: float | None
-    ) -> VerificationRecord:
-        return VerificationRecord(
-            step_id=step_id,
-            time=now,
-            num_decodes=work.num_decodes,
-            num_verified=work.num_verified,
-            num_drafted=work.num_drafts,
-            num_kept=num_kept,
-            expected_kept=self._expected_kept,
-            predicted_seconds=self.policy.predicted(work),
-            plain_seconds=self.policy.predicted(VerifyingWork(work.num_decodes)),
-            measured_seconds=seconds,
-        )

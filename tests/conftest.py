@@ -26,7 +26,6 @@ settings.load_profile("jaxllm")
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage():
-    """What a module's tests leave, caches of programs above all, is not looked through again and again."""
-    yield
+    """What earlier tests have left, caches of programs above all, is not looked through again and again."""
     gc.collect()
     gc.freeze()

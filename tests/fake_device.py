@@ -7,7 +7,7 @@ others that were cut wrote, of the same tokens, those that are gone included.
 
 import array
 
-from jaxllm.types import host_blocks_of
+from jaxllm.types import NO_TOKEN, WRONG_DRAFT, host_blocks_of
 
 VOCAB_SIZE = 31
 
@@ -79,6 +79,9 @@ class FakeDevice:
         sampled = []
         num_steps = scheduled.num_decode_steps
         assert num_steps == 1 or not scheduled.prefill, "several iterations beside a prompt"
+        if scheduled.lookups:
+            of_requests = [self._look_up(request, scheduled) for request in scheduled.decode]
+            return [token for turn in zip(*of_requests, strict=True) for places in turn for token in places]
         for num_left in reversed(range(num_steps)):
             sampled += [self._decode(request, request.num_tokens - num_left) for request in scheduled.decode]
         for chunk in scheduled.prefill:
@@ -125,6 +128,35 @@ class FakeDevice:
             return 0  # nobody reads it
         self._write(request, num_tokens - 2, [newest])
         return self._sample(request, num_tokens)
+
+    def _look_up(self, request, scheduled):
+        """What a request samples in iterations in which the device drafts, with as many places in each."""
+        most, again = scheduled.lookups
+        tokens, num_drafts, turns = request.token_ids(0, request.num_known_tokens), most, []
+        for turn in range(scheduled.num_decode_steps):
+            has_ended = tokens[-1] in request.end_token_ids and len(tokens) > request.num_prompt_tokens
+            if has_ended or len(tokens) == request.num_tokens:
+                turns.append([NO_TOKEN] * (most + 1))
+                continue
+            draw = hash((request.arrival_index, len(tokens), turn))
+            count = min(num_drafts, request.num_tokens - len(tokens) - 1) if draw % 5 else 0
+            drafts = []
+            for place in range(count):
+                right = next_token([*tokens, *drafts])
+                drafts.append(right if place < draw % (most + 2) else (right + 1) % VOCAB_SIZE)
+            self._write(request, len(tokens) - 1, [tokens[-1], *drafts])
+            sampled = [self._sample(request, len(tokens) + 1 + place) for place in range(count + 1)]
+            kept = []
+            for draft, token in zip([*drafts, None], sampled, strict=True):
+                kept.append(token)
+                if draft != token or token in request.end_token_ids:
+                    break
+            num_drafts = (most if len(kept) == count + 1 else again) if count else num_drafts
+            others = [WRONG_DRAFT] * (count + 1 - len(kept)) + [NO_TOKEN] * (most - count)
+            turns.append([*kept, *others])
+            tokens += kept
+            self.slots[request.slot] = request, tokens[-1], len(tokens)
+        return turns
 
     def _use(self, swap):
         assert (False, swap.handle) not in self.handles, "a handle is used twice"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_helpers import LinearCosts, make_request, make_scheduler
 
-from jaxllm.engine.speculation import accepted
+from jaxllm.engine.speculation import accepted, looked_up
 from jaxllm.errors import UserCodeError
 from jaxllm.sched.policies import (
     S3FIFO,
@@ -226,6 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
         keeps_parts=st.booleans(),
         drafts=st.none() | st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=12),
+        max_looked_up=st.integers(0, 4),
     )
     def start(
         self,
@@ -246,6 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         action,
         keeps_parts,
         drafts,
+        max_looked_up,
     ):
         # Those of presets may learn, so every run has its own.
         self.policy = make_preset(policy, COSTS) if policy in PRESETS else POLICIES[policy]
@@ -263,13 +265,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.is_shared = is_shared and self.policy.shares_prefixes
         self.run_ahead = run_ahead
         self.most_steps = most_steps
+        self.max_looked_up = max_looked_up
         budget += max_num_seqs
         device = FakeDevice(block_size, self.is_shared)
         has_files = has_files and self.is_shared and num_host_blocks > 0
         self.speculation = None
         if drafts is not None and mixes(self.policy):
             answers = collections.defaultdict(list)
-            self.speculation = Speculation(Knowing(answers, drafts, VOCAB_SIZE), AsProposed(), 6, 9)
+            proposer = Knowing(answers, drafts, VOCAB_SIZE)
+            self.speculation = Speculation(proposer, AsProposed(), 6, 9)
         self.scheduler = make_scheduler(
             self.policy,
             files=device.files if has_files else None,
@@ -407,6 +411,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.pending and self.speculation is not None and draw(self.now, 1, 3):
             self._commit(self.pending.popleft())
             before = self._snapshot()
+        if self.speculation is not None:
+            looks_up = self.scheduler.num_running <= self.max_looked_up
+            self.speculation.lookup_steps = max_steps if looks_up else 1
         try:
             output = self.scheduler.schedule(self.now, copies, max_steps)
         except UserCodeError as error:
@@ -457,8 +464,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         output, token_ids = step.output, step.token_ids
         self.scheduler.complete(output.step_id)
         requests = output.sampled * output.num_decode_steps
-        rows = zip(requests, token_ids, strict=True)
-        for request, token_id in accepted(output, rows) if output.num_drafts else rows:
+        rows, turns = zip(requests, token_ids, strict=True), ()
+        if output.lookups:
+            found, turns = looked_up(output, token_ids)
+            rows = [(request, token_id) for request, token_id, _ in found]
+        elif output.num_drafts:
+            rows = accepted(output, rows)
+        for request, token_id in rows:
             if request.is_finished:
                 continue  # it ended while this token was in flight
             request.output_token_ids.append(token_id)
@@ -466,11 +478,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._finish(request, "stop", token_id)
             elif request.num_prompt_tokens + len(request.output_token_ids) == request.max_total_tokens:
                 self._finish(request, "length")
+        for request, verified in zip(output.decode if turns else (), turns, strict=True):
+            self.scheduler.accept(request, verified)
+            assert request.is_finished or request.num_known_tokens == request.num_tokens
         for chunk in output.prefill:
             if chunk.drafts and not chunk.request.is_finished:
                 num_tokens = chunk.request.num_known_tokens - chunk.start - 1
                 assert 1 <= num_tokens <= chunk.length
-                self.scheduler.accept(chunk.request, num_tokens, len(chunk.drafts))
+                self.scheduler.accept(chunk.request, [(len(chunk.drafts), num_tokens - 1)])
 
     def _finish(self, request, reason, stop_reason=None):
         del self.live[request.request_id]  # a KeyError here: finished twice
@@ -504,7 +519,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_back = request in resumed - self.joined_before
             expected = RequestStatus.SWAPPED if is_back else RequestStatus.RUNNING
             assert (num_computed, status) == (num_tokens - 1, expected)
-            assert request.num_tokens == num_tokens + output.num_decode_steps <= request.max_total_tokens
+            gained = output.num_decode_steps
+            if output.lookups:
+                gained = min(gained * (output.lookups[0] + 1), request.max_total_tokens - num_tokens)
+            assert request.num_tokens == num_tokens + gained <= request.max_total_tokens
             assert request.num_computed_tokens == request.num_tokens - 1
         for chunk in output.prefill:
             request = chunk.request

@@ -343,7 +343,7 @@ def test_a_preempted_request_keeps_its_history():
     request = make_request(4, 20)
     before = speculation._rate(request)
     for _ in range(5):
-        speculation.verified(request, 4, 4)
+        speculation.verified(request, [(4, 4)])
     assert speculation._rate(request) > 0.8 > before
     speculation.ended(request, is_whole=True)
     assert request.request_id not in speculation._histories
@@ -538,4 +538,4 @@ def test_policies_that_do_not_mix_are_refused(llm):
 def test_accepting_what_was_not_drafted_is_refused(llm):
     engine = engine_of(llm, speculating(PromptLookup()))
     with pytest.raises(RequestError, match="verified no drafts"):
-        engine.scheduler.accept(make_request(4, 20), 1, 1)
+        engine.scheduler.accept(make_request(4, 20), [(1, 0)])

@@ -14,7 +14,7 @@ from scipy import special, stats
 from tokenizer_helpers import write_tokenizer
 
 from jaxllm import SamplingParams
-from jaxllm.engine import engine as engines
+from jaxllm.engine import speculation as of_engines
 from jaxllm.engine.engine import Engine
 from jaxllm.sched.policies.speculation import AsProposed
 from jaxllm.sched.scheduler import Scheduler
@@ -205,6 +205,6 @@ def test_tokens_with_drafts_are_draws_of_the_target(llm, table, name):
 
 
 def test_tokens_that_follow_wrong_drafts_are_found_out(llm, table, monkeypatch):
-    monkeypatch.setattr(engines, "accepted", lambda scheduled, rows: rows)
+    monkeypatch.setattr(of_engines, "accepted", lambda scheduled, rows: rows)
     tokens, _ = draw(llm, {}, 2 * SLOTS, Guessing(table))
     assert max(p_values(uniform(table, {}, tokens))) < 1e-9

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.inputs import InputProcessor, Prompt
@@ -22,11 +22,12 @@ from jaxllm.engine.output_builder import Delta, OutputBuilder, Samples
 from jaxllm.engine.output_processor import NOT_FINITE, RequestState, Sink
 from jaxllm.engine.outputs import RequestOutput
 from jaxllm.engine.owner import Owner
-from jaxllm.engine.speculation import accepted
+from jaxllm.engine.speculation import SampledRow, judged
 from jaxllm.errors import ConfigError, EngineError, RequestError, shown
 from jaxllm.sampling.params import RequestOutputKind, SamplingParams
 from jaxllm.sampling.token_masks import GrammarState, mask_threads, patience
 from jaxllm.sched.scheduler import Scheduler
+from jaxllm.sched.speculation import Speculation, Verified
 from jaxllm.types import (
     MAX_DECODE_STEPS,
     Executor,
@@ -557,8 +558,8 @@ class Engine:
         """Schedule, dispatch, commit."""
         while self._num_following and self._in_flight:  # what may come next depends on these tokens
             self._commit(self._in_flight.popleft())
-        if self._speculation is not None and self._in_flight and self.scheduler.expects_drafts:
-            self._commit_all()
+        if self._speculation is not None:
+            self._foresee_drafts(self._speculation)
         self._follow_grammars()
         self._look_at_programs()
         self.scheduler.sit_out({*self._late, *self._unready})
@@ -584,6 +585,13 @@ class Engine:
         while self._in_flight and not self._states:  # all that is in flight is overrun
             self._commit(self._in_flight.popleft())
         self._flush()
+
+    def _foresee_drafts(self, speculation: Speculation) -> None:
+        """Read what is in flight if drafts are to follow it."""
+        looks_up = not self._beyond_steps and self._executor.looks_up(self.scheduler.num_running)
+        speculation.lookup_steps = self._max_decode_steps() if looks_up else 1
+        if self._in_flight and self.scheduler.expects_drafts:
+            self._commit_all()
 
     def _commit_all(self) -> None:
         while self._in_flight:
@@ -645,11 +653,14 @@ class Engine:
             self._commit_prompt_logprobs(scheduled, sampled)
         requests = scheduled.sampled * scheduled.num_decode_steps
         logprobs = sampled.logprobs or [None] * len(requests)
-        rows = zip(requests, sampled.token_ids, logprobs, strict=True)
+        rows: Iterable[SampledRow] = zip(requests, sampled.token_ids, logprobs, strict=True)
+        turns: Sequence[Verified] = ()
+        if scheduled.num_drafts:
+            rows, turns = judged(scheduled, rows, sampled.token_ids)
         states = self._states
         streaming: dict[str, RequestState] = {}
         num_tokens = 0
-        for request, token_id, scores in accepted(scheduled, rows) if scheduled.num_drafts else rows:
+        for request, token_id, scores in rows:
             if request.status is RequestStatus.FINISHED:
                 continue  # it has ended: this is a token of the overrun
             state = states[request.request_id]
@@ -668,18 +679,20 @@ class Engine:
                 streaming[request.request_id] = state
         self.on_tokens(num_tokens)
         if self._speculation is not None:
-            self._go_on_after_drafts(scheduled)
-            self._speculation.observe(scheduled, now)
+            self._go_on_after_drafts(scheduled, turns)
+            self._speculation.observe(scheduled, now, turns)
         live = [state for state in streaming.values() if not state.request.is_finished]
         self._deliveries += [(state, state.delta()) for state in live]
 
-    def _go_on_after_drafts(self, scheduled: SchedulerOutput) -> None:
-        """Let those go on whose drafts a step has verified."""
+    def _go_on_after_drafts(self, scheduled: SchedulerOutput, turns: Sequence[Verified]) -> None:
+        """Let those go on whose drafts a step has verified; `turns` are those that the device looked up."""
+        for request, verified in zip(scheduled.decode if turns else (), turns, strict=True):
+            self.scheduler.accept(request, verified)
         for chunk in scheduled.prefill:
             request = chunk.request
             if chunk.drafts and not request.is_finished:
                 num_tokens = request.num_known_tokens - chunk.start - 1
-                self.scheduler.accept(request, num_tokens, len(chunk.drafts))
+                self.scheduler.accept(request, [(len(chunk.drafts), num_tokens - 1)])
 
     def _observe(self, step: _Dispatched, was_ready: bool, now: float) -> None:
         """Tell how long a step ran: exactly if it was waited for, and began when the last one ended.

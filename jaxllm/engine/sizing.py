@@ -21,6 +21,7 @@ from jaxllm.executor import memory
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.fastest import FASTEST
+from jaxllm.executor.lookup_steps import Lookup
 from jaxllm.executor.placement import Placement
 from jaxllm.loading import resolve_dtype
 from jaxllm.loading.checkpoints import checkpoint_folder
@@ -389,6 +390,9 @@ def _executor_config(
     config: EngineConfig, model: Model, chosen: Choices, limits: SchedulerConfig, num_host_blocks: int
 ) -> ExecutorConfig:
     vocab_size, longest = model.config.vocab_size, limits.max_model_len
+    lookup, drafts = None, config.speculative_config
+    if drafts is not None and drafts.method == "ngram" and chosen.max_drafts:
+        lookup = Lookup(drafts.num_speculative_tokens, drafts.prompt_lookup_min, drafts.prompt_lookup_max)
     has_stages, most = model.placement.num_stages > 1, min(MAX_DECODE_STEPS, config.block_size)
     return ExecutorConfig(
         num_gpu_blocks=limits.num_gpu_blocks,
@@ -403,6 +407,7 @@ def _executor_config(
         formats=dataclasses.replace(model.formats, is_native=chosen.has_native_products),
         num_host_blocks=num_host_blocks,
         max_drafts=chosen.max_drafts,
+        lookup=lookup,
         max_decode_steps=1 if has_stages else config.num_scheduler_steps or most,
         warms_sampling=config.warm_up != "background",
         warms_everything=config.warm_up == "everything",

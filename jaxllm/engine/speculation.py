@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError, did_you_mean, shown
@@ -12,9 +12,9 @@ from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost, Sp
 from jaxllm.sched.proposers import Proposer
 from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.proposers.suffix import SuffixLookup
-from jaxllm.sched.speculation import Speculation
+from jaxllm.sched.speculation import Speculation, Verified
 from jaxllm.system.options import check_choice, check_range, checked_path
-from jaxllm.types import Request, SchedulerOutput, TokenLogprobs
+from jaxllm.types import NO_TOKEN, WRONG_DRAFT, Request, SchedulerOutput, TokenLogprobs
 
 METHODS = ("ngram", "suffix", "draft_model", "medusa", "eagle3")
 COMPUTED = METHODS[2:]
@@ -146,6 +146,16 @@ def speculative_config(name: str, value: object) -> SpeculativeConfig | None:
         raise ConfigError(f"{name}: {error}") from None
 
 
+def judged(
+    scheduled: SchedulerOutput, rows: Iterable[SampledRow], token_ids: Sequence[int]
+) -> tuple[Iterable[SampledRow], Sequence[Verified]]:
+    """Of the rows of a step with drafts those that count, and with lookups what became of each request's.
+
+    `rows` are its `token_ids` with their requests, if it had no lookups.
+    """
+    return looked_up(scheduled, token_ids) if scheduled.lookups else (accepted(scheduled, rows), ())
+
+
 def accepted(scheduled: SchedulerOutput, rows: Iterable[SampledRow]) -> Iterator[SampledRow]:
     """Of a step's sampled rows those that count: none after a draft that was not what was sampled.
 
@@ -161,3 +171,22 @@ def accepted(scheduled: SchedulerOutput, rows: Iterable[SampledRow]) -> Iterator
         if not is_wrong:
             yield row
         is_wrong = draft is not None and (is_wrong or row[1] != draft)
+
+
+def looked_up(
+    scheduled: SchedulerOutput, token_ids: Sequence[int]
+) -> tuple[list[SampledRow], list[Verified]]:
+    """Of a step whose drafts the device looked up the rows that count, and what became of each request's."""
+    requests = scheduled.decode
+    width = len(token_ids) // (len(requests) * scheduled.num_decode_steps)
+    rows: list[SampledRow] = []
+    found: list[Verified] = [[] for _ in requests]
+    for place, start in enumerate(range(0, len(token_ids), width)):
+        tokens = token_ids[start : start + width]
+        kept = [token for token in tokens if token not in (NO_TOKEN, WRONG_DRAFT)]
+        if kept:
+            of_request = place % len(requests)
+            rows += [(requests[of_request], token, None) for token in kept]
+            num_drafts = width - 1 - tokens.count(NO_TOKEN)
+            found[of_request].append((num_drafts, len(kept) - 1))
+    return rows, found

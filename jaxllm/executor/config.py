@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxllm.executor.buckets import Buckets
+from jaxllm.executor.lookup_steps import Lookup
 from jaxllm.executor.programs import ProgramKey
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, kind_of, row_sizes
@@ -18,6 +19,7 @@ class ExecutorConfig:
     """Sizes the executor's arrays and programs are built for.
 
     `max_drafts`: most drafts that one step verifies.
+    `lookup`: how programs of several iterations draft, if they do.
     `num_hidden`: of each slot so many of the newest hidden states are kept on the device.
     `kept_layers`: what these layers are given is kept on the device, of each token with KV in the pool.
     `kv_dtype`: keys and values are stored as that, one of `KV_DTYPES`; None is `dtype`.
@@ -39,6 +41,7 @@ class ExecutorConfig:
     num_host_blocks: int = 0
     max_decode_steps: int = 1
     max_drafts: int = 0
+    lookup: Lookup | None = None
     num_hidden: int = 0
     kept_layers: tuple[int, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
@@ -73,9 +76,19 @@ class ExecutorConfig:
             drafts = [self.draft_key(rows) for rows in reversed(buckets.sizes)]
             keys += [key for one in drafts for key in (one, one._replace(sampling=Sampling.RANDOM))]
             keys = list(dict.fromkeys(keys))
+        lookups = [self.lookup_key(rows) for rows in self.lookup_sizes]
+        keys += [key for one in lookups for key in (one, one._replace(sampling=Sampling.RANDOM))]
         if self.warms_everything:
             keys += [step._replace(sampling=Sampling.IN_STEPS) for step in steps]
         return keys
+
+    @property
+    def lookup_sizes(self) -> tuple[int, ...]:
+        """Decode batches for which programs of several iterations draft, in ascending order."""
+        if self.lookup is None or self.max_decode_steps == 1:
+            return ()
+        most = self.max_drafts // self.lookup.num_drafts
+        return tuple(size for size in self.buckets.multi_step_sizes() if size <= most)
 
     def sampling_keys(self) -> list[RowsKey | TakeKey]:
         """The programs of what is sampled apart; the first ones serve everybody."""
@@ -101,3 +114,8 @@ class ExecutorConfig:
         """The program of a step with drafts of so many rows, and maybe prompts."""
         key, num_samples = self.prompt_key(rows), min(rows, self.max_num_seqs + self.max_drafts)
         return key if num_samples <= self.max_num_seqs else key._replace(max_samples=num_samples)
+
+    def lookup_key(self, rows: int) -> ProgramKey:
+        """The program of several iterations of so many requests, each with drafts that it looks up."""
+        assert self.lookup is not None
+        return ProgramKey(rows, 0, self.max_decode_steps, num_lookups=self.lookup.num_drafts)

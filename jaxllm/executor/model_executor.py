@@ -262,7 +262,7 @@ class ModelExecutor:
         packed = self._pack(key, scheduled, slots)
         outputs = self._run(key, packed, self._following(scheduled, slots))
         apart = self._sample_apart(scheduled, outputs.logits, key.sampling)
-        return PendingStep(scheduled, outputs, key.rows, apart)
+        return PendingStep(scheduled, outputs, key.rows, apart, key.num_lookups + 1)
 
     @property
     def has_pool(self) -> bool:
@@ -446,6 +446,8 @@ class ModelExecutor:
             size = buckets.size(num_decodes, scheduled.num_prefill_tokens, len(prefill))
             key = (self._draft_keys if scheduled.num_drafts else self._prompt_keys)[size]
             key = key._replace(max_decode_steps=num_steps)
+        elif scheduled.lookups:
+            key = self.config.lookup_key(buckets.decode_size(num_decodes))
         else:
             key = ProgramKey(buckets.decode_size(num_decodes))
             if num_steps > 1 or key not in self._programs.shapes:
@@ -513,6 +515,14 @@ class ModelExecutor:
             return False
         rows = self.config.buckets.decode_size(max(1, num_rows))
         return self._programs.has(ProgramKey(rows, 0, self.config.max_decode_steps, _FILTERED))
+
+    def looks_up(self, num_rows: int) -> bool:
+        """Whether programs of several iterations of so many rows are there that draft by themselves."""
+        size = next((size for size in self.config.lookup_sizes if size >= num_rows), None)
+        if size is None:
+            return False
+        key = self.config.lookup_key(size)
+        return all(self._programs.has(one) for one in (key, key._replace(sampling=Sampling.RANDOM)))
 
     def is_ready_for(self, request: Request) -> bool:
         """Whether no step waits for a program because of what a request asks of sampling.
@@ -722,16 +732,21 @@ class ModelExecutor:
         packed = PackedStep(key, self.config.max_num_seqs, self.block_size)
         decodes, num_steps = scheduled.decode, scheduled.num_decode_steps
         count = len(decodes)
-        lengths = [request.num_tokens - num_steps for request in decodes]
+        stops, room = [request.num_tokens for request in decodes], 1
+        lengths = [stop - num_steps for stop in stops]
+        if scheduled.lookups:
+            lengths = [request.num_known_tokens for request in decodes]
+            packed.limits[:count], packed.num_drafts[:] = stops, scheduled.lookups
+            room = key.new_blocks(self.block_size)
         packed.decode_slots[:count], packed.decode_lengths[:count] = slots, lengths
         if self.config.max_drafts:  # of rejected ones there may be blocks that were given back
             held = (packed.decode_lengths[:count] + (self.block_size - 2)) // self.block_size
             self._table_sizes[slots] = np.minimum(self._table_sizes[slots], held)
-        needed = (packed.decode_lengths[:count] + (num_steps + self.block_size - 2)) // self.block_size
+        needed = (np.array(stops, np.int32) + (self.block_size - 2)) // self.block_size
         places: list[int] = []
         blocks: list[int] = []
         for row in np.flatnonzero(needed > self._table_sizes[slots]).tolist():
-            self._grow_table(slots[row], decodes[row].block_ids[: needed[row]], 1, places, blocks)
+            self._grow_table(slots[row], decodes[row].block_ids[: needed[row]], room, places, blocks)
         if key.max_chunks:
             packed.sampled[:, :count] = range(count), slots, lengths
             self._pack_prompts(packed, scheduled, places, blocks)

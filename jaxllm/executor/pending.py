@@ -24,14 +24,16 @@ class PendingStep:
     """A dispatched step; `fetch` waits for it and reads back what the host needs."""
 
     def __init__(
-        self, scheduled: SchedulerOutput, outputs: StepOutputs, num_rows: int, apart: Sequence[Apart] = ()
+        self,
+        scheduled: SchedulerOutput,
+        outputs: StepOutputs,
+        num_rows: int,
+        apart: Sequence[Apart] = (),
+        width: int = 1,
     ) -> None:
-        """`num_rows` of its sampled rows belong to each decode iteration, if there are several."""
-        self._requests, self._num_steps, self._num_rows = (
-            scheduled.sampled,
-            scheduled.num_decode_steps,
-            num_rows,
-        )
+        """Each decode iteration, if there are several, has `num_rows` requests of `width` sampled rows."""
+        self._requests, self._num_steps = scheduled.sampled, scheduled.num_decode_steps
+        self._num_rows, self._width = num_rows * width, width
         self._prompt_chunks: list[tuple[PrefillChunk, int]] = []
         row = len(scheduled.decode)
         for chunk in scheduled.prefill:
@@ -60,7 +62,9 @@ class PendingStep:
         assert self._sampled is not None, "a step is fetched once"
         tokens, count = np.asarray(self._sampled.tokens), len(self._requests)
         starts = [step * self._num_rows for step in range(self._num_steps)]
-        token_ids = [token for start in starts for token in tokens[start : start + count].tolist()]
+        token_ids = [
+            token for start in starts for token in tokens[start : start + count * self._width].tolist()
+        ]
         logprobs: list[TokenLogprobs | None] | None = None
         for rows, sampled in self._apart:
             asked = [self._requests[row].sampling_params.logprobs for row in rows]

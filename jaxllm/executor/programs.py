@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.executor.lookup_steps import Lookup, run_lookup_steps
 from jaxllm.executor.placement import ANYWHERE, BY_KV_HEADS, ON_EACH, Placement
 from jaxllm.executor.sampler import PackedSlotParams, Sampling
 from jaxllm.executor.step import (
@@ -35,7 +36,8 @@ class ProgramKey(NamedTuple):
 
     With `max_decode_steps` of more than one it is a program of up to so many decode iterations. `sampling` is
     what it can do of `Sampling.IN_STEPS` and, if it only decodes, of `Sampling.FILTERED`. `max_samples` are
-    rows that it samples, if these are more than one of each request.
+    rows that it samples, if these are more than one of each request. With `num_lookups` each iteration drafts
+    so many tokens of each request at most.
     """
 
     rows: int
@@ -43,6 +45,7 @@ class ProgramKey(NamedTuple):
     max_decode_steps: int = 1
     sampling: Sampling = Sampling.GREEDY
     max_samples: int = 0
+    num_lookups: int = 0
 
     @property
     def name(self) -> str:
@@ -50,22 +53,30 @@ class ProgramKey(NamedTuple):
         if self.max_chunks:
             return f"step of {self.rows} tokens, up to {self.max_chunks} prompts{self.sampling.words}"
         steps = f", up to {self.max_decode_steps} steps" if self.max_decode_steps > 1 else ""
-        return f"decode of {self.rows}{steps}{self.sampling.words}"
+        lookups = f", up to {self.num_lookups} drafts each" if self.num_lookups else ""
+        return f"decode of {self.rows}{steps}{lookups}{self.sampling.words}"
 
     def covers(self, other: ProgramKey) -> bool:
         """Whether it computes whatever the other one does, with more padding."""
         is_alike = bool(self.max_chunks) == bool(other.max_chunks) and other.sampling in self.sampling
-        is_alike &= self.max_samples >= other.max_samples
+        is_alike &= self.max_samples >= other.max_samples and self.num_lookups == other.num_lookups
         return is_alike and all(mine >= its for mine, its in zip(self[:3], other[:3], strict=True))
 
     def num_decodes(self, max_num_seqs: int) -> int:
         """Most requests that it decodes."""
         return min(self.rows, max_num_seqs)
 
+    def new_blocks(self, block_size: int) -> int:
+        """Most blocks of a request that are new to it, if it only decodes with drafts."""
+        return self.max_decode_steps * (self.num_lookups + 1) // block_size + 2
+
     def inputs(self, max_num_seqs: int, block_size: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its inputs; see `PackedStep`."""
         rows, chunks, decodes = self.rows, self.max_chunks, self.num_decodes(max_num_seqs)
         shapes: dict[str, tuple[int, ...]] = {"decode_slots": (decodes,), "decode_lengths": (decodes,)}
+        if self.num_lookups:
+            shapes |= {"limits": (decodes,), "num_drafts": (2,)}
+            return {**shapes, "num_steps": (1,), "new_blocks": (2, decodes * self.new_blocks(block_size))}
         if not chunks:
             return {**shapes, "num_steps": (1,), "new_blocks": (2, decodes)}
         shapes |= {"tokens": (rows,), "targets": (rows,), "query_starts": (chunks + 1,)}
@@ -130,6 +141,7 @@ def step_program(
     processors: tuple[LogitsProcessor, ...] = (),
     num_hidden: int = 0,
     kept_layers: tuple[int, ...] = (),
+    lookup: Lookup | None = None,
     placement: Placement = ANYWHERE,
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """A step's program, which updates the device's state in place, and its arguments, from shapes alone.
@@ -152,6 +164,8 @@ def step_program(
     _, num_inputs = _layout(key, max_num_seqs, block_size)
     packed = jax.ShapeDtypeStruct((num_inputs,), jnp.int32)
     options = {"implementation": implementation, "processors": processors, "kept_layers": kept_layers}
+    if key.num_lookups:
+        options["lookup"] = lookup
     step = functools.partial(_packed_step, own, key, max_num_seqs, options)
     params = abstract_params(own, dtype, formats)
     specs = placement.weight_specs(model_config), STATE_SPECS, ON_EACH, ON_EACH
@@ -200,14 +214,17 @@ class PackedStep:
     """The inputs of a step: views of parts of one flat int32 array, uploaded at once; padding at first.
 
     `decode_slots`, `decode_lengths` [B] are those of `step.DecodeInputs`, and `num_steps` [1] how many
-    iterations to compute; `tokens`, `targets`, `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled`
-    those of `step.PrefillInputs`, if there are prompts. `new_blocks` [2, U] are changes of the block tables,
+    iterations to compute; `limits` [B] and `num_drafts` [2] those of `run_lookup_steps`; `tokens`, `targets`,
+    `query_starts`, `lengths`, `slots`, `num_seqs` and `sampled` those of `step.PrefillInputs`, if there are
+    prompts. `new_blocks` [2, U] are changes of the block tables,
     which stay on the device: places in the flat tables, beyond their end in padding, and the block there.
     """
 
     decode_slots: np.ndarray
     decode_lengths: np.ndarray
     num_steps: np.ndarray
+    limits: np.ndarray
+    num_drafts: np.ndarray
     tokens: np.ndarray
     targets: np.ndarray
     query_starts: np.ndarray
@@ -244,17 +261,18 @@ def _split(packed: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 def unpacked(
     key: ProgramKey, max_num_seqs: int, block_size: int, tables: jax.Array, packed: jax.Array
-) -> tuple[jax.Array, DecodeInputs, PrefillInputs | None, jax.Array | None]:
-    """The block tables as they are now, and what a step decodes, computes of prompts, and how many times."""
+) -> tuple[jax.Array, DecodeInputs, PrefillInputs | None, dict[str, jax.Array]]:
+    """The block tables as they are now, what a step decodes and computes of prompts, and all its inputs."""
     parts = _split(packed, _layout(key, max_num_seqs, block_size)[0])
     places, blocks = parts["new_blocks"]
     tables = tables.reshape(-1).at[places].set(blocks, mode="drop").reshape(tables.shape)
     slots = parts["decode_slots"]
     decode = DecodeInputs(slots, parts["decode_lengths"], tables[slots])
-    if not key.max_chunks:
-        return tables, decode, None, parts["num_steps"][0]
-    prompts = {name: parts[name] for name in PrefillInputs._fields if name in parts}
-    return tables, decode, PrefillInputs(block_tables=tables[parts["slots"]], **prompts), None
+    prefill = None
+    if key.max_chunks:
+        prompts = {name: parts[name] for name in PrefillInputs._fields if name in parts}
+        prefill = PrefillInputs(block_tables=tables[parts["slots"]], **prompts)
+    return tables, decode, prefill, parts
 
 
 def _packed_step(
@@ -267,14 +285,16 @@ def _packed_step(
     slot_params: PackedSlotParams,
     packed: jax.Array,
 ) -> tuple[EngineState, StepOutputs]:
-    tables, decode, prefill, num_steps = unpacked(
-        key, max_num_seqs, state.pool.shape[4], state.tables, packed
-    )
+    tables, decode, prefill, parts = unpacked(key, max_num_seqs, state.pool.shape[4], state.tables, packed)
     compute: Any = run_step
     options = {**options, "sampling": key.sampling}
     inputs: tuple[Any, ...] = decode, prefill
-    if key.max_decode_steps > 1 and not key.max_chunks:
-        compute, inputs = run_decode_steps, (decode, num_steps)
+    if prefill is None and key.num_lookups:
+        compute = run_lookup_steps
+        inputs = decode, parts["limits"], parts["num_drafts"], parts["num_steps"][0]
+        options["max_steps"] = key.max_decode_steps
+    elif prefill is None and key.max_decode_steps > 1:
+        compute, inputs = run_decode_steps, (decode, parts["num_steps"][0])
         options["max_steps"] = key.max_decode_steps
     carried = DeviceState(state.pool, state.history, state.hidden, state.layers)
     carried, outputs = compute(model_config, params, carried, slot_params.unpack(), *inputs, **options)

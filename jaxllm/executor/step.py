@@ -343,6 +343,13 @@ def sample_rows(
     return history, kept, StepOutputs(sampled, prompt_logprobs, logits)
 
 
+def ends(params: SlotParams, slots: jax.Array, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Whether tokens at places `lengths` of their slots' histories end the requests, as the host decides."""
+    is_end = jnp.any(params.end_ids[slots] == tokens[..., None], axis=-1)
+    least = jnp.maximum(params.prompt_length + 1, params.min_length)[slots]
+    return (tokens < 0) | (is_end & (lengths + 1 >= least))
+
+
 def run_decode_steps(
     config: ModelConfig,
     params: Mapping[str, jax.Array],
@@ -380,15 +387,9 @@ def run_decode_steps(
         end mean nothing.
     """
 
-    def ends(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Whether tokens at places `lengths` of the history end their requests, as the host decides."""
-        is_end = jnp.any(slot_params.end_ids[decode.slots] == tokens[:, None], axis=1)
-        least = jnp.maximum(slot_params.prompt_length + 1, slot_params.min_length)[decode.slots]
-        return (tokens < 0) | (is_end & (lengths + 1 >= least))
-
     newest = jnp.maximum(decode.lengths - 1, 0)
     tokens = state.history[decode.slots, newest]
-    is_live = (decode.lengths > 0) & ~ends(tokens, newest)
+    is_live = (decode.lengths > 0) & ~ends(slot_params, decode.slots, tokens, newest)
 
     def step(state: DeviceState, lengths: jax.Array) -> tuple[DeviceState, StepOutputs]:
         inputs = DecodeInputs(decode.slots, lengths, decode.block_tables)
@@ -417,7 +418,7 @@ def run_decode_steps(
             lambda all_rows, rows: lax.dynamic_update_index_in_dim(all_rows, rows, i, 0), collected, sampled
         )
         last = jnp.where(is_live, sampled.tokens, last)
-        is_live &= ~ends(sampled.tokens, decode.lengths + i)
+        is_live &= ~ends(slot_params, decode.slots, sampled.tokens, decode.lengths + i)
         return i + 1, state, is_live, last, collected, logits
 
     shapes = jax.eval_shape(step, state, decode.lengths)[1]

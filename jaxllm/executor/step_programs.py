@@ -340,8 +340,8 @@ class StepPrograms:
             }
             if self._placement.num_stages > 1:
                 return lower_stages(self._model_config, key, **sizes)
-            kept: Any = {"num_hidden": config.num_hidden, "kept_layers": config.kept_layers}
-            jitted, arguments = step_program(self._model_config, key, **sizes, **kept)
+            sizes |= {"num_hidden": config.num_hidden, "kept_layers": config.kept_layers}
+            jitted, arguments = step_program(self._model_config, key, **sizes, lookup=config.lookup)
             return jitted.lower(*arguments)
         return jitted.lower(*self._placement.stages[0].structs(arguments, ON_EACH))
 

@@ -61,6 +61,17 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
+    def is_worth_looking_up(self, num_right: float, *, are_there: bool) -> bool:
+        """Whether the device drafts by itself, if so many are likely to be right of a request each time.
+
+        `are_there` says whether there are proposals now.
+        """
+        ...
+
+    def num_again(self, num_drafts: int) -> int:
+        """How many drafts a request has that had so many and was wrong, where nobody decides in between."""
+        ...
+
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """Note that proposals were asked for, how long that took, and whether any is to be verified."""
         ...
@@ -77,6 +88,10 @@ class SpeculationPolicy(Protocol):
         ...
 
 
+_WORTH_LOOKING_UP = 0.25
+_AGAIN = 2
+
+
 class AsProposed:
     """All of them: a fixed number of drafts, as far as there are proposals."""
 
@@ -89,6 +104,14 @@ class AsProposed:
     ) -> Sequence[int]:
         """As many as proposed."""
         return proposed
+
+    def is_worth_looking_up(self, num_right: float, *, are_there: bool) -> bool:
+        """Where some are verified, or are likely to be soon."""
+        return are_there or num_right >= _WORTH_LOOKING_UP
+
+    def num_again(self, num_drafts: int) -> int:
+        """As many."""
+        return num_drafts
 
     def asked(self, seconds: float, *, is_fruitful: bool) -> None:
         """Of no interest."""
@@ -106,7 +129,8 @@ class BelowBatch:
 
     def __init__(self, limit: int, policy: SpeculationPolicy) -> None:
         self._limit, self._policy = limit, policy
-        self.num_drafts, self.asked = policy.num_drafts, policy.asked
+        self.num_drafts, self.num_again, self.asked = policy.num_drafts, policy.num_again, policy.asked
+        self.is_worth_looking_up = policy.is_worth_looking_up
         self.observe, self.predicted = policy.observe, policy.predicted
 
     def is_worth_asking(self, num_running: int) -> bool:
@@ -241,6 +265,14 @@ class ByCost:
         for _, _, place in ranked_best[: self._varied(num_best)]:
             counts[place] += 1
         return counts
+
+    def is_worth_looking_up(self, num_right: float, *, are_there: bool) -> bool:
+        """Where that is likely to make up for what the host does meanwhile otherwise."""
+        return num_right >= _WORTH_LOOKING_UP
+
+    def num_again(self, num_drafts: int) -> int:
+        """See `SpeculationPolicy`."""
+        return min(num_drafts, _AGAIN)
 
     def _varied(self, num_best: int) -> int:
         """Now and then a half or a quarter more, or less, so that what it takes is known."""

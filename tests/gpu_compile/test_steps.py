@@ -8,6 +8,7 @@ import jax
 import pytest
 from published import LLAMA_3_8B
 
+from jaxllm.executor.lookup_steps import Lookup
 from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.executor.sampling_programs import RowsKey, kind_of, rows_program
@@ -54,6 +55,7 @@ def compiled(tmp_path):
                 max_model_len=2048,
                 max_num_seqs=64 if key.max_chunks else max(64, key.rows),
                 implementation="triton",
+                lookup=Lookup(key.num_lookups, 2, 4) if key.num_lookups else None,
             )
         folder = tmp_path / str(num_layers)
         with Compiler(get_target("h200")) as compiler:
@@ -153,3 +155,10 @@ def test_several_decodes_are_one_loop(compiled, sampling):
     found = compiled(ProgramKey(16, 0, 8, sampling))
     assert (found.loops, found.conditionals, found.sorts) == (1, 0, 0)
     assert found.temporary_bytes < 16 * LLAMA_3_8B["vocab_size"] * 4 + 32 * MIB
+
+
+def test_several_decodes_with_drafts_are_one_loop(compiled):
+    """Nor does the host decide in between how many rows an iteration has."""
+    found = compiled(ProgramKey(16, 0, 8, num_lookups=4))
+    assert (found.loops, found.conditionals, found.sorts) == (1, 0, 0)
+    assert found.temporary_bytes < 80 * LLAMA_3_8B["vocab_size"] * 4 + 64 * MIB

@@ -164,6 +164,6 @@ class Drafting:
             if request.num_known_tokens >= request.max_total_tokens:
                 ended.append(request)
             else:
-                scheduler.accept(request, num_right + 1, len(drafts))
+                scheduler.accept(request, [(len(drafts), num_right)])
         self.speculation.observe(scheduled, now)
         return ended
