@@ -119,7 +119,7 @@ class StagedProgram:
         return EngineState(self._joined(state.pool, updated), history, tables), outputs
 
     def memory_analysis(self) -> Any:
-        """Bytes on all devices."""
+        """Bytes of all parts together, each on one of its devices."""
         found = [part.memory_analysis() for part in self._parts]
         if any(one is None for one in found):
             return None

@@ -70,15 +70,22 @@ def test_every_kind_of_request_is_answered_as_on_one_device(asked, on_one, width
     settings = {"warm_up": "background", "skip_tokenizer_init": False, "num_host_blocks": 16}
     sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": width, "num_gpu_blocks_override": 28}
     with make_llm(demo_model_path(), **sizes, **settings) as llm:
+        pool = addresses(llm)
         for output, expected in zip(llm.generate(*asked, use_tqdm=False), on_one, strict=True):
             assert_same(output, expected)
             assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
+        assert addresses(llm) == pool
         assert_each_device_has_its_part(llm)
         llm.sleep(level=2)
         llm.wake_up()
         (output,) = llm.generate(asked[0][:1], asked[1][:1], use_tqdm=False)
         assert_same(output, on_one[0])
         assert_each_device_has_its_part(llm)
+
+
+def addresses(llm):
+    """Of the pool's parts, which steps and swaps update in place."""
+    return [part.data.unsafe_buffer_pointer() for part in llm.executor._state.pool.addressable_shards]
 
 
 def assert_each_device_has_its_part(llm):
