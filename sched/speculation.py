@@ -22,6 +22,8 @@ _FORGETS_AFTER = 32
 """Refusals of drafts that would have had to be computed, after which what was learned of them counts less."""
 _FIRST_SHARE = 0.5
 """Of requests for which something is proposed, as long as nobody knows."""
+_SURELY, _TRIED_STEPS = 0.5, 2
+"""Drafts of each that are likely to be right, below which the device drafts in so many iterations only."""
 Verified = list[tuple[int, int]]
 """Of a request, for each verification: how many drafts there were, and how many of them were right."""
 _Drafts = list[tuple[Request, Sequence[int]]]
@@ -149,6 +151,8 @@ class Speculation:
             return
         most = max([len(tokens) for _, tokens in drafts])
         plan.lookups, plan.num_lookups = (most, self.policy.num_again(most)), self.lookup_steps
+        if self._share * self._expected_kept < _SURELY:
+            plan.num_lookups = min(_TRIED_STEPS, self.lookup_steps)
 
     def _looks_up(self, plan: Plan, state: SchedulerState) -> bool:
         """Whether the device may draft by itself."""

@@ -319,3 +319,17 @@ def test_what_is_seldom_right_is_not_worth_its_programs():
     assert fixed.is_worth_looking_up(0.0, are_there=True)
     assert not fixed.is_worth_looking_up(0.2, are_there=False)
     assert BelowBatch(3, fixed).is_worth_looking_up(0.0, are_there=True)
+
+
+@pytest.mark.parametrize(("num_wrong", "num_steps"), [(0, 8), (40, 2)])
+def test_what_is_hardly_right_is_tried_in_few_iterations(llm, num_wrong, num_steps):
+    engine = engine_of(llm, MOST)
+    engine.add_request("0", EDIT, PARAMS[0])
+    (request,) = engine.scheduler.live_requests()
+    for _ in range(num_wrong):
+        engine.scheduler.speculation.verified(request, [(MOST, 0)])
+    while not engine.scheduler.lookups:
+        engine.step()
+    assert engine.scheduler.lookups[0].num_decode_steps == num_steps
+    while engine.has_unfinished_requests:
+        engine.step()

@@ -180,7 +180,8 @@ def test_an_architecture_that_would_be_cut_wrongly_is_refused(model, message, mo
         Placement(tuple(jax.devices()[:2])).check(config, PLAIN)
 
 
-def test_the_command_takes_it(capsys):
+@pytest.mark.parametrize("flag", ["-tp", "-dp"])
+def test_the_command_takes_it(flag, capsys):
     options = [
         "--max-model-len",
         "64",
@@ -193,7 +194,7 @@ def test_the_command_takes_it(capsys):
     ]
     said = []
     for size in ("1", "2"):
-        assert main(["generate", "def add(a, b):", "--text", "-q", "-tp", size, *options]) == 0
+        assert main(["generate", "def add(a, b):", "--text", "-q", flag, size, *options]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != ""
 

@@ -14,7 +14,6 @@ from test_forced_preemption import assert_same
 from variants import golden_checkpoint
 
 from jaxllm import SamplingParams
-from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError, EngineError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.research.bench.throughput import Workload, measure_throughput
@@ -232,21 +231,3 @@ def test_a_server_sums_up_what_they_do():
 def _noting(add, found, request):
     found.append(request)
     add(request)
-
-
-def test_the_command_takes_it(capsys):
-    options = [
-        "--max-model-len",
-        "64",
-        "--num-gpu-blocks-override",
-        "16",
-        "--max-tokens",
-        "4",
-        "--temperature",
-        "0",
-    ]
-    said = []
-    for size in ("1", "2"):
-        assert main(["generate", "def add(a, b):", "--text", "-q", "-dp", size, *options]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] != ""
