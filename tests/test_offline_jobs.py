@@ -256,7 +256,11 @@ def test_errors_name_flags(message, said):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-pp", "2"], "--pipeline-parallel-size 2 is not supported: an engine's devices share each layer"),
+        (
+            ["-pp", "2"],
+            "--pipeline-parallel-size 2 times --tensor-parallel-size 1 is more than the devices that JAX "
+            "sees, 1 of cpu: take fewer",
+        ),
         (
             ["-tp", "2"],
             "--tensor-parallel-size 2 is more than the devices that JAX sees, 1 of cpu: take fewer",
@@ -279,11 +283,7 @@ def test_values_of_vllm_that_change_nothing_are_taken(run, capsys):
     assert run("hello", "-q", *neutral, "--kv-cache-memory-bytes", "64MiB") == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
     taken = build_parser("generate").parse_args(["generate", *neutral])
-    assert {name for name in SETTINGS if hasattr(taken, name)} == {
-        "pipeline_parallel_size",
-        "enable_lora",
-        "trust_remote_code",
-    }
+    assert {name for name in SETTINGS if hasattr(taken, name)} == {"enable_lora", "trust_remote_code"}
 
 
 def test_checkpoints_that_are_not_read_are_named_for_what_they_are(tmp_path):
