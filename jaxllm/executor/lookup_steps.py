@@ -103,7 +103,15 @@ def run_lookup_steps(
     rows, width = decode.slots.shape[0], lookup.num_drafts + 1
     places, of_rows = jnp.arange(width), jnp.arange(rows)
 
-    def step(
+    def decode_only(
+        state: DeviceState, lengths: jax.Array, drafts: jax.Array, counts: jax.Array
+    ) -> tuple[DeviceState, jax.Array]:
+        """The same where no row has drafts: as many rows as there are, not as there may be."""
+        inputs = DecodeInputs(decode.slots, jnp.where(counts > 0, lengths, 0), decode.block_tables)
+        state, outputs = run_step(config, params, state, slot_params, inputs, None, **options)
+        return state, jnp.pad(outputs.sampled.tokens[:, None], ((0, 0), (0, width - 1)))
+
+    def verify(
         state: DeviceState, lengths: jax.Array, drafts: jax.Array, counts: jax.Array
     ) -> tuple[DeviceState, jax.Array]:
         """Compute `counts` [B] tokens of each row, the newest and its drafts; [B, K + 1] are sampled."""
@@ -150,7 +158,9 @@ def run_lookup_steps(
         drafts, are_there = look_up(state.history[decode.slots], lengths, lookup)
         room = jnp.minimum(most, limits - lengths - 1)
         counts = jnp.where(is_live, 1 + jnp.where(are_there, room, 0), 0)
-        state, sampled = step(state, lengths, drafts, counts)
+        state, sampled = lax.cond(
+            jnp.any(counts > 1), verify, decode_only, state, lengths, drafts, counts
+        )
         is_draft = places[1:] < counts[:, None]
         are_right = jnp.cumprod((sampled[:, :-1] == drafts) & is_draft, axis=1)
         are_kept = jnp.pad(are_right, ((0, 0), (1, 0)), constant_values=1) & is_live[:, None]
