@@ -32,6 +32,22 @@ def make_llm(path, **settings):
     return LLM(path, **{**SMALL, **settings})
 
 
+class Recording(Scheduler):
+    """Keeps what it schedules."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scheduled = []
+
+    def schedule(self, *args):
+        self.scheduled.append(super().schedule(*args))
+        return self.scheduled[-1]
+
+    @property
+    def lookups(self):
+        return [one for one in self.scheduled if one.lookups]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scripted(SchedulerPolicy):
     """Preempts more holders than it must: of three numbers of the script one, divided by 3, is whom."""

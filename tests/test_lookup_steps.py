@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from engine_helpers import make_llm, restless
+from engine_helpers import Recording, make_llm, restless
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_helpers import make_request
@@ -19,7 +19,6 @@ from jaxllm.sched.ledger import Ledger
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.policies.speculation import AsProposed, BelowBatch, ByCost
 from jaxllm.sched.proposers.ngram import PromptLookup
-from jaxllm.sched.scheduler import Scheduler
 from jaxllm.sched.speculation import Speculation
 from jaxllm.types import MAX_DECODE_STEPS
 
@@ -60,20 +59,6 @@ class Again(AsProposed):
 
     def num_again(self, num_drafts):
         return min(num_drafts, self.again)
-
-
-class Recording(Scheduler):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.scheduled = []
-
-    def schedule(self, *args):
-        self.scheduled.append(super().schedule(*args))
-        return self.scheduled[-1]
-
-    @property
-    def lookups(self):
-        return [one for one in self.scheduled if one.lookups]
 
 
 def engine_of(
@@ -333,3 +318,13 @@ def test_what_is_hardly_right_is_tried_in_few_iterations(llm, num_wrong, num_ste
     assert engine.scheduler.lookups[0].num_decode_steps == num_steps
     while engine.has_unfinished_requests:
         engine.step()
+
+
+def test_programs_that_draft_update_the_pool_in_place(llm):
+    """Whichever of their forward passes an iteration takes."""
+    found = [program for key, program in llm.executor.programs.items() if getattr(key, "num_lookups", 0)]
+    assert found
+    for program in found:
+        sizes = program.memory_analysis()
+        assert sizes.alias_size_in_bytes >= llm.executor.pool_bytes
+        assert sizes.temp_size_in_bytes < llm.executor.pool_bytes / 2

@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401 - numpy needs it for bfloat16
 import numpy as np
 import pytest
 from checkpoint_helpers import stored, write
-from engine_helpers import Knowing, make_llm
+from engine_helpers import Knowing, Recording, make_llm
 from scipy import special, stats
 from tokenizer_helpers import write_tokenizer
 
@@ -17,8 +17,9 @@ from jaxllm import SamplingParams
 from jaxllm.engine import speculation as of_engines
 from jaxllm.engine.engine import Engine
 from jaxllm.sched.policies.speculation import AsProposed
-from jaxllm.sched.scheduler import Scheduler
+from jaxllm.sched.proposers.ngram import PromptLookup
 from jaxllm.sched.speculation import Speculation
+from jaxllm.types import MAX_DECODE_STEPS
 
 VOCAB, HIDDEN, SLOTS, MOST = 384, 64, 64, 3
 PROMPT, LENGTH = [5, 9, 9, 40], 40
@@ -66,10 +67,14 @@ def table(tensors):
 
 
 @pytest.fixture(scope="module")
-def llm(tensors, tmp_path_factory):
-    folder = write(tmp_path_factory.mktemp("chain"), tensors, vocab_size=VOCAB)
+def folder(tensors, tmp_path_factory):
+    return write_tokenizer(write(tmp_path_factory.mktemp("chain"), tensors, vocab_size=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
     return make_llm(
-        write_tokenizer(folder),
+        folder,
         dtype="float32",
         skip_tokenizer_init=False,
         max_model_len=64,
@@ -109,27 +114,32 @@ class Guessing:
         pass
 
 
-def draw(llm, options, num_requests, proposer=None):
+def draw(llm, options, num_requests, proposer=None, *, num_steps=1):
     """Tokens [requests, LENGTH] of requests with a seed each, and the counts of drafts.
 
-    Samples of a request have the seeds after its own.
+    Samples of a request have the seeds after its own. With `num_steps` nobody waits for others, so that
+    programs may compute so many iterations.
     """
     speculation = None if proposer is None else Speculation(proposer, AsProposed(), MOST, MOST * SLOTS)
     config, tokenizer = llm.engine.scheduler.config, llm.get_tokenizer()
-    scheduler = Scheduler(config, speculation=speculation)
-    engine = Engine(llm.executor, scheduler, vocab_size=VOCAB, tokenizer=tokenizer)
+    scheduler = Recording(config, speculation=speculation)
+    options = {**options, "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
+    engine = Engine(
+        llm.executor, scheduler, vocab_size=VOCAB, tokenizer=tokenizer, num_scheduler_steps=num_steps
+    )
     each = options.get("n", 1)
-    for number in range(num_requests // each):
-        params = SamplingParams(
-            **options, seed=8 * number, max_tokens=LENGTH, ignore_eos=True, detokenize=False
-        )
-        engine.add_request(str(number), {"prompt_token_ids": PROMPT}, params)
-    found = {}
-    while engine.has_unfinished_requests:
-        for output in engine.step():
-            found[int(output.request_id)] = [list(one.token_ids) for one in output.outputs]
+    numbers, found = range(num_requests // each), {}
+    at_once = len(numbers) if num_steps == 1 else config.max_num_seqs // each
+    for first in range(0, len(numbers), at_once):
+        for number in numbers[first : first + at_once]:
+            params = SamplingParams(**options, seed=8 * number)
+            engine.add_request(str(number), {"prompt_token_ids": PROMPT}, params)
+        while engine.has_unfinished_requests:
+            for output in engine.step():
+                found[int(output.request_id)] = [list(one.token_ids) for one in output.outputs]
     tokens = np.array([one for number in sorted(found) for one in found[number]])
     assert tokens.shape == (num_requests, LENGTH)
+    assert bool(scheduler.lookups) == (num_steps > 1)
     return tokens, None if speculation is None else speculation.counts
 
 
@@ -202,6 +212,32 @@ def test_tokens_with_drafts_are_draws_of_the_target(llm, table, name):
     again, counts = draw(llm, options, len(few), knowing)
     assert np.array_equal(again, few)
     assert counts.num_kept > counts.num_drafted / 3
+
+
+@pytest.mark.parametrize("name", ["temperature", "samples"])
+def test_so_are_those_of_programs_that_draft(folder, llm, table, name):
+    """Several iterations without the host, of which each drafts what followed the newest token before."""
+    steps, options = MAX_DECODE_STEPS, OPTIONS[name]
+    drafting = make_llm(
+        folder,
+        dtype="float32",
+        skip_tokenizer_init=False,
+        max_model_len=64,
+        block_size=16,
+        max_num_seqs=16,
+        num_gpu_blocks_override=64,
+        max_num_batched_tokens=64,
+        decode_buckets=[16],
+        prefill_buckets=[64],
+        num_scheduler_steps=steps,
+        speculative_config={"num_speculative_tokens": MOST, "policy": "fixed", "prompt_lookup_min": 1},
+    )
+    tokens, counts = draw(drafting, options, NUM_REQUESTS[name], PromptLookup(1, 2), num_steps=steps)
+    assert counts.num_kept > 1000
+    assert counts.num_drafted - counts.num_kept > 1000
+    assert min(p_values(uniform(table, options, tokens))) > 1e-3
+    few = tokens[: 2 * SLOTS]
+    assert np.array_equal(draw(llm, options, len(few))[0], few)
 
 
 def test_tokens_that_follow_wrong_drafts_are_found_out(llm, table, monkeypatch):

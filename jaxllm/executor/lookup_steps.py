@@ -158,9 +158,7 @@ def run_lookup_steps(
         drafts, are_there = look_up(state.history[decode.slots], lengths, lookup)
         room = jnp.minimum(most, limits - lengths - 1)
         counts = jnp.where(is_live, 1 + jnp.where(are_there, room, 0), 0)
-        state, sampled = lax.cond(
-            jnp.any(counts > 1), verify, decode_only, state, lengths, drafts, counts
-        )
+        state, sampled = lax.cond(jnp.any(counts > 1), verify, decode_only, state, lengths, drafts, counts)
         is_draft = places[1:] < counts[:, None]
         are_right = jnp.cumprod((sampled[:, :-1] == drafts) & is_draft, axis=1)
         are_kept = jnp.pad(are_right, ((0, 0), (1, 0)), constant_values=1) & is_live[:, None]
