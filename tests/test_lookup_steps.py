@@ -318,13 +318,3 @@ def test_what_is_hardly_right_is_tried_in_few_iterations(llm, num_wrong, num_ste
     assert engine.scheduler.lookups[0].num_decode_steps == num_steps
     while engine.has_unfinished_requests:
         engine.step()
-
-
-def test_programs_that_draft_update_the_pool_in_place(llm):
-    """Whichever of their forward passes an iteration takes."""
-    found = [program for key, program in llm.executor.programs.items() if getattr(key, "num_lookups", 0)]
-    assert found
-    for program in found:
-        sizes = program.memory_analysis()
-        assert sizes.alias_size_in_bytes >= llm.executor.pool_bytes
-        assert sizes.temp_size_in_bytes < llm.executor.pool_bytes / 2

@@ -11,6 +11,7 @@ from jaxllm import LLM
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.executor import memory
 from jaxllm.executor.buckets import decode_ladder, prefill_ladder
+from jaxllm.executor.lookup_steps import Lookup
 from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.models.config import config_from_dict
 from jaxllm.models.registry import weight_bytes
@@ -28,7 +29,7 @@ CONFIG = config_from_dict(
     }
 )
 
-PROGRAMS = [ProgramKey(64), ProgramKey(16, 0, 8), ProgramKey(512, 64)]
+PROGRAMS = [ProgramKey(64), ProgramKey(16, 0, 8), ProgramKey(512, 64), ProgramKey(16, 0, 8, num_lookups=8)]
 
 
 @pytest.mark.parametrize("key", PROGRAMS, ids=lambda key: key.name)
@@ -43,6 +44,7 @@ def test_a_one_gib_pool_is_aliased_and_temporaries_are_under_a_tenth(key):
         max_model_len=512,
         max_num_seqs=64,
         implementation="xla",
+        lookup=Lookup(key.num_lookups, 2, 4) if key.num_lookups else None,
     )
     analysis = jitted.lower(*arguments).compile().memory_analysis()
     assert analysis.alias_size_in_bytes >= GIB

@@ -153,12 +153,28 @@ def run_lookup_steps(
         state, outputs = run_step(config, params, state, slot_params, decodes, prompts, **options)
         return state, outputs.sampled.tokens[jnp.minimum(own, rows * width - 1)]
 
+    def verify_any(
+        state: DeviceState, lengths: jax.Array, drafts: jax.Array, counts: jax.Array
+    ) -> tuple[DeviceState, jax.Array]:
+        """The same, by whichever has fewer rows. Two loops of one turn: `lax.cond` may copy the pool."""
+        inputs, sampled = (lengths, drafts, counts), jnp.zeros((rows, width), jnp.int32)
+        any_drafts = jnp.any(counts > 1)
+        for step, is_due in ((verify, any_drafts), (decode_only, ~any_drafts)):
+            _, state, sampled = lax.while_loop(
+                lambda found: found[0],
+                lambda found, step=step: (jnp.array(False), *step(found[1], *inputs)),
+                (is_due, state, sampled),
+            )
+        return state, sampled
+
     def body(carry: _Carry) -> _Carry:
         turn, state, lengths, is_live, most, collected = carry
         drafts, are_there = look_up(state.history[decode.slots], lengths, lookup)
         room = jnp.minimum(most, limits - lengths - 1)
         counts = jnp.where(is_live, 1 + jnp.where(are_there, room, 0), 0)
-        state, sampled = lax.cond(jnp.any(counts > 1), verify, decode_only, state, lengths, drafts, counts)
+        state, sampled = lax.platform_dependent(
+            state, lengths, drafts, counts, cpu=verify_any, default=verify
+        )
         is_draft = places[1:] < counts[:, None]
         are_right = jnp.cumprod((sampled[:, :-1] == drafts) & is_draft, axis=1)
         are_kept = jnp.pad(are_right, ((0, 0), (1, 0)), constant_values=1) & is_live[:, None]
