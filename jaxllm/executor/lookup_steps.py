@@ -10,7 +10,8 @@ computes these drafts behind the newest token, samples each place, and keeps wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -159,11 +160,13 @@ def run_lookup_steps(
         """The same, by whichever has fewer rows. Two loops of one turn: `lax.cond` may copy the pool."""
         inputs, sampled = (lengths, drafts, counts), jnp.zeros((rows, width), jnp.int32)
         any_drafts = jnp.any(counts > 1)
+
+        def turn(step: Callable[..., Any], found: tuple[Any, ...]) -> tuple[Any, ...]:
+            return jnp.array(False), *step(found[1], *inputs)
+
         for step, is_due in ((verify, any_drafts), (decode_only, ~any_drafts)):
             _, state, sampled = lax.while_loop(
-                lambda found: found[0],
-                lambda found, step=step: (jnp.array(False), *step(found[1], *inputs)),
-                (is_due, state, sampled),
+                lambda found: found[0], functools.partial(turn, step), (is_due, state, sampled)
             )
         return state, sampled
 
