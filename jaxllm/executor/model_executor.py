@@ -251,6 +251,8 @@ class ModelExecutor(Worker):
         if self.drafter is not None:
             self.drafter.release()
         self.let_go_of_all()
+        if self.others is not None:
+            self.others.end()
 
     def keep_files(
         self, folder: pathlib.Path, fingerprint: str, max_bytes: int, most_writing: int

@@ -48,6 +48,10 @@ class Others(Protocol):
         """
         ...
 
+    def end(self) -> None:
+        """Let them end: nothing is told any more."""
+        ...
+
     def wait(self, arrays: Any) -> None:
         """Wait until arrays are computed.
 
