@@ -299,7 +299,7 @@ class EngineConfig:
             return
         if self.tensor_parallel_size % count:
             raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is that of all processes, and nnodes={count} "
+                f"tensor_parallel_size={self.tensor_parallel_size} is of all processes, and nnodes={count} "
                 "does not divide it: each process has as many devices"
             )
         for name in ("pipeline_parallel_size", "data_parallel_size"):
@@ -310,8 +310,8 @@ class EngineConfig:
                 )
         if drafts is not None and drafts.method != "ngram":
             raise ConfigError(
-                f"what drafts ({drafts.method}) is on one device of one process, and nnodes={count}: draft by "
-                "lookup (ngram)"
+                f"what drafts ({drafts.method}) is on one device of one process, and nnodes={count}: draft "
+                "by lookup (ngram)"
             )
         if self.prefix_cache_dir is not None:
             raise ConfigError(

@@ -24,9 +24,11 @@ from jaxllm.models.registry import Params
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 
 _OF_EACH = frozenset(
-    ("node_rank", "model", "tokenizer", "revision", "download", "download_dir", "skip_tokenizer_init")
-    + ("scheduler_policy", "costs", "profile_seconds", "ledger", "async_scheduling", "warm_up")
-    + ("compilation_cache_dir", "enable_prefix_caching")
+    {
+        *("node_rank", "model", "tokenizer", "revision", "download", "download_dir", "skip_tokenizer_init"),
+        *("scheduler_policy", "costs", "profile_seconds", "ledger", "async_scheduling", "warm_up"),
+        *("compilation_cache_dir", "enable_prefix_caching"),
+    }
 )
 """Settings that a follower need not have: of where its files are, and of what the leader alone decides."""
 

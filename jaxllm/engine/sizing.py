@@ -169,7 +169,8 @@ def _devices_of_processes(config: EngineConfig, devices: Sequence[jax.Device]) -
         if len(own) < count:
             raise ConfigError(
                 f"tensor_parallel_size={config.tensor_parallel_size} is {count} devices of each of nnodes="
-                f"{config.nnodes} processes, and node_rank={rank} has {len(own)}: take fewer, or more processes"
+                f"{config.nnodes} processes, and node_rank={rank} has {len(own)}: take fewer, or more "
+                "processes"
             )
         found += own[:count]
     return tuple(found)

@@ -91,8 +91,8 @@ class Leader:
                 self._gather(server, address, num_processes, settings)
         except OSError as error:
             raise ConfigError(
-                f"master_addr={address[0]!r}, master_port={address[1]}: the leader (node_rank=0) cannot listen "
-                f"there: {error.strerror or error}; name an address of this machine and a free port"
+                f"master_addr={address[0]!r}, master_port={address[1]}: the leader (node_rank=0) cannot "
+                f"listen there: {error.strerror or error}; name an address of this machine and a free port"
             ) from error
         self._coordinator = f"{address[0]}:{_free_port(address[0])}"
         for connection in self._followers.values():
@@ -363,8 +363,8 @@ def begin_jax(coordinator: str, num_processes: int, rank: int) -> None:
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"nnodes={num_processes}: this process has used JAX, or led such an engine, before: {error}; make "
-            "the engine first, in a new process"
+            f"nnodes={num_processes}: this process has used JAX, or led such an engine, before: {error}; "
+            "make the engine first, in a new process"
         ) from error
 
 
@@ -383,8 +383,8 @@ def _connected(address: tuple[str, int]) -> socket.socket:
         except OSError as error:
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"no leader (node_rank=0) listens at {address[0]}:{address[1]}: {error.strerror or error}; "
-                    "start it with --nnodes, or name its --master-addr and --master-port"
+                    f"no leader (node_rank=0) listens at {address[0]}:{address[1]}: {error.strerror or error}"
+                    "; start it with --nnodes, or name its --master-addr and --master-port"
                 ) from error
             time.sleep(0.2)
 
