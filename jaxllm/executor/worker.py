@@ -186,8 +186,8 @@ class Worker:
         self._logits = None
 
     @operation
-    def set_params(self, common: np.ndarray | None, rare: np.ndarray | None) -> None:
-        """Upload sampling parameters of all slots, those that changed."""
+    def set_params(self, common: Any, rare: Any) -> None:
+        """Upload sampling parameters of all slots, arrays of `PackedSlotParams`; None of what has not changed."""
         if common is not None:
             self._slot_params = self._slot_params._replace(common=self._upload(common))
         if rare is not None:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 from jaxllm import LLM, SamplingParams, StructuredOutputsParams
 from jaxllm.errors import JaxllmError
@@ -45,11 +44,9 @@ def main(settings, then):
             llm.sleep(2)
             llm.wake_up()
             say(again=list(llm.generate(PROMPTS[0], PARAMS[0], use_tqdm=False)[0].outputs[0].token_ids))
-        else:
-            stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=100000, ignore_eos=True))
-            for _ in stream:
+        while then in ("stream", "idle"):
+            for _ in llm.stream(PROMPTS, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)):
                 say(token=True)
-                time.sleep(0.05)
     except JaxllmError as error:
         say(error=f"{type(error).__name__}: {error}", cause=str(error.__cause__))
     llm.close()

@@ -26,7 +26,7 @@ MAX_FIRST_BYTES = 2**20
 """Of a message from somebody who is not known yet."""
 _ARRAY = "array"
 _NAMED: dict[str, Callable[..., Any]] = {
-    "ProgramKey": lambda *a: ProgramKey(*a[:3], Sampling(a[3]), *a[4:]),
+    "ProgramKey": lambda *numbers: ProgramKey(*numbers)._replace(sampling=Sampling(numbers[3])),
     "RowsKey": lambda rows, sampling: RowsKey(rows, Sampling(sampling)),
     "TakeKey": TakeKey,
     "HostBlock": HostBlock,
