@@ -187,7 +187,7 @@ class Worker:
 
     @operation
     def set_params(self, common: Any, rare: Any) -> None:
-        """Upload sampling parameters of all slots, arrays of `PackedSlotParams`; None of what has not changed."""
+        """Upload sampling parameters of all slots, as `PackedSlotParams` has them; None has not changed."""
         if common is not None:
             self._slot_params = self._slot_params._replace(common=self._upload(common))
         if rare is not None:
