@@ -140,6 +140,11 @@ class ModelExecutor(Worker):
         return self._state.pool.nbytes
 
     @property
+    def is_lost(self) -> bool:
+        """Whether a process that it needs is gone, so that the next step fails."""
+        return self.others is not None and self.others.is_lost
+
+    @property
     def is_undisturbed(self) -> bool:
         """Whether no program was being compiled when the last step was sent, nor had to be for it."""
         return self._is_undisturbed

@@ -40,6 +40,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {}
 class Others(Protocol):
     """The other processes of an engine."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether one of them is gone."""
+        ...
+
     def tell(self, name: str, arguments: Sequence[Any]) -> None:
         """Have each of them do an operation, after those before it.
 
@@ -50,6 +55,14 @@ class Others(Protocol):
 
     def end(self) -> None:
         """Let them end: nothing is told any more."""
+        ...
+
+    def blame(self, error: BaseException) -> None:
+        """If one of them turns out to be gone, which is most likely the cause of an error, say so.
+
+        Raises:
+            EngineError: one is.
+        """
         ...
 
     def wait(self, arrays: Any) -> None:
@@ -68,9 +81,14 @@ def operation(do: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W,
     @functools.wraps(do)
     def ask(self: _W, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         assert not kwargs
-        if self.others is not None:
-            self.others.tell(name, args)
-        return do(self, *args, **kwargs)
+        if self.others is None:
+            return do(self, *args, **kwargs)
+        self.others.tell(name, args)
+        try:
+            return do(self, *args, **kwargs)
+        except Exception as error:
+            self.others.blame(error)
+            raise
 
     OPERATIONS[name] = do
     return ask

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 from jaxllm import LLM, SamplingParams, StructuredOutputsParams
 from jaxllm.errors import JaxllmError
@@ -32,6 +33,8 @@ def main(settings, then):
     say(made=True)
     if then == "idle":
         sys.stdin.readline()
+        while not llm.executor.is_lost:  # which a server's health looks at
+            time.sleep(0.05)
     try:
         if then == "answer":
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)

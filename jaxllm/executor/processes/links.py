@@ -25,6 +25,7 @@ SECONDS_TO_COME = 300.0
 _BEAT_SECONDS = 1.0
 _PATIENCE = 15.0
 """Seconds without a sign of life after which a process is given up; one that ends is noticed at once."""
+_SECONDS_TO_KNOW = 2.0
 _WAY_OUT = "make a new engine: start all of its processes again"
 Settings = Mapping[str, str]
 
@@ -187,6 +188,11 @@ class Leader:
         for connection in self._followers.values():
             connection.close()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a process is lost, or all were told to end."""
+        return self._lost is not None
+
     def check(self) -> None:
         """Verify that nobody is lost.
 
@@ -240,9 +246,14 @@ class Leader:
 
     def wait(self, arrays: Any) -> None:
         """See `worker.Others`: what a lost process leaves may never be computed, so a thread waits for it."""
-        if all(one.is_ready() for one in jax.tree.leaves(arrays)):
-            return
         self.check()
+        if all(one.is_ready() for one in jax.tree.leaves(arrays)):
+            try:
+                jax.block_until_ready(arrays)
+            except Exception as error:
+                self.blame(error)
+                raise
+            return
         ended: list[BaseException | None] = []
 
         def run() -> None:
@@ -258,11 +269,17 @@ class Leader:
         threading.Thread(target=run, name="jaxllm-wait", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: ended or self._lost is not None)
-            if ended and ended[0] is not None:  # most likely since somebody is lost, which is known soon
-                self._changed.wait_for(lambda: self._lost is not None, 2.0)
-            self.check()
-        if ended[0] is not None:
-            raise ended[0]
+        self.check()
+        if (failure := ended[0]) is not None:
+            self.blame(failure)
+            raise failure
+
+    def blame(self, error: BaseException) -> None:
+        """See `worker.Others`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None, _SECONDS_TO_KNOW)
+        if self._lost is not None:
+            raise EngineError(str(self._lost)) from error
 
     def end(self, reason: str | None = None) -> None:
         """Let the followers end, well or for a reason; nothing is told any more."""
