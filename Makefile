@@ -6,15 +6,16 @@ PYTEST := $(BIN)/python -m pytest
 PYTHON_NEXT ?= python3.12
 VENV_NEXT ?= .venv-next
 TEST_JOBS ?= 2
-OTHER_TESTS := clients cluster combinations devices gpu_compile page parity
+OTHER_TESTS := clients cluster combinations devices gpu_compile page parity processes
 
-.PHONY: help demo test test-next test-devices test-combinations test-page test-cluster test-parity test-clients test-gpu-compile lint check docs bench soak reproduce clean
+.PHONY: help demo test test-next test-devices test-processes test-combinations test-page test-cluster test-parity test-clients test-gpu-compile lint check docs bench soak reproduce clean
 
 help:
 	@echo "make demo         answer a batch of prompts with the embedded model"
 	@echo "make test         tests against committed golden files (no torch)"
 	@echo "make test-next    the same with the newest JAX that PYTHON_NEXT ($(PYTHON_NEXT)) has; not part of check"
 	@echo "make test-devices engines on several devices, which a CPU counts as"
+	@echo "make test-processes  engines over two processes"
 	@echo "make test-combinations  every format of weights with every dtype of KV"
 	@echo "make test-page    the server's live page in a headless Chromium, which has to be installed"
 	@echo "make test-cluster several engines on a local Ray cluster: data sets, and a server"
@@ -77,6 +78,9 @@ test: $(VENV)/.installed-dev
 test-devices: $(VENV)/.installed-dev
 	$(PYTEST) tests/devices -n $(TEST_JOBS)
 
+test-processes: $(VENV)/.installed-dev
+	$(PYTEST) tests/processes
+
 test-combinations: $(VENV)/.installed-dev
 	$(PYTEST) tests/combinations -n $(TEST_JOBS)
 
@@ -107,7 +111,7 @@ lint: $(VENV)/.installed-dev
 	cp -rL jaxllm pyproject.toml out/imports/ && touch out/imports/jaxllm/sched/__init__.py  # where it is a package
 	cd out/imports && PYTHONPATH=. $(abspath $(BIN))/lint-imports
 
-check: lint test test-devices test-combinations test-page test-cluster test-parity test-clients test-gpu-compile
+check: lint test test-devices test-processes test-combinations test-page test-cluster test-parity test-clients test-gpu-compile
 
 # The theme's advertisement for its successor is none of our pages' warnings.
 docs: $(VENV)/.installed-docs

@@ -14,6 +14,7 @@ from jaxllm.commands.options import (
     note,
     tell_of_programs,
 )
+from jaxllm.engine import processes
 from jaxllm.engine.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.server.config import ServerConfig
@@ -35,6 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit code."""
+    if getattr(args, "node_rank", 0):
+        return follow(args)
     with needs_server_packages():
         from jaxllm.server.run import listen, log_to_stderr, make_server, tune_interpreter
         from jaxllm.server.service import Service
@@ -54,6 +57,20 @@ def run(args: argparse.Namespace) -> int:
         service = Service.load(engine, config)
         tune_interpreter()
         make_server(service, listener, note).run(sockets=[listener])
+    return 0
+
+
+def follow(args: argparse.Namespace) -> int:
+    """Do what the leader of an engine says (`--node-rank`), until it ends."""
+    serve_ray.check_options(args)
+    for name in given(args, ServerConfig):
+        raise ConfigError(
+            f"--{name.replace('_', '-')} is of a server, and --node-rank {args.node_rank} has none: give it "
+            "to the leader"
+        )
+    engine = EngineConfig(**engine_settings(args))
+    note(f"following {engine.master_addr}:{engine.master_port} as node_rank={engine.node_rank}")
+    processes.follow(engine)
     return 0
 
 

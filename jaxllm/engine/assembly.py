@@ -19,7 +19,7 @@ import jax
 
 import jaxllm
 from jaxllm import pallas_kernels
-from jaxllm.engine import drafting, sizing
+from jaxllm.engine import drafting, processes, sizing
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.ledgers import header_of, open_ledger
@@ -29,8 +29,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.executor.fastest import FASTEST
 from jaxllm.executor.kv.disk import BlockFiles, weights_fingerprint
 from jaxllm.executor.model_executor import ModelExecutor
+from jaxllm.executor.processes.links import Leader
 from jaxllm.executor.step_programs import CompileProgress, StepPrograms
-from jaxllm.loading import iter_params
 from jaxllm.loading.given import iter_given
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.pallas_kernels.settings import under_jax_defaults
@@ -161,12 +161,31 @@ def _assemble(
     config: EngineConfig, ledger: Ledger | None, params: Mapping[str, Any] | None, replica: int
 ) -> Assembly:
     started = time.perf_counter()
+    leader = processes.lead(config, params) if config.nnodes > 1 else None
+    try:
+        return _assemble_model(config, ledger, params, replica, started, leader)
+    except BaseException as error:
+        if leader is not None:
+            leader.end(f"it could not start: {error}")
+        raise
+
+
+def _assemble_model(
+    config: EngineConfig,
+    ledger: Ledger | None,
+    params: Mapping[str, Any] | None,
+    replica: int,
+    started: float,
+    leader: Leader | None,
+) -> Assembly:
     model = sizing.read_model(config, sizing.placements(config)[replica], params)
     chosen = sizing.choose(config, model)
     draft = drafting.read_draft(config, model, chosen)
     beside = None if draft is None else draft.needs
     sizes = sizing.size(config, model, chosen, has_weights=params is not None, beside=beside)
-    loaded = _load(config, model, sizes, started, params, draft)
+    if leader is not None:
+        sizes = processes.agree(leader, config, model, chosen, sizes)
+    loaded = _load(config, model, sizes, started, params, draft, leader)
     return _join(config, model, chosen, sizes, loaded, ledger)
 
 
@@ -186,9 +205,11 @@ def _load(
     started: float,
     given: Mapping[str, Any] | None,
     draft: drafting.Draft | drafting.Heads | drafting.Eagle | None,
+    leader: Leader | None,
 ) -> _Loaded:
     """Load tokenizer and weights while programs compile."""
-    programs = StepPrograms(sizes.model_config, sizes.executor, model.placement)
+    elsewhere = None if leader is None else leader.compile
+    programs = StepPrograms(sizes.model_config, sizes.executor, model.placement, elsewhere)
     if config.attention_implementation != FASTEST:  # which is to be measured first
         programs.begin()
     try:
@@ -197,13 +218,19 @@ def _load(
             tokenizer = tokenization.load_tokenizer(model.tokenizer_folder)
         eos_token_ids = tokenization.eos_token_ids(model.folder, tokenizer, config.hf_overrides)
         if given is None:
-            weights = _stored(config, model, sizes)
+            weights = processes.stored(config, model, sizes)
         else:
             weights = iter_given(given, model.dtype, model.device)
-        formats, params = sizes.executor.formats, {}
-        for name, weight in weights:
-            params[name] = model.placement.placed(sizes.model_config, formats, name, weight)
-        executor = ModelExecutor(sizes.model_config, params, sizes.executor, model.placement, programs)
+        placed = processes.placed(model, sizes, weights)
+        if leader is not None:
+            leader.ask("loaded")
+        executor = ModelExecutor(
+            sizes.model_config, placed, sizes.executor, model.placement, programs, others=leader
+        )
+        if leader is not None:
+            weakref.finalize(executor, leader.end)
+            leader.ask("ready")
+            leader.tell("all ready", ())
         if draft is not None:
             executor.drafter = draft.make(executor)
         loaded = time.perf_counter()
@@ -213,23 +240,8 @@ def _load(
         programs.close()
         raise
     times = LoadTimes(loaded - started, time.perf_counter() - loaded)
-    reload = None if given is not None else functools.partial(_stored, config, model, sizes)
+    reload = None if given is not None else functools.partial(processes.stored, config, model, sizes)
     return _Loaded(executor, tokenizer, eos_token_ids, times, reload)
-
-
-def _stored(
-    config: EngineConfig, model: sizing.Model, sizes: sizing.Sizes
-) -> Iterator[tuple[str, jax.Array]]:
-    """The weights of the checkpoint."""
-    return iter_params(
-        model.folder,
-        sizes.model_config,
-        model.dtype,
-        load_format=config.load_format,
-        seed=config.seed,
-        device=model.device,
-        formats=sizes.executor.formats,
-    )
 
 
 def _join(

@@ -76,6 +76,12 @@ def _costs(name: str, value: object) -> object:
     return checked_path(name, value) if isinstance(value, str | os.PathLike) else check_costs(value, name)
 
 
+def _host(name: str, value: object) -> object:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}={shown(value)} must be a host name or an address")
+    return value
+
+
 def _cache_folder(text: str) -> str | None:
     return None if text == "none" else text
 
@@ -120,6 +126,13 @@ class EngineConfig:
             works at a time.
         data_parallel_size: So many engines, each on devices of its own with a pool and a queue of its
             own. A request goes to the one at which it costs least, with what that has cached.
+        nnodes: So many processes, each with its part of the `tensor_parallel_size` devices, on hosts of their
+            own or not. The first one leads: it has the scheduler and answers requests. The others run
+            `jaxllm serve` with the same settings and do what it says.
+        node_rank: Which of these this process is; 0 leads.
+        master_addr: Host name or address of the leader, which the others connect to. Whoever can connect is
+            trusted, as with NCCL and gloo: name one of a network of your own.
+        master_port: Port there.
         max_model_len: Longest sequence, prompt and output, in tokens; by default the checkpoint's, or the
             pool's size if that is less (with a warning).
         max_num_seqs: Most requests running at once; by default 64 on CPUs, and 1024, 512 or 256 on GPUs, as
@@ -196,6 +209,10 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, within=(1, 1024), short=("-tp",))
     pipeline_parallel_size: int = option(1, within=(1, 1024), short=("-pp",))
     data_parallel_size: int = option(1, within=(1, 1024), short=("-dp",))
+    nnodes: int = option(1, within=(1, 1024))
+    node_rank: int = option(0, within=(0, 1023))
+    master_addr: str = option("127.0.0.1", check=_host)
+    master_port: int = option(29501, within=(1, 65535))
     max_model_len: int | None = option(None, within=(2, 2**24))
     max_num_seqs: int | None = option(None, within=(1, 2**14))
     max_num_batched_tokens: int | None = option(None, within=(1, 2**20))
@@ -244,6 +261,7 @@ class EngineConfig:
             self._check_stages()
         if self.data_parallel_size > 1:
             self._check_replicas()
+        self._check_processes()
         if self.quantization is None and not self.quantize_lm_head:
             raise ConfigError(
                 "quantize_lm_head=False leaves the output head out of a quantization, and there is none: set "
@@ -268,6 +286,44 @@ class EngineConfig:
                 f"heads ({drafts.method}) draft from what layers on one device give, and "
                 f"pipeline_parallel_size={count}: draft by lookup or with a model"
             )
+
+    def _check_processes(self) -> None:
+        """Verify that an engine of several processes can have the settings."""
+        count, drafts = self.nnodes, self.speculative_config
+        if self.node_rank >= count:
+            raise ConfigError(
+                f"node_rank={self.node_rank} is none of the {count} processes of nnodes={count}, which are "
+                f"0 to {count - 1}"
+            )
+        if count == 1:
+            return
+        if self.tensor_parallel_size % count:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is of all processes, and nnodes={count} "
+                "does not divide it: each process has as many devices"
+            )
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is of one process, and nnodes={count}: leave one of them "
+                    "out, or share layers (tensor_parallel_size)"
+                )
+        if drafts is not None and drafts.method != "ngram":
+            raise ConfigError(
+                f"what drafts ({drafts.method}) is on one device of one process, and nnodes={count}: draft "
+                "by lookup (ngram)"
+            )
+        if self.prefix_cache_dir is not None:
+            raise ConfigError(
+                f"prefix_cache_dir={shown(self.prefix_cache_dir)} has whole blocks, of which a process has a "
+                f"part, and nnodes={count}: leave one of them out"
+            )
+        for one in self.logits_processors or ():
+            if not isinstance(one, str):
+                raise ConfigError(
+                    f"logits_processors={shown(one)} is a function of this process, and nnodes={count}: name "
+                    "it as 'module:function', which all of them can import"
+                )
 
     def _check_replicas(self) -> None:
         """Verify that several engines can have the settings."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,8 @@ class Model:
 
     @property
     def device(self) -> jax.Device:
-        """The first one."""
-        return self.placement.devices[0]
+        """The first one of this process."""
+        return self.placement.device
 
     @property
     def own(self) -> ModelConfig:
@@ -141,6 +141,8 @@ def placements(config: EngineConfig) -> list[Placement]:
     # Without effect where JAX has taken its memory already.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory.MEM_FRACTION))
     devices, stages = jax.devices(), config.pipeline_parallel_size
+    if config.nnodes > 1:
+        return [Placement(_devices_of_processes(config, devices))]
     size, count = config.tensor_parallel_size * stages, config.data_parallel_size
     if size * count > len(devices):
         others = f"data_parallel_size={count} times " if count > 1 else ""
@@ -154,6 +156,26 @@ def placements(config: EngineConfig) -> list[Placement]:
     return [Placement(tuple(devices[start : start + size]), stages) for start in starts]
 
 
+def _devices_of_processes(config: EngineConfig, devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
+    """As many devices of each process, the first ones.
+
+    Raises:
+        ConfigError: one has fewer.
+    """
+    count = config.tensor_parallel_size // config.nnodes
+    found: list[jax.Device] = []
+    for rank in range(config.nnodes):
+        own = [device for device in devices if device.process_index == rank]
+        if len(own) < count:
+            raise ConfigError(
+                f"tensor_parallel_size={config.tensor_parallel_size} is {count} devices of each of nnodes="
+                f"{config.nnodes} processes, and node_rank={rank} has {len(own)}: take fewer, or more "
+                "processes"
+            )
+        found += own[:count]
+    return tuple(found)
+
+
 def read_model(config: EngineConfig, placement: Placement, params: Mapping[str, Any] | None = None) -> Model:
     """Read what the checkpoint says of itself, and set JAX up; `params` are weights instead of its own.
 
@@ -164,7 +186,7 @@ def read_model(config: EngineConfig, placement: Placement, params: Mapping[str, 
     """
     folder, tokenizer_folder = _folders(config)
     default_params = default_sampling_params(folder)
-    device = placement.devices[0]
+    device = placement.device
     _set_compilation_cache(config.compilation_cache_dir)
     hf_config = read_hf_config(folder)
     model_config = config_from_dict(hf_config, config.hf_overrides)
@@ -333,7 +355,7 @@ def size(
     beside = beside or memory.Beside()
     num_weight_bytes = model.num_weight_bytes + beside.weight_bytes
     num_blocks = memory.num_blocks_that_fit(
-        device=memory.tightest(model.placement.devices),
+        device=memory.tightest(model.placement.local.devices),
         weight_bytes=num_weight_bytes,
         bytes_per_block=bytes_per_block + beside.bytes_per_block,
         temporaries=_temporary_bytes(config, model, chosen, bytes_per_block) + beside.temporary_bytes,
@@ -346,7 +368,7 @@ def size(
     pool_tokens = num_blocks * config.block_size
     max_model_len = _fit_length(chosen.max_model_len, pool_tokens, config.max_model_len)
     has_files = config.prefix_cache_dir is not None
-    host_bytes = bytes_per_block * len(model.placement.devices)
+    host_bytes = bytes_per_block * len(model.placement.local.devices)
     num_host_blocks = chosen.scheduling.num_host_blocks(
         config.num_host_blocks, num_blocks, needed_blocks, host_bytes, is_needed=has_files
     )

@@ -94,7 +94,7 @@ def tightest(devices: Sequence[jax.Device]) -> jax.Device:
 
 def _num_sharing(device: jax.Device) -> int:
     """Devices that share a memory: those of a CPU do."""
-    return device.client.device_count() if device.platform == "cpu" else 1
+    return device.client.local_device_count() if device.platform == "cpu" else 1
 
 
 def _device_memory(device: jax.Device) -> tuple[int, int]:

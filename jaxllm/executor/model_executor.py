@@ -7,16 +7,13 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import pallas_kernels
-from jaxllm.errors import CapacityError, ConfigError, EngineError
+from jaxllm.errors import ConfigError, EngineError
 from jaxllm.executor.config import ExecutorConfig
 from jaxllm.executor.drafter import Drafter
 from jaxllm.executor.fastest import FASTEST, AttentionShape, candidates, fastest
@@ -26,27 +23,23 @@ from jaxllm.executor.kv.swapper import BlockSwapper
 from jaxllm.executor.pending import Apart, PendingStep
 from jaxllm.executor.placement import Placement
 from jaxllm.executor.programs import (
-    STATE_SPECS,
     CompiledProgram,
-    EngineState,
     PackedStep,
     ProgramKey,
-    state_shapes,
 )
 from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
 from jaxllm.executor.step import StepOutputs
-from jaxllm.executor.step_programs import CompileProgress, Key, Program, StepPrograms, shape_of
+from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
+from jaxllm.executor.worker import Others, Worker
 from jaxllm.models.architecture import ModelConfig
 from jaxllm.models.registry import Params, abstract_params
-from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.sampling.params import SamplingParams
 from jaxllm.sampling.structured_outputs import mask_width
 from jaxllm.sampling.token_masks import fill_masks
 from jaxllm.sched.cache.names import FileIndex
 from jaxllm.types import (
-    MAX_PIECE_BLOCKS,
     MULTI_STEP_SEQS,
     NO_COPIES,
     CopyProgress,
@@ -55,8 +48,8 @@ from jaxllm.types import (
     Read,
     Request,
     SchedulerOutput,
-    Swap,
     host_blocks_of,
+    piece_sizes,
 )
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15
@@ -64,8 +57,8 @@ _FILTERED = Sampling.RANDOM | Sampling.FILTERED
 _MANY_ITERATIONS = 64  # after which a program is compiled that spares the others what was sampled apart
 
 
-class ModelExecutor:
-    """Executes steps of one model, on one device or several. One thread owns it: every step donates the pool.
+class ModelExecutor(Worker):
+    """Executes steps of one model, on one device or several, also of other processes.
 
     Attributes:
         drafter: proposes tokens, and lives and goes with it, if there is one.
@@ -79,71 +72,26 @@ class ModelExecutor:
         config: ExecutorConfig,
         placement: Placement,
         programs: StepPrograms | None = None,
+        others: Others | None = None,
     ) -> None:
         """`programs` of the same model, configuration and placement may be compiling already."""
-        self.model_config = model_config
-        self.config = config
-        self._params = params
-        self._placement, self._device = placement, placement.devices[0]
-        self._on_each = placement.stages[0].sharding()
-        self._max_blocks = config.max_blocks
-        self._state = self._make_state()
+        programs = programs or StepPrograms(model_config, config, placement)
+        super().__init__(model_config, params, config, placement, programs, others)
         self._packed_params = PackedSlotParams.host_zeros(config.max_num_seqs)
         self._host_params = self._packed_params.unpack()
-        self._slot_params = PackedSlotParams(*map(self._upload, self._packed_params))
         self._params_changed = self._rare_params_changed = False
         self._table_sizes = np.zeros(config.max_num_seqs, np.int32)  # blocks of each that the device knows
         self._slot_sampling = np.zeros(config.max_num_seqs, np.int32)  # `Sampling` of each
         self._is_released = False
-        self.swapper: BlockSwapper | None = None
-        if config.num_host_blocks:
-            most = max(self._max_blocks, MAX_PIECE_BLOCKS)  # the prefix cache's go together
-            self.swapper = BlockSwapper(placement, most)
         self._transfers: FileTransfers | None = None
-        self._set_row = jax.jit(lambda rows, place, row: rows.at[place].set(row), donate_argnums=0)
-        self._set_tokens = jax.jit(lambda rows, at: rows.at[at[0], at[1]].set(at[2]), donate_argnums=0)
         self._prompt_keys = {size: config.prompt_key(size) for size in config.buckets.sizes}
         self._draft_keys = {size: config.draft_key(size) for size in config.buckets.sizes}
-        self._programs = programs or StepPrograms(model_config, config, placement)
         if config.implementation == FASTEST:
             self._choose_fastest()
         self._programs.begin()
-        weakref.finalize(self, self._programs.close).atexit = False
         self.drafter: Drafter | None = None
         self._is_undisturbed = False
         self._num_filtered: collections.Counter[ProgramKey] = collections.Counter()
-
-    def _make_state(self) -> EngineState:
-        """The pool, histories and tables, all of them empty.
-
-        Raises:
-            CapacityError: they do not fit.
-        """
-        config = self.config
-        parts = state_shapes(
-            self._placement.part(self.model_config),
-            dtype=config.dtype,
-            num_gpu_blocks=config.num_gpu_blocks,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            kv_dtype=config.kv_dtype,
-            num_hidden=config.num_hidden,
-            num_kept_layers=len(config.kept_layers),
-        )
-        pool = self._placement.structs(parts.pool, STATE_SPECS.pool)
-        rest = self._placement.stages[0].structs(parts, STATE_SPECS)._replace(pool=None)
-        try:
-            state: EngineState = jax.block_until_ready(_zeros(rest)._replace(pool=_zeros(pool)))
-        except jax.errors.JaxRuntimeError as error:
-            raise CapacityError(
-                f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
-                f"beside the weights; lower num_gpu_blocks_override or kv_cache_memory: {error}"
-            ) from error
-        if self._device.platform == "cpu":
-            for shard in state.pool.addressable_shards:
-                native.use_huge_pages(shard.data, is_zero=True)
-        return state
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -192,18 +140,14 @@ class ModelExecutor:
         return self._state.pool.nbytes
 
     @property
-    def programs(self) -> Mapping[Key, Program]:
-        """The compiled programs, by shape; `memory_analysis()` of each tells what it needs."""
-        return self._programs.compiled
+    def is_lost(self) -> bool:
+        """Whether a process that it needs is gone, so that the next step fails."""
+        return self.others is not None and self.others.is_lost
 
     @property
     def is_undisturbed(self) -> bool:
         """Whether no program was being compiled when the last step was sent, nor had to be for it."""
         return self._is_undisturbed
-
-    def program(self, key: Key, then: Sequence[Key] = ()) -> Callable[..., Any]:
-        """The program of a key, waited for if need be; `then` are those likely to be needed next."""
-        return self._programs.get(key, then)
 
     def compile_progress(self) -> CompileProgress:
         """How many programs are compiled, of how many, and for how long."""
@@ -224,7 +168,7 @@ class ModelExecutor:
             if isinstance(key, ProgramKey):
                 np.asarray(self._run(key, self._padding(key)).sampled.tokens)
         if self.swapper is not None:
-            self._state = self._state._replace(pool=self.swapper.warm_up(self._state.pool))
+            self.warm_up_copies()
         self._restore(self.config.max_num_seqs, [], [])
         if self.config.max_drafts:
             self._write_drafts(())
@@ -260,9 +204,11 @@ class ModelExecutor:
         slots = [_slot(request) for request in scheduled.decode]
         key = self._key(scheduled, slots)
         packed = self._pack(key, scheduled, slots)
-        outputs = self._run(key, packed, self._following(scheduled, slots))
-        apart = self._sample_apart(scheduled, outputs.logits, key.sampling)
-        return PendingStep(scheduled, outputs, key.rows, apart, key.num_lookups + 1)
+        rows = self._rows_apart(scheduled, key.sampling)
+        outputs = self._run(key, packed, self._following(scheduled, slots), keeps_logits=bool(rows))
+        apart = self._sample_apart(scheduled, rows, len(outputs.logits)) if rows else ()
+        wait = None if self.others is None else self.others.wait
+        return PendingStep(scheduled, outputs, key.rows, apart, key.num_lookups + 1, wait)
 
     @property
     def has_pool(self) -> bool:
@@ -282,18 +228,11 @@ class ModelExecutor:
             weights: all of the model's, of the executor's dtype and on its first device; its own from now on.
         """
         for name, weight in weights:
-            self._params.pop(name, None)
-            formats = self.config.formats
-            self._params[name] = self._placement.placed(self.model_config, formats, name, weight)
+            self.set_weight(name, weight)
 
     def let_go(self, *, weights: bool) -> None:
         """Give the memory of the pool back, and with `weights` theirs; nobody may hold a block of it."""
-        self.settle_copies()
-        kept = () if self._state.layers is None else (self._state.layers,)
-        for array in (self._state.pool, *kept, *(jax.tree.leaves(self._params) if weights else ())):
-            array.delete()
-        if weights:
-            self._params = {}
+        self.delete(weights)
         if self.drafter is not None:
             self.drafter.let_go(weights=weights)
 
@@ -306,20 +245,19 @@ class ModelExecutor:
         """
         if self.drafter is not None:
             self.drafter.take_back()
-        self._state = self._make_state()
+        self.make_pool()
         self._table_sizes[:] = 0
 
     def release(self) -> None:
         """Let go of weights, pool and programs: nothing will be executed any more."""
         self._is_released = True
-        self._programs.close()
-        self._params, self.swapper = {}, None
         if self._transfers is not None:
             self._transfers.close()
         if self.drafter is not None:
             self.drafter.release()
-        for name in ("_state", "_slot_params", "_set_row", "_set_tokens"):
-            vars(self).pop(name, None)
+        self.let_go_of_all()
+        if self.others is not None:
+            self.others.end()
 
     def keep_files(
         self, folder: pathlib.Path, fingerprint: str, max_bytes: int, most_writing: int
@@ -382,9 +320,8 @@ class ModelExecutor:
     @under_jax_defaults
     def drop(self, pieces: Collection[HostPiece]) -> None:
         """Let go of host memory that nobody will read."""
-        if self.swapper is not None:
-            for piece in pieces:
-                self.swapper.drop(piece)
+        if self.swapper is not None and pieces:
+            self.copy((), tuple(pieces), (), (), (), ())
 
     @under_jax_defaults
     def copies(self) -> CopyProgress:
@@ -393,7 +330,7 @@ class ModelExecutor:
             return NO_COPIES
         read = []
         for one, pieces, was_there in self._transfers.ended() if self._transfers is not None else ():
-            self.swapper.put(one.handle, pieces)
+            self.put(one.handle, pieces)
             read.append((one.handle, was_there))
         progress = self.swapper.progress()
         if self._transfers is None:
@@ -403,8 +340,7 @@ class ModelExecutor:
     @under_jax_defaults
     def settle_copies(self) -> None:
         """Wait until no copy is under way."""
-        if self.swapper is not None:
-            self.swapper.settle()
+        self.settle()
 
     @under_jax_defaults
     def time_swap(self, num_blocks: int) -> tuple[float, float]:
@@ -418,14 +354,14 @@ class ModelExecutor:
         handle, block_ids = -1, [number % self.num_gpu_blocks for number in range(num_blocks)]
         jax.block_until_ready(self._state.pool)
         started = time.perf_counter()
-        self.swapper.swap_out(self._state.pool, handle, block_ids)
+        self.copy((), (), (), [(handle, block_ids)], (), ())
         self.swapper.wait(handle)
         copied_out = time.perf_counter()
         host_blocks = host_blocks_of(handle, num_blocks)
-        pool = jax.block_until_ready(self.swapper.swap_in(self._state.pool, block_ids, host_blocks))
+        self.copy((), (), (), (), [(block_ids, host_blocks)], ())
+        jax.block_until_ready(self._state.pool)
         seconds = copied_out - started, time.perf_counter() - copied_out
-        self._state = self._state._replace(pool=pool)
-        self.swapper.drop_all(handle)
+        self.copy((), [HostPiece(handle, one) for one in range(len(piece_sizes(num_blocks)))], (), (), (), ())
         return seconds
 
     # Programs
@@ -497,11 +433,17 @@ class ModelExecutor:
         steps = 1, self.config.max_decode_steps
         return tuple(ProgramKey(rows, 0, count, Sampling(found)) for count in steps)
 
-    def _run(self, key: ProgramKey, packed: np.ndarray, then: Sequence[ProgramKey] = ()) -> StepOutputs:
+    def _run(
+        self,
+        key: ProgramKey,
+        packed: np.ndarray,
+        then: Sequence[ProgramKey] = (),
+        *,
+        keeps_logits: bool = False,
+    ) -> StepOutputs:
         self._is_undisturbed = self._programs.is_settled and self._programs.has(key)
-        program = self.program(key, then)
-        self._state, outputs = program(self._params, self._state, self._slot_params, packed)
-        return outputs
+        self.program(key, then)  # now: the others would wait for it in vain
+        return self.run(key, packed, keeps_logits)
 
     # What is sampled apart
 
@@ -546,27 +488,31 @@ class ModelExecutor:
         """Wait until a program is compiled that a request may need, at most so long."""
         self._programs.wait_for_any(seconds)
 
-    def _sample_apart(self, scheduled: SchedulerOutput, logits: jax.Array, in_step: Sampling) -> list[Apart]:
-        """Sample anew the rows of an iteration that ask for more than its program does, `in_step`."""
-        requests = scheduled.sampled
-        slots = [_slot(request) for request in requests]
-        asked = self._slot_sampling[slots] & (Sampling.APART | Sampling.RANDOM).value
-        rows = np.flatnonzero(asked & (Sampling.APART & ~in_step).value).tolist()
-        apart: list[Apart] = []
-        if not rows:
-            return apart
-        if scheduled.num_decode_steps > 1:
+    def _rows_apart(self, scheduled: SchedulerOutput, in_step: Sampling) -> list[int]:
+        """Which rows of an iteration ask for more than its program does, `in_step`."""
+        asked = self._slot_sampling[[_slot(request) for request in scheduled.sampled]]
+        rows: list[int] = np.flatnonzero(asked & (Sampling.APART & ~in_step).value).tolist()
+        if rows and scheduled.num_decode_steps > 1:
             raise EngineError("requests that are sampled apart were scheduled for several iterations")
-        kind = kind_of(Sampling(int(np.bitwise_or.reduce(asked[rows]))))
+        return rows
+
+    def _sample_apart(self, scheduled: SchedulerOutput, rows: list[int], num_logits: int) -> list[Apart]:
+        """Sample such rows anew, of the logits that the iteration has left."""
+        requests = scheduled.sampled
+        asked = self._slot_sampling[[_slot(requests[row]) for row in rows]]
+        asked &= (Sampling.APART | Sampling.RANDOM).value
+        kind = kind_of(Sampling(int(np.bitwise_or.reduce(asked))))
         drafts = _drafts_before(scheduled)
         if scheduled.num_drafts and (Sampling.ADJUSTED in kind or self.config.logits_processors):
             are_apart = {requests[row] for row in rows}  # what others have sampled stays
             self._write_drafts([chunk for chunk in scheduled.prefill if chunk.request in are_apart])
+        apart: list[Apart] = []
         while rows:
             key = self._rows_key(len(rows), kind)
             now, rows = rows[: key.rows], rows[key.rows :]
             of_rows = [(requests[row], *drafts[row]) for row in now]
-            apart.append(Apart(now, self._sample_rows(key, now, of_rows, logits)))
+            apart.append(Apart(now, self._sample_rows(key, now, of_rows, num_logits)))
+        self.forget_logits()
         return apart
 
     def _write_drafts(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -578,9 +524,7 @@ class ModelExecutor:
             for place, draft in enumerate(chunk.drafts, chunk.start + 1)
         ]
         written += [padding] * (self.config.max_drafts - len(written))
-        places = np.array(written, np.int32).T
-        history = self._set_tokens(self._state.history, places)
-        self._state = self._state._replace(history=history)
+        self.set_tokens(np.array(written, np.int32).T)
 
     def _rows_key(self, num_rows: int, kind: Sampling) -> RowsKey:
         """A program for as many rows as it can: the best one if it is compiled, or else one that is."""
@@ -604,14 +548,15 @@ class ModelExecutor:
         key: RowsKey,
         rows: list[int],
         of_rows: Sequence[tuple[Request, int, Sequence[int]]],
-        logits: jax.Array,
+        num_logits: int,
     ) -> SampledRows:
-        """Sample rows of the logits, and store their tokens.
+        """Sample rows of the `num_logits`, and store their tokens.
 
         `of_rows` are their requests, where their tokens belong from the end, and the drafts before these.
         """
-        size = key.rows
-        take = self.program(TakeKey(len(logits), size))
+        size, take = key.rows, TakeKey(num_logits, key.rows)
+        for needed in (take, key):
+            self.program(needed)  # now, as in `_run`
         places = np.stack(
             [
                 padded([_slot(request) for request, _, _ in of_rows], size, self.config.max_num_seqs),
@@ -623,11 +568,7 @@ class ModelExecutor:
             masks = [np.full((size, mask_width(self.model_config.vocab_size)), -1, np.int32)]
             tokens = [(one.token_mask, one.output_token_ids, drafts) for one, _, drafts in of_rows]
             fill_masks(tokens, masks[0])
-        history, sampled = self.program(key)(
-            self._state.history, self._slot_params, take(logits, padded(rows, size, 0)), places, *masks
-        )
-        self._state = self._state._replace(history=history)
-        return sampled
+        return self.sample_rows(key, take, padded(rows, size, 0), places, masks)
 
     def _choose_fastest(self) -> None:
         """Measure which attention is the fastest for each shape of a program."""
@@ -654,16 +595,13 @@ class ModelExecutor:
                 found[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
             self._programs.chosen[key] = found[shape]
 
-    def _upload(self, host: Any) -> jax.Array:
-        # A copy: the CPU backend may alias host arrays, which change while steps are in flight.
-        return jax.device_put(host.copy(), self._on_each)
-
     def _update_params(self) -> None:
         """Upload sampling parameters that have changed."""
-        if self._params_changed:
-            self._slot_params = self._slot_params._replace(common=self._upload(self._packed_params.common))
-        if self._rare_params_changed:
-            self._slot_params = self._slot_params._replace(rare=self._upload(self._packed_params.rare))
+        if self._params_changed or self._rare_params_changed:
+            common, rare = self._packed_params
+            self.set_params(
+                common if self._params_changed else None, rare if self._rare_params_changed else None
+            )
         self._params_changed = self._rare_params_changed = False
 
     # Inputs
@@ -688,18 +626,18 @@ class ModelExecutor:
 
     def _swap(self, swapper: BlockSwapper, scheduled: SchedulerOutput) -> None:
         """Start the copies of one iteration; the device does them in order with its steps."""
-        pool = self._state.pool
-        for handle in scheduled.discarded:
-            swapper.discard(handle)
-        self.drop(scheduled.dropped)
-        for swap in scheduled.joined:
-            pool = swapper.join(pool, swap.handle)
-        self._copy_out(swapper, pool, scheduled.swap_out)
-        for swap in scheduled.swap_in:
-            pool = swapper.swap_in(pool, swap.block_ids, swap.host_blocks)
-        for swap in scheduled.load:
-            swapper.load(swap.handle, swap.block_ids, swap.host_blocks)
-        self._state = self._state._replace(pool=swapper.advance(pool))
+        if scheduled.has_copies or scheduled.discarded or scheduled.dropped or swapper.loads:
+            self.copy(
+                tuple(scheduled.discarded),
+                tuple(scheduled.dropped),
+                [swap.handle for swap in scheduled.joined],
+                [(swap.handle, swap.block_ids) for swap in scheduled.swap_out],
+                [(swap.block_ids, swap.host_blocks) for swap in scheduled.swap_in],
+                [(swap.handle, swap.block_ids, swap.host_blocks) for swap in scheduled.load],
+            )
+        if self._transfers is not None:
+            for swap in scheduled.swap_out:
+                self._transfers.write(swapper.held(swap.handle), swap.names)
         opened = {chunk.request for chunk in scheduled.prefill if chunk.is_first}
         for swap in (*scheduled.joined, *scheduled.swap_in):
             request = swap.request
@@ -709,21 +647,13 @@ class ModelExecutor:
             self._restore(slot, request.token_ids(0, request.num_tokens), request.block_ids)
             self._open_slot(request)
 
-    def _copy_out(self, swapper: BlockSwapper, pool: jax.Array, swaps: Sequence[Swap]) -> None:
-        for swap in swaps:
-            swapper.swap_out(pool, swap.handle, swap.block_ids)
-            if self._transfers is not None:
-                self._transfers.write(swapper.held(swap.handle), swap.names)
-
     def _restore(self, slot: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Write a slot's tokens and block table on the device."""
         tokens = np.zeros(self.config.max_model_len + 1, np.int32)
         tokens[: len(token_ids)] = token_ids
         table = np.zeros(self._max_blocks, np.int32)
         table[: len(block_ids)] = block_ids
-        history = self._set_row(self._state.history, slot, tokens)
-        tables = self._set_row(self._state.tables, slot, table)
-        self._state = self._state._replace(history=history, tables=tables)
+        self.set_slot(slot, tokens, table)
         if slot < self.config.max_num_seqs:
             self._table_sizes[slot] = len(block_ids)
 
@@ -764,7 +694,7 @@ class ModelExecutor:
         if len(table) - num_known > room:
             row = np.zeros(self._max_blocks, np.int32)
             row[: len(table)] = table
-            self._state = self._state._replace(tables=self._set_row(self._state.tables, slot, row))
+            self.set_slot(slot, None, row)
             return
         first = slot * self._max_blocks
         places += range(first + num_known, first + len(table))
@@ -804,15 +734,6 @@ class ModelExecutor:
         packed.num_seqs[0] = count
         if sampled:
             packed.sampled[:, first_row : first_row + len(sampled)] = np.array(sampled, np.int32).T
-
-
-def _zeros(shapes: Any) -> Any:
-    """Arrays of these shapes, made where they belong."""
-    make = jax.jit(
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-        out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
-    )
-    return make()
 
 
 def _drafts_before(scheduled: SchedulerOutput) -> list[tuple[int, Sequence[int]]]:

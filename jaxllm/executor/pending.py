@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +30,13 @@ class PendingStep:
         num_rows: int,
         apart: Sequence[Apart] = (),
         width: int = 1,
+        wait: Callable[[Any], object] | None = None,
     ) -> None:
-        """Each decode iteration, if there are several, has `num_rows` requests of `width` sampled rows."""
+        """Each decode iteration, if there are several, has `num_rows` requests of `width` sampled rows.
+
+        `wait` waits for arrays of which the device's error may never come.
+        """
+        self._wait = wait
         self._requests, self._num_steps = scheduled.sampled, scheduled.num_decode_steps
         self._num_rows, self._width = num_rows * width, width
         self._prompt_chunks: list[tuple[PrefillChunk, int]] = []
@@ -60,6 +65,8 @@ class PendingStep:
     def fetch(self) -> SampledTokens:
         """Wait for the device and return the step's tokens; call once."""
         assert self._sampled is not None, "a step is fetched once"
+        if self._wait is not None:
+            self._wait((self._sampled, [apart.sampled for apart in self._apart], self._prompt))
         tokens, count = np.asarray(self._sampled.tokens), len(self._requests)
         starts = [step * self._num_rows for step in range(self._num_steps)]
         token_ids = [

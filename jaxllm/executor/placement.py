@@ -73,6 +73,45 @@ class Placement:
         starts = range(0, len(self.devices), self.width)
         return tuple(Placement(self.devices[start : start + self.width]) for start in starts)
 
+    @functools.cached_property
+    def local(self) -> Placement:
+        """The devices of this process."""
+        here = jax.process_index()
+        if all(device.process_index == here for device in self.devices):
+            return self
+        return Placement(
+            tuple(device for device in self.devices if device.process_index == here), self.num_stages
+        )
+
+    @property
+    def device(self) -> jax.Device:
+        """The first one of this process."""
+        return self.local.devices[0]
+
+    def local_part(self, pool: jax.Array) -> jax.Array:
+        """What this process has of the pool, with the same memory."""
+        if self.local is self:
+            return pool
+        parts = {shard.device: shard.data for shard in pool.addressable_shards}
+        arrays = [parts[device] for device in self.local.devices]
+        if len(arrays) == 1:
+            return arrays[0]
+        shape = self.local._whole(arrays[0].shape, BY_KV_HEADS)
+        return jax.make_array_from_single_device_arrays(shape, self.local.sharding(BY_KV_HEADS), arrays)
+
+    def with_local_part(self, pool: jax.Array, part: jax.Array) -> jax.Array:
+        """The pool, of which this process's part has become another."""
+        if self.local is self:
+            return part
+        arrays = [shard.data for shard in part.addressable_shards]
+        return jax.make_array_from_single_device_arrays(pool.shape, pool.sharding, arrays)
+
+    def put(self, host: np.ndarray) -> jax.Array:
+        """An array of the host's, which each process has, whole on each of the devices."""
+        if self.local is self:
+            return jax.device_put(host, self.sharding())
+        return jax.make_array_from_callback(host.shape, self.sharding(), lambda index: host[index])
+
     def layers(self, config: ModelConfig) -> list[range]:
         """Of each stage."""
         size = config.num_layers // self.num_stages
@@ -159,6 +198,8 @@ class Placement:
             weight = in_format(config, dataclasses.replace(formats, is_native=False), name, weight)
         parts = []
         for number, device in enumerate(self.devices):
+            if device not in self.local.devices:
+                continue
             part = weight if axis is None else _part(config, own, name, axis, number, weight)
             parts.append(in_format(own, formats, name, jax.device_put(part, device)))
         spec = ON_EACH if axis is None else CUT

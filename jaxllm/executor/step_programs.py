@@ -53,9 +53,17 @@ class StepPrograms:
         model_config: the model.
         config: sizes of its arrays and programs.
         placement: where to compile for, and to run.
+        elsewhere: has other processes compile a program, too; what it returns waits until they have.
     """
 
-    def __init__(self, model_config: ModelConfig, config: ExecutorConfig, placement: Placement) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: ExecutorConfig,
+        placement: Placement,
+        elsewhere: Callable[[Key], Callable[[], None]] | None = None,
+    ) -> None:
+        self._elsewhere = elsewhere
         compile_stats.start()
         self._model_config, self._config, self._placement = model_config, config, placement
         self._platform, self._own = placement.devices[0].platform, placement.share(model_config)
@@ -288,7 +296,11 @@ class StepPrograms:
         self._began = self._began or started
         program = None
         try:
-            program = self._lower(key).compile()
+            wait = None if self._elsewhere is None else self._elsewhere(key)
+            compiled = self._lower(key).compile()
+            if wait is not None:
+                wait()
+            program = compiled
             return program
         except Exception as error:
             with self._changed:

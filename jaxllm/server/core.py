@@ -258,7 +258,7 @@ class EngineCore:
     @property
     def is_healthy(self) -> bool:
         """Whether the engine takes requests, or every replica does."""
-        return not any(one.engine.is_closed for one in self.replicas)
+        return not any(one.engine.is_closed or one.executor.is_lost for one in self.replicas)
 
     @property
     def num_live(self) -> int:

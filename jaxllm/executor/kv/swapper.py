@@ -69,9 +69,13 @@ class BlockSwapper:
     Args:
         placement: of the pool. Of several devices each copies its heads, and a piece on the host has all.
         max_blocks: most blocks of one request.
+        wait: for arrays to be computed.
     """
 
-    def __init__(self, placement: Placement, max_blocks: int) -> None:
+    def __init__(
+        self, placement: Placement, max_blocks: int, wait: Callable[[Any], Any] = jax.block_until_ready
+    ) -> None:
+        self._placement, self._wait = placement, wait
         self._on_device = placement.sharding(BY_KV_HEADS)
         self._on_host = placement.sharding(BY_KV_HEADS, memory_kind="pinned_host")
         self.sizes = _program_sizes(max_blocks)
@@ -198,11 +202,11 @@ class BlockSwapper:
 
     def settle(self) -> None:
         """Wait until no copy is under way."""
-        jax.block_until_ready([*self._staged, *(p for load in self._loads.values() for _, p in load.staged)])
+        self._wait([*self._staged, *(p for load in self._loads.values() for _, p in load.staged)])
 
     def wait(self, handle: int) -> None:
         """Wait until a copy has reached the host."""
-        jax.block_until_ready(list(self._pieces[handle].values()))
+        self._wait(list(self._pieces[handle].values()))
 
     def discard(self, handle: int) -> None:
         """Forget a load that nobody will join."""
@@ -248,7 +252,7 @@ class BlockSwapper:
         while staged and (self._num_staged > limit or _is_ready(staged[0])):
             piece = staged.popleft()
             self._num_staged -= piece.shape[0]
-            piece.block_until_ready()
+            self._wait(piece)
 
     def _start_copies(self) -> None:
         num_staged = sum(load.num_staged for load in self._loads.values())
@@ -262,7 +266,8 @@ class BlockSwapper:
         num_staged = 0
         for ids, piece in pieces:
             if num_staged + len(ids) > MAX_STAGED_BLOCKS:
-                pool, num_staged = jax.block_until_ready(pool), 0
+                self._wait(pool)
+                num_staged = 0
             pool = self._scatter(pool, ids, jax.device_put(piece, self._on_device))
             num_staged += len(ids)
         return pool

@@ -1,0 +1,1 @@
+"""One executor over several processes: a leader decides, and all do the same on their devices."""

@@ -1,0 +1,325 @@
+"""What a process does of an executor, on its own devices: weights, pool, programs and copies.
+
+Its `operation`s take numbers alone, so that of several processes one decides, and the others do the same in
+the same order: programs of all devices have to be started by every process (`executor.processes`).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import CapacityError
+from jaxllm.executor.config import ExecutorConfig
+from jaxllm.executor.kv.swapper import BlockSwapper
+from jaxllm.executor.placement import Placement
+from jaxllm.executor.programs import STATE_SPECS, EngineState, ProgramKey, state_shapes
+from jaxllm.executor.sampler import PackedSlotParams, SampledRows
+from jaxllm.executor.sampling_programs import RowsKey, TakeKey
+from jaxllm.executor.step import StepOutputs
+from jaxllm.executor.step_programs import Key, Program, StepPrograms
+from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.registry import Params
+from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.settings import under_jax_defaults
+from jaxllm.types import MAX_PIECE_BLOCKS, HostBlock, HostPiece
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_W = TypeVar("_W", bound="Worker")
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+"""What may be asked of a worker, by name."""
+
+
+class Others(Protocol):
+    """The other processes of an engine."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether one of them is gone."""
+        ...
+
+    def tell(self, name: str, arguments: Sequence[Any]) -> None:
+        """Have each of them do an operation, after those before it.
+
+        Raises:
+            EngineError: one of them is gone.
+        """
+        ...
+
+    def end(self) -> None:
+        """Let them end: nothing is told any more."""
+        ...
+
+    def blame(self, error: BaseException) -> None:
+        """If one of them turns out to be gone, which is most likely the cause of an error, say so.
+
+        Raises:
+            EngineError: one is.
+        """
+        ...
+
+    def wait(self, arrays: Any) -> None:
+        """Wait until arrays are computed.
+
+        Raises:
+            EngineError: one of them is gone, so that they may never be.
+        """
+        ...
+
+
+def operation(do: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W, _P], _R]:
+    """What all processes of an engine do when one is asked to; arguments go by their places."""
+    name = do.__name__
+
+    @functools.wraps(do)
+    def ask(self: _W, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        assert not kwargs
+        if self.others is None:
+            return do(self, *args, **kwargs)
+        self.others.tell(name, args)
+        try:
+            return do(self, *args, **kwargs)
+        except Exception as error:
+            self.others.blame(error)
+            raise
+
+    OPERATIONS[name] = do
+    return ask
+
+
+class Worker:
+    """Owns weights, KV pool and compiled programs. One thread owns it: every step donates the pool.
+
+    Args:
+        model_config: the model.
+        params: its weights, as `placement` places them; its own.
+        config: sizes of its arrays and programs.
+        placement: the devices of all processes.
+        programs: of the same model, configuration and placement, which may be compiling already.
+        others: do what it does; None if there are none, or another process decides.
+    """
+
+    @under_jax_defaults
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        params: Params,
+        config: ExecutorConfig,
+        placement: Placement,
+        programs: StepPrograms,
+        others: Others | None = None,
+    ) -> None:
+        self.model_config, self.config, self.others = model_config, config, others
+        self._params = params
+        self._placement, self._device = placement, placement.device
+        self._max_blocks = config.max_blocks
+        self._state = self._make_state()
+        self._slot_params = PackedSlotParams(
+            *map(self._upload, PackedSlotParams.host_zeros(config.max_num_seqs))
+        )
+        self._logits: jax.Array | None = None
+        self.swapper: BlockSwapper | None = None
+        if config.num_host_blocks:
+            most = max(self._max_blocks, MAX_PIECE_BLOCKS)  # the prefix cache's go together
+            wait = jax.block_until_ready if others is None else others.wait
+            self.swapper = BlockSwapper(placement.local, most, wait)
+        self._set_row = jax.jit(lambda rows, place, row: rows.at[place].set(row), donate_argnums=0)
+        self._set_tokens = jax.jit(lambda rows, at: rows.at[at[0], at[1]].set(at[2]), donate_argnums=0)
+        self._programs = programs
+        weakref.finalize(self, programs.close).atexit = False
+
+    def _make_state(self) -> EngineState:
+        """The pool, histories and tables, all of them empty.
+
+        Raises:
+            CapacityError: they do not fit.
+        """
+        config = self.config
+        parts = state_shapes(
+            self._placement.part(self.model_config),
+            dtype=config.dtype,
+            num_gpu_blocks=config.num_gpu_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            kv_dtype=config.kv_dtype,
+            num_hidden=config.num_hidden,
+            num_kept_layers=len(config.kept_layers),
+        )
+        pool = self._placement.structs(parts.pool, STATE_SPECS.pool)
+        rest = self._placement.stages[0].structs(parts, STATE_SPECS)._replace(pool=None)
+        try:
+            state: EngineState = jax.block_until_ready(_zeros(rest)._replace(pool=_zeros(pool)))
+        except jax.errors.JaxRuntimeError as error:
+            raise CapacityError(
+                f"the KV pool of {config.num_gpu_blocks} blocks does not fit in device memory "
+                f"beside the weights; lower num_gpu_blocks_override or kv_cache_memory: {error}"
+            ) from error
+        if self._device.platform == "cpu":
+            for shard in state.pool.addressable_shards:
+                native.use_huge_pages(shard.data, is_zero=True)
+        return state
+
+    @property
+    def programs(self) -> Mapping[Key, Program]:
+        """The compiled programs, by shape; `memory_analysis()` of each tells what it needs."""
+        return self._programs.compiled
+
+    def program(self, key: Key, then: Sequence[Key] = ()) -> Callable[..., Any]:
+        """The program of a key, waited for if need be; `then` are those likely to be needed next."""
+        return self._programs.get(key, then)
+
+    # Steps
+
+    @operation
+    def run(self, key: ProgramKey, packed: np.ndarray, keeps_logits: bool) -> StepOutputs:
+        """Start a step. `packed` is that of a `PackedStep`; its logits are kept for `sample_rows`, or not."""
+        self._logits = None  # before there are others
+        self._state, outputs = self.program(key)(self._params, self._state, self._slot_params, packed)
+        if keeps_logits:
+            self._logits = outputs.logits
+        return outputs
+
+    @operation
+    def sample_rows(
+        self, key: RowsKey, take: TakeKey, rows: np.ndarray, places: np.ndarray, masks: Sequence[np.ndarray]
+    ) -> SampledRows:
+        """Sample rows of the last step's logits anew, and store their tokens; see `rows_program`."""
+        assert self._logits is not None
+        logits = self.program(take)(self._logits, rows)
+        history, sampled = self.program(key)(self._state.history, self._slot_params, logits, places, *masks)
+        self._state = self._state._replace(history=history)
+        return sampled
+
+    @operation
+    def forget_logits(self) -> None:
+        """Nothing more of the last step is sampled."""
+        self._logits = None
+
+    @operation
+    def set_params(self, common: Any, rare: Any) -> None:
+        """Upload sampling parameters of all slots, as `PackedSlotParams` has them; None has not changed."""
+        if common is not None:
+            self._slot_params = self._slot_params._replace(common=self._upload(common))
+        if rare is not None:
+            self._slot_params = self._slot_params._replace(rare=self._upload(rare))
+
+    def _upload(self, host: Any) -> jax.Array:
+        # A copy: the CPU backend may alias host arrays, which change while steps are in flight.
+        return self._placement.stages[0].put(host.copy())
+
+    @operation
+    def set_slot(self, slot: int, tokens: np.ndarray | None, table: np.ndarray) -> None:
+        """Write a slot's tokens, if they are given, and its block table."""
+        if tokens is not None:
+            self._state = self._state._replace(history=self._set_row(self._state.history, slot, tokens))
+        self._state = self._state._replace(tables=self._set_row(self._state.tables, slot, table))
+
+    @operation
+    def set_tokens(self, places: np.ndarray) -> None:
+        """Write tokens to histories: `places` [3, N] int32 are slots, places there, and the tokens."""
+        self._state = self._state._replace(history=self._set_tokens(self._state.history, places))
+
+    # Copies
+
+    @operation
+    def copy(
+        self,
+        discarded: Sequence[int],
+        dropped: Sequence[HostPiece],
+        joined: Sequence[int],
+        out: Sequence[tuple[int, Sequence[int]]],
+        back: Sequence[tuple[Sequence[int], Sequence[HostBlock]]],
+        loads: Sequence[tuple[int, Sequence[int], Sequence[HostBlock]]],
+    ) -> None:
+        """Start copies between the pool and the host, in this order; the device does them among its steps.
+
+        Arguments are those of `BlockSwapper`'s `discard`, `drop`, `join`, `swap_out`, `swap_in` and `load`.
+        """
+        swapper, pool = self.swapper, self._placement.local_part(self._state.pool)
+        assert swapper is not None
+        for handle in discarded:
+            swapper.discard(handle)
+        for piece in dropped:
+            swapper.drop(piece)
+        for handle in joined:
+            pool = swapper.join(pool, handle)
+        for handle, block_ids in out:
+            swapper.swap_out(pool, handle, block_ids)
+        for block_ids, host_blocks in back:
+            pool = swapper.swap_in(pool, block_ids, host_blocks)
+        for handle, block_ids, host_blocks in loads:
+            swapper.load(handle, block_ids, host_blocks)
+        self._keep(swapper.advance(pool))
+
+    def _keep(self, pool: jax.Array) -> None:
+        """Take what has become of the pool on this process's devices."""
+        self._state = self._state._replace(pool=self._placement.with_local_part(self._state.pool, pool))
+
+    @operation
+    def put(self, handle: int, pieces: Sequence[np.ndarray]) -> None:
+        """Keep blocks in host memory that were read from files, whole ones."""
+        assert self.swapper is not None
+        self.swapper.put(handle, pieces)
+
+    @operation
+    def warm_up_copies(self) -> None:
+        """Compile every program that copies."""
+        if self.swapper is not None:
+            self._keep(self.swapper.warm_up(self._placement.local_part(self._state.pool)))
+
+    # Memory
+
+    @operation
+    def set_weight(self, name: str, weight: Any) -> None:
+        """Take another weight in place of one."""
+        self._params.pop(name, None)
+        here = weight if isinstance(weight, jax.Array) else jax.device_put(weight, self._device)
+        self._params[name] = self._placement.placed(self.model_config, self.config.formats, name, here)
+
+    @operation
+    def delete(self, weights: bool) -> None:
+        """Give the memory of the pool back, and with `weights` theirs, once nothing is copied any more."""
+        self.settle()
+        kept = () if self._state.layers is None else (self._state.layers,)
+        for array in (self._state.pool, *kept, *(jax.tree.leaves(self._params) if weights else ())):
+            array.delete()
+        if weights:
+            self._params = {}
+
+    def settle(self) -> None:
+        """Wait until no copy is under way."""
+        if self.swapper is not None:
+            self.swapper.settle()
+
+    @operation
+    def make_pool(self) -> None:
+        """Make the pool anew, all of it empty.
+
+        Raises:
+            CapacityError: it does not fit any more.
+        """
+        self._state = self._make_state()
+
+    def let_go_of_all(self) -> None:
+        """Do nothing any more."""
+        self._programs.close()
+        self._params, self.swapper, self._logits = {}, None, None
+        for name in ("_state", "_slot_params", "_set_row", "_set_tokens"):
+            vars(self).pop(name, None)
+
+
+def _zeros(shapes: Any) -> Any:
+    """Arrays of these shapes, made where they belong."""
+    make = jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        out_shardings=jax.tree.map(lambda s: s.sharding, shapes),
+    )
+    return make()

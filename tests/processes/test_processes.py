@@ -1,0 +1,170 @@
+"""An engine over two processes: tokens of one device, whoever is preempted how, and an end with its cause."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+SIZES = {
+    "num_gpu_blocks_override": 24,
+    "num_host_blocks": 64,
+    "decode_buckets": [8],
+    "prefill_buckets": [64],
+    "num_scheduler_steps": 2,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "block_size": 8,
+}
+SECONDS = 240
+
+
+@pytest.fixture
+def started():
+    """Starts processes, and ends those that are left."""
+    processes = []
+
+    def start(*arguments):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def two(**settings):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return {**SIZES, "tensor_parallel_size": 2, "nnodes": 2, "master_port": port, **settings}
+
+
+def leader(start, settings, then):
+    return start(HERE / "leader.py", json.dumps(settings), then)
+
+
+def follower(start, settings, rank=1):
+    texts = {name: ",".join(map(str, v)) if isinstance(v, list) else v for name, v in settings.items()}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in texts.items()]
+    return start("-m", "jaxllm", "serve", *flags, "--node-rank", rank)
+
+
+def results(process):
+    out, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, errors
+    found = {}
+    for line in out.splitlines():
+        found |= json.loads(line) if line.startswith("{") else {}
+    return found
+
+
+def wait_for(process, name):
+    for line in process.stdout:
+        if line.startswith("{") and name in json.loads(line):
+            return
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.parametrize(("policy", "others"), [("vllm_swap", {}), ("vllm_v1", {"num_host_blocks": 0})])
+def test_tokens_are_those_of_one_device(started, policy, others):
+    settings = two(**others)
+    follows = follower(started, settings)
+    found = results(leader(started, {**settings, "scheduler_policy": policy}, "answer"))
+    assert follows.wait(SECONDS) == 0
+    alone = results(leader(started, {**SIZES, **others, "scheduler_policy": policy}, "answer"))
+    assert found["tokens"] == alone["tokens"]
+    assert found["again"] == alone["tokens"][0][0]
+    assert found["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-4)
+    assert found["preemptions"] > 0
+    assert (found["swaps"] > 0) == (policy == "vllm_swap")
+
+
+@pytest.mark.parametrize("then", ["stream", "idle"])
+def test_a_lost_process_ends_requests_with_its_cause(started, then):
+    settings = two()
+    follows, leads = follower(started, settings), leader(started, settings, then)
+    wait_for(leads, "token" if then == "stream" else "made")
+    follows.kill()
+    follows.wait()
+    if then == "idle":
+        leads.stdin.write("go\n")
+        leads.stdin.flush()
+    found = results(leads)
+    assert "node_rank=1 is lost" in found["error"]
+    assert "node_rank=1 is lost" in found["cause"]
+
+
+def test_a_process_that_says_nothing_is_lost_too(started):
+    settings = two()
+    follows, leads = follower(started, settings), leader(started, settings, "stream")
+    wait_for(leads, "token")
+    follows.send_signal(signal.SIGSTOP)
+    for line in leads.stdout:
+        if "error" in json.loads(line):
+            break
+    assert "node_rank=1 is lost: it has given no sign of life" in line
+
+
+def test_a_follower_ends_with_an_error_when_its_leader_is_gone(started):
+    settings = two()
+    follows, leads = follower(started, settings), leader(started, settings, "stream")
+    wait_for(leads, "token")
+    leads.kill()
+    assert follows.wait(SECONDS) == 1
+    assert "the leader at 127.0.0.1:" in follows.stderr.read()
+
+
+@pytest.mark.parametrize("changed", [{"block_size": 16}, {"kv_cache_dtype": "bfloat16"}])
+def test_other_settings_are_refused_by_name(started, changed):
+    settings = two()
+    follows, leads = follower(started, {**settings, **changed}), leader(started, settings, "answer")
+    _, errors = leads.communicate(timeout=SECONDS)
+    assert leads.returncode == 1
+    name = next(iter(changed))
+    assert f"setting {name} is " in errors
+    assert follows.wait(SECONDS) == 2
+    assert f"setting --{name.replace('_', '-')} is " in follows.stderr.read()
+
+
+def test_who_does_not_come_is_named(started):
+    code = (
+        "from jaxllm.executor.processes import links; links.SECONDS_TO_COME = 1.0; "
+        f"from jaxllm import LLM; LLM(**{two()!r})"
+    )
+    leads = started("-c", code)
+    _, errors = leads.communicate(timeout=SECONDS)
+    assert "node_rank 1 did not come to 127.0.0.1:" in errors
+    assert "--node-rank" in errors
+
+
+def test_strangers_are_sent_away(started):
+    settings = two()
+    leads = leader(started, settings, "nothing")
+    stranger = None
+    while stranger is None:
+        try:
+            stranger = socket.create_connection(("127.0.0.1", settings["master_port"]))
+        except OSError:
+            assert leads.poll() is None
+    with stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
+        assert stranger.recv(1) == b""
+    follows = follower(started, settings)
+    assert results(leads) == {"made": True}
+    assert follows.wait(SECONDS) == 0
