@@ -44,6 +44,8 @@ def main(settings, then):
                 preemptions=sum(output.metrics.num_preemptions for output in outputs),
                 swaps=sum(output.metrics.num_swaps for output in outputs),
             )
+            if llm.engine.scheduler.speculation is not None:
+                say(kept=llm.engine.scheduler.speculation.counts.num_kept)
             llm.sleep(2)
             llm.wake_up()
             say(again=list(llm.generate(PROMPTS[0], PARAMS[0], use_tqdm=False)[0].outputs[0].token_ids))

@@ -61,6 +61,7 @@ def leader(start, settings, then):
 
 def follower(start, settings, rank=1):
     texts = {name: ",".join(map(str, v)) if isinstance(v, list) else v for name, v in settings.items()}
+    texts |= {name: json.dumps(value) for name, value in settings.items() if isinstance(value, dict)}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in texts.items()]
     return start("-m", "jaxllm", "serve", *flags, "--node-rank", rank)
 
@@ -81,9 +82,15 @@ def wait_for(process, name):
     raise AssertionError(process.stderr.read())
 
 
-@pytest.mark.parametrize(("policy", "others"), [("vllm_swap", {}), ("vllm_v1", {"num_host_blocks": 0})])
-def test_tokens_are_those_of_one_device(started, policy, others):
-    settings = two(**others)
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "policy": "fixed"}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "others", "drafts"),
+    [("vllm_swap", {}, {}), ("vllm_v1", {"num_host_blocks": 0}, NGRAM)],
+)
+def test_tokens_are_those_of_one_device(started, policy, others, drafts):
+    settings = two(**others, **drafts)
     follows = follower(started, settings)
     found = results(leader(started, {**settings, "scheduler_policy": policy}, "answer"))
     assert follows.wait(SECONDS) == 0
@@ -92,6 +99,7 @@ def test_tokens_are_those_of_one_device(started, policy, others):
     assert found["again"] == alone["tokens"][0][0]
     assert found["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-4)
     assert found["preemptions"] > 0
+    assert bool(drafts) == (found.get("kept", 0) > 0)
     assert (found["swaps"] > 0) == (policy == "vllm_swap")
 
 
