@@ -1,5 +1,6 @@
 """An engine over two processes: tokens of one device, whoever is preempted how, and an end with its cause."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,6 +10,10 @@ import subprocess
 import sys
 
 import pytest
+
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.processes import lead
+from jaxllm.errors import ConfigError
 
 HERE = pathlib.Path(__file__).parent
 SIZES = {
@@ -176,3 +181,29 @@ def test_strangers_are_sent_away(started):
     follows = follower(started, settings)
     assert results(leads) == {"made": True}
     assert follows.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"node_rank": 2}, "node_rank=2 is none of the 2 processes of nnodes=2, which are 0 to 1"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 is of all processes, and nnodes=2 does not"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is of one process, and nnodes=2: leave"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 is of one process, and nnodes=2: leave one of"),
+        ({"speculative_config": {"method": "suffix"}}, r"what drafts \(suffix\).*: draft by lookup"),
+        ({"prefix_cache_dir": "files"}, "prefix_cache_dir='files' has whole blocks"),
+        ({"logits_processors": [max]}, "is a function of this process, and nnodes=2: name it as"),
+        ({"master_addr": ""}, "master_addr='' must be a host name or an address"),
+    ],
+)
+def test_what_is_of_one_process_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**{"nnodes": 2, "tensor_parallel_size": 2, **settings})
+
+
+def test_weights_given_to_one_process_are_refused():
+    config = EngineConfig(nnodes=2, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="params are of one process, and nnodes=2 read the checkpoint's"):
+        lead(config, {})
+    with pytest.raises(ConfigError, match="node_rank=1 follows, and node_rank=0 has the engine: run"):
+        lead(dataclasses.replace(config, node_rank=1), None)
