@@ -29,7 +29,6 @@ from jaxllm.executor.programs import (
 )
 from jaxllm.executor.sampler import PackedSlotParams, SampledRows, Sampling
 from jaxllm.executor.sampling_programs import RowsKey, TakeKey, first_size, kind_of, padded, row_sizes
-from jaxllm.executor.step import StepOutputs
 from jaxllm.executor.step_programs import CompileProgress, Key, StepPrograms, shape_of
 from jaxllm.executor.worker import Others, Worker
 from jaxllm.models.architecture import ModelConfig
@@ -166,7 +165,8 @@ class ModelExecutor(Worker):
         self._programs.wait(on_progress)
         for key in self._programs.keys:
             if isinstance(key, ProgramKey):
-                np.asarray(self._run(key, self._padding(key)).sampled.tokens)
+                self.program(key)  # before `run`, as in `execute`
+                np.asarray(self.run(key, self._padding(key), False).sampled.tokens)
         if self.swapper is not None:
             self.warm_up_copies()
         self._restore(self.config.max_num_seqs, [], [])
@@ -200,12 +200,19 @@ class ModelExecutor(Worker):
                 if chunk.start or skips:
                     num_tokens = request.num_known_tokens if skips else chunk.start
                     self._restore(slot, request.token_ids(0, num_tokens), request.block_ids)
-        self._update_params()
+        if self._params_changed or self._rare_params_changed:
+            common, rare = self._packed_params
+            self.set_params(
+                common if self._params_changed else None, rare if self._rare_params_changed else None
+            )
+            self._params_changed = self._rare_params_changed = False
         slots = [_slot(request) for request in scheduled.decode]
         key = self._key(scheduled, slots)
         packed = self._pack(key, scheduled, slots)
         rows = self._rows_apart(scheduled, key.sampling)
-        outputs = self._run(key, packed, self._following(scheduled, slots), keeps_logits=bool(rows))
+        self._is_undisturbed = self._programs.is_settled and self._programs.has(key)
+        self.program(key, self._following(scheduled, slots))  # before `run`: others would wait for it in vain
+        outputs = self.run(key, packed, bool(rows))
         apart = self._sample_apart(scheduled, rows, len(outputs.logits)) if rows else ()
         wait = None if self.others is None else self.others.wait
         return PendingStep(scheduled, outputs, key.rows, apart, key.num_lookups + 1, wait)
@@ -433,18 +440,6 @@ class ModelExecutor(Worker):
         steps = 1, self.config.max_decode_steps
         return tuple(ProgramKey(rows, 0, count, Sampling(found)) for count in steps)
 
-    def _run(
-        self,
-        key: ProgramKey,
-        packed: np.ndarray,
-        then: Sequence[ProgramKey] = (),
-        *,
-        keeps_logits: bool = False,
-    ) -> StepOutputs:
-        self._is_undisturbed = self._programs.is_settled and self._programs.has(key)
-        self.program(key, then)  # now: the others would wait for it in vain
-        return self.run(key, packed, keeps_logits)
-
     # What is sampled apart
 
     def beyond_steps(self, params: SamplingParams) -> int:
@@ -594,15 +589,6 @@ class ModelExecutor(Worker):
                 scale = model.head_dim**-0.5
                 found[shape] = fastest(names, shape, self._state.pool, model.num_heads, scale)
             self._programs.chosen[key] = found[shape]
-
-    def _update_params(self) -> None:
-        """Upload sampling parameters that have changed."""
-        if self._params_changed or self._rare_params_changed:
-            common, rare = self._packed_params
-            self.set_params(
-                common if self._params_changed else None, rare if self._rare_params_changed else None
-            )
-        self._params_changed = self._rare_params_changed = False
 
     # Inputs
 

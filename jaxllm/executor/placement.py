@@ -106,11 +106,15 @@ class Placement:
         arrays = [shard.data for shard in part.addressable_shards]
         return jax.make_array_from_single_device_arrays(pool.shape, pool.sharding, arrays)
 
-    def put(self, host: np.ndarray) -> jax.Array:
+    def put(self, host: Any) -> jax.Array:
         """An array of the host's, which each process has, whole on each of the devices."""
         if self.local is self:
-            return jax.device_put(host, self.sharding())
-        return jax.make_array_from_callback(host.shape, self.sharding(), lambda index: host[index])
+            return jax.device_put(host, self._on_each)
+        return jax.make_array_from_callback(host.shape, self._on_each, lambda index: host[index])
+
+    @functools.cached_property
+    def _on_each(self) -> Sharding:
+        return self.sharding()
 
     def layers(self, config: ModelConfig) -> list[range]:
         """Of each stage."""

@@ -122,7 +122,7 @@ class Worker:
         self._max_blocks = config.max_blocks
         self._state = self._make_state()
         self._slot_params = PackedSlotParams(
-            *map(self._upload, PackedSlotParams.host_zeros(config.max_num_seqs))
+            *map(placement.stages[0].put, PackedSlotParams.host_zeros(config.max_num_seqs))
         )
         self._logits: jax.Array | None = None
         self.swapper: BlockSwapper | None = None
@@ -206,14 +206,12 @@ class Worker:
     @operation
     def set_params(self, common: Any, rare: Any) -> None:
         """Upload sampling parameters of all slots, as `PackedSlotParams` has them; None has not changed."""
+        # Copies: the CPU backend may alias host arrays, which change while steps are in flight.
+        put = self._placement.stages[0].put
         if common is not None:
-            self._slot_params = self._slot_params._replace(common=self._upload(common))
+            self._slot_params = self._slot_params._replace(common=put(common.copy()))
         if rare is not None:
-            self._slot_params = self._slot_params._replace(rare=self._upload(rare))
-
-    def _upload(self, host: Any) -> jax.Array:
-        # A copy: the CPU backend may alias host arrays, which change while steps are in flight.
-        return self._placement.stages[0].put(host.copy())
+            self._slot_params = self._slot_params._replace(rare=put(rare.copy()))
 
     @operation
     def set_slot(self, slot: int, tokens: np.ndarray | None, table: np.ndarray) -> None:
