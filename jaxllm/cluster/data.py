@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.cluster.batch_engine import BatchSettings
 from jaxllm.cluster.parts import OutputFolder, PartFormat, Parts
-from jaxllm.cluster.paths import with_absolute_paths
+from jaxllm.cluster.paths import for_workers
 from jaxllm.cluster.pool import Pool
 from jaxllm.cluster.ray_extra import own_error, require_ray
 from jaxllm.cluster.shards import InputFile, Shard, check_columns, input_files, scan, shards_of
@@ -111,7 +111,7 @@ def generate(
 
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    settings = {"seed": seed, **with_absolute_paths(settings)}
+    settings = {"seed": seed, **for_workers(settings)}
     context = fingerprint_context(settings, chat)
     batch = BatchSettings(sampling_params, chat, seed, context, max_retries)
     pool = Pool.of_cluster(ray, num_workers, gpus_per_worker, cpus_per_worker, batches_in_flight)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cluster.autoscaling import QueuedTokens
 from jaxllm.cluster.config import ClusterConfig
 from jaxllm.cluster.forwarding import ForwardedRequest, Message
-from jaxllm.cluster.paths import with_absolute_paths
+from jaxllm.cluster.paths import for_workers
 from jaxllm.cluster.pool import Pool
 from jaxllm.cluster.ray_extra import own_error, require_ray
 from jaxllm.cluster.replica import Replica
@@ -188,7 +188,7 @@ def engine_apps(ray: Any, settings: Mapping[str, Any], server: ServerConfig, clu
         cpus = max(1, sum(nodes) // (cluster.max_replicas or cluster.num_replicas))
         cpus = min([cpus, *(count for count in nodes if count)])
     pool = Pool.of_cluster(ray, cluster.num_replicas, cluster.gpus_per_replica, cpus, name="replica")
-    make = functools.partial(EngineApp, with_absolute_paths(settings), server, 0 if pool.gpus else cpus)
+    make = functools.partial(EngineApp, for_workers(settings), server, 0 if pool.gpus else cpus)
     return Apps(make, pool.gpus, 1 if pool.gpus else cpus)
 
 

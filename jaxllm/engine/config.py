@@ -261,7 +261,7 @@ class EngineConfig:
             self._check_stages()
         if self.data_parallel_size > 1:
             self._check_replicas()
-        self._check_processes()
+        self._check_rank()
         if self.quantization is None and not self.quantize_lm_head:
             raise ConfigError(
                 "quantize_lm_head=False leaves the output head out of a quantization, and there is none: set "
@@ -287,16 +287,26 @@ class EngineConfig:
                 f"pipeline_parallel_size={count}: draft by lookup or with a model"
             )
 
+    def _check_rank(self) -> None:
+        """Verify that a process is one of its engine's, and that these have somewhere to meet."""
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"node_rank={self.node_rank} is none of the {self.nnodes} processes of nnodes={self.nnodes}, "
+                f"which are 0 to {self.nnodes - 1}"
+            )
+        if self.nnodes > 1:
+            self._check_processes()
+            return
+        for name in ("master_addr", "master_port"):
+            if getattr(self, name) != getattr(EngineConfig, name):
+                raise ConfigError(
+                    f"{name}={shown(getattr(self, name))} is where several processes meet, and nnodes=1: set "
+                    "nnodes, or leave it out"
+                )
+
     def _check_processes(self) -> None:
         """Verify that an engine of several processes can have the settings."""
         count, drafts = self.nnodes, self.speculative_config
-        if self.node_rank >= count:
-            raise ConfigError(
-                f"node_rank={self.node_rank} is none of the {count} processes of nnodes={count}, which are "
-                f"0 to {count - 1}"
-            )
-        if count == 1:
-            return
         if self.tensor_parallel_size % count:
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size} is of all processes, and nnodes={count} "
@@ -308,10 +318,10 @@ class EngineConfig:
                     f"{name}={getattr(self, name)} is of one process, and nnodes={count}: leave one of them "
                     "out, or share layers (tensor_parallel_size)"
                 )
-        if drafts is not None and drafts.method != "ngram":
+        if drafts is not None and drafts.method not in ("ngram", "suffix"):
             raise ConfigError(
                 f"what drafts ({drafts.method}) is on one device of one process, and nnodes={count}: draft "
-                "by lookup (ngram)"
+                "by lookup (ngram, suffix)"
             )
         if self.prefix_cache_dir is not None:
             raise ConfigError(

@@ -27,12 +27,10 @@ _OF_EACH = frozenset(
     {
         *("node_rank", "model", "tokenizer", "revision", "download", "download_dir", "skip_tokenizer_init"),
         *("scheduler_policy", "costs", "profile_seconds", "ledger", "async_scheduling", "warm_up"),
-        *("compilation_cache_dir", "enable_prefix_caching"),
+        *("compilation_cache_dir", "enable_prefix_caching", "seed"),
     }
 )
 """Settings that a follower need not have: of where its files are, and of what the leader alone decides."""
-
-
 _MOST_STEPS = 2
 
 
@@ -71,17 +69,18 @@ def agree(
             config, num_gpu_blocks_override=fitting, kv_cache_memory=None, gpu_memory_utilization=None
         )
         sizes = sizing.size(smaller, model, chosen)
-    leader.tell("sizes", [_decided(sizes), _facts(model, sizes)])
+    leader.tell("sizes", [_decided(config, sizes), _facts(model, sizes)])
     return sizes
 
 
-def _decided(sizes: sizing.Sizes) -> dict[str, Any]:
-    """Settings by which another process comes to the same sizes."""
+def _decided(config: EngineConfig, sizes: sizing.Sizes) -> dict[str, Any]:
+    """Settings by which another process comes to the same sizes and, if there are none, weights."""
     limits = sizes.scheduler
     return {
         "num_gpu_blocks_override": limits.num_gpu_blocks,
         "kv_cache_memory": None,
         "gpu_memory_utilization": None,
+        "seed": config.seed,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,

@@ -22,7 +22,7 @@ _SCHEDULER = "use scheduler_policy: a preset's name such as 'vllm_v1' or 'priori
 
 SETTINGS: Mapping[str, tuple[Sequence[Any], str]] = {
     "enable_expert_parallel": ((False,), "there are no models with experts; leave it out"),
-    "distributed_executor_backend": ((None,), "all devices are of one process; leave it out"),
+    "distributed_executor_backend": ((None,), "processes are those of nnodes; leave it out"),
     "disable_custom_all_reduce": ((False, True), "sums are XLA's; leave it out"),
     "calculate_kv_scales": ((False,), _NO_KV_SCALES),
     "cpu_offload_gb": ((0,), "weights stay on the device; leave it out"),

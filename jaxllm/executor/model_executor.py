@@ -551,7 +551,7 @@ class ModelExecutor(Worker):
         """
         size, take = key.rows, TakeKey(num_logits, key.rows)
         for needed in (take, key):
-            self.program(needed)  # now, as in `_run`
+            self.program(needed)  # now, as in `execute`
         places = np.stack(
             [
                 padded([_slot(request) for request, _, _ in of_rows], size, self.config.max_num_seqs),

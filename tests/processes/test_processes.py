@@ -6,14 +6,17 @@ import os
 import pathlib
 import signal
 import socket
+import struct
 import subprocess
 import sys
 
 import pytest
 
+from jaxllm.cluster.paths import for_workers
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.processes import lead
 from jaxllm.errors import ConfigError
+from jaxllm.executor.processes.wire import packed
 
 HERE = pathlib.Path(__file__).parent
 SIZES = {
@@ -87,19 +90,25 @@ def wait_for(process, name):
     raise AssertionError(process.stderr.read())
 
 
-NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "policy": "fixed"}}
+def drafting(method):
+    return {"speculative_config": {"method": method, "num_speculative_tokens": 4, "policy": "fixed"}}
 
 
 @pytest.mark.parametrize(
     ("policy", "others", "drafts"),
-    [("vllm_swap", {}, {}), ("vllm_v1", {"num_host_blocks": 0}, NGRAM)],
+    [
+        ("vllm_swap", {}, {}),
+        ("vllm_v1", {"num_host_blocks": 0}, drafting("ngram")),
+        ("vllm_v1", {"num_host_blocks": 0}, drafting("suffix")),
+    ],
 )
 def test_tokens_are_those_of_one_device(started, policy, others, drafts):
     settings = two(**others, **drafts)
     follows = follower(started, settings)
-    found = results(leader(started, {**settings, "scheduler_policy": policy}, "answer"))
+    own = {"scheduler_policy": policy, "seed": 7}  # what the leader alone decides
+    found = results(leader(started, {**settings, **own}, "answer"))
     assert follows.wait(SECONDS) == 0
-    alone = results(leader(started, {**SIZES, **others, "scheduler_policy": policy}, "answer"))
+    alone = results(leader(started, {**SIZES, **others, **own}, "answer"))
     assert found["tokens"] == alone["tokens"]
     assert found["again"] == alone["tokens"][0][0]
     assert found["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-4)
@@ -175,9 +184,16 @@ def test_strangers_are_sent_away(started):
             stranger = socket.create_connection(("127.0.0.1", settings["master_port"]))
         except OSError:
             assert leads.poll() is None
-    with stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
-        assert stranger.recv(1) == b""
+    for message in (
+        b"GET / HTTP/1.1\r\n\r\n" * 8,
+        *(packed("hello", arguments) for arguments in ([], [5], [1, [], "settings"])),
+        struct.pack(">QQ", 1, 0) + b"5",
+        struct.pack(">QQ", 4000, 0) + b"[" * 4000,
+    ):
+        with stranger or socket.create_connection(("127.0.0.1", settings["master_port"])) as one:
+            one.sendall(message)
+            assert one.recv(1) == b""
+        stranger = None
     follows = follower(started, settings)
     assert results(leads) == {"made": True}
     assert follows.wait(SECONDS) == 0
@@ -190,15 +206,24 @@ def test_strangers_are_sent_away(started):
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 is of all processes, and nnodes=2 does not"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is of one process, and nnodes=2: leave"),
         ({"data_parallel_size": 2}, "data_parallel_size=2 is of one process, and nnodes=2: leave one of"),
-        ({"speculative_config": {"method": "suffix"}}, r"what drafts \(suffix\).*: draft by lookup"),
+        (
+            {"speculative_config": {"method": "medusa", "model": "heads"}},
+            r"what drafts \(medusa\).*: draft by lookup",
+        ),
         ({"prefix_cache_dir": "files"}, "prefix_cache_dir='files' has whole blocks"),
         ({"logits_processors": [max]}, "is a function of this process, and nnodes=2: name it as"),
+        ({"nnodes": 1, "master_port": 5}, "master_port=5 is where several processes meet, and nnodes=1: set"),
         ({"master_addr": ""}, "master_addr='' must be a host name or an address"),
     ],
 )
 def test_what_is_of_one_process_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**{"nnodes": 2, "tensor_parallel_size": 2, **settings})
+
+
+def test_workers_of_a_cluster_are_one_process_each():
+    with pytest.raises(ConfigError, match="nnodes=2 processes have one engine, and each worker of a cluster"):
+        for_workers({"nnodes": 2})
 
 
 def test_weights_given_to_one_process_are_refused():

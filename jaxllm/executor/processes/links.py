@@ -125,14 +125,15 @@ class Leader:
             sock.settimeout(10.0)
             connection = Connection(sock)
             try:
-                name, (rank, versions, theirs) = receive(sock, MAX_FIRST_BYTES)
-                if name != "hello":
-                    raise EngineError(f"its first message is {name!r}")
-            except (EOFError, OSError, ValueError, EngineError) as error:
+                name, arguments = receive(sock, MAX_FIRST_BYTES)
+                if name != "hello" or list(map(type, arguments)) != [int, dict, dict]:
+                    raise EngineError(f"its first message is {name!r} of {arguments!r:.100}")
+            except (EOFError, OSError, EngineError) as error:
                 _logger.warning("%s:%d is no process of this engine: %s", *peer[:2], error)
                 connection.close()
                 continue
             sock.settimeout(None)
+            rank, versions, theirs = arguments
             if reason := self._why_not(rank, versions, theirs, num_processes, settings):
                 with contextlib.suppress(OSError):
                     connection.send("refused", reason)

@@ -91,8 +91,8 @@ def receive(connection: socket.socket, most: int | None = None) -> tuple[str, li
 
     try:
         name, arguments = json.loads(text)
-        return str(name), value(arguments)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return str(name), [value(one) for one in arguments]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise EngineError(f"a message is not one of jaxllm: {error}") from error
 
 
