@@ -105,7 +105,7 @@ def decode_attention(
         grid_names=("program",),
         num_threads=2,
     )(triton.layer_operand(layer), queries, _pool_rows(pool), block_tables, lengths, chunks, num_in_use)
-    return triton.combine_chunks(acc, peak, total, lengths, q, chunk, jnp.exp2)
+    return triton.combine_chunks(acc, peak, total, lengths, q, chunk)
 
 
 @functools.partial(jax.jit, static_argnames="scale")

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,7 @@ warnings.filterwarnings(
 
 _MIN_DOT = 16
 _MASKED = -1e30
+_LOG2_E = 1.4426950408889634
 _COMBINED_AT_ONCE = 16
 _SMALL_CORES = re.compile(r"\b(A10G?|A16|A2|A40|A[2456]000|L2|L4|L20|L40[SG]?|GB10|RTX|GeForce)\b")
 """Names of NVIDIA devices of compute capability 8.6, 8.9 and 12.0: 100 KiB of shared memory a core."""
@@ -53,7 +54,8 @@ class Tiling:
 
     Attributes:
         kv_tile: keys a program reads at a time; a power of two from 16 to 256.
-        query_tile: query rows of a prefill program; a power of two from 16 to 256. Decoding has none.
+        query_tile: rows of a prefill program, one for each query head that shares a KV head, of each token; a
+            power of two from 16 to 256. Decoding has none.
         num_warps: of a program: 1, 2, 4, 8 or 16.
         num_stages: depth of the software pipeline, 1 to 8: tiles of KV are asked for one ahead from 2 on, two
             ahead from 5 on and three from 7 on, for what the block table says takes a stage as well.
@@ -163,7 +165,7 @@ def decode_attention(
     return combine_chunks(acc, peak, total, lengths, q, chunk, window=window)
 
 
-@functools.partial(jax.jit, static_argnames=("chunk", "exp", "window"))
+@functools.partial(jax.jit, static_argnames=("chunk", "window"))
 def combine_chunks(
     acc: jax.Array,
     peak: jax.Array,
@@ -171,7 +173,6 @@ def combine_chunks(
     lengths: jax.Array,
     q: jax.Array,
     chunk: int,
-    exp: Callable[[jax.Array], jax.Array] = jnp.exp,
     window: int | None = None,
 ) -> jax.Array:
     """The attention of rows from that over their chunks, of which only those in use are read.
@@ -179,12 +180,11 @@ def combine_chunks(
     Args:
         acc: float32 `[num_rows, num_chunks, num_kv_heads, group, head_dim]`, weighted sums of V; the
             fourth axis may be longer.
-        peak: float32 `[num_rows, num_chunks, num_kv_heads, group]`, the largest scores; likewise.
+        peak: float32 `[num_rows, num_chunks, num_kv_heads, group]`, the largest scores, of base 2; likewise.
         total: like `peak`, sums of the weights.
         lengths: int32 `[num_rows]`, tokens of each row.
         q: the queries `[num_rows, num_q_heads, head_dim]`, which are not read.
         chunk: tokens of a chunk.
-        exp: what the weights were taken with, of base e or 2.
         window: how many of the latest tokens rows see; chunks without any of them are not read.
 
     Returns:
@@ -193,7 +193,7 @@ def combine_chunks(
     num_rows, num_q_heads, _ = q.shape
     group = num_q_heads // acc.shape[2]
     return _call(
-        functools.partial(_combine_kernel, chunk=chunk, group=group, exp=exp, window=window),
+        functools.partial(_combine_kernel, chunk=chunk, group=group, window=window),
         Tiling(),
         grid=(num_rows, num_q_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -216,25 +216,28 @@ def prefill_attention(
     soft_cap: float | None = None,
     tiling: Tiling | None = None,
 ) -> jax.Array:
-    """Flash attention over tiles of query rows; a tile holds rows of one sequence only."""
+    """Flash attention over tiles of query rows: all heads that share a KV head, of tokens of one sequence."""
     layout = layout_of(pool)
     read_as, kind = _widest(q.dtype, layout), current_device().device_kind
     tiling = tiling or default_tiling("prefill", kind, read_as, q.shape[2])
     num_tokens, num_q_heads, _ = q.shape
-    tile_rows = min(tiling.query_tile, max(_MIN_DOT, pl.next_power_of_2(num_tokens)))
-    tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
+    num_kv_heads = pool.shape[3]
+    members = pl.next_power_of_2(num_q_heads // num_kv_heads)
+    fewest = pl.cdiv(_MIN_DOT, members)
+    tile_tokens = max(fewest, min(tiling.query_tile // members, pl.next_power_of_2(num_tokens)))
+    tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_tokens)
     out = _call(
         functools.partial(
             _prefill_kernel,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
-            tile_rows=tile_rows,
+            tile_tokens=tile_tokens,
             kv_tile=tiling.kv_tile,
             layout=layout,
         ),
         tiling,
-        grid=(tiles.shape[0], num_q_heads),
+        grid=(tiles.shape[0], num_kv_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="paged_prefill_attention",
     )(layer_operand(layer), q, _words(pool), block_tables, tiles)
@@ -366,7 +369,6 @@ def _combine_kernel(
     *,
     chunk: int,
     group: int,
-    exp: Callable[[jax.Array], jax.Array],
     window: int | None,
 ) -> None:
     row, head = pl.program_id(0), pl.program_id(1)
@@ -387,7 +389,7 @@ def _combine_kernel(
         at = acc_ref.at[row, chunks[:, None], kv_head, member, dims[None, :]]
         parts = plgpu.load(at, mask=mask, other=0.0)
         peak = jnp.maximum(old_peak, peaks.max())
-        decay, weights = exp(old_peak - peak), exp(peaks - peak)
+        decay, weights = jnp.exp2(old_peak - peak), jnp.exp2(peaks - peak)
         acc = acc * decay + (parts * weights[:, None]).sum(axis=0)
         return acc, peak, total * decay + (totals * weights).sum()
 
@@ -408,36 +410,48 @@ def _prefill_kernel(
     scale: float,
     window: int | None,
     soft_cap: float | None,
-    tile_rows: int,
+    tile_tokens: int,
     kv_tile: int,
     layout: KVLayout,
 ) -> None:
-    tile, head = pl.program_id(0), pl.program_id(1)
-    layer, head_dim = layer_ref[0], q_ref.shape[2]
-    kv_head = head // (q_ref.shape[1] // pool_ref.shape[3])
+    tile = pl.num_programs(0) - 1 - pl.program_id(0)  # those with most to do begin
+    kv_head, layer, head_dim = pl.program_id(1), layer_ref[0], q_ref.shape[2]
+    group = q_ref.shape[1] // pool_ref.shape[3]
+    members = pl.next_power_of_2(group)
     seq, first_row, num_rows, position = (tiles_ref[tile, i] for i in range(4))
-    rows = jnp.arange(tile_rows)
+    places = jnp.arange(tile_tokens * members)
+    rows, member = places // members, places % members
     dims = jnp.arange(pl.next_power_of_2(head_dim))
-    mask = (rows < num_rows)[:, None] & (dims < head_dim)[None, :]
-    rows_at = first_row + rows
-    query = plgpu.load(q_ref.at[rows_at[:, None], head, dims[None, :]], mask=mask, other=0.0)
+    mask = ((rows < num_rows) & (member < group))[:, None] & (dims < head_dim)[None, :]
+    at = (first_row + rows)[:, None], (kv_head * group + member)[:, None], dims[None, :]
+    query = plgpu.load(q_ref.at[*at], mask=mask, other=0.0)
     kv_limit = jnp.where(num_rows > 0, position + num_rows, 0)
 
-    def body(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def load(step: jax.Array, limit: jax.Array | None) -> tuple[jax.Array, _Tile]:
         tokens = step * kv_tile + jnp.arange(kv_tile)
-        at = seq, kv_head, tokens, kv_limit, layer, layout
-        loaded = _load_tile(pool_ref, tables_ref, *at, query.dtype)
+        return tokens, _load_tile(
+            pool_ref, tables_ref, seq, kv_head, tokens, limit, layer, layout, query.dtype
+        )
+
+    def whole(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return _accumulate(state, query, load(step, None)[1], None, scale, soft_cap)
+
+    def partly(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        tokens, loaded = load(step, kv_limit)
         positions = (position + rows)[:, None]
         seen = (tokens[None, :] <= positions) & (tokens < kv_limit)[None, :]
         if window is not None:
             seen &= tokens[None, :] > positions - window
         return _accumulate(state, query, loaded, seen, scale, soft_cap)
 
-    start = _empty_state(tile_rows, dims.shape[0])
-    first_tile = _seen_from(position, window) // kv_tile
-    acc, _, total = lax.fori_loop(first_tile, pl.cdiv(kv_limit, kv_tile), body, start)
+    state = _empty_state(places.shape[0], dims.shape[0])
+    first, end = _seen_from(position, window) // kv_tile, pl.cdiv(kv_limit, kv_tile)
+    if window is None:  # all rows see all tokens of the tiles before the one with the first row's own
+        num_whole = jnp.minimum((position + 1) // kv_tile, end)
+        state, first = lax.fori_loop(0, num_whole, whole, state), num_whole
+    acc, _, total = lax.fori_loop(first, end, partly, state)
     out = _quotient(acc, total).astype(out_ref.dtype)
-    plgpu.store(out_ref.at[rows_at[:, None], head, dims[None, :]], out, mask=mask)
+    plgpu.store(out_ref.at[*at], out, mask=mask)
 
 
 def _rotate_kernel(*refs: Any, layout: KVLayout) -> None:
@@ -598,14 +612,14 @@ def _load_tile(
     row: jax.Array,
     kv_head: jax.Array,
     tokens: jax.Array,
-    limit: jax.Array,
+    limit: jax.Array | None,
     layer: jax.Array,
     layout: KVLayout,
     query_dtype: Any,
 ) -> _Tile:
-    """What a row's tokens below `limit` have in the pool; zeros elsewhere."""
+    """What a row's tokens below `limit`, or all, have in the pool; zeros elsewhere."""
     block_size, step = pool_ref.shape[4], _per_word(layout)
-    valid = tokens < limit
+    valid = jnp.full(tokens.shape, True) if limit is None else tokens < limit
     block = plgpu.load(tables_ref.at[row, tokens // block_size], mask=valid, other=0)
     words = jnp.arange(pl.next_power_of_2(layout.head_dim) // step)[None, :]
     mask = valid[:, None] & (words < layout.head_dim // step)
@@ -649,21 +663,22 @@ def _accumulate(
     state: tuple[jax.Array, ...],
     query: jax.Array,
     tile: _Tile,
-    seen: jax.Array,
+    seen: jax.Array | None,
     scale: float,
     soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step of the online softmax over a tile of KV."""
+    """One step of the online softmax, of base 2, over a tile of KV, of which all or what is `seen` counts."""
     acc, old_peak, total = state
     key, value, key_scale, value_scale = tile
-    scores = _dot(query.astype(key.dtype), key, trans_b=True) * scale
+    scores = _dot(query.astype(key.dtype), key, trans_b=True)
     scores = scores if key_scale is None else scores * key_scale[None, :]
+    unit = _LOG2_E * scale
     if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(seen, scores, _MASKED)
-    peak = jnp.maximum(old_peak, scores.max(axis=1))
-    decay = jnp.exp(old_peak - peak)
-    weights = jnp.exp(scores - peak[:, None])
+        scores, unit = jnp.tanh(scores * (scale / soft_cap)), _LOG2_E * soft_cap
+    scores = scores if seen is None else jnp.where(seen, scores, _MASKED)
+    peak = jnp.maximum(old_peak, scores.max(axis=1) * unit)
+    decay = jnp.exp2(old_peak - peak)
+    weights = jnp.exp2(scores * unit - peak[:, None])  # one multiplication and addition
     scaled = weights if value_scale is None else weights * value_scale[None, :]
     acc = acc * decay[:, None] + _dot(scaled.astype(value.dtype), value)
     return acc, peak, total * decay + weights.sum(axis=1)

@@ -1,7 +1,8 @@
-"""Everything worth measuring on a GPU, in two commands of under four and eight minutes.
+"""Everything worth measuring on a GPU, in three commands of under four, eight and six minutes.
 
     PYTHONPATH=. python scripts/bench_gpu.py --parts first --out gpu-first.json
     PYTHONPATH=. python scripts/bench_gpu.py --parts second --out gpu-second.json
+    PYTHONPATH=. python scripts/bench_gpu.py --parts third --out gpu-third.json
     PYTHONPATH=. python scripts/bench_gpu.py --rehearsal --out rehearsal.json    # tiny, on a CPU
 
 Needs the repository, JAX and what pyproject.toml lists; jaxllm need not be installed, nothing is downloaded.
@@ -10,7 +11,8 @@ device's copy bandwidth and bf16 matmul ceiling (`scripts/gpu/kernels.py` says h
 random weights: how long dispatching holds the host up, steps against the roofline, and requests of ShareGPT's
 lengths. The second compares such a run with transformers' continuous batching, then measures swaps, cold and
 warm starts, predictors and presets with few blocks, OPT-13B's steps, and the same tokens on a small model;
-the two comparisons need torch. `--parts` takes names of single parts, too.
+the two comparisons need torch. The third has what is held in 8 and 4 bits, and tilings of kernels. `--parts`
+takes names of single parts, too.
 
 Every part is a process of its own, so that neither its memory nor a fault of the device outlives it. It has a
 time budget, and what the parts before it left of theirs; then it is ended. The JSON is replaced for each new
@@ -145,8 +147,12 @@ CALLS: Mapping[str, Mapping[str, tuple[float, Command]]] = {
         "llama-3-8b-memory": (145.0, own_process),
         "opt-13b": (70.0, own_process),
         "same-tokens": (55.0, same_tokens),
+    },
+    "third": {
+        "codes": (100.0, own_process),
+        "llama-3-8b-codes": (160.0, own_process),
         "kernels-xla": (30.0, own_process),
-        "tilings": (25.0, own_process),
+        "tilings": (40.0, own_process),
     },
 }
 """Parts of each command in their order: seconds, and how it is measured."""
@@ -270,7 +276,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = OutputParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="first,second", help="first, second, or names of parts")
+    parser.add_argument(
+        "--parts", default="first,second,third", help="first, second, third, or names of parts"
+    )
     parser.add_argument("--out", type=new_file, required=True, help="JSON file to write")
     parser.add_argument(
         "--limit", type=float, help="seconds for all parts, shared as their budgets are (default: those)"

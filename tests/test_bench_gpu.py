@@ -51,14 +51,14 @@ def test_every_part_is_known():
     }
     assert own == set(parts.PARTS)
     assert list(bench_gpu.chosen_parts("opt-13b,first")) == ["opt-13b", *bench_gpu.CALLS["first"]]
-    for call, minutes in (("first", 4), ("second", 8)):
+    for call, minutes in (("first", 4), ("second", 8), ("third", 6)):
         assert sum(seconds for seconds, _ in bench_gpu.CALLS[call].values()) < 60 * minutes
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--parts", "third"], "'third' is unknown: use first, second or kernels-triton"),
+        (["--parts", "fourth"], "'fourth' is unknown: use first, second, third or kernels-triton"),
         (["--parts", "first", "--in-process"], "not --parts first"),
         (["--parts", "same-tokens", "--in-process"], "no comparison, not --parts same-tokens"),
         (["--limit", "0"], "--limit 0 must be a positive number"),
@@ -85,6 +85,24 @@ def test_kernels_part(tmp_path):
     assert results["ceilings"][0]["copy_bytes_per_second"] > 0
     assert values["versions"]["jax"] == jax.__version__
     assert values["hardware"]["platform"] == "cpu"
+
+
+def test_codes_part(tmp_path):
+    out = tmp_path / "codes.json"
+    assert bench_gpu.main(["--parts", "codes", "--rehearsal", "--in-process", "--out", str(out)]) == 0
+    values = read(out)
+    results = values["results"]
+    assert values["missing"] == {}
+    assert len(results["checks"]) == 5 * 4 + 2 + 3 + 2 * 3 * 3
+    assert all(row["passed"] and row["same_bits_again"] for row in results["checks"])
+    assert {row["format"] for row in results["products"]} == {
+        "auto",
+        "int8",
+        "fp8",
+        "int8_weight",
+        "int4_weight",
+    }
+    assert [row["kv_dtype"] for row in results["decode attention"][::2]] == ["int8", "fp8_e4m3", "fp8_e5m2"]
 
 
 def test_a_check_compiles_nothing_when_it_runs():

@@ -57,7 +57,7 @@ def test_only_chunks_in_use_are_combined(num_chunks):
     parts = [x.at[:, :, :, 3].set(jnp.nan) for x in parts]
     expected = expected[:, :, :3].reshape(4, 6, 24)
     q = jnp.zeros(expected.shape, jnp.float32)
-    combine = jax.jit(functools.partial(triton.combine_chunks, chunk=10, exp=jnp.exp2))
+    combine = jax.jit(functools.partial(triton.combine_chunks, chunk=10))
     actual = combine(*parts, jnp.asarray(lengths, jnp.int32), q)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     assert not np.asarray(actual[0]).any()

@@ -9,6 +9,7 @@ import gc
 import itertools
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,12 @@ def write_config(name: str, folder: Path) -> Path:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
     return model
+
+
+def shape_in(llm: LLM) -> ModelShape:
+    """The model's sizes as an engine holds it."""
+    held = llm.executor.config
+    return shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype, held.formats, held.kv_dtype)
 
 
 @contextlib.contextmanager
@@ -245,7 +252,7 @@ def step_speeds(
     llm: LLM, found: dict[str, float], batches: tuple[int, ...], context: int, prefill_tokens: int
 ) -> Iterator[Row]:
     """Decode and prefill steps against the bytes and flops they need, at the measured ceilings."""
-    shape = shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype)
+    shape = shape_in(llm)
     profiler = Profiler(llm.executor, shape)
     for batch in batches:
         least = shape.weight_bytes + batch * context * shape.kv_bytes_per_token
@@ -273,14 +280,14 @@ def kernel_times(
     Steps are decodes of `batches`, and a prefill. `busy_seconds` is the sum over kernels, `span_seconds` from
     the first to the end of the last, of a step. On a CPU there is no device to trace, and no row.
     """
-    profiler = Profiler(llm.executor, shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype))
+    profiler = Profiler(llm.executor, shape_in(llm))
     steps = [
         ({"step": "decode", "batch": batch, "context": context}, profiler.time_decode, (batch, context))
         for batch in batches
     ]
     steps.append(({"step": "prefill", "tokens": prefill_tokens}, profiler.time_prefill, (prefill_tokens, 1)))
-    for number, (row, measure, arguments) in enumerate(steps):
-        trace = folder / f"trace-{number}"
+    for row, measure, arguments in steps:
+        trace = Path(tempfile.mkdtemp(dir=folder))
         with jax.profiler.trace(str(trace)):
             measure(*arguments, repetitions=1)
         [path] = trace.glob("plugins/profile/*/*.xplane.pb")
@@ -366,7 +373,7 @@ def _run(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> Repetiti
 
 def hidden_swaps(llm: LLM, counts: tuple[int, ...], batch: int, context: int) -> Iterator[Row]:
     """Shares of copies to the host and back, by number of blocks, that decode steps hide."""
-    shape = shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype)
+    shape = shape_in(llm)
     profiler = Profiler(llm.executor, shape)
     for count in counts:
         out, back = hidden_swap_shares(profiler, count, batch, context)
@@ -375,7 +382,7 @@ def hidden_swaps(llm: LLM, counts: tuple[int, ...], batch: int, context: int) ->
 
 def predictor_errors(llm: LLM, seconds: float) -> tuple[dict[str, Any], CostModel]:
     """Held-out errors of predictors fitted in so many seconds of measurements, and their table."""
-    shape = shape_of(llm.model_config, Path(llm.config.model).name, llm.dtype)
+    shape = shape_in(llm)
     profiler = Profiler(llm.executor, shape)
     samples = profiler.samples(seconds)
     fits = profiler.fit(samples, is_brief=True)

@@ -60,6 +60,7 @@ class Sizes:
         batches: of decode attention, and of decode steps.
         contexts: KV tokens of each sequence of decode attention.
         prefill_tokens: of prefill attention.
+        products: hidden and intermediate size of products of codes; `product_rows` of their inputs.
         turn_bytes: KV that attention reads before it reads the same again: more than caches hold.
         chain: fewest kernels in the body of a loop on the device; `loop_kernels` at most in all turns.
         swap_blocks: sizes of swaps.
@@ -83,6 +84,8 @@ class Sizes:
     batches: tuple[int, ...] = (1, 16, 64, 256)
     contexts: tuple[int, ...] = (256, 1024, 4096)
     prefill_tokens: tuple[int, ...] = (512, 2048)
+    products: tuple[int, int] = (4096, 14336)
+    product_rows: tuple[int, ...] = (1, 16, 64, 256, 2048)
     turn_bytes: int = 2**28
     chain: int = 8
     loop_kernels: int = 2000
@@ -116,6 +119,8 @@ REHEARSAL = Sizes(
     batches=(1, 4),
     contexts=(32,),
     prefill_tokens=(32,),
+    products=(128, 256),
+    product_rows=(2,),
     turn_bytes=0,
     chain=2,
     loop_kernels=8,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -27,6 +28,8 @@ from gpu.inputs import Sizes
 from gpu.report import Row, attempt
 from jaxllm import pallas_kernels
 from jaxllm.pallas_kernels import reference
+from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
+from jaxllm.system.dtypes import kv_row_bytes
 
 LAYER, NUM_LAYERS = 1, 2
 LIMITS = {"float16": 1e-3, "bfloat16": 4e-3, "float32": 1e-5}
@@ -55,8 +58,9 @@ class Problem:
         dtype: str,
         *,
         rows: int | None = None,
+        kv_dtype: str | None = None,
     ) -> Problem:
-        """Of sequences of these lengths; `rows` query rows, by default one each."""
+        """Of sequences of these lengths; `rows` query rows, by default one each; KV like queries, or not."""
         num_q, num_kv, dim = heads
         width = -(-int(lengths.max()) // BLOCK_SIZE)
         num_blocks = len(lengths) * width
@@ -66,14 +70,21 @@ class Problem:
             used[table] = np.arange(width * BLOCK_SIZE).reshape(width, BLOCK_SIZE) < length
         pool = random_pool(rng, (num_blocks, NUM_LAYERS, 2, num_kv, BLOCK_SIZE, dim), dtype)
         pool = jnp.where(jnp.asarray(used)[:, None, None, None, :, None], pool, jnp.nan).astype(dtype)
+        pool = pool if kv_dtype is None else KVLayout(kv_dtype, dim).stored(pool)
         q = jnp.asarray(rng.standard_normal((rows or len(lengths), num_q, dim)), dtype)
         return cls(q, pool, jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
 
 
-def random_pool(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """A pool of standard normal numbers, made on the device."""
-    key = jax.random.key(int(rng.integers(2**31)))
-    return jax.jit(functools.partial(jax.random.normal, shape=shape, dtype=dtype))(key)
+def random_pool(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: str, layout: KVLayout | None = None
+) -> jax.Array:
+    """A pool of standard normal numbers, made on the device, of this layout, if any."""
+
+    def make(key: jax.Array) -> jax.Array:
+        numbers = jax.random.normal(key, shape, dtype)
+        return numbers if layout is None else layout.stored(numbers)
+
+    return jax.jit(make)(jax.random.key(int(rng.integers(2**31))))
 
 
 def compile_together(lowered: Sequence[jax.stages.Lowered], implementation: str) -> Programs:
@@ -113,7 +124,9 @@ class Check:
     def run(self, program: jax.stages.Compiled) -> Row:
         """Relative error and its limit, and whether a second run gives the same bits."""
         actual, again = (np.asarray(program(*self.arguments), np.float64) for _ in range(2))
-        exact = functools.partial(getattr(reference, f"{self.op}_attention"), *self.arguments, **self.options)
+        q, pool, *rest = self.arguments
+        known = pool if layout_of(pool).dtype == self.dtype else layout_of(pool).loaded(pool)
+        exact = functools.partial(getattr(reference, f"{self.op}_attention"), q, known, *rest, **self.options)
         oracle = exact().astype(np.float64)
         limit = LIMITS[self.dtype]
         if self.dtype != "float32":
@@ -131,25 +144,29 @@ def _relative_error(actual: np.ndarray, oracle: np.ndarray) -> float:
     return float(np.linalg.norm(actual - oracle) / np.linalg.norm(oracle))
 
 
-def check(implementation: str, sizes: Sizes, seed: int) -> Iterator[Row]:
+def check(
+    implementation: str, sizes: Sizes, seed: int, kv_dtypes: Sequence[str | None] = (None,)
+) -> Iterator[Row]:
     """Every op, dtype and head size against the oracle; each is compiled once."""
     rng = np.random.default_rng(seed)
-    checks = []
-    for dtype in LIMITS:
+    checks, of_kv = [], []
+    for dtype, kv_dtype in itertools.product(LIMITS, kv_dtypes):
         for heads in sizes.heads:
             if implementation == "mosaic" and (dtype == "float32" or heads[2] % 64):
                 continue  # it takes 16 bits, and 64 dimensions at a time
             lengths = rng.integers(1, 300, 9)
-            one = Problem.make(rng, lengths, heads, dtype)
+            one = Problem.make(rng, lengths, heads, dtype, kv_dtype=kv_dtype)
             checks.append(Check("decode", dtype, heads, (one.q, one.pool, one.tables, one.lengths)))
             chunks = np.minimum(lengths, rng.integers(1, 60, 9))
-            one = Problem.make(rng, lengths, heads, dtype, rows=int(chunks.sum()))
+            one = Problem.make(rng, lengths, heads, dtype, rows=int(chunks.sum()), kv_dtype=kv_dtype)
             starts = jnp.asarray(np.concatenate([[0], np.cumsum(chunks)]), jnp.int32)
             arguments = (one.q, one.pool, one.tables, starts, one.lengths, jnp.int32(9))
             checks.append(Check("prefill", dtype, heads, arguments))
+            of_kv += [kv_dtype or dtype] * 2
     programs = compile_together([one.lower(implementation) for one in checks], implementation)
-    for one, program in zip(checks, programs, strict=True):
+    for one, kv_dtype, program in zip(checks, of_kv, programs, strict=True):
         row = {"implementation": implementation, "op": one.op, "dtype": one.dtype, "heads": one.heads}
+        row |= {"kv_dtype": kv_dtype}
         yield attempt(row, lambda one=one, program=program: one.run(program.result()))
 
 
@@ -230,18 +247,21 @@ class Loop:
         return seconds_of(lambda: program(*self.arguments), 1) / (self.turns * self.chain)
 
 
-def decode_speeds(implementation: str, found: dict[str, float], sizes: Sizes) -> Iterator[Row]:
+def decode_speeds(
+    implementation: str, found: dict[str, float], sizes: Sizes, kv_dtype: str = "bfloat16"
+) -> Iterator[Row]:
     """Decode attention in bf16 as a share of the copy bandwidth.
 
     `turn_bytes` is the KV that a turn of the loop reads; caches help where it is little.
     """
     rng = np.random.default_rng(0)
     num_q, num_kv, dim = sizes.timed_heads
-    token_bytes = 2 * num_kv * dim * 2
+    layout = KVLayout(kv_dtype, dim)
+    token_bytes = 2 * num_kv * kv_row_bytes(kv_dtype, dim)
     copy = found["copy_bytes_per_second"]
     widest = max(sizes.batches) * -(-max(sizes.contexts) // BLOCK_SIZE)
     num_blocks = max(widest, sizes.turn_bytes // (BLOCK_SIZE * token_bytes))
-    pool = random_pool(rng, (num_blocks, 1, 2, num_kv, BLOCK_SIZE, dim), "bfloat16")
+    pool = random_pool(rng, (num_blocks, 1, 2, num_kv, BLOCK_SIZE, dim), "bfloat16", layout)
     op = functools.partial(
         pallas_kernels.decode_attention, layer=0, scale=dim**-0.5, implementation=implementation
     )
@@ -263,11 +283,13 @@ def decode_speeds(implementation: str, found: dict[str, float], sizes: Sizes) ->
             seconds = loop.seconds(program.result())
             return {"seconds": seconds, "share_of_copy": kv_bytes / seconds / copy}
 
-        row = {"implementation": implementation, "batch": batch, "context": context}
+        row = {"implementation": implementation, "kv_dtype": kv_dtype, "batch": batch, "context": context}
         yield attempt(row | {"turn_bytes": kv_bytes * len(loop.arguments[2])}, measure)
 
 
-def prefill_speeds(implementation: str, found: dict[str, float], sizes: Sizes) -> Iterator[Row]:
+def prefill_speeds(
+    implementation: str, found: dict[str, float], sizes: Sizes, kv_dtype: str = "bfloat16"
+) -> Iterator[Row]:
     """Prefill attention of one prompt in bf16 as a share of the matmul ceiling, counting the causal half."""
     rng = np.random.default_rng(0)
     num_q, num_kv, dim = sizes.timed_heads
@@ -279,7 +301,7 @@ def prefill_speeds(implementation: str, found: dict[str, float], sizes: Sizes) -
     for tokens in sizes.prefill_tokens:
         flops.append(4 * num_q * dim * tokens * (tokens + 1) / 2)
         width = -(-tokens // BLOCK_SIZE)
-        pool = random_pool(rng, (width, 1, 2, num_kv, BLOCK_SIZE, dim), "bfloat16")
+        pool = random_pool(rng, (width, 1, 2, num_kv, BLOCK_SIZE, dim), "bfloat16", KVLayout(kv_dtype, dim))
         tables = [jnp.asarray(rng.permutation(width)[None], jnp.int32)]
         q = jnp.asarray(rng.standard_normal((tokens, num_q, dim)), "bfloat16")
         rest = (jnp.asarray([0, tokens], jnp.int32), jnp.asarray([tokens], jnp.int32), jnp.int32(1))
@@ -291,4 +313,4 @@ def prefill_speeds(implementation: str, found: dict[str, float], sizes: Sizes) -
             seconds = loop.seconds(program.result())
             return {"seconds": seconds, "share_of_matmul": needed / seconds / matmul}
 
-        yield attempt({"implementation": implementation, "tokens": tokens}, measure)
+        yield attempt({"implementation": implementation, "kv_dtype": kv_dtype, "tokens": tokens}, measure)

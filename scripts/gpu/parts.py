@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from gpu import engine, kernels
+from gpu import codes, engine, kernels
 from gpu.inputs import Sizes
 from gpu.report import Report
 from jaxllm.engine.costs import shape_of
@@ -46,6 +46,22 @@ def _kernels(name: str) -> Callable[..., None]:
     return run
 
 
+def _codes(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
+    """Products of codes, and attention over KV of 8 bits."""
+    report.rows("checks", codes.check_products(sizes, seed))
+    report.rows("checks", codes.check_writes(sizes, seed))
+    few = dataclasses.replace(sizes, heads=sizes.heads[1::2] or sizes.heads)
+    kv_dtypes = "int8", "fp8_e4m3", "fp8_e5m2"
+    report.rows("checks", kernels.check("triton", few, seed, kv_dtypes))
+    found = kernels.ceilings(sizes)
+    report.rows("ceilings", [found])
+    report.rows("products", codes.product_speeds(found, sizes))
+    few = dataclasses.replace(sizes, contexts=sizes.contexts[1:] or sizes.contexts)
+    for kv_dtype in kv_dtypes:
+        report.rows("decode attention", kernels.decode_speeds("triton", found, few, kv_dtype))
+        report.rows("prefill attention", kernels.prefill_speeds("triton", found, few, kv_dtype))
+
+
 def _tilings(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
     """Triton's default tiles beside others, at two batches of one context, and one prompt."""
     found = kernels.ceilings(sizes)
@@ -77,6 +93,28 @@ def _steps(report: Report, sizes: Sizes, seed: int, implementation: str | None, 
         report.rows("kernels of steps", engine.kernel_times(llm, folder, batches[1:], sizes.context, most))
         report.rows("dispatch", engine.dispatch_times(llm, batches, sizes.output_len))
         report.rows("sharegpt", engine.sharegpt_speed(llm, sizes.requests, sizes.longest))
+
+
+def _low_precision(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
+    """Steps and throughput with weights of 8 and 4 bits, and with KV of 8."""
+    found = kernels.ceilings(sizes)
+    report.rows("ceilings", [found])
+    name, batches, most = sizes.llama, sizes.batches, _most_tokens(sizes)
+    tokens = max((sizes.context + sizes.longest) // 2, sizes.context + 2 * kernels.BLOCK_SIZE)
+    num_blocks = engine.blocks_for(name, max(batches) * tokens + 4096)
+    for quantization, kv_dtype in (("fp8", "fp8_e4m3"), ("int8", "int8"), ("int4_weight", "int8")):
+        held = {"quantization": quantization, "kv_cache_dtype": kv_dtype}
+        with engine.loaded(
+            name, folder, sizes, implementation, num_gpu_blocks_override=num_blocks, num_host_blocks=0,
+            num_scheduler_steps=1, **held,
+        ) as llm:  # fmt: skip
+            for measured, rows in (
+                ("start", [engine.start(llm, name, "cold")]),
+                ("steps", _step_speeds(llm, found, sizes, batches, sizes.context)),
+                ("kernels of steps", engine.kernel_times(llm, folder, batches[1:], sizes.context, most)),
+                ("sharegpt", engine.sharegpt_speed(llm, sizes.requests, sizes.longest, 1)),
+            ):
+                report.rows(measured, (held | row for row in rows))
 
 
 def _opt(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
@@ -145,8 +183,10 @@ PARTS: Mapping[str, Callable[..., None]] = {
     "kernels-triton": _kernels("triton"),
     "kernels-mosaic": _kernels("mosaic"),
     "kernels-xla": _kernels("xla"),
+    "codes": _codes,
     "tilings": _tilings,
     "llama-3-8b": _steps,
+    "llama-3-8b-codes": _low_precision,
     "llama-3-8b-memory": _memory,
     "opt-13b": _opt,
 }
