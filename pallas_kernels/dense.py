@@ -70,9 +70,13 @@ def write_kv(
 ) -> jax.Array:
     """Store each token's K and V at its slot; see `pallas_kernels.write_kv`."""
     num_blocks, block_size = pool.shape[0], pool.shape[4]
-    block = jnp.where(slot_mapping >= 0, slot_mapping // block_size, num_blocks)
-    kv = layout_of(pool).stored(jnp.stack([k, v], axis=1))
-    return pool.at[block, layer, :, :, slot_mapping % block_size].set(kv, mode="drop")
+    block = jnp.where(slot_mapping >= 0, slot_mapping // block_size, num_blocks)[:, None]
+    areas = pool.reshape(*pool.shape[:4], -1)
+    kv = jnp.stack([k, v], axis=1)
+    for piece, places in layout_of(pool).pieces(kv, slot_mapping % block_size, block_size):
+        numbers = places[:, None] + jnp.arange(piece.shape[-1])
+        areas = areas.at[block, layer, :, :, numbers].set(jnp.moveaxis(piece, -1, 1), mode="drop")
+    return areas.reshape(pool.shape)
 
 
 def dense_attention(

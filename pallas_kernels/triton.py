@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -158,7 +159,7 @@ def decode_attention(
         grid=(num_rows, num_kv_heads, num_chunks),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype),) if num_chunks == 1 else partial,
         name="paged_decode_attention",
-    )(layer_operand(layer), q, _words(pool), block_tables, lengths)
+    )(layer_operand(layer), q, block_tables, lengths, *_readable(pool))
     if num_chunks == 1:
         return out[0]
     acc, peak, total = out
@@ -240,7 +241,7 @@ def prefill_attention(
         grid=(tiles.shape[0], num_kv_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="paged_prefill_attention",
-    )(layer_operand(layer), q, _words(pool), block_tables, tiles)
+    )(layer_operand(layer), q, block_tables, tiles, *_readable(pool))
     rows = jnp.arange(num_tokens)
     is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
     return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
@@ -263,19 +264,19 @@ def rotate_and_write(
         The updated pool, and the queries `[num_rows, num_q_heads, head_dim]`.
     """
     num_rows, columns = qkv.shape
-    layout, words = layout_of(pool), _words(pool)
+    layout, areas = layout_of(pool), _areas(pool)
     num_kv_heads, head_dim = pool.shape[3], layout.head_dim
     q = jax.ShapeDtypeStruct((num_rows, columns // head_dim - 2 * num_kv_heads, head_dim), qkv.dtype)
-    arguments = (*(rope or ()), layer_operand(layer), qkv, slot_mapping, words)
-    words, q = _call(
+    arguments = (*(rope or ()), layer_operand(layer), qkv, slot_mapping, areas)
+    areas, q = _call(
         functools.partial(_rotate_kernel, layout=layout),
         Tiling(),
         grid=(num_rows,),
-        out_shape=(jax.ShapeDtypeStruct(words.shape, words.dtype), q),
+        out_shape=(jax.ShapeDtypeStruct(areas.shape, areas.dtype), q),
         input_output_aliases={len(arguments) - 1: 0},
         name="paged_rotate_and_write",
     )(*arguments)
-    return _as_pool(words, pool), q
+    return _as_pool(areas, pool), q
 
 
 @jax.jit
@@ -283,16 +284,16 @@ def write_kv(
     pool: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, layer: int | jax.Array
 ) -> jax.Array:
     """One program per token, storing into the aliased pool."""
-    words = _words(pool)
-    words = _call(
+    areas = _areas(pool)
+    areas = _call(
         functools.partial(_write_kernel, layout=layout_of(pool)),
         Tiling(),
         grid=(k.shape[0],),
-        out_shape=jax.ShapeDtypeStruct(words.shape, words.dtype),
+        out_shape=jax.ShapeDtypeStruct(areas.shape, areas.dtype),
         input_output_aliases={4: 0},
         name="paged_write_kv",
-    )(layer_operand(layer), k, v, slot_mapping, words)
-    return _as_pool(words, pool)
+    )(layer_operand(layer), k, v, slot_mapping, areas)
+    return _as_pool(areas, pool)
 
 
 def _call(kernel: Any, tiling: Tiling, **options: Any) -> Any:
@@ -312,10 +313,9 @@ def layer_operand(layer: int | jax.Array) -> jax.Array:
 def _decode_kernel(
     layer_ref: Any,
     q_ref: Any,
-    pool_ref: Any,
     tables_ref: Any,
     lengths_ref: Any,
-    *out_refs: Any,
+    *refs: Any,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -323,10 +323,9 @@ def _decode_kernel(
     kv_tile: int,
     layout: KVLayout,
 ) -> None:
+    pool_refs, out_refs = refs[: _num_views(layout)], refs[_num_views(layout) :]
     row, kv_head, index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    layer = layer_ref[0]
-    head_dim = q_ref.shape[2]
-    group = q_ref.shape[1] // pool_ref.shape[3]
+    layer, group = layer_ref[0], q_ref.shape[1] // pool_refs[0].shape[3]
     length = lengths_ref[row]
     seen_from = _seen_from(length - 1, window)
     first = index * chunk
@@ -334,28 +333,23 @@ def _decode_kernel(
     first = jnp.maximum(first, seen_from // kv_tile * kv_tile)
     is_used = (first < last) | (len(out_refs) == 1)  # a whole row is stored even if it has no token
     heads = jnp.arange(max(_MIN_DOT, pl.next_power_of_2(group)))
-    dims = jnp.arange(pl.next_power_of_2(head_dim))
     is_head = (heads < group) & is_used
-    mask = is_head[:, None] & (dims < head_dim)[None, :]
-    heads_at = kv_head * group + heads
-    query = plgpu.load(q_ref.at[row, heads_at[:, None], dims[None, :]], mask=mask, other=0.0)
+    heads_at = (kv_head * group + heads)[:, None]
+    query = _load_query(q_ref, (row, heads_at), is_head, layout)
 
-    def body(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def body(tile: jax.Array, state: _State) -> _State:
         tokens = first + tile * kv_tile + jnp.arange(kv_tile)
-        at = row, kv_head, tokens, last, layer, layout
-        loaded = _load_tile(pool_ref, tables_ref, *at, query.dtype)
+        loaded = _load_tile(pool_refs, tables_ref, row, kv_head, tokens, last, layer, layout, q_ref.dtype)
         seen = (tokens >= seen_from) & (tokens < last)
         return _accumulate(state, query, loaded, seen[None, :], scale, soft_cap)
 
-    start = _empty_state(heads.shape[0], dims.shape[0])
     num_tiles = pl.cdiv(jnp.maximum(last - first, 0), kv_tile)
-    acc, peak, total = lax.fori_loop(0, num_tiles, body, start)
+    accs, peak, total = lax.fori_loop(0, num_tiles, body, _empty_state(heads.shape[0], layout))
     if len(out_refs) == 1:
-        out = _quotient(acc, total).astype(out_refs[0].dtype)
-        plgpu.store(out_refs[0].at[row, heads_at[:, None], dims[None, :]], out, mask=mask)
+        _store_parts(out_refs[0], (row, heads_at), _quotients(accs, total), is_head, layout)
     else:
         acc_ref, peak_ref, total_ref = out_refs
-        plgpu.store(acc_ref.at[row, index, kv_head, heads[:, None], dims[None, :]], acc, mask=mask)
+        _store_parts(acc_ref, (row, index, kv_head, heads[:, None]), accs, is_head, layout)
         plgpu.store(peak_ref.at[row, index, kv_head, heads], peak, mask=is_head)
         plgpu.store(total_ref.at[row, index, kv_head, heads], total, mask=is_head)
 
@@ -395,18 +389,16 @@ def _combine_kernel(
 
     start = jnp.zeros(dims.shape, jnp.float32), jnp.float32(_MASKED), jnp.float32(0)
     acc, _, total = lax.fori_loop(first_used // at_once, pl.cdiv(num_used, at_once), body, start)
-    out = _quotient(acc, total).astype(out_ref.dtype)
+    out = (acc / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
     plgpu.store(out_ref.at[row, head, dims], out, mask=dims < head_dim)
 
 
 def _prefill_kernel(
     layer_ref: Any,
     q_ref: Any,
-    pool_ref: Any,
     tables_ref: Any,
     tiles_ref: Any,
-    out_ref: Any,
-    *,
+    *refs: Any,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -414,29 +406,28 @@ def _prefill_kernel(
     kv_tile: int,
     layout: KVLayout,
 ) -> None:
+    *pool_refs, out_ref = refs
     tile = pl.num_programs(0) - 1 - pl.program_id(0)  # those with most to do begin
-    kv_head, layer, head_dim = pl.program_id(1), layer_ref[0], q_ref.shape[2]
-    group = q_ref.shape[1] // pool_ref.shape[3]
+    kv_head, layer = pl.program_id(1), layer_ref[0]
+    group = q_ref.shape[1] // pool_refs[0].shape[3]
     members = pl.next_power_of_2(group)
     seq, first_row, num_rows, position = (tiles_ref[tile, i] for i in range(4))
     places = jnp.arange(tile_tokens * members)
     rows, member = places // members, places % members
-    dims = jnp.arange(pl.next_power_of_2(head_dim))
-    mask = ((rows < num_rows) & (member < group))[:, None] & (dims < head_dim)[None, :]
-    at = (first_row + rows)[:, None], (kv_head * group + member)[:, None], dims[None, :]
-    query = plgpu.load(q_ref.at[*at], mask=mask, other=0.0)
+    is_row = (rows < num_rows) & (member < group)
+    rows_at = (first_row + rows)[:, None], (kv_head * group + member)[:, None]
+    query = _load_query(q_ref, rows_at, is_row, layout)
     kv_limit = jnp.where(num_rows > 0, position + num_rows, 0)
 
     def load(step: jax.Array, limit: jax.Array | None) -> tuple[jax.Array, _Tile]:
         tokens = step * kv_tile + jnp.arange(kv_tile)
-        return tokens, _load_tile(
-            pool_ref, tables_ref, seq, kv_head, tokens, limit, layer, layout, query.dtype
-        )
+        at = seq, kv_head, tokens, limit, layer, layout
+        return tokens, _load_tile(pool_refs, tables_ref, *at, q_ref.dtype)
 
-    def whole(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def whole(step: jax.Array, state: _State) -> _State:
         return _accumulate(state, query, load(step, None)[1], None, scale, soft_cap)
 
-    def partly(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def partly(step: jax.Array, state: _State) -> _State:
         tokens, loaded = load(step, kv_limit)
         positions = (position + rows)[:, None]
         seen = (tokens[None, :] <= positions) & (tokens < kv_limit)[None, :]
@@ -444,14 +435,13 @@ def _prefill_kernel(
             seen &= tokens[None, :] > positions - window
         return _accumulate(state, query, loaded, seen, scale, soft_cap)
 
-    state = _empty_state(places.shape[0], dims.shape[0])
+    state = _empty_state(places.shape[0], layout)
     first, end = _seen_from(position, window) // kv_tile, pl.cdiv(kv_limit, kv_tile)
     if window is None:  # all rows see all tokens of the tiles before the one with the first row's own
         num_whole = jnp.minimum((position + 1) // kv_tile, end)
         state, first = lax.fori_loop(0, num_whole, whole, state), num_whole
-    acc, _, total = lax.fori_loop(first, end, partly, state)
-    out = _quotient(acc, total).astype(out_ref.dtype)
-    plgpu.store(out_ref.at[*at], out, mask=mask)
+    accs, _, total = lax.fori_loop(first, end, partly, state)
+    _store_parts(out_ref, rows_at, _quotients(accs, total), is_row, layout)
 
 
 def _rotate_kernel(*refs: Any, layout: KVLayout) -> None:
@@ -459,7 +449,7 @@ def _rotate_kernel(*refs: Any, layout: KVLayout) -> None:
     row, layer = pl.program_id(0), layer_ref[0]
     num_kv_heads, head_dim = pool_ref.shape[3], layout.head_dim
     num_q_heads = q_ref.shape[1]
-    is_valid, block, offset = _place(slots_ref[row], pool_ref)
+    is_valid, block, offset = _place(slots_ref[row], pool_ref, layout)
     size = head_dim // max(1, len(table_refs))  # heads are read in two halves, to be rotated, or whole
     starts, step = range(0, head_dim, size), _per_word(layout)
     words = jnp.arange(pl.next_power_of_2(size) // step)[None, :]
@@ -480,9 +470,9 @@ def _rotate_kernel(*refs: Any, layout: KVLayout) -> None:
                 halves = [first * cos - second * sin, second * cos + first * sin]
             parts.append([half.astype(qkv_ref.dtype) for half in halves])
         if index:
-            heads_at = block, layer, index - 1, heads, offset
             places = [start // step + words for start in starts]
-            _store_heads(pool_ref, heads_at, layout, places, parts, mask, is_valid)
+            heads_at = block, layer, index - 1, heads
+            _store_heads(pool_ref, heads_at, offset, layout, places, parts, mask, is_valid)
         else:
             for one, halves in zip(dims, parts, strict=True):
                 for start, half in zip(starts, halves, strict=True):
@@ -495,15 +485,15 @@ def _write_kernel(
 ) -> None:
     token, layer, step = pl.program_id(0), layer_ref[0], _per_word(layout)
     num_kv_heads, head_dim = pool_ref.shape[3], layout.head_dim
-    is_valid, block, offset = _place(slots_ref[token], pool_ref)
+    is_valid, block, offset = _place(slots_ref[token], pool_ref, layout)
     heads = jnp.arange(pl.next_power_of_2(num_kv_heads))[:, None]
     words = jnp.arange(pl.next_power_of_2(head_dim) // step)[None, :]
     mask = (heads < num_kv_heads) & (words < head_dim // step)
     for index, ref in enumerate((k_ref, v_ref)):
         dims = [words * step + place for place in range(step)]
         parts = [[plgpu.load(ref.at[token, heads, one], mask=mask, other=0.0)] for one in dims]
-        at = block, layer, index, heads, offset
-        _store_heads(pool_ref, at, layout, [words], parts, mask, is_valid)
+        at = block, layer, index, heads
+        _store_heads(pool_ref, at, offset, layout, [words], parts, mask, is_valid)
 
 
 def _per_word(layout: KVLayout) -> int:
@@ -511,35 +501,54 @@ def _per_word(layout: KVLayout) -> int:
     return 2 if layout.array_dtype.itemsize == 1 else 1
 
 
-def _words(pool: jax.Array) -> jax.Array:
-    """The pool as kernels see it: one of 8 bits as words of 16 bits, two numbers each; it is not copied.
+def _areas(pool: jax.Array) -> jax.Array:
+    """The pool as kernels see it, `[blocks, layers, 2, KV heads, elements]`; it is not copied.
 
-    For Pallas takes offsets of 32 bits, with a sign, in arrays of up to 4 GiB.
+    One of 8 bits has words of 16 bits, two numbers each: Pallas takes offsets of 32 bits, with a sign, in
+    arrays of up to 4 GiB.
 
     Raises:
         ConfigError: heads of 8 bits have no halves of whole words.
     """
     layout = layout_of(pool)
+    areas = pool.reshape(*pool.shape[:4], -1)
     if _per_word(layout) == 1:
-        return pool
+        return areas
     if layout.head_dim % 4:
         raise ConfigError(
             f"attention implementation 'triton': KV of {layout.dtype} needs heads of a multiple of 4, and "
             f"these have {layout.head_dim}; use 'xla', or KV of 16 bits"
         )
-    return lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 2), jnp.int16)
+    return lax.bitcast_convert_type(areas.reshape(*areas.shape[:4], -1, 2), jnp.int16)
 
 
-def _as_pool(words: jax.Array, pool: jax.Array) -> jax.Array:
-    """What `_words` makes of a pool like this one, as it was."""
-    if words.dtype == pool.dtype:
-        return words
-    return lax.bitcast_convert_type(words, pool.dtype).reshape(pool.shape)
+def _as_pool(areas: jax.Array, pool: jax.Array) -> jax.Array:
+    """What `_areas` makes of a pool like this one, as it was."""
+    return (areas if areas.dtype == pool.dtype else lax.bitcast_convert_type(areas, pool.dtype)).reshape(
+        pool.shape
+    )
+
+
+def _readable(pool: jax.Array) -> tuple[jax.Array, ...]:
+    """The views of a pool that attention reads: its areas, and of int8 the same as float32, for scales."""
+    areas = _areas(pool)
+    if _num_views(layout_of(pool)) == 1:
+        return (areas,)
+    return areas, lax.bitcast_convert_type(areas.reshape(*areas.shape[:4], -1, 2), jnp.float32)
+
+
+def _num_views(layout: KVLayout) -> int:
+    return 2 if layout.dtype == "int8" else 1
+
+
+def _block_size(pool_ref: Any, layout: KVLayout) -> int:
+    return int(pool_ref.shape[4] * _per_word(layout) // layout.width)
 
 
 def _store_heads(
     pool_ref: Any,
     at: tuple[Any, ...],
+    offset: jax.Array,
     layout: KVLayout,
     places: Sequence[jax.Array],
     parts: Sequence[Sequence[jax.Array]],
@@ -550,9 +559,10 @@ def _store_heads(
 
     Args:
         pool_ref: the pool as kernels see it.
-        at: indices of the heads there.
+        at: indices of the heads' areas there.
+        offset: of the token in its block.
         layout: of the pool.
-        places: of parts of them, in elements of the pool.
+        places: of parts of heads, in elements of the pool.
         parts: `[heads, elements]` of each number of an element, by these places.
         mask: what of them is there.
         is_valid: whether the token has a place.
@@ -568,13 +578,15 @@ def _store_heads(
         is_head = (mask.astype(jnp.int32).max(axis=1) > 0)[:, None]
         for word in range(2):
             part = (bits >> (16 * word)).astype(jnp.int16)
-            plgpu.store(pool_ref.at[*at, layout.head_dim // 2 + word], part, mask=is_head & is_valid)
+            place = _block_size(pool_ref, layout) * layout.head_dim // 2 + 2 * offset + word
+            plgpu.store(pool_ref.at[*at, place], part, mask=is_head & is_valid)
     elif layout.dtype.startswith("fp8"):
         stored = [[layout.stored(part) for part in one] for one in parts]
         parts = [[lax.bitcast_convert_type(part, jnp.int8) for part in one] for one in stored]
     for place, first, *others in zip(places, *parts, strict=True):
         for other in others:
             first = (first.astype(jnp.int32) & 255 | other.astype(jnp.int32) << 8).astype(jnp.int16)
+        place = offset * (layout.head_dim // _per_word(layout)) + place
         plgpu.store(pool_ref.at[*at, place], first.astype(pool_ref.dtype), mask=mask & is_valid)
 
 
@@ -584,9 +596,9 @@ def _nearest(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(shifted, jnp.int32).astype(jnp.int8)
 
 
-def _place(slot: jax.Array, pool_ref: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _place(slot: jax.Array, pool_ref: Any, layout: KVLayout) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Whether a slot is one of the pool's, and its block and offset."""
-    num_blocks, block_size = pool_ref.shape[0], pool_ref.shape[4]
+    num_blocks, block_size = pool_ref.shape[0], _block_size(pool_ref, layout)
     is_valid = (slot >= 0) & (slot < num_blocks * block_size)
     slot = jnp.where(is_valid, slot, 0)
     return is_valid, slot // block_size, slot % block_size
@@ -597,17 +609,60 @@ def _seen_from(position: jax.Array, window: int | None) -> jax.Array:
     return jnp.int32(0) if window is None else jnp.maximum(position + 1 - window, 0)
 
 
-class _Tile(NamedTuple):
-    """K and V `[tokens, padded head_dim]`, and of int8 what a code of 1 stands for, `[tokens]` float32."""
+_State = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]
+"""Of an online softmax, of base 2: accumulators of the parts of heads, running maximum, running sum."""
 
-    key: jax.Array
-    value: jax.Array
+
+class _Query(NamedTuple):
+    """Queries `[rows, padded head_dim / parts]`, and what a number of 1 stands for, `[rows]` float32.
+
+    Heads are in parts where an element of the pool holds several numbers: the first of each, the second.
+    """
+
+    parts: list[jax.Array]
+    units: jax.Array | None = None
+
+
+class _Tile(NamedTuple):
+    """K and V `[tokens, padded head_dim / parts]`, and of int8 what a code of 1 stands for, `[tokens]`."""
+
+    key: list[jax.Array]
+    value: list[jax.Array]
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
 
 
+def _dims(layout: KVLayout) -> list[jax.Array]:
+    """The dimensions of each part of heads, and of their padding."""
+    step = _per_word(layout)
+    words = jnp.arange(pl.next_power_of_2(layout.head_dim) // step)
+    return [words * step + place for place in range(step)]
+
+
+def _load_query(q_ref: Any, at: tuple[Any, ...], is_row: jax.Array, layout: KVLayout) -> _Query:
+    """Queries by their indices but the last; for KV of 8 bits as float16, if they have 16 bits.
+
+    For these they are divided by a power of two, so that all of them fit.
+    """
+    parts = [
+        plgpu.load(
+            q_ref.at[*at, dims[None, :]],
+            mask=is_row[:, None] & (dims < layout.head_dim)[None, :],
+            other=0.0,
+        )
+        for dims in _dims(layout)
+    ]
+    if len(parts) == 1 or q_ref.dtype == jnp.float32:
+        return _Query(parts)
+    exact = [part.astype(jnp.float32) for part in parts]
+    most = functools.reduce(jnp.maximum, [jnp.abs(part).max(axis=1) for part in exact])
+    power = lax.bitcast_convert_type(lax.bitcast_convert_type(most, jnp.int32) & 0x7F800000, jnp.float32)
+    units = jnp.where(power > 0, power, 1.0)
+    return _Query([(part / units[:, None]).astype(jnp.float16) for part in exact], units)
+
+
 def _load_tile(
-    pool_ref: Any,
+    pool_refs: Sequence[Any],
     tables_ref: Any,
     row: jax.Array,
     kv_head: jax.Array,
@@ -618,29 +673,81 @@ def _load_tile(
     query_dtype: Any,
 ) -> _Tile:
     """What a row's tokens below `limit`, or all, have in the pool; zeros elsewhere."""
-    block_size, step = pool_ref.shape[4], _per_word(layout)
+    pool_ref, *scale_refs = pool_refs
+    block_size, step = _block_size(pool_ref, layout), _per_word(layout)
     valid = jnp.full(tokens.shape, True) if limit is None else tokens < limit
     block = plgpu.load(tables_ref.at[row, tokens // block_size], mask=valid, other=0)
+    offset = tokens % block_size
     words = jnp.arange(pl.next_power_of_2(layout.head_dim) // step)[None, :]
     mask = valid[:, None] & (words < layout.head_dim // step)
+    places = (offset * (layout.head_dim // step))[:, None] + words
     found, scales = [], []
     for index in range(2):
-        heads = block[:, None], layer, index, kv_head, (tokens % block_size)[:, None]
-        tile = plgpu.load(pool_ref.at[*heads, words], mask=mask, other=0)
-        if step == 2:
-            halves = [(tile << 8 >> 8).astype(jnp.int8), (tile >> 8).astype(jnp.int8)]
-            tile = jnp.stack(halves, axis=-1).reshape(tile.shape[0], -1)
-        if layout.dtype == "int8":
-            parts = [
-                plgpu.load(pool_ref.at[*heads, layout.head_dim // 2 + word], mask=valid[:, None], other=0)
-                for word in range(2)
-            ]
-            bits = parts[0].astype(jnp.int32) & 0xFFFF | parts[1].astype(jnp.int32) << 16
-            scales.append(lax.bitcast_convert_type(bits, jnp.float32).sum(axis=1))
-        elif step == 2:
-            tile = lax.bitcast_convert_type(tile, layout.array_dtype)
-        found.append(tile.astype(_widest(query_dtype, layout)))
+        tile = plgpu.load(pool_ref.at[block[:, None], layer, index, kv_head, places], mask=mask, other=0)
+        found.append(_numbers(tile, layout, query_dtype))
+        for ref in scale_refs:
+            place = block_size * layout.head_dim // 4 + offset
+            scales.append(plgpu.load(ref.at[block, layer, index, kv_head, place], mask=valid, other=0.0))
     return _Tile(*found, *scales)
+
+
+def _numbers(tile: jax.Array, layout: KVLayout, query_dtype: Any) -> list[jax.Array]:
+    """The numbers of elements of the pool, part by part: of 8 bits float16, or float32 like queries."""
+    if _per_word(layout) == 1:
+        return [tile.astype(_widest(query_dtype, layout))]
+    if is_interpreted():
+        numbers = _halves(tile, layout)
+    else:
+        numbers = [_inline(code, tile, constraints="=r,r", pack=2) for code in PTX_OF_HALVES[layout.dtype]]
+    return [part.astype(jnp.float32) if query_dtype == jnp.float32 else part for part in numbers]
+
+
+PTX_OF_HALVES = {
+    "int8": tuple(
+        f"""{{
+            .reg .b32 bits, mask, unit;
+            shr.u32 bits, $1, {8 * half};
+            mov.b32 mask, 0x00ff00ff;
+            mov.b32 unit, 0x64806480;
+            lop3.b32 bits, bits, mask, unit, 0x6a;
+            sub.rn.f16x2 $0, bits, unit;
+        }}"""
+        for half in range(2)
+    ),
+    "fp8_e4m3": tuple(
+        f"""{{
+            .reg .b32 bits;
+            .reg .b16 codes, others;
+            prmt.b32 bits, $1, 0, {selected};
+            mov.b32 {{codes, others}}, bits;
+            cvt.rn.f16x2.e4m3x2 $0, codes;
+        }}"""
+        for selected in ("0x4420", "0x4431")
+    ),
+    "fp8_e5m2": tuple(
+        f"""{{
+            .reg .b32 bits;
+            shl.b32 bits, $1, {8 - 8 * half};
+            and.b32 $0, bits, 0xff00ff00;
+        }}"""
+        for half in range(2)
+    ),
+}
+"""What `_halves` does, of two elements at a time.
+
+A float16 of the bits 0x6480 is 1024 + 128. With a code in place of the last 8 bits, its sign turned, it is
+1024 + 128 + code.
+"""
+
+
+def _halves(tile: jax.Array, layout: KVLayout) -> list[jax.Array]:
+    """The first and the second number of words of 16 bits as float16."""
+    if layout.dtype == "int8":
+        return [(lane << 8 >> 8).astype(jnp.float16) for lane in (tile, tile >> 8)]
+    if layout.dtype == "fp8_e5m2":
+        return [lax.bitcast_convert_type(part, jnp.float16) for part in (tile << 8, tile & -256)]
+    codes = [(lane << 8 >> 8).astype(jnp.int8) for lane in (tile, tile >> 8)]
+    return [lax.bitcast_convert_type(code, layout.array_dtype).astype(jnp.float16) for code in codes]
 
 
 def _widest(query_dtype: Any, layout: KVLayout) -> jnp.dtype:
@@ -648,40 +755,86 @@ def _widest(query_dtype: Any, layout: KVLayout) -> jnp.dtype:
     return max(jnp.dtype(query_dtype), layout.array_dtype, key=lambda dtype: dtype.itemsize)
 
 
-def _empty_state(rows: int, dims: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Accumulator, running maximum and running sum of an online softmax."""
+def _empty_state(rows: int, layout: KVLayout) -> _State:
     stats = jnp.zeros(rows, jnp.float32)
-    return jnp.zeros((rows, dims), jnp.float32), stats + _MASKED, stats
+    accs = tuple(jnp.zeros((rows, dims.shape[0]), jnp.float32) for dims in _dims(layout))
+    return accs, stats + _MASKED, stats
 
 
-def _quotient(acc: jax.Array, total: jax.Array) -> jax.Array:
+def _quotients(accs: Sequence[jax.Array], total: jax.Array) -> list[jax.Array]:
     """Weighted sums over the sums of their weights; zeros where no token was seen."""
-    return acc / jnp.where(total > 0, total, 1.0)[..., None]
+    return [acc / jnp.where(total > 0, total, 1.0)[:, None] for acc in accs]
+
+
+def _store_parts(
+    ref: Any, at: tuple[Any, ...], parts: Sequence[jax.Array], is_row: jax.Array, layout: KVLayout
+) -> None:
+    """Store heads whose parts these are, by their indices but the last."""
+    for part, dims in zip(parts, _dims(layout), strict=True):
+        mask = is_row[:, None] & (dims < layout.head_dim)[None, :]
+        plgpu.store(ref.at[*at, dims[None, :]], part.astype(ref.dtype), mask=mask)
 
 
 def _accumulate(
-    state: tuple[jax.Array, ...],
-    query: jax.Array,
+    state: _State,
+    query: _Query,
     tile: _Tile,
     seen: jax.Array | None,
     scale: float,
     soft_cap: float | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step of the online softmax, of base 2, over a tile of KV, of which all or what is `seen` counts."""
-    acc, old_peak, total = state
-    key, value, key_scale, value_scale = tile
-    scores = _dot(query.astype(key.dtype), key, trans_b=True)
-    scores = scores if key_scale is None else scores * key_scale[None, :]
+) -> _State:
+    """One step of the online softmax over a tile of KV, of which all or what is `seen` counts."""
+    accs, old_peak, total = state
+    scores = _sum(
+        [_dot(q.astype(k.dtype), k, trans_b=True) for q, k in zip(query.parts, tile.key, strict=True)]
+    )
+    scores = scores if tile.key_scale is None else scores * tile.key_scale[None, :]
+    scores = scores if query.units is None else scores * query.units[:, None]
     unit = _LOG2_E * scale
     if soft_cap is not None:
         scores, unit = jnp.tanh(scores * (scale / soft_cap)), _LOG2_E * soft_cap
     scores = scores if seen is None else jnp.where(seen, scores, _MASKED)
     peak = jnp.maximum(old_peak, scores.max(axis=1) * unit)
-    decay = jnp.exp2(old_peak - peak)
-    weights = jnp.exp2(scores * unit - peak[:, None])  # one multiplication and addition
-    scaled = weights if value_scale is None else weights * value_scale[None, :]
-    acc = acc * decay[:, None] + _dot(scaled.astype(value.dtype), value)
-    return acc, peak, total * decay + weights.sum(axis=1)
+    decay = _exp2_of(old_peak, 1.0, peak)
+    weights = _exp2_of(scores, unit, peak[:, None])
+    total = total * decay + weights.sum(axis=1)
+    added = weights
+    if tile.value_scale is not None:  # at most 1, so that float16 has what counts
+        most = tile.value_scale.max()
+        most = jnp.where(most > 0, most, 1.0)
+        added = weights * (tile.value_scale / most)[None, :]
+    products = [_dot(added.astype(value.dtype), value) for value in tile.value]
+    if tile.value_scale is not None:
+        products = [product * most for product in products]
+    accs = tuple(acc * decay[:, None] + product for acc, product in zip(accs, products, strict=True))
+    return accs, peak, total
+
+
+def _exp2_of(x: jax.Array, factor: float, less: jax.Array) -> jax.Array:
+    """`2 ** (x * factor - less)`; 0 for results that are no normal float32."""
+    if is_interpreted():
+        return jnp.exp2(x * factor - less)
+    bits = np.float32(factor).view(np.uint32)
+    code = f"{{ .reg .f32 at; fma.rn.f32 at, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, at; }}"
+    return _inline(code, x, jnp.broadcast_to(-less, x.shape), constraints="=f,f,f")
+
+
+def _inline(code: str, *arguments: jax.Array, constraints: str, pack: int = 1) -> jax.Array:
+    """What PTX makes of each number, or pair of them: of float32 the same, of int16 float16."""
+    first = arguments[0]
+    kind = jnp.float32 if first.dtype == jnp.float32 else jnp.float16
+    [found] = plgpu.elementwise_inline_asm(
+        code,
+        args=arguments,
+        constraints=constraints,
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(first.shape, kind)],
+    )
+    return found
+
+
+def _sum(parts: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, parts)
 
 
 def _dot(left: jax.Array, right: jax.Array, trans_b: bool = False) -> jax.Array:

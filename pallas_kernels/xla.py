@@ -7,6 +7,8 @@ so that the pool is read once and nothing larger than a few blocks is ever alloc
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -163,15 +165,19 @@ def write_kv(
 ) -> jax.Array:
     """Store each token's K and V at its slot; see `pallas_kernels.write_kv`."""
     num_blocks, _, _, _, block_size, _ = pool.shape
-    kv = layout_of(pool).stored(jnp.stack([k, v], axis=1))
+    layout = layout_of(pool)
+    is_valid = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
+    slots = jnp.where(is_valid, slot_mapping, 0)
+    pieces = list(layout.pieces(jnp.stack([k, v], axis=1), slots % block_size, block_size))
 
     def body(token: jax.Array, pool: jax.Array) -> jax.Array:
-        slot = slot_mapping[token]
-        is_valid = (slot >= 0) & (slot < num_blocks * block_size)
-        slot = jnp.where(is_valid, slot, 0)
-        start = (slot // block_size, layer, 0, 0, slot % block_size, 0)
-        new = lax.dynamic_index_in_dim(kv, token, keepdims=False)[None, None, :, :, None, :]
+        for kv, places in pieces:
+            start = (slots[token] // block_size, layer, 0, 0, places[token])
+            new = lax.dynamic_index_in_dim(kv, token, keepdims=False)[None, None]
+            pool = put(pool, new, start, is_valid[token])
+        return pool
 
+    def put(pool: jax.Array, new: jax.Array, start: tuple[Any, ...], is_valid: jax.Array) -> jax.Array:
         def select(pool: jax.Array) -> jax.Array:
             old = lax.dynamic_slice(pool, start, new.shape)
             return lax.dynamic_update_slice(pool, jnp.where(is_valid, new, old), start)
@@ -183,7 +189,8 @@ def write_kv(
 
         return lax.platform_dependent(pool, cpu=branch, default=select)
 
-    return lax.fori_loop(0, k.shape[0], body, pool)
+    areas = pool.reshape(*pool.shape[:4], -1)
+    return lax.fori_loop(0, k.shape[0], body, areas).reshape(pool.shape)
 
 
 def _decode_blocks(block_bytes: int, max_blocks: int) -> int:

@@ -51,7 +51,7 @@ _logger = logging.getLogger(__name__)
 _FILE_BYTES = 16 * 2**30
 _WRITING_SHARE = 4  # one in so many host blocks is for blocks on their way to files that nobody else holds
 _BRIEF_PROFILE_SECONDS = 10.0
-_NUMERICS_VERSION = 1
+_NUMERICS_VERSION = 2
 """Of how keys and values are computed: one more when a change gives others, so that no older file is read."""
 
 

@@ -95,36 +95,30 @@ def cap_scores(b: Builder, scores: Any, count: Any, cap: Any) -> None:
 def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
     """An item of a row and some of its KV heads, for numba."""
     group, head_dim, dtype = shape
-    itemsize, vectors, stride, token_bytes = (
-        shape.itemsize,
-        head_dim // LANES,
-        shape.stride,
-        shape.token_bytes,
-    )
-    has_scales = dtype == "int8"
+    itemsize, vectors, token_bytes = shape.itemsize, head_dim // LANES, shape.token_bytes
+    scale_bytes = shape.scale_bytes
     heads_at_once = max(1, _ROW_VECTORS // vectors)
     head_parts = [range(i, min(i + heads_at_once, group)) for i in range(0, group, heads_at_once)]
 
     @vector_code
-    def score(b: Builder, query: Any, keys: Any, scores: Any, following: Any) -> None:
+    def score(b: Builder, query: Any, keys: Any, scales: Any, scores: Any, following: Any) -> None:
         """Products of the group's queries with 16 keys; asks for those that follow."""
         key, ahead = b.array(keys, dtype), b.array(following, dtype)
-        lines = iter(range(0, LANES * stride, 64 // itemsize))
+        lines = iter(range(0, LANES * head_dim, 64 // itemsize))
         per_product = -(-LANES * token_bytes // (64 * LANES * group))
-        places = [key.at(token * stride + head_dim).floats() for token in range(LANES)]
-        scales = b.together([place.scalar() for place in places]) if has_scales else None
         for head in range(group):
             q = [b.floats(query).load(head * head_dim + LANES * i) for i in range(vectors)]
             products = []
             for token in range(LANES):
-                product = b.multiply(q[0], key.load(token * stride))
+                product = b.multiply(q[0], key.load(token * head_dim))
                 for i in range(1, vectors):
-                    product = b.fma(q[i], key.load(token * stride + LANES * i), product)
+                    product = b.fma(q[i], key.load(token * head_dim + LANES * i), product)
                 products.append(product)
                 for line in itertools.islice(lines, per_product):
                     ahead.prefetch(line)
             total = b.totals(products)
-            b.floats(scores).store(b.multiply(total, scales) if has_scales else total, head * LANES)
+            total = b.multiply(total, b.floats(scales).load()) if scale_bytes else total
+            b.floats(scores).store(total, head * LANES)
 
     @vector_code
     def weigh(b: Builder, scores: Any, start: Any, stop: Any, peaks: Any, totals: Any, decays: Any) -> None:
@@ -142,7 +136,15 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
 
     @vector_code
     def accumulate(
-        b: Builder, weights: Any, values: Any, start: Any, stop: Any, decays: Any, sums: Any, following: Any
+        b: Builder,
+        weights: Any,
+        values: Any,
+        scales: Any,
+        start: Any,
+        stop: Any,
+        decays: Any,
+        sums: Any,
+        following: Any,
     ) -> None:
         """Add the weighted values of tokens from `start` to `stop` to the sums of each head."""
         ahead = b.array(following, dtype)
@@ -155,10 +157,10 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
                         b.floats(sums).load(head * head_dim + LANES * i), decay
                     )
             with b.loop(stop, start) as token:
-                value = b.array(values, dtype).at(b.times(token, stride))
-                row = _row(b, value, shape)
-                for line in range(0, stride, 64 // itemsize) if heads is head_parts[0] else ():
-                    ahead.at(b.times(token, stride)).prefetch(line)
+                value = b.array(values, dtype).at(b.times(token, head_dim))
+                row = _row(b, value, b.floats(scales).at(token), shape)
+                for line in range(0, head_dim, 64 // itemsize) if heads is head_parts[0] else ():
+                    ahead.at(b.times(token, head_dim)).prefetch(line)
                 for n, head in enumerate(heads):
                     weight = b.floats(weights).at(token).splat(head * LANES)
                     for i in range(vectors):
@@ -194,11 +196,12 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
         window = words[WINDOW]
         first_seen = max(0, length - window) if window > 0 else 0
         table = int32s(words[DECODE_TABLES] + 4 * row * words[DECODE_WIDTH])
-        head_bytes = size * token_bytes
+        head_bytes = size * (token_bytes + scale_bytes)
         for start in range(first_seen // LANES * LANES, length, LANES):
             block = min(max(np.int64(table[start // size]), 0), words[NUM_BLOCKS] - 1)
             of_layer = (block * words[NUM_LAYERS] + words[LAYER]) * 2 * num_kv_heads
             tokens = words[POOL] + of_layer * head_bytes + start % size * token_bytes
+            to_scales = (size - start % size) * token_bytes + start % size * scale_bytes
             after = tokens
             if start + LANES < length:
                 block = min(max(np.int64(table[(start + LANES) // size]), 0), words[NUM_BLOCKS] - 1)
@@ -209,13 +212,14 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
             for head in range(heads):
                 keys = tokens + (first + head) * head_bytes
                 following = keys + head_bytes if head + 1 < heads else after
-                score(query + 4 * head * group * head_dim, keys, scores, following)
+                score(query + 4 * head * group * head_dim, keys, keys + to_scales, scores, following)
                 if is_capped:
                     cap_scores(scores, group * LANES, cap)
                 weigh(scores, low, high, peaks + 4 * head * group, totals + 4 * head * group, decays)
                 values = keys + num_kv_heads * head_bytes
                 following += num_kv_heads * head_bytes
-                accumulate(scores, values, low, high, decays, sums + 4 * head * group * head_dim, following)
+                accumulate(scores, values, values + to_scales, low, high, decays,
+                           sums + 4 * head * group * head_dim, following)  # fmt: skip
         for i in range(heads * group):
             divide(sums + 4 * i * head_dim, totals + 4 * i, head_dim, out + 4 * i * head_dim)
 
@@ -225,25 +229,26 @@ def decode_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
 def prompt_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
     """An item of a tile of a prompt's rows and a KV head, for numba."""
     group, head_dim, dtype = shape
-    vectors, stride, token_bytes = head_dim // LANES, shape.stride, shape.token_bytes
+    vectors, token_bytes, scale_bytes = head_dim // LANES, shape.token_bytes, shape.scale_bytes
     num_rows, per_tile = _rows_of(group), tile_rows(group)
     score = _product(head_dim, KEYS, head_dim, KEYS // LANES, accumulates=False)
     accumulate = _product(KEYS, head_dim, KEYS, vectors, accumulates=True)
 
     @vector_code
-    def transpose(b: Builder, keys: Any, target: Any) -> None:
+    def transpose(b: Builder, keys: Any, scales: Any, target: Any) -> None:
         """16 keys [16, head_dim] become columns of [head_dim, KEYS]."""
-        tokens = [b.array(keys, dtype).at(token * stride) for token in range(LANES)]
+        tokens = [(b.array(keys, dtype).at(t * head_dim), b.floats(scales).at(t)) for t in range(LANES)]
         for i in range(vectors):
-            rows = [_part(b, token, shape, i) for token in tokens]
+            rows = [_part(b, *token, shape, i) for token in tokens]
             for dimension, column in enumerate(b.transposed(rows)):
                 b.floats(target).store(column, (LANES * i + dimension) * KEYS)
 
     @vector_code
-    def copy(b: Builder, values: Any, count: Any, target: Any) -> None:
+    def copy(b: Builder, values: Any, scales: Any, count: Any, target: Any) -> None:
         """The values of `count` tokens as float32."""
         with b.loop(count) as token:
-            for i, part in enumerate(_row(b, b.array(values, dtype).at(b.times(token, stride)), shape)):
+            value = b.array(values, dtype).at(b.times(token, head_dim))
+            for i, part in enumerate(_row(b, value, b.floats(scales).at(token), shape)):
                 b.floats(target).at(b.times(token, head_dim)).store(part, LANES * i)
 
     @vector_code
@@ -308,7 +313,7 @@ def prompt_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
         window = words[WINDOW]
         first_seen = max(0, position + 1 - window) if window > 0 else 0
         table = int32s(words[PROMPT_TABLES] + 4 * seq * words[PROMPT_WIDTH])
-        head_bytes = size * token_bytes
+        head_bytes = size * (token_bytes + scale_bytes)
         for start in range(first_seen // KEYS * KEYS, end, KEYS):
             for part in range(0, KEYS, LANES):
                 token = start + part
@@ -317,8 +322,10 @@ def prompt_item(shape: AttentionShape) -> Callable[[int, int, int], None]:
                     block = min(max(np.int64(table[token // size]), 0), words[NUM_BLOCKS] - 1)
                     of_layer = (block * words[NUM_LAYERS] + words[LAYER]) * 2 * num_kv_heads + head
                     source = words[POOL] + of_layer * head_bytes + token % size * token_bytes
-                    transpose(source, keys + 4 * part)
-                    copy(source + num_kv_heads * head_bytes, left, values + 4 * part * head_dim)
+                    to_scales = (size - token % size) * token_bytes + token % size * scale_bytes
+                    transpose(source, source + to_scales, keys + 4 * part)
+                    source += num_kv_heads * head_bytes
+                    copy(source, source + to_scales, left, values + 4 * part * head_dim)
                 left = max(left, 0)
                 if left < LANES:
                     memset(values + 4 * (part + left) * head_dim, 0, 4 * (LANES - left) * head_dim)
@@ -374,7 +381,8 @@ def write_item(shape: AttentionShape) -> Callable[[int, int], None]:
         qkv [rows, query heads | key heads | value heads, each head_dim]    cos, sin [rows, head_dim / 2]
     """
     group, head_dim, dtype = shape
-    head_bytes, half, stored_bytes = 4 * head_dim, head_dim // 2, shape.token_bytes
+    head_bytes, half, token_bytes = 4 * head_dim, head_dim // 2, shape.token_bytes
+    stored_bytes, scale_bytes = token_bytes + shape.scale_bytes, shape.scale_bytes
     copy_query, copy_kv = _copy(head_dim, "float32"), _copy(head_dim, dtype)
     rotate_query, rotate_key = _rotate(head_dim, "float32"), _rotate(head_dim, dtype)
 
@@ -392,24 +400,26 @@ def write_item(shape: AttentionShape) -> Callable[[int, int], None]:
             target = words[OUT] + row * num_q_heads * head_bytes
             for _ in range(num_q_heads):
                 if is_rotated:
-                    rotate_query(source, cos, sin, target)
+                    rotate_query(source, cos, sin, target, target)
                 else:
-                    copy_query(source, target)
+                    copy_query(source, target, target)
                 source += head_bytes
                 target += head_bytes
             slot = np.int64(slots[row])
             if 0 <= slot < words[NUM_BLOCKS] * size:
                 of_layer = (slot // size * words[NUM_LAYERS] + words[LAYER]) * 2 * num_kv_heads
-                target = words[POOL] + (of_layer * size + slot % size) * stored_bytes
+                target = words[POOL] + of_layer * size * stored_bytes + slot % size * token_bytes
+                scale = target + (size - slot % size) * token_bytes + slot % size * scale_bytes
                 to_values = num_kv_heads * size * stored_bytes
                 for _ in range(num_kv_heads):
                     if is_rotated:
-                        rotate_key(source, cos, sin, target)
+                        rotate_key(source, cos, sin, target, scale)
                     else:
-                        copy_kv(source, target)
-                    copy_kv(source + num_kv_heads * head_bytes, target + to_values)
+                        copy_kv(source, target, scale)
+                    copy_kv(source + num_kv_heads * head_bytes, target + to_values, scale + to_values)
                     source += head_bytes
                     target += size * stored_bytes
+                    scale += size * stored_bytes
 
     return item
 
@@ -423,8 +433,8 @@ def _copy(head_dim: int, dtype: str) -> Any:
     """A head of float32 to one of `dtype`."""
 
     @vector_code
-    def copy(b: Builder, source: Any, target: Any) -> None:
-        _store(b, target, dtype, [b.floats(source).load(i) for i in range(0, head_dim, LANES)])
+    def copy(b: Builder, source: Any, target: Any, scale: Any) -> None:
+        _store(b, target, scale, dtype, [b.floats(source).load(i) for i in range(0, head_dim, LANES)])
 
     return copy
 
@@ -434,37 +444,37 @@ def _rotate(head_dim: int, dtype: str) -> Any:
     half = head_dim // 2 if rotates(head_dim) else 0
 
     @vector_code
-    def rotate(b: Builder, source: Any, cos: Any, sin: Any, target: Any) -> None:
+    def rotate(b: Builder, source: Any, cos: Any, sin: Any, target: Any, scale: Any) -> None:
         lower, upper = [], []
         for i in range(0, half, LANES):
             first, second = b.floats(source).load(i), b.floats(source).load(half + i)
             c, s = b.floats(cos).load(i), b.floats(sin).load(i)
             lower.append(b.subtract(b.multiply(first, c), b.multiply(second, s)))
             upper.append(b.add(b.multiply(second, c), b.multiply(first, s)))
-        _store(b, target, dtype, [*lower, *upper])
+        _store(b, target, scale, dtype, [*lower, *upper])
 
     return rotate
 
 
-def _part(b: Builder, head: Any, shape: AttentionShape, part: int) -> Any:
+def _part(b: Builder, head: Any, scale: Any, shape: AttentionShape, part: int) -> Any:
     """Sixteen numbers of a token's head in the pool."""
     found = head.load(LANES * part)
-    return b.multiply(found, head.at(shape.head_dim).floats().splat()) if shape.dtype == "int8" else found
+    return b.multiply(found, scale.splat()) if shape.scale_bytes else found
 
 
-def _row(b: Builder, head: Any, shape: AttentionShape) -> list[Any]:
+def _row(b: Builder, head: Any, scale: Any, shape: AttentionShape) -> list[Any]:
     """All of them."""
-    return [_part(b, head, shape, i) for i in range(shape.head_dim // LANES)]
+    return [_part(b, head, scale, shape, i) for i in range(shape.head_dim // LANES)]
 
 
-def _store(b: Builder, target: Any, dtype: str, parts: Sequence[Any]) -> None:
-    """Store a head; of int8 with its scale behind it, as `KVLayout.stored` says."""
+def _store(b: Builder, target: Any, scale: Any, dtype: str, parts: Sequence[Any]) -> None:
+    """Store a head, and of int8 its scale, as `KVLayout.stored` says."""
     if dtype == "int8":
         largest = b.constant(1e-10)
         for part in parts:
             largest = b.maximum_or_nan(largest, b.absolute(part))
         unit = b.multiply(b.splat(b.largest_or_nan(largest)), b.constant(1 / 127))
-        b.array(target, dtype).at(len(parts) * LANES).floats().put(b.first(unit))
+        b.floats(scale).put(b.first(unit))
         parts = [b.rounded(b.divide(part, unit)) for part in parts]
     for i, part in enumerate(parts):
         b.array(target, dtype).store(part, LANES * i)

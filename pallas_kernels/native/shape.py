@@ -26,14 +26,14 @@ class AttentionShape(NamedTuple):
         return {"float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtype, 1)
 
     @property
-    def stride(self) -> int:
-        """Numbers of the pool from one token's head to the next one's; of int8 four more, its scale."""
-        return self.head_dim + (4 if self.dtype == "int8" else 0)
+    def token_bytes(self) -> int:
+        """Bytes of a token's head in the pool, but for its scale."""
+        return self.head_dim * self.itemsize
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's head in the pool."""
-        return self.stride * self.itemsize
+    def scale_bytes(self) -> int:
+        """Bytes of a head's scale, which lie behind those of all heads of a block."""
+        return 4 if self.dtype == "int8" else 0
 
     @property
     def name(self) -> str:

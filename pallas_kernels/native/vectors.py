@@ -246,13 +246,6 @@ class Builder:
         first = self._b.insert_element(undefined, scalar, _INT32(0))
         return self._b.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
 
-    def together(self, scalars: Sequence[Any]) -> Any:
-        """A vector of `LANES` float32."""
-        found = ir.Constant(_FLOATS, ir.Undefined)
-        for lane, scalar in enumerate(scalars):
-            found = self._b.insert_element(found, scalar, _INT32(lane))
-        return found
-
     def first(self, vector: Any) -> Any:
         """Lane 0."""
         return self._b.extract_element(vector, _INT32(0))
