@@ -5,7 +5,7 @@ A pool is one array, so that a block's copies, swaps and files move all that bel
     pool[block, layer, 0 for K or 1 for V, KV head, token, width]
 
 Of floats `width` is the size of heads. Of int8 there are four bytes more, 1 / 127 of a head's largest number
-as float32. They lie behind the codes of all tokens of the block, so that codes can be read 16 bytes at a time:
+as float32. They lie behind the codes of all tokens of the block, so that codes can be read 16 bytes at once:
 
     a KV head of a block of int8    [tokens, head_dim] codes, then [tokens] float32
 """

@@ -3,8 +3,8 @@
     y[row, o] = sum over i of x[row, i] * (code[o, i] * scale[o, group of i] + offset[o, group of i])
 
 XLA makes the whole matrix of numbers first, in memory. Here a program reads a tile of codes, makes them
-numbers of the dtype of `x` in registers, which is exact, and scales the sums of each group. Where `x` has codes,
-too, these are multiplied as they are.
+numbers of the dtype of `x` in registers, which is exact, and scales the sums of each group. Where `x` has
+codes, too, these are multiplied as they are.
 
 On a CPU the kernel runs in Pallas' interpret mode, for tests.
 """
@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels.ptx import UNITS, bytes_as_numbers
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.pallas_kernels.tiles import is_interpreted
 
@@ -27,8 +29,6 @@ KINDS = ("int8", "e4m3", "e5m2", "int4", "fp4")
 """Codes, of which the last two lie two in a byte, the first in the lower half."""
 _LEAST_GROUP = 32  # bytes: those of smaller ones are scaled one by one
 _ASKED = 2**20  # bytes that all programs ask of memory at a time, if there are so many
-_UNITS = {"e4m3": 2.0**8, "fp4": 2.0**14}
-"""What is 1 of these kinds when their bits are taken for those of a float16, whose exponents are larger."""
 
 
 class ProductTile(NamedTuple):
@@ -97,6 +97,8 @@ def coded_product(
     (rows, width), (out, num_bytes) = x.shape, codes.shape
     has_codes = units is not None
     out_dtype = jnp.dtype((jnp.float32 if has_codes else x.dtype) if out_dtype is None else out_dtype)
+    if has_codes and (offsets is not None or scales.shape[1] != 1):
+        raise ConfigError(f"codes times codes have one scale an output and no offsets, not {scales.shape[1]}")
     if not rows:
         return jnp.zeros((0, out), out_dtype)
     halves = width // num_bytes
@@ -145,52 +147,66 @@ def _kernel(*refs: Any, kind: str, group: int, tile: ProductTile, num_steps: int
     rows = pl.program_id(0) * tile.rows + jnp.arange(tile.rows)
     outs = pl.program_id(1) * tile.out + jnp.arange(tile.out)
     part = pl.program_id(2)
-    is_out, is_row = (outs < num_out)[:, None], (rows < num_rows)[:, None]
-    has_own_scales, is_one_group = group < _LEAST_GROUP, group == num_bytes and not offset_refs
+    is_out, is_row = outs < num_out, rows < num_rows
+    has_own_scales = group < _LEAST_GROUP
+    is_scaled_once = (
+        num_parts == 1 if has_codes else group == num_bytes and not (offset_refs or has_own_scales)
+    )
     size = tile.size if has_own_scales or group == num_bytes else min(tile.size, group)
 
-    def scale_at(step: Any) -> jax.Array:
-        scale = plgpu.load(scales_ref.at[outs, step * size // group], mask=outs < num_out, other=0)
-        return scale if has_codes else scale * _UNITS.get(kind, 1.0)
+    def load(ref: Any, at: tuple[Any, ...], mask: jax.Array) -> jax.Array:
+        return plgpu.load(ref.at[*at], mask=mask, other=0)
 
     def body(step: jax.Array, sums: jax.Array) -> jax.Array:
         places = step * size + jnp.arange(size)
         is_there = (places < num_bytes)[None, :]
-        codes = plgpu.load(codes_ref.at[outs[:, None], places[None, :]], mask=is_out & is_there, other=0)
+        codes = load(codes_ref, (outs[:, None], places[None, :]), is_out[:, None] & is_there)
         inputs = [
-            plgpu.load(ref.at[rows[:, None], places[None, :]], mask=is_row & is_there, other=0)
-            for ref in input_refs
+            load(ref, (rows[:, None], places[None, :]), is_row[:, None] & is_there) for ref in input_refs
         ]
         if has_codes:
             return sums + _product_of_codes(codes, inputs[0], kind)
-        numbers = _numbers(codes, kind, inputs[0].dtype)
+        numbers = bytes_as_numbers(codes, kind, inputs[0].dtype)
+        if is_scaled_once:
+            return sums + _products(numbers, inputs)
         if has_own_scales:
             groups = jnp.minimum(places // group, scales_ref.shape[1] - 1)
-            at = outs[:, None], groups[None, :]
-            scale, *offsets = (
-                plgpu.load(ref.at[*at], mask=is_out, other=0) for ref in (scales_ref, *offset_refs)
-            )
-            scaled = [one.astype(jnp.float32) * (scale * _UNITS.get(kind, 1.0)) for one in numbers]
-            return sums + _products([sum(offsets, one) for one in scaled], inputs)
-        if is_one_group:
-            return sums + _products(numbers, inputs)
-        sums += _products(numbers, inputs) * scale_at(step)[:, None]
-        for ref in offset_refs:
-            offset = plgpu.load(ref.at[outs, step * size // group], mask=outs < num_out, other=0)
-            for one in inputs:
-                sums += offset[:, None] * one.astype(jnp.float32).sum(axis=1)[None, :]
-        return sums
+            at, mask = (outs[:, None], groups[None, :]), is_out[:, None]
+        else:
+            at, mask = (outs, step * size // group), is_out
+        scale, *offsets = (load(ref, at, mask) for ref in (scales_ref, *offset_refs))
+        add = _scaled_one_by_one if has_own_scales else _scaled_together
+        return sums + add(numbers, inputs, scale * UNITS.get(kind, 1.0), offsets)
 
     steps_each = num_steps * tile.size // size
     num_all = pl.cdiv(num_bytes, size)
     first, last = part * steps_each, jnp.minimum((part + 1) * steps_each, num_all)
     sums = lax.fori_loop(first, last, body, jnp.zeros((tile.out, tile.rows), summed))
-    if (is_one_group and not has_codes and not has_own_scales) or (has_codes and num_parts == 1):
-        sums = sums.astype(jnp.float32) * scale_at(0)[:, None]
-    for ref in unit_refs if num_parts == 1 else ():
-        sums *= plgpu.load(ref.at[rows], mask=rows < num_rows, other=0)[None, :]
+    if is_scaled_once:
+        unit = 1.0 if has_codes else UNITS.get(kind, 1.0)
+        sums = sums.astype(jnp.float32) * (load(scales_ref, (outs, 0), is_out) * unit)[:, None]
+        for ref in unit_refs:
+            sums *= load(ref, (rows,), is_row)[None, :]
     at = out_ref.at[part, rows[None, :], outs[:, None]]
-    plgpu.store(at, sums.astype(out_ref.dtype), mask=(rows < num_rows)[None, :] & is_out)
+    plgpu.store(at, sums.astype(out_ref.dtype), mask=is_row[None, :] & is_out[:, None])
+
+
+def _scaled_one_by_one(
+    numbers: list[jax.Array], inputs: list[jax.Array], scale: jax.Array, offsets: list[jax.Array]
+) -> jax.Array:
+    """Products of numbers with a scale each, [out, size]."""
+    return _products([sum(offsets, one.astype(jnp.float32) * scale) for one in numbers], inputs)
+
+
+def _scaled_together(
+    numbers: list[jax.Array], inputs: list[jax.Array], scale: jax.Array, offsets: list[jax.Array]
+) -> jax.Array:
+    """Products of numbers of one group with its scale, [out]."""
+    found = _products(numbers, inputs) * scale[:, None]
+    for offset in offsets:
+        for one in inputs:
+            found += offset[:, None] * one.astype(jnp.float32).sum(axis=1)[None, :]
+    return found
 
 
 def _product_of_codes(codes: jax.Array, inputs: jax.Array, kind: str) -> jax.Array:
@@ -202,82 +218,6 @@ def _product_of_codes(codes: jax.Array, inputs: jax.Array, kind: str) -> jax.Arr
     if is_interpreted():
         codes, inputs = codes.astype(jnp.float32), inputs.astype(jnp.float32)
     return lax.dot_general(codes, inputs, dimensions, preferred_element_type=jnp.float32)
-
-
-def _numbers(codes: jax.Array, kind: str, dtype: Any) -> list[jax.Array]:
-    """What codes [.., bytes] int8 stand for, in `_UNITS`; of four bits the first of each byte, the second."""
-    key = kind, jnp.dtype(dtype).name
-    if key in PTX_OF_NUMBERS and not is_interpreted():
-        return [_inline(code, codes, dtype) for code in PTX_OF_NUMBERS[key]]
-    return [_number(codes, kind, place) for place in range(2 if kind in ("int4", "fp4") else 1)]
-
-
-def _number(codes: jax.Array, kind: str, place: int) -> jax.Array:
-    if kind == "int8":
-        return codes
-    bits = codes.astype(jnp.int32) >> (4 * place)
-    if kind == "int4":
-        return (bits & 15) - 8
-    if kind == "e4m3":
-        half = jnp.where(bits & 0x7F == 0x7F, 0x7E00, (bits & 0x80) << 8 | (bits & 0x7F) << 7)
-    elif kind == "e5m2":
-        half = bits << 8
-    else:
-        half = (bits & 8) << 12 | (bits & 7) << 9
-    return lax.bitcast_convert_type(half.astype(jnp.int16), jnp.float16)
-
-
-_NIBBLES = """{{
-    .reg .b32 bits, one, less;
-    shr.u32 bits, $2, {shift};
-    and.b32 bits, bits, 0x0f0f0f0f;
-    mov.b32 one, {one};
-    mov.b32 less, {less};
-    prmt.b32 $0, bits, {upper}, 0x4140;
-    prmt.b32 $1, bits, {upper}, 0x4342;
-    fma.rn.{kind}x2 $0, $0, one, less;
-    fma.rn.{kind}x2 $1, $1, one, less;
-}}"""
-PTX_OF_NUMBERS = {
-    ("int8", "bfloat16"): (
-        """{
-            .reg .b32 sizes, signs, first, second, less;
-            and.b32 sizes, $2, 0x7f7f7f7f;
-            and.b32 signs, $2, 0x80808080;
-            mov.b32 less, 0xbf80bf80;
-            prmt.b32 first, signs, 0x43434343, 0x4140;
-            prmt.b32 second, signs, 0x43434343, 0x4342;
-            prmt.b32 $0, sizes, 0x43434343, 0x4140;
-            prmt.b32 $1, sizes, 0x43434343, 0x4342;
-            fma.rn.bf16x2 $0, first, less, $0;
-            fma.rn.bf16x2 $1, second, less, $1;
-        }""",
-    ),
-    ("int4", "bfloat16"): tuple(
-        _NIBBLES.format(shift=shift, kind="bf16", upper="0x43434343", one="0x3f803f80", less="0xc308c308")
-        for shift in (0, 4)
-    ),
-    ("int4", "float16"): tuple(
-        _NIBBLES.format(shift=shift, kind="f16", upper="0x64646464", one="0x3c003c00", less="0xe408e408")
-        for shift in (0, 4)
-    ),
-}
-"""What `_number` does, of four bytes at a time, by kind of codes and dtype of the numbers.
-
-A bfloat16 whose upper byte is 0x43 is 128 and its last 7 bits, and 256 and these if the bit before them is 1;
-a float16 with 0x64 is 1024 and its last 8 bits.
-"""
-
-
-def _inline(code: str, codes: jax.Array, dtype: Any) -> jax.Array:
-    [found] = plgpu.elementwise_inline_asm(
-        code,
-        args=[codes],
-        constraints="=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, dtype)],
-    )
-    return found
 
 
 def _products(numbers: list[jax.Array], inputs: list[jax.Array]) -> jax.Array:

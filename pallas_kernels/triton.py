@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -26,6 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable
 from jaxllm.pallas_kernels.kv_layout import LEAST, KVLayout, layout_of
+from jaxllm.pallas_kernels.ptx import exp2_of, words_as_halves
 from jaxllm.pallas_kernels.tiles import (
     chunk_tokens,
     current_device,
@@ -43,6 +43,7 @@ _MIN_DOT = 16
 _MASKED = -1e30
 _LOG2_E = 1.4426950408889634
 _COMBINED_AT_ONCE = 16
+_HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
 _SMALL_CORES = re.compile(r"\b(A10G?|A16|A2|A40|A[2456]000|L2|L4|L20|L40[SG]?|GB10|RTX|GeForce)\b")
 """Names of NVIDIA devices of compute capability 8.6, 8.9 and 12.0: 100 KiB of shared memory a core."""
 _STATIC = ("scale", "window", "soft_cap", "tiling")
@@ -100,11 +101,14 @@ def default_tiling(op: str, kind: str, dtype: Any, head_dim: int) -> Tiling:
     Chosen from what the compiled kernels need at head_dim 128 (`scripts/inspect_tilings.py`): no register is
     spilled, and in 16 bits at least two programs fit a core, so that one computes while the other waits for
     its KV. Cores with 100 KiB of shared memory get smaller tiles for it; so does float32, whose products take
-    no tensor cores.
+    no tensor cores. On Hopper prefill has the tiling that was fastest on an H200: two warpgroups that share
+    their KV, asked for two tiles ahead.
     """
     if jnp.dtype(dtype).itemsize == 4:
         kv_tile = 32 if head_dim <= 128 else 16
         return Tiling(kv_tile) if op == "decode" else Tiling(kv_tile, 32, 8)
+    if op == "prefill" and head_dim <= 128 and _HOPPER.search(kind):
+        return Tiling(64, 128, 8, 5)
     return Tiling(32) if _SMALL_CORES.search(kind) else Tiling()
 
 
@@ -113,8 +117,8 @@ def alternative_tilings(op: str, dtype: Any) -> tuple[Tiling, ...]:
     if jnp.dtype(dtype).itemsize == 4:
         return ()
     if op == "decode":
-        return Tiling(), Tiling(32), Tiling(32, num_stages=5), Tiling(128, num_warps=8)
-    return Tiling(), Tiling(32), Tiling(64, 32), Tiling(32, 64, 4, 5), Tiling(32, 128, 8, 5)
+        return Tiling(), Tiling(num_stages=3), Tiling(32, num_stages=5), Tiling(128, num_warps=8)
+    return Tiling(), Tiling(64, 32), Tiling(32, 64, 4, 5), Tiling(64, 128, 8, 5), Tiling(128, 128, 8)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -136,11 +140,13 @@ def decode_attention(
     """
     layout = layout_of(pool)
     read_as, kind = _widest(q.dtype, layout), current_device().device_kind
-    tiling = tiling or default_tiling("decode", kind, read_as, q.shape[2])
+    is_default, tiling = tiling is None, tiling or default_tiling("decode", kind, read_as, q.shape[2])
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     max_tokens = block_tables.shape[1] * block_size
     chunk = chunk_tokens(num_rows * num_kv_heads, max_tokens, tiling.kv_tile)
+    if is_default and chunk > 4 * tiling.kv_tile and _HOPPER.search(kind):
+        tiling = dataclasses.replace(tiling, num_stages=3)  # as was measured on an H200
     num_chunks = pl.cdiv(max_tokens, chunk)
     group = num_q_heads // num_kv_heads
     stats = jax.ShapeDtypeStruct((num_rows, num_chunks, num_kv_heads, group), jnp.float32)
@@ -519,6 +525,13 @@ def _areas(pool: jax.Array) -> jax.Array:
             f"attention implementation 'triton': KV of {layout.dtype} needs heads of a multiple of 4, and "
             f"these have {layout.head_dim}; use 'xla', or KV of 16 bits"
         )
+    is_aligned = layout.head_dim % 16 == pool.shape[4] * layout.width % 16 == 0
+    if not (is_interpreted() or is_aligned):  # JAX 0.10 copies 16 bytes at a time all the same
+        raise ConfigError(
+            f"attention implementation 'triton': on a GPU KV of {layout.dtype} needs heads of a multiple of 16 "
+            f"and blocks of a multiple of 4, not {layout.head_dim} and {pool.shape[4]}; use 'xla', or KV of 16 "
+            "bits"
+        )
     return lax.bitcast_convert_type(areas.reshape(*areas.shape[:4], -1, 2), jnp.int16)
 
 
@@ -681,73 +694,23 @@ def _load_tile(
     words = jnp.arange(pl.next_power_of_2(layout.head_dim) // step)[None, :]
     mask = valid[:, None] & (words < layout.head_dim // step)
     places = (offset * (layout.head_dim // step))[:, None] + words
-    found, scales = [], []
+    found: list[list[jax.Array]] = []
+    scales: list[jax.Array] = []
     for index in range(2):
         tile = plgpu.load(pool_ref.at[block[:, None], layer, index, kv_head, places], mask=mask, other=0)
         found.append(_numbers(tile, layout, query_dtype))
         for ref in scale_refs:
             place = block_size * layout.head_dim // 4 + offset
             scales.append(plgpu.load(ref.at[block, layer, index, kv_head, place], mask=valid, other=0.0))
-    return _Tile(*found, *scales)
+    return _Tile(found[0], found[1], *scales)
 
 
 def _numbers(tile: jax.Array, layout: KVLayout, query_dtype: Any) -> list[jax.Array]:
     """The numbers of elements of the pool, part by part: of 8 bits float16, or float32 like queries."""
     if _per_word(layout) == 1:
         return [tile.astype(_widest(query_dtype, layout))]
-    if is_interpreted():
-        numbers = _halves(tile, layout)
-    else:
-        numbers = [_inline(code, tile, constraints="=r,r", pack=2) for code in PTX_OF_HALVES[layout.dtype]]
+    numbers = words_as_halves(tile, layout.dtype)
     return [part.astype(jnp.float32) if query_dtype == jnp.float32 else part for part in numbers]
-
-
-PTX_OF_HALVES = {
-    "int8": tuple(
-        f"""{{
-            .reg .b32 bits, mask, unit;
-            shr.u32 bits, $1, {8 * half};
-            mov.b32 mask, 0x00ff00ff;
-            mov.b32 unit, 0x64806480;
-            lop3.b32 bits, bits, mask, unit, 0x6a;
-            sub.rn.f16x2 $0, bits, unit;
-        }}"""
-        for half in range(2)
-    ),
-    "fp8_e4m3": tuple(
-        f"""{{
-            .reg .b32 bits;
-            .reg .b16 codes, others;
-            prmt.b32 bits, $1, 0, {selected};
-            mov.b32 {{codes, others}}, bits;
-            cvt.rn.f16x2.e4m3x2 $0, codes;
-        }}"""
-        for selected in ("0x4420", "0x4431")
-    ),
-    "fp8_e5m2": tuple(
-        f"""{{
-            .reg .b32 bits;
-            shl.b32 bits, $1, {8 - 8 * half};
-            and.b32 $0, bits, 0xff00ff00;
-        }}"""
-        for half in range(2)
-    ),
-}
-"""What `_halves` does, of two elements at a time.
-
-A float16 of the bits 0x6480 is 1024 + 128. With a code in place of the last 8 bits, its sign turned, it is
-1024 + 128 + code.
-"""
-
-
-def _halves(tile: jax.Array, layout: KVLayout) -> list[jax.Array]:
-    """The first and the second number of words of 16 bits as float16."""
-    if layout.dtype == "int8":
-        return [(lane << 8 >> 8).astype(jnp.float16) for lane in (tile, tile >> 8)]
-    if layout.dtype == "fp8_e5m2":
-        return [lax.bitcast_convert_type(part, jnp.float16) for part in (tile << 8, tile & -256)]
-    codes = [(lane << 8 >> 8).astype(jnp.int8) for lane in (tile, tile >> 8)]
-    return [lax.bitcast_convert_type(code, layout.array_dtype).astype(jnp.float16) for code in codes]
 
 
 def _widest(query_dtype: Any, layout: KVLayout) -> jnp.dtype:
@@ -795,8 +758,8 @@ def _accumulate(
         scores, unit = jnp.tanh(scores * (scale / soft_cap)), _LOG2_E * soft_cap
     scores = scores if seen is None else jnp.where(seen, scores, _MASKED)
     peak = jnp.maximum(old_peak, scores.max(axis=1) * unit)
-    decay = _exp2_of(old_peak, 1.0, peak)
-    weights = _exp2_of(scores, unit, peak[:, None])
+    decay = exp2_of(old_peak, 1.0, peak)
+    weights = exp2_of(scores, unit, peak[:, None])
     total = total * decay + weights.sum(axis=1)
     added = weights
     if tile.value_scale is not None:  # at most 1, so that float16 has what counts
@@ -808,29 +771,6 @@ def _accumulate(
         products = [product * most for product in products]
     accs = tuple(acc * decay[:, None] + product for acc, product in zip(accs, products, strict=True))
     return accs, peak, total
-
-
-def _exp2_of(x: jax.Array, factor: float, less: jax.Array) -> jax.Array:
-    """`2 ** (x * factor - less)`; 0 for results that are no normal float32."""
-    if is_interpreted():
-        return jnp.exp2(x * factor - less)
-    bits = np.float32(factor).view(np.uint32)
-    code = f"{{ .reg .f32 at; fma.rn.f32 at, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, at; }}"
-    return _inline(code, x, jnp.broadcast_to(-less, x.shape), constraints="=f,f,f")
-
-
-def _inline(code: str, *arguments: jax.Array, constraints: str, pack: int = 1) -> jax.Array:
-    """What PTX makes of each number, or pair of them: of float32 the same, of int16 float16."""
-    first = arguments[0]
-    kind = jnp.float32 if first.dtype == jnp.float32 else jnp.float16
-    [found] = plgpu.elementwise_inline_asm(
-        code,
-        args=arguments,
-        constraints=constraints,
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(first.shape, kind)],
-    )
-    return found
 
 
 def _sum(parts: Sequence[jax.Array]) -> jax.Array:

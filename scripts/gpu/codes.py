@@ -6,6 +6,7 @@ norm, each of what the one before it gave. Its weights do not fit in caches.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -145,7 +146,6 @@ def product_speeds(found: dict[str, float], sizes: Sizes) -> Iterator[Row]:
     ceiling of bfloat16, whichever is longer.
     """
     hidden, inner = sizes.products
-    names, loops, leasts = [], [], []
     for name in FORMATS:
         held = QUANTIZATIONS.get(name, LinearFormat())
         keys = jax.random.split(jax.random.key(0))
@@ -154,23 +154,27 @@ def product_speeds(found: dict[str, float], sizes: Sizes) -> Iterator[Row]:
             for key, shape in zip(keys, ((2 * inner, hidden), (hidden, inner)), strict=True)
         )
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((up, down)))
-        for rows in sizes.product_rows:
-            x = jax.random.normal(jax.random.key(1), (rows, hidden), jnp.bfloat16)
-            least = max(
+        leasts = [
+            max(
                 num_bytes / found["copy_bytes_per_second"],
                 6 * rows * hidden * inner / found["matmul_bf16_flops_per_second"],
             )
-            names.append((name, rows))
-            leasts.append(least)
-            loops.append(Loop.of(_mlp, least, sizes, x, up, [down]))
-    programs = compile_together([loop.lower() for loop in loops], "coded")
-    for (name, rows), least, loop, program in zip(names, leasts, loops, programs, strict=True):
+            for rows in sizes.product_rows
+        ]
+        loops = [
+            Loop.of(_mlp, least, sizes, jax.random.normal(keys[0], (rows, hidden), jnp.bfloat16), up, [down])
+            for rows, least in zip(sizes.product_rows, leasts, strict=True)
+        ]
+        at_once = {"at_once": 1} if name in ("auto", "fp8") else {}
+        programs = compile_together([loop.lower() for loop in loops], "coded", **at_once)
+        concurrent.futures.wait(programs)
+        for rows, least, loop, program in zip(sizes.product_rows, leasts, loops, programs, strict=True):
 
-        def measure(loop: Loop = loop, program: Any = program, least: float = least) -> Row:
-            seconds = loop.seconds(program.result())
-            return {"seconds": seconds, "share": least / seconds}
+            def measure(loop: Loop = loop, program: Any = program, least: float = least) -> Row:
+                seconds = loop.seconds(program.result())
+                return {"seconds": seconds, "share": least / seconds}
 
-        yield attempt({"format": name, "rows": rows}, measure)
+            yield attempt({"format": name, "rows": rows}, measure)
 
 
 def _random_weight(key: jax.Array, held: LinearFormat, shape: tuple[int, int]) -> Any:

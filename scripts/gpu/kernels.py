@@ -87,14 +87,17 @@ def random_pool(
     return jax.jit(make)(jax.random.key(int(rng.integers(2**31))))
 
 
-def compile_together(lowered: Sequence[jax.stages.Lowered], implementation: str) -> Programs:
+def compile_together(
+    lowered: Sequence[jax.stages.Lowered], implementation: str, at_once: int = _COMPILE_THREADS
+) -> Programs:
     """The programs, as they are compiled side by side.
 
-    Interpreted kernels skip the optimiser, which takes minutes with them.
+    XLA times products while it compiles them: `at_once` is 1 where there are any. Interpreted kernels skip the
+    optimiser, which takes minutes with them.
     """
     is_interpreted = jax.default_backend() == "cpu" and implementation != "xla"
     options = {"xla_backend_optimization_level": 0} if is_interpreted else None
-    threads = concurrent.futures.ThreadPoolExecutor(_COMPILE_THREADS)
+    threads = concurrent.futures.ThreadPoolExecutor(at_once)
     programs = [threads.submit(one.compile, compiler_options=options) for one in lowered]
     threads.shutdown(wait=False)
     return programs

@@ -3,6 +3,7 @@
 import math
 import re
 
+import jax
 import pytest
 from published import LLAMA_3_8B
 
@@ -10,6 +11,7 @@ from jaxllm.executor.programs import ProgramKey, step_program
 from jaxllm.executor.sampler import Sampling
 from jaxllm.models.config import config_from_dict
 from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
+from jaxllm.models.linear_weights import product
 from jaxllm.models.registry import abstract_params, linear_weights
 from jaxllm.research.plan.plan import count_pool_copies
 from jaxllm.research.plan.target import Compiler, get_target
@@ -60,15 +62,24 @@ def test_a_decode_makes_no_numbers_of_weights(device, name):
     assert numbers_of_weights(entry, shapes) == []
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * CONFIG.vocab_size * 4 + 32 * 2**20
     assert count_pool_copies(text, arguments[1].pool.shape) == 0
-    has_kernel = "coded_product" in text
+    assert "coded_product" in text
     if name == "int8":
-        assert not has_kernel
-        assert re.search(r"s32\[\d+,\d+\]\S* dot\(", text)
-    elif name == "fp8":
-        # Tensor cores multiply e4m3 from compute capability 8.9 on.
-        assert has_kernel == (device == "a100-80gb")
-    else:
-        assert has_kernel
+        assert not re.search(r"s32\[\d+,\d+\]\S* dot\(", text)
+
+
+@pytest.mark.parametrize("rows", [64, 512])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_codes_are_multiplied_with_codes(name, rows):
+    """Few rows of e4m3 by Triton's kernel, which reads the weight at once; many by XLA's library."""
+    weight = jax.eval_shape(QUANTIZATIONS[name].make, jax.ShapeDtypeStruct((14336, 4096), "bfloat16"))
+    x = jax.ShapeDtypeStruct((rows, 4096), "bfloat16")
+    with Compiler(get_target("h100")) as compiler:
+        text = compiler.compile(jax.jit(product), *map(compiler.struct, (x, weight))).as_text()
+    assert ("coded_product" in text) == (name == "int8" or rows == 64)
+    assert numbers_of_weights(text[text.index("\nENTRY") :], [(14336, 4096)]) == []
+    if "coded_product" not in text:
+        assert re.search(r"f8e4m3fn\[14336,4096\]", text)
+        assert re.search(r"cublas\$lt\$matmul\$f8|gemm", text)
 
 
 def test_numbers_of_weights_would_be_found():

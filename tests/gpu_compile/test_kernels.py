@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm import pallas_kernels
+from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import triton
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.research.plan.target import Compiler, get_target
@@ -64,6 +65,21 @@ def test_kv_of_8_bits_compiles_and_is_written_in_place(device, kv_dtype):
     analysis, pool_bytes = compiled.memory_analysis(), pool.size * pool.dtype.itemsize
     assert analysis.alias_size_in_bytes >= pool_bytes > 2**32
     assert analysis.temp_size_in_bytes < 64 * 2**20
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(40, 16), (64, 2)])
+def test_kv_of_int8_that_lies_at_no_multiple_of_16_bytes_is_refused(head_dim, block_size):
+    """JAX 0.10's compiler copies 16 bytes at a time from where a head's codes begin, wherever that is."""
+    struct, layout = jax.ShapeDtypeStruct, KVLayout("int8", head_dim)
+    pool = struct((64, 2, 2, 8, block_size, layout.width), jnp.int8)
+    ints = struct((4, 8), jnp.int32), struct((4,), jnp.int32)
+    call = functools.partial(pallas_kernels.decode_attention, layer=1, scale=0.1, implementation="triton")
+    values = struct((4, 8, head_dim), jnp.bfloat16), pool, *ints
+    with (
+        Compiler(get_target("h100")) as compiler,
+        pytest.raises(ConfigError, match=f"not {head_dim} and {block_size}; use 'xla'"),
+    ):
+        compiler.compile(jax.jit(call), *compiler.struct(values))
 
 
 def compile_attention(compiler, op, values, implementation, **bounds):
