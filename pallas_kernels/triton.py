@@ -95,21 +95,31 @@ class Tiling:
         return f"k{self.kv_tile},q{self.query_tile},w{self.num_warps},s{self.num_stages}"
 
 
-def default_tiling(op: str, kind: str, dtype: Any, head_dim: int) -> Tiling:
-    """What `op` ("decode" or "prefill") takes on a device of this kind for KV of this dtype.
+def default_tiling(op: str, kind: str, dtype: Any, head_dim: int, kv_bytes: int | None = None) -> Tiling:
+    """What `op` ("decode" or "prefill") takes on a device of this kind for KV that is computed in this dtype.
 
     Chosen from what the compiled kernels need at head_dim 128 (`scripts/inspect_tilings.py`): no register is
-    spilled, and in 16 bits at least two programs fit a core, so that one computes while the other waits for
-    its KV. Cores with 100 KiB of shared memory get smaller tiles for it; so does float32, whose products take
-    no tensor cores. On Hopper prefill has the tiling that was fastest on an H200: two warpgroups that share
-    their KV, asked for two tiles ahead.
+    spilled, and decodes in 16 bits have at least two programs on a core, so that one computes while the other
+    waits for its KV. Cores with 100 KiB of shared memory get smaller tiles for it; so does float32, whose
+    products take no tensor cores. Where 128 rows of a prompt fit, in two groups of warps, they share their KV.
+
+    Args:
+        op: the operation.
+        kind: of the device, as it names itself.
+        dtype: that of queries, or the pool's if that is wider.
+        head_dim: size of heads.
+        kv_bytes: of a number in the pool; those of `dtype` by default.
     """
-    if jnp.dtype(dtype).itemsize == 4:
+    itemsize = jnp.dtype(dtype).itemsize
+    if itemsize == 4:
         kv_tile = 32 if head_dim <= 128 else 16
         return Tiling(kv_tile) if op == "decode" else Tiling(kv_tile, 32, 8)
-    if op == "prefill" and head_dim <= 128 and _HOPPER.search(kind):
-        return Tiling(64, 128, 8, 5)
-    return Tiling(32) if _SMALL_CORES.search(kind) else Tiling()
+    is_hopper, is_small = _HOPPER.search(kind), _SMALL_CORES.search(kind)
+    if op == "prefill" and kv_bytes == 1:  # whose conversion takes registers
+        return Tiling() if is_hopper else Tiling(64, 32)
+    if op == "prefill" and head_dim <= 128 and not is_small:
+        return Tiling(64, 128, 8, 5 if is_hopper else 2)
+    return Tiling(32) if is_small else Tiling()
 
 
 def alternative_tilings(op: str, dtype: Any) -> tuple[Tiling, ...]:
@@ -117,8 +127,10 @@ def alternative_tilings(op: str, dtype: Any) -> tuple[Tiling, ...]:
     if jnp.dtype(dtype).itemsize == 4:
         return ()
     if op == "decode":
-        return Tiling(), Tiling(num_stages=3), Tiling(32, num_stages=5), Tiling(128, num_warps=8)
-    return Tiling(), Tiling(64, 32), Tiling(32, 64, 4, 5), Tiling(64, 128, 8, 5), Tiling(128, 128, 8)
+        return (
+            Tiling(), Tiling(num_stages=3), Tiling(32), Tiling(32, num_stages=5), Tiling(128, num_warps=8)
+        )  # fmt: skip
+    return Tiling(), Tiling(64, 128, 8, 5), Tiling(128, 128, 8), Tiling(32), Tiling(32, 64, 4, 5)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -140,7 +152,10 @@ def decode_attention(
     """
     layout = layout_of(pool)
     read_as, kind = _widest(q.dtype, layout), current_device().device_kind
-    is_default, tiling = tiling is None, tiling or default_tiling("decode", kind, read_as, q.shape[2])
+    is_default, tiling = (
+        tiling is None,
+        tiling or default_tiling("decode", kind, read_as, q.shape[2], pool.dtype.itemsize),
+    )
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     max_tokens = block_tables.shape[1] * block_size
@@ -226,7 +241,7 @@ def prefill_attention(
     """Flash attention over tiles of query rows: all heads that share a KV head, of tokens of one sequence."""
     layout = layout_of(pool)
     read_as, kind = _widest(q.dtype, layout), current_device().device_kind
-    tiling = tiling or default_tiling("prefill", kind, read_as, q.shape[2])
+    tiling = tiling or default_tiling("prefill", kind, read_as, q.shape[2], pool.dtype.itemsize)
     num_tokens, num_q_heads, _ = q.shape
     num_kv_heads = pool.shape[3]
     members = pl.next_power_of_2(num_q_heads // num_kv_heads)
@@ -528,9 +543,9 @@ def _areas(pool: jax.Array) -> jax.Array:
     is_aligned = layout.head_dim % 16 == pool.shape[4] * layout.width % 16 == 0
     if not (is_interpreted() or is_aligned):  # JAX 0.10 copies 16 bytes at a time all the same
         raise ConfigError(
-            f"attention implementation 'triton': on a GPU KV of {layout.dtype} needs heads of a multiple of 16 "
-            f"and blocks of a multiple of 4, not {layout.head_dim} and {pool.shape[4]}; use 'xla', or KV of 16 "
-            "bits"
+            f"attention implementation 'triton': on a GPU KV of {layout.dtype} needs heads of a multiple of "
+            f"16 and blocks of a multiple of 4, not {layout.head_dim} and {pool.shape[4]}; use 'xla', or KV "
+            "of 16 bits"
         )
     return lax.bitcast_convert_type(areas.reshape(*areas.shape[:4], -1, 2), jnp.int16)
 

@@ -179,7 +179,8 @@ def main(argv: list[str] | None = None) -> None:
             for op in ("decode", "prefill"):
                 for dtype, kv_dtype in itertools.product(*dtypes):
                     shapes = arguments(op, args.heads, dtype, kv_dtype, args.pool_gib)
-                    default = default_tiling(op, target.description, dtype, args.heads[2])
+                    kv_bytes = shapes[1].dtype.itemsize
+                    default = default_tiling(op, target.description, dtype, args.heads[2], kv_bytes)
                     tilings = dict.fromkeys((default, *alternative_tilings(op, dtype), *args.tilings))
                     for tiling in tilings:
                         found = inspect(compiler, target, op, tiling, shapes, ptxas)

@@ -66,7 +66,10 @@ def test_only_chunks_in_use_are_combined(num_chunks):
 @pytest.mark.parametrize("op", ["decode", "prefill"])
 def test_cores_with_little_shared_memory_get_small_tiles(op):
     large = triton.default_tiling(op, "NVIDIA A100-SXM4-80GB", "bfloat16", 128)
-    assert large == triton.default_tiling(op, "NVIDIA H100 80GB HBM3", "float16", 64)
+    hopper = triton.default_tiling(op, "NVIDIA H100 80GB HBM3", "float16", 64)
+    assert {large, hopper} < {*triton.alternative_tilings(op, "bfloat16"), large}
+    assert hopper.kv_tile == large.kv_tile
+    assert triton.default_tiling(op, "NVIDIA H100 80GB HBM3", "bfloat16", 256) == triton.Tiling()
     for kind in ("NVIDIA L40S", "NVIDIA L4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090", "NVIDIA RTX A6000"):
         small = triton.default_tiling(op, kind, "bfloat16", 128)
         assert small.kv_tile < large.kv_tile

@@ -92,8 +92,8 @@ def compile_together(
 ) -> Programs:
     """The programs, as they are compiled side by side.
 
-    XLA times products while it compiles them: `at_once` is 1 where there are any. Interpreted kernels skip the
-    optimiser, which takes minutes with them.
+    XLA times products while it compiles them: `at_once` is 1 where there are any. Interpreted kernels skip
+    the optimiser, which takes minutes with them.
     """
     is_interpreted = jax.default_backend() == "cpu" and implementation != "xla"
     options = {"xla_backend_optimization_level": 0} if is_interpreted else None
