@@ -70,7 +70,8 @@ def load_safetensors(
 def stored_formats(folder: Path, config: ModelConfig) -> LinearFormats:
     """The formats in which an engine holds what of a checkpoint is quantised.
 
-    Parts of a fused layer that are of different formats, or whose inputs are, are held apart.
+    Parts of a fused layer that are of different formats, or whose inputs are, are held apart. What is held as
+    numbers is of the engine's dtype: codes and scales give others than the 16 bits of the weights beside it.
 
     Raises:
         WeightsError: as `load_safetensors`.
@@ -78,8 +79,8 @@ def stored_formats(folder: Path, config: ModelConfig) -> LinearFormats:
     others: list[tuple[str, LinearFormat]] = []
     plan = _stored(folder, config)
     for target in linear_weights(config):
-        held = _held(plan[target])
-        others += [(target, held)] if is_held(held) else []
+        if any(isinstance(part, QuantisedTensor) for part in plan[target]):
+            others.append((target, _held(plan[target])))
     return LinearFormats(others=tuple(others))
 
 
