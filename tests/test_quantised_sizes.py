@@ -13,7 +13,6 @@ import jaxllm.functional as F
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import WeightsError
 from jaxllm.loading.load import load_params
-from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_weights import Coded, CodedPanels
 from jaxllm.models.registry import abstract_params, linear_weights
 
@@ -144,3 +143,69 @@ def test_groups_may_be_small(bits, group, tmp_path):
 def test_what_codes_stand_for_is_not_rounded_to_the_16_bits_beside_it(tmp_path):
     """Groups of two sizes, which become numbers as they are loaded."""
     assert_same(*made(tmp_path, gptq(128), dtype=ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("has_order", [True, False])
+def test_the_last_of_gptqs_groups_may_be_smaller(has_order, tmp_path):
+    """Whether or not it is said which group each input is of."""
+
+    def change(tensors, config):
+        for name in [name for name in tensors if name.endswith("g_idx") and not has_order]:
+            del tensors[name]
+
+    assert_same(*made(tmp_path, gptq(128), change=change))
+
+
+@pytest.mark.parametrize("zeros", [(0, 16), (0, 1)])
+def test_zero_points_of_zero_have_borrowed_from_their_word(zeros, tmp_path):
+    assert_same(*made(tmp_path, gptq(64, zeros=zeros)))
+
+
+@pytest.mark.parametrize(("bits", "inner"), [(4, 100), (8, 102), (4, 103)])
+def test_the_last_word_need_not_be_full(bits, inner, tmp_path):
+    assert_same(*made(tmp_path, compressed(bits, 0), intermediate_size=inner))
+
+
+def awq():
+    said = {"quant_method": "awq", "bits": 4, "group_size": 128}
+
+    def arrays(rng, out, width):
+        scales = np.ones((max(width // 128, 1), out), np.float16)
+        stored = {"qweight": np.zeros((width, out // 8), np.int32), "scales": scales}
+        return stored | {"qzeros": np.zeros((len(scales), out // 8), np.int32)}, np.zeros((out, width))
+
+    return said, arrays
+
+
+def whole():
+    """Numbers of int8 in groups."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    groups = {"group_0": {"targets": ["Linear"], "format": "int-quantized", "weights": weights}}
+
+    def arrays(rng, out, width):
+        stored = {"weight": np.ones((out, width), np.int8)}
+        return stored | {"weight_scale": np.ones((out, max(width // 128, 1)), np.float32)}, np.ones(
+            (out, width)
+        )
+
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}, arrays
+
+
+@pytest.mark.parametrize("kind", [awq, whole, lambda: compressed(4, 128)])
+def test_groups_that_do_not_divide_the_inputs_are_refused(kind, tmp_path):
+    folder, _ = made(tmp_path, kind())
+    with pytest.raises(WeightsError, match=r"down_proj.*: groups of 128 do not divide its 192 inputs: take"):
+        held_params(folder)
+
+
+def test_a_block_may_be_larger_than_a_layer(tmp_path):
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+    def arrays(rng, out, width):
+        codes = (rng.standard_normal((out, width)) * 99).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.random((-(-out // 128), -(-width // 128))).astype(np.float32) / 1000
+        spread = scales.repeat(128, 0)[:out].repeat(128, 1)[:, :width]
+        return {"weight": codes, "weight_scale_inv": scales}, codes.astype(np.float32) * spread
+
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+    assert set(assert_same(*made(tmp_path, (said, arrays), **sizes))) <= {Coded, CodedPanels}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,12 +21,13 @@ from jaxllm.models.config import read_hf_config
 from jaxllm.models.linear_formats import LinearFormat, LinearFormats
 from jaxllm.models.linear_weights import Fused, Weight, stacked
 from jaxllm.models.names import EMBEDDING, KV_SCALES_LAYER, LM_HEAD, WeightNames
-from jaxllm.models.quantisation import quantisation_of, read_quantisation
+from jaxllm.models.quantisation import Quantisation, quantisation_of, read_quantisation
 from jaxllm.models.registry import PLAIN, abstract_params, linear_weights
 from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None
 _COMPARED_ROWS = 4096
+_logger = logging.getLogger(__name__)
 
 
 def load_safetensors(
@@ -47,6 +49,9 @@ def load_safetensors(
         WeightsError: tensors are missing, unexpected or misshapen (all are named), or a file is corrupt.
     """
     plan = _stored(folder, config)
+    if said := _said(folder):
+        for note in said.notes:
+            _logger.warning("%s checkpoint: %s", said.method, note)
     kept = {*linear_weights(config), EMBEDDING}
     # In the order of the last file a weight needs, so that each file is opened about once.
     order = sorted(
@@ -130,13 +135,18 @@ def _stored(folder: Path, config: ModelConfig) -> dict[str, tuple[StoredTensor, 
     """The stored tensors of each weight."""
     names = ARCHITECTURES[config.architecture].names
     tensors = list_tensors(folder)
-    has_config = (folder / "config.json").is_file()
-    if has_config and (said := quantisation_of(read_hf_config(folder))):
-        tensors = with_quantised(tensors, read_quantisation(said), has_kv_scales=config.has_kv_scales)
+    if said := _said(folder):
+        tensors = with_quantised(tensors, said, has_kv_scales=config.has_kv_scales)
     found = _by_canonical_name(tensors, names)
     if config.tie_word_embeddings:
         _drop_tied_head(found, folder)
     return _plan(found, names, config, folder)
+
+
+def _said(folder: Path) -> Quantisation | None:
+    """What config.json says of quantised weights, if it is there and does."""
+    said = quantisation_of(read_hf_config(folder)) if (folder / "config.json").is_file() else None
+    return read_quantisation(said) if said else None
 
 
 def _by_canonical_name(tensors: Mapping[str, StoredTensor], names: WeightNames) -> dict[str, StoredTensor]:

@@ -95,7 +95,7 @@ class LinearFormat:
         return Coded(*arrays, self.kind, self.rounds, weight.dtype.name)
 
     def group_of(self, width: int) -> int:
-        """Inputs of a group where there are `width`: `group`, else a half or a quarter if that fits, or all."""
+        """Inputs of a group where there are `width`: `group`, or a half or a quarter if that fits, or all."""
         sizes = (self.group, self.group // 2, self.group // 4) if self.group else ()
         whole = (size for size in sizes if (size >= 16 or size == self.group) and width % size == 0)
         return next(whole, width)
