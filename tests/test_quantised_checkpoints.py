@@ -870,6 +870,13 @@ def test_an_array_is_named_as_it_is_stored(tmp_path):
         held_params(folder_of("fp8-block-qwen", tmp_path, wider_scale))
 
 
+def test_random_weights_are_told_to_be_no_codes(tmp_path, caplog):
+    folder = folder_of("ct-w8a16", tmp_path)
+    with caplog.at_level(logging.WARNING), LLM(folder, load_format="dummy", **SIZES) as llm:
+        assert not any(one.kind for _, one in llm.executor.config.formats.others)
+    assert "random numbers, not codes as quantization_config says" in caplog.text
+
+
 def test_what_is_not_done_is_said_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         held_params(folder_of("fp8-block-qwen", tmp_path))

@@ -147,7 +147,8 @@ def _as_one(
     if layout is None or surplus:
         what = ", ".join(arrays[end].name for end in sorted(surplus or arrays))
         raise WeightsError(
-            f"{what}: quantization_config says {'another layout' if layout else 'nothing'} of {module}"
+            f"{what}: quantization_config says {'another layout' if layout else 'nothing'} of {module}; "
+            "load a copy whose config.json is that of its weights"
         )
     for alias, end in layout.aliases.items():
         if alias in arrays and end in arrays:

@@ -23,7 +23,7 @@ from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormats
 from jaxllm.models.quantisation import quantisation_of
 from jaxllm.models.registry import in_format
 from jaxllm.predictors.base import check_integer
-from jaxllm.system.dtypes import KV_DTYPES
+from jaxllm.system.dtypes import dtype_or_auto, kv_dtype_of
 from jaxllm.system.options import check_choice
 from jaxllm.text.tokenizer import encode, load_tokenizer
 
@@ -125,7 +125,7 @@ def compare_quality(
             for not at all.
 
     Raises:
-        ConfigError: the vocabularies differ, or a number is out of range.
+        ConfigError: the vocabularies differ, a number is out of range, or a dtype is unknown.
         RequestError: the text has fewer than two tokens.
         WeightsError: a checkpoint cannot be read.
     """
@@ -147,10 +147,12 @@ def compare_quality(
         )
     if quantization is not None:
         check_choice("quantization", quantization, tuple(QUANTIZATIONS))
-    check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", *KV_DTYPES))
+    kv_cache_dtype = kv_dtype_of("kv_cache_dtype", kv_cache_dtype)
+    dtype = dtype_or_auto("dtype", dtype)
+    second_dtype = dtype if second_dtype is None else dtype_or_auto("second_dtype", second_dtype)
     params = [
         _weights(Path(first), configs[0], dtype, None),
-        _weights(Path(second), configs[1], second_dtype or dtype, quantization),
+        _weights(Path(second), configs[1], second_dtype, quantization),
     ]
 
     @jax.jit
