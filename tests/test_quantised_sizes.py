@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,7 +13,8 @@ from test_quantised_checkpoints import held_params, write
 import jaxllm.functional as F
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import WeightsError
-from jaxllm.loading.load import load_params
+from jaxllm.loading.load import checkpoint_formats, iter_params, load_params
+from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_weights import Coded, CodedPanels
 from jaxllm.models.registry import abstract_params, linear_weights
 
@@ -209,3 +211,23 @@ def test_a_block_may_be_larger_than_a_layer(tmp_path):
 
     sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
     assert set(assert_same(*made(tmp_path, (said, arrays), **sizes))) <= {Coded, CodedPanels}
+
+
+@pytest.mark.parametrize("kind", [compressed(4, 128), compressed(8, 0), gptq(128)])
+def test_host_memory_is_less_than_one_layer_of_numbers(kind, tmp_path):
+    """Of NumPy, while all is loaded: codes are read and prepared a part at a time, never as numbers."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
+    folder, _ = made(tmp_path, kind, **sizes)
+    hf_config = read_hf_config(folder)
+    config = config_from_dict(hf_config)
+    formats = checkpoint_formats(folder, config, hf_config)
+    peaks = []
+    for _ in range(2):  # the first time compiles, and imports what is imported late
+        tracemalloc.start()
+        try:
+            for _ in iter_params(folder, config, "float32", formats=formats):
+                pass
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 0.7 * 4 * 2 * 1024 * 512
