@@ -13,7 +13,7 @@ from variants import golden_checkpoint
 
 import jaxllm.functional as F
 from jaxllm.cli.main import main
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, WeightsError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.load import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
@@ -115,6 +115,26 @@ def test_the_command_prints_and_writes_them(other, tmp_path, capsys):
     assert f"| {written['agreement']:.2%} |" in printed
     assert written["command"].startswith("jaxllm eval-quantised ")
     assert printed.count("\n| ") >= len(written["partings"]) > 0
+
+
+def changed(folder, factor):
+    """The checkpoint, whose last norm has a number times a factor."""
+    shutil.copytree(MODEL, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].copy()
+    tensors["model.norm.weight"][:2] *= factor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_broken_weights_are_told(tmp_path):
+    """Also where both are: none of their tokens is the likeliest. And perplexities are floats."""
+    broken, vast = changed(tmp_path / "broken", np.nan), changed(tmp_path / "vast", 1e5)
+    for pair in ((MODEL, broken), (broken, MODEL), (broken, broken)):
+        with pytest.raises(WeightsError, match=r"the logits of '.*broken' in float32 are not finite: take"):
+            compare_quality(*pair, TEXT, num_tokens=20)
+    found = compare_quality(MODEL, vast, TEXT, num_tokens=20)
+    assert 1e300 < found.perplexities[1] < np.inf
 
 
 def test_what_cannot_be_compared_is_said(other, tmp_path, capsys):
