@@ -870,6 +870,22 @@ def test_an_array_is_named_as_it_is_stored(tmp_path):
         held_params(folder_of("fp8-block-qwen", tmp_path, wider_scale))
 
 
+def test_numbers_in_place_of_codes_are_told(tmp_path, caplog):
+    """Unless the configuration says so."""
+    said = "layers.0.self_attn.q_proj.weight and 0 more are numbers, which quantization_config does not say"
+    for is_ignored in (False, True):
+
+        def change(tensors, config, is_ignored=is_ignored):
+            del tensors[f"{Q_PROJ}.weight_scale"]
+            tensors[f"{Q_PROJ}.weight"] = tensors[f"{Q_PROJ}.weight"].astype(np.float32) / 99
+            config["quantization_config"]["ignore"] += [Q_PROJ] if is_ignored else []
+
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            held_params(folder_of("ct-w8a8-int8-dynamic-127", tmp_path / str(is_ignored), change))
+        assert (said in caplog.text) != is_ignored
+
+
 def test_random_weights_are_told_to_be_no_codes(tmp_path, caplog):
     folder = folder_of("ct-w8a16", tmp_path)
     with caplog.at_level(logging.WARNING), LLM(folder, load_format="dummy", **SIZES) as llm:

@@ -50,7 +50,7 @@ def load_safetensors(
     """
     plan = _stored(folder, config)
     if said := _said(folder):
-        for note in said.notes:
+        for note in (*said.notes, *_unsaid(said, plan, config)):
             _logger.warning("%s checkpoint: %s", said.method, note)
     kept = {*linear_weights(config), EMBEDDING}
     # In the order of the last file a weight needs, so that each file is opened about once.
@@ -147,6 +147,20 @@ def _said(folder: Path) -> Quantisation | None:
     """What config.json says of quantised weights, if it is there and does."""
     said = quantisation_of(read_hf_config(folder)) if (folder / "config.json").is_file() else None
     return read_quantisation(said) if said else None
+
+
+def _unsaid(
+    said: Quantisation, plan: Mapping[str, tuple[StoredTensor, ...]], config: ModelConfig
+) -> Iterator[str]:
+    """That weights are numbers of which config.json says that they are codes, if there are any."""
+    inner = [target for target in linear_weights(config) if target not in (LM_HEAD, EMBEDDING)]
+    parts = [part for target in inner for part in plan[target] if not isinstance(part, QuantisedTensor)]
+    names = [part.name for part in parts if said.layout_of(part.name.removesuffix(".weight"))]
+    if names:
+        yield (
+            f"{names[0]} and {len(names) - 1} more are numbers, which quantization_config does not say: they "
+            "and their inputs are taken as they are"
+        )
 
 
 def _by_canonical_name(tensors: Mapping[str, StoredTensor], names: WeightNames) -> dict[str, StoredTensor]:
