@@ -650,7 +650,7 @@ def test_arrays_that_are_missing_or_wrong_are_named(change, message, tmp_path):
         ),
         ({"quant_method": "gtpq"}, "did you mean gptq"),
         ("gptq", "must be an object"),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, r"bits=3 \(2, 4, 8 are read\)"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, r"bits=3 \(2, 4, 8 are read\); take a"),
         (GPTQ | {"checkpoint_format": "marlin"}, "'marlin'"),
         (
             GPTQ | {"dynamic": {"-:.*k": {}}},

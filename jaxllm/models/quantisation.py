@@ -138,9 +138,11 @@ def _refuse(config: Mapping[str, Any], what: str) -> UnsupportedModelError:
 
 def _integer(config: Mapping[str, Any], name: str, allowed: Sequence[int]) -> int:
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or (allowed and value not in allowed):
-        choices = f" ({', '.join(map(str, allowed))} are read)" if allowed else ""
-        raise UnsupportedModelError(f"config.json: quantization_config has {name}={shown(value)}{choices}")
+    if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+        raise UnsupportedModelError(
+            f"config.json: quantization_config has {name}={shown(value)} ({', '.join(map(str, allowed))} are "
+            "read); take a checkpoint with one of these, or in 16 bits"
+        )
     return value
 
 
