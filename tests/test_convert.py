@@ -211,6 +211,16 @@ def test_a_quantised_folder_gives_what_quantising_at_load_gives(quantization, tm
     assert sum(stored.values()) < whole
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int8_weight", "int4_weight", "fp8"])
+def test_weights_that_are_not_finite_are_not_quantised(quantization, tmp_path):
+    tensors = stored(GQA)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("inf")
+    folder = write(tmp_path / "broken", tensors)
+    with pytest.raises(WeightsError, match=r"layers.1.mlp.up_proj.weight has numbers that are not finite"):
+        convert_checkpoint(folder, tmp_path / "quantised", quantization=quantization)
+    assert not (tmp_path / "quantised").exists()
+
+
 def test_what_cannot_be_quantised_is_refused(tmp_path):
     folder = convert_checkpoint(demo_model_path(), tmp_path / "quantised", quantization="int8")
     with pytest.raises(ConfigError, match="are quantised already; convert the checkpoint"):

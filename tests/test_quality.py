@@ -1,6 +1,7 @@
 """`jaxllm eval-quantised`: what two checkpoints predict for a text."""
 
 import json
+import pathlib
 import shutil
 
 import jax
@@ -12,7 +13,7 @@ from variants import golden_checkpoint
 
 import jaxllm.functional as F
 from jaxllm.cli.main import main
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, WeightsError
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.loading.load import load_params
 from jaxllm.models.config import config_from_dict, read_hf_config
@@ -78,6 +79,26 @@ def test_a_checkpoint_agrees_with_itself_and_less_so_in_16_bits():
     assert 0 < rounded.divergence < 1e-2
 
 
+@pytest.mark.parametrize(("kv_dtype", "least", "most"), [("int8", 0.993, 1e-4), ("bfloat16", 0.997, 1e-5)])
+def test_kv_of_fewer_bits_predicts_nearly_the_same(kv_dtype, least, most):
+    """Of a text that does not change."""
+    text = (pathlib.Path(__file__).parent.parent / "LICENSE").read_text()
+    found = compare_quality(MODEL, MODEL, text, kv_cache_dtype=kv_dtype)
+    assert found.num_predictions == 3606
+    assert found.agreement >= least
+    assert 0 < found.divergence <= most
+
+
+def test_kv_goes_by_the_names_that_engines_take(tmp_path, capsys):
+    (tmp_path / "text.py").write_text(TEXT)
+    options = ["--text", str(tmp_path / "text.py"), "--num-tokens", "20", "--kv-cache-dtype"]
+    printed = []
+    for name in ("fp8", "fp8_e4m3"):
+        assert main(["eval-quantised", str(MODEL), str(MODEL), *options, name]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+
+
 def test_the_command_prints_and_writes_them(other, tmp_path, capsys):
     (tmp_path / "text.py").write_text(TEXT)
     options = [
@@ -96,6 +117,26 @@ def test_the_command_prints_and_writes_them(other, tmp_path, capsys):
     assert printed.count("\n| ") >= len(written["partings"]) > 0
 
 
+def changed(folder, factor):
+    """The checkpoint, whose last norm has a number times a factor."""
+    shutil.copytree(MODEL, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].copy()
+    tensors["model.norm.weight"][:2] *= factor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_broken_weights_are_told(tmp_path):
+    """Also where both are: none of their tokens is the likeliest. And perplexities are floats."""
+    broken, vast = changed(tmp_path / "broken", np.nan), changed(tmp_path / "vast", 1e5)
+    for pair in ((MODEL, broken), (broken, MODEL), (broken, broken)):
+        with pytest.raises(WeightsError, match=r"the logits of '.*broken' in float32 are not finite: take"):
+            compare_quality(*pair, TEXT, num_tokens=20)
+    found = compare_quality(MODEL, vast, TEXT, num_tokens=20)
+    assert 1e300 < found.perplexities[1] < np.inf
+
+
 def test_what_cannot_be_compared_is_said(other, tmp_path, capsys):
     folder = MODEL
     with pytest.raises(RequestError, match=r"the text has \d tokens"):
@@ -103,6 +144,9 @@ def test_what_cannot_be_compared_is_said(other, tmp_path, capsys):
     for name in ("context", "num_tokens"):
         with pytest.raises(ConfigError, match=f"{name} must lie in"):
             compare_quality(folder, other, TEXT, **{name: 1})
+    for name in ("dtype", "second_dtype", "kv_cache_dtype"):
+        with pytest.raises(ConfigError, match=f"^{name}='int4' is not supported"):
+            compare_quality(folder, other, TEXT, **{name: "int4"})
     with pytest.raises(ConfigError, match=r"vocabularies of \d+ and \d+ tokens"):
         compare_quality(folder, golden_checkpoint("llama_gqa"), TEXT)
     small = tmp_path / "small"

@@ -176,7 +176,7 @@ def test_scales_of_kv_change_little_elsewhere(tmp_path):
     for name in ("plain", "scaled"):
         config, held, _ = held_params(tmp_path / name)
         logits.append(np.asarray(F.logits(held, config, jnp.array([KV_ORACLE["prompts"][1]]))))
-    assert 0 < np.abs(logits[0] - logits[1]).max() < 1e-4
+    assert 0 < np.abs(logits[0] - logits[1]).max() < 1e-3  # some inputs are between two codes of e4m3
     convert_checkpoint(tmp_path / "scaled", tmp_path / "orbax", "float32")
     with LLM(tmp_path / "orbax", dtype="float32", **SIZES) as llm:
         assert llm.executor.config.kv_dtype == "float32"
@@ -625,7 +625,7 @@ def stray(tensors, config):
         (drop(f"{Q_PROJ}.weight_packed"), rf"pack-quantized: {Q_PROJ}.weight_packed"),
         (cut(f"{Q_PROJ}.weight_scale"), rf"{Q_PROJ}.weight_scale is \[1, 1\], expected \[128, 1\]"),
         (cut(f"{Q_PROJ}.weight_zero_point"), rf"{Q_PROJ}.weight_zero_point is \[1, 1\], expected \[16, 1\]"),
-        (cut(f"{Q_PROJ}.weight_packed"), r"is \[128, 1\], expected \[1, 1\]"),
+        (cut(f"{Q_PROJ}.weight_packed"), rf"{Q_PROJ}.weight_packed is \[1, 16\], expected \[128, 16\]"),
         (ignore, rf"{Q_PROJ}.weight_packed.*: quantization_config says nothing of {Q_PROJ}"),
         (double, rf"{Q_PROJ}.weight is there beside {Q_PROJ}.weight_packed"),
         (infinite, rf"{Q_PROJ}.weight: its scales give numbers that are not finite"),
@@ -650,7 +650,7 @@ def test_arrays_that_are_missing_or_wrong_are_named(change, message, tmp_path):
         ),
         ({"quant_method": "gtpq"}, "did you mean gptq"),
         ("gptq", "must be an object"),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, r"bits=3 \(2, 4, 8 are read\)"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, r"bits=3 \(2, 4, 8 are read\); take a"),
         (GPTQ | {"checkpoint_format": "marlin"}, "'marlin'"),
         (
             GPTQ | {"dynamic": {"-:.*k": {}}},
@@ -681,6 +681,36 @@ def test_arrays_that_are_missing_or_wrong_are_named(change, message, tmp_path):
             GPTQ | {"modules_to_not_convert": "x"},
             "expected names",
         ),
+        *((GPTQ | {"group_size": size}, f"group_size={size}: expected a num") for size in (0, -2, True)),
+        (GPTQ | {"group_size": None}, "says no group_size: -1 is all"),
+        (GPTQ | {"desc_act": "false"}, "desc_act='false': expected true or false"),
+        (GPTQ | {"checkpoint_format": ["gptq"]}, r"format \['gptq'\]"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size=0: expected a number"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": "no"},
+            "zero_point='no': expected true",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [True, 128]}, r"\[True, 128\]: .*such as \[128, 128\]"),
+        ({"quant_method": "fp8", "weight_block_size": "128"}, r"'128': .*such as \[128, 128\]"),
+        ({"quant_method": "fp8", "activation_scheme": "tensor"}, "activation_scheme='tensor'"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": []}}}, "of torchao, Float8"),
+        (compressed({"group_size": "128"}, "pack-quantized"), "group_size='128': expected a number"),
+        (compressed({"strategy": "token"}, "int-quantized"), "strategy 'token'"),
+        (compressed({"type": "bfloat"}, "int-quantized"), "type 'bfloat'"),
+        (compressed({"symmetric": "true"}, "int-quantized"), "symmetric='true': expected true or false"),
+        (compressed({"actorder": "grouped"}, "pack-quantized"), "actorder='grouped'"),
+        (compressed({"type": "float", "num_bits": 8}, "nvfp4-pack-quantized"), r"num_bits=8 \(4 are"),
+        (
+            compressed({"type": "float", "group_size": 64, "num_bits": 4}, "mxfp4-pack-quantized"),
+            r"group_size=64 \(32 are",
+        ),
+        (compressed({"num_bits": 4}, "mxfp4-pack-quantized"), "'mxfp4-pack-quantized' of type 'int'"),
+        (compressed({}, "int-quantized", input_activations=["int8"]), r"input_activations=\['int8'\]"),
+        (compressed({}, "int-quantized", targets=[]), "a group without targets"),
+        (compressed({}, "int-quantized") | {"sparsity_config": "2:4"}, "sparsity_config='2:4'"),
+        ({"quant_method": "bitsandbytes"}, r"in 16 bits, or make one .*dequantize\(\)"),
+        ({"quant_method": "gguf"}, "in 16 bits, or make one .*gguf_file=name"),
+        ({"quant_method": "quanto"}, "or in 16 bits$"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(said, message):
@@ -695,7 +725,7 @@ def test_what_is_not_read_is_refused_by_name(said, message):
         ("ct-mxfp4a16", "weight_scale", "weight_scale is F32, expected U8 or F8_E8M0"),
         ("ct-mxfp8a16", "weight_scale", "weight_scale is F32, expected U8 or F8_E8M0"),
         ("gptq-asym-g64", "qweight", "qweight is F32, expected I32"),
-        ("fp8-block-qwen", "weight", "weight is F32, expected I8 or F8_E4M3 or F8_E5M2 beside"),
+        ("fp8-block-qwen", "weight", "weight is F32, expected F8_E4M3 or F8_E5M2 beside"),
     ],
 )
 def test_arrays_of_other_dtypes_are_refused(name, array, message, tmp_path):
@@ -727,6 +757,146 @@ def test_what_is_not_quantised_here_is_said(tmp_path, caplog):
     said = [record.getMessage() for record in caplog.records]
     assert any("inputs of layers are not quantised here" in line for line in said)
     assert any("KV is stored in the model's dtype" in line for line in said)
+
+
+def torchao(kind, **data):
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": data}}}
+
+
+INT8_BY_INT8, FP8_BY_FP8 = (
+    "Int8DynamicActivationInt8WeightConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+)
+BY_ROW, BY_TENSOR = ({"_type": kind, "_data": {}} for kind in ("PerRow", "PerTensor"))
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("said", "rounds"),
+    [
+        (torchao(INT8_BY_INT8), "int8"),
+        (torchao(INT8_BY_INT8, act_mapping_type={"_data": "SYMMETRIC"}, granularity=BY_ROW), "int8"),
+        (torchao(INT8_BY_INT8, act_mapping_type={"_data": "ASYMMETRIC"}), ""),
+        (torchao(INT8_BY_INT8, granularity=[BY_TENSOR, BY_ROW]), ""),
+        (torchao(INT8_BY_INT8, reduce_range=True), ""),
+        (torchao(FP8_BY_FP8, granularity=[BY_ROW, BY_ROW]), "fp8"),
+        (torchao(FP8_BY_FP8, granularity=[BY_TENSOR, BY_TENSOR]), ""),
+        (torchao(FP8_BY_FP8), ""),
+        ({"quant_method": "fp8"}, ""),
+        ({"quant_method": "fbgemm_fp8"}, ""),
+        (compressed({"type": "float"}, "float-quantized", input_activations=STATIC), "fp8_static"),
+        (
+            compressed({"type": "float"}, "float-quantized", input_activations=STATIC | {"symmetric": False}),
+            "",
+        ),
+    ],
+)
+def test_inputs_are_rounded_as_it_is_said_or_that_is_told(said, rounds):
+    found = read_quantisation(said)
+    assert found.layout_of("a.b").rounds == rounds
+    assert bool(found.notes) == (not rounds)
+
+
+def test_outputs_that_are_not_rounded_are_told():
+    said = compressed({"strategy": "channel"}, "int-quantized", output_activations=STATIC)
+    assert "outputs of layers are not quantised here" in read_quantisation(said).notes[0]
+
+
+def test_blocks_may_be_words():
+    weights = {"strategy": "block", "type": "float", "block_structure": "4x3"}
+    layout = read_quantisation(compressed(weights, "float-quantized")).layout_of("a.b")
+    assert layout.check("a.b", {"weight": (6, 8), "weight_scale": (2, 3)}, {}) == (6, 8)
+
+
+def zero_point(*values):
+    return lambda tensors, config: tensors.update({f"{Q_PROJ}.input_zero_point": np.array(values, np.int32)})
+
+
+def input_scales(tensors, config):
+    tensors[f"{Q_PROJ}.input_scale"] = np.ones(2, np.float32)
+
+
+def no_zero(tensors, config):
+    tensors[f"{Q_PROJ}.weight_zero_point"] = np.full((128, 1), np.nan, np.float32)
+
+
+def codes_of_int8(tensors, config):
+    tensors[f"{Q_PROJ}.weight"] = tensors[f"{Q_PROJ}.weight"].view(np.int8)
+
+
+def ordered(tensors, config):
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+
+
+def other_shape(tensors, config):
+    tensors[f"{Q_PROJ}.weight_shape"] = np.array([128, 120])
+
+
+def shape_of_floats(tensors, config):
+    tensors[f"{Q_PROJ}.weight_shape"] = np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("ct-w8a8-static-asym", drop(f"{Q_PROJ}.input_scale"), rf"missing .*{Q_PROJ}.input_scale"),
+        ("ct-w8a8-static-asym", input_scales, rf"{Q_PROJ}.input_scale is \[2\], expected \[\] or \[1\]"),
+        ("ct-w8a8-static-asym", zero_point(1, 2), rf"{Q_PROJ}.input_zero_point is \[2\], expected"),
+        ("ct-w8a8-static-asym", zero_point(300), r"input_zero_point is 300.0, and must lie in \[-128, 127\]"),
+        ("ct-w8a8-static-asym", no_zero, rf"{Q_PROJ}.weight: its scales give numbers that are not finite"),
+        ("ct-w8a8-static-asym", cut(f"{Q_PROJ}.weight_scale"), r"is \[1, 1\], expected \[128\] or"),
+        ("ct-fp8-dynamic", codes_of_int8, rf"{Q_PROJ}.weight is I8, expected F8_E4M3 or F8_E5M2"),
+        ("ct-w4a16-asym", ordered, r"missing .*down_proj.weight_g_idx"),
+        ("ct-w4a16-asym", other_shape, rf"{Q_PROJ}.weight_packed: groups of 128 do not divide its 120"),
+        ("ct-w4a16-asym", shape_of_floats, rf"{Q_PROJ}.weight_shape is F32 .*expected two integers"),
+        (
+            "fp8-block-qwen",
+            drop(f"{Q_PROJ}.weight_scale_inv"),
+            r"weight_scale \(or weight_scale_inv\)",
+        ),
+    ],
+)
+def test_arrays_of_engines_that_are_missing_or_wrong_are_named(name, change, message, tmp_path):
+    with pytest.raises(WeightsError, match=message):
+        held_params(folder_of(name, tmp_path, change))
+
+
+def wider_scale(tensors, config):
+    tensors[f"{Q_PROJ}.weight_scale_inv"] = np.ones((2, 1), np.float32)
+
+
+def test_an_array_is_named_as_it_is_stored(tmp_path):
+    with pytest.raises(WeightsError, match=rf"{Q_PROJ}.weight_scale_inv is \[2, 1\], expected \[1, 1\]"):
+        held_params(folder_of("fp8-block-qwen", tmp_path, wider_scale))
+
+
+def test_numbers_in_place_of_codes_are_told(tmp_path, caplog):
+    """Unless the configuration says so."""
+    said = "layers.0.self_attn.q_proj.weight and 0 more are numbers, which quantization_config does not say"
+    for is_ignored in (False, True):
+
+        def change(tensors, config, is_ignored=is_ignored):
+            del tensors[f"{Q_PROJ}.weight_scale"]
+            tensors[f"{Q_PROJ}.weight"] = tensors[f"{Q_PROJ}.weight"].astype(np.float32) / 99
+            config["quantization_config"]["ignore"] += [Q_PROJ] if is_ignored else []
+
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            held_params(folder_of("ct-w8a8-int8-dynamic-127", tmp_path / str(is_ignored), change))
+        assert (said in caplog.text) != is_ignored
+
+
+def test_random_weights_are_told_to_be_no_codes(tmp_path, caplog):
+    folder = folder_of("ct-w8a16", tmp_path)
+    with caplog.at_level(logging.WARNING), LLM(folder, load_format="dummy", **SIZES) as llm:
+        assert not any(one.kind for _, one in llm.executor.config.formats.others)
+    assert "random numbers, not codes as quantization_config says" in caplog.text
+
+
+def test_what_is_not_done_is_said_once(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        held_params(folder_of("fp8-block-qwen", tmp_path))
+    assert caplog.text.count("inputs of layers are not quantised here") == 1
 
 
 def test_biases_of_zeros_are_none(tmp_path):

@@ -252,6 +252,11 @@ def _formats(
     Raises:
         ConfigError: they are quantised already, or cannot be so.
     """
+    if config.quantization is None and config.load_format == "dummy" and quantisation_of(hf_config):
+        _logger.warning(
+            "load_format='dummy': weights are random numbers, not codes as quantization_config says; "
+            "quantization makes codes of them"
+        )
     if config.quantization is None:
         return PLAIN if is_given else checkpoint_formats(folder, model_config, hf_config, config.load_format)
     is_stored = not is_given and config.load_format != "dummy"

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, WeightsError
 from jaxllm.loading.shards import list_tensors
 from jaxllm.models.architecture import ARCHITECTURES, ModelConfig
 from jaxllm.models.linear_formats import QUANTIZATIONS
@@ -71,7 +71,7 @@ def write_quantised(src: Path, dst: Path, config: ModelConfig, quantization: str
 
     Raises:
         ConfigError: a layer cannot be quantised so.
-        WeightsError: the weights of `src` cannot be read.
+        WeightsError: the weights of `src` cannot be read, or are not finite.
     """
     names = ARCHITECTURES[config.architecture].names
     shapes = abstract_params(config, "float32")
@@ -134,9 +134,15 @@ class _Files:
 
 
 def _quantised(module: str, weight: np.ndarray, quantization: str) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays that stand for a weight [out, in]."""
+    """The arrays that stand for a weight [out, in].
+
+    Raises:
+        WeightsError: it has numbers that are not finite.
+    """
     made: Any = QUANTIZATIONS[quantization].make(jnp.asarray(weight))
     codes, scales = np.asarray(made.codes), np.asarray(made.scales)
+    if not np.isfinite(scales).all():
+        raise WeightsError(f"{module}.weight has numbers that are not finite: take another copy")
     scales = scales[:, None] if isinstance(made, Int8) else scales
     if QUANTIZATIONS[quantization].rounds:
         yield f"{module}.weight", codes

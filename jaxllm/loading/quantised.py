@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +17,6 @@ from jaxllm.models.quantisation import KV_SCALES, OF_ACTIVATIONS, Quantisation
 from jaxllm.models.weight_layouts import Codes, WeightLayout
 
 _R = TypeVar("_R")
-_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +80,9 @@ class QuantisedTensor(StoredTensor):
                 inputs = np.array([arrays["input_scale"].item(), zero.item()], np.float32)
                 if not 0 < inputs[0] < np.inf:
                     raise ValueError(f"input_scale is {inputs[0]}, and must be above 0")
+                least, most = (-128, 127) if held.rounds == "int8_static" else (0, 0)
+                if not least <= inputs[1] <= most:
+                    raise ValueError(f"input_zero_point is {inputs[1]}, and must lie in [{least}, {most}]")
             return codes.in_format(held, dtype, inputs)
 
         return self._read(made)
@@ -102,8 +103,9 @@ class QuantisedTensor(StoredTensor):
 def _are_finite(codes: Codes) -> bool:
     """Whether all numbers are, from codes and scales apart: a layer's copy in 32 bits is large."""
     most = np.float32({"int8": 128, "e4m3": 448, "e5m2": 57344}.get(codes.kind, 16))
-    with np.errstate(over="ignore"):
-        are_scales = bool(np.isfinite(np.abs(codes.scales) * most).all())
+    with np.errstate(over="ignore", invalid="ignore"):
+        away = 0 if codes.zeros is None else np.abs(codes.zeros.astype(np.float32))
+        are_scales = bool(np.isfinite(np.abs(codes.scales) * (most + away)).all())
     if codes.kind not in ("e4m3", "e5m2"):
         return are_scales
     least = 0x7F if codes.kind == "e4m3" else 0x7C  # codes from which on there are none but NaN and infinity
@@ -131,8 +133,6 @@ def with_quantised(
     for module, arrays in modules.items():
         one = _as_one(module, arrays, found, said.layout_of(module))
         found[one.name] = one
-    for note in said.notes:
-        _logger.warning("%s checkpoint: %s", said.method, note)
     return found
 
 
@@ -147,7 +147,8 @@ def _as_one(
     if layout is None or surplus:
         what = ", ".join(arrays[end].name for end in sorted(surplus or arrays))
         raise WeightsError(
-            f"{what}: quantization_config says {'another layout' if layout else 'nothing'} of {module}"
+            f"{what}: quantization_config says {'another layout' if layout else 'nothing'} of {module}; "
+            "load a copy whose config.json is that of its weights"
         )
     for alias, end in layout.aliases.items():
         if alias in arrays and end in arrays:
@@ -160,9 +161,22 @@ def _as_one(
         raise WeightsError(f"{name} is there beside {stated}, which stand for it as well")
     arrays = {layout.aliases.get(end, end): tensor for end, tensor in arrays.items()}
     shapes = {end: tensor.shape for end, tensor in arrays.items()}
-    shape = layout.check(module, shapes, {end: tensor.stored_dtype for end, tensor in arrays.items()})
+    if stated_shape := arrays.get("weight_shape"):
+        shapes["weight_shape"] = _pair(stated_shape)
+    dtypes = {end: tensor.stored_dtype for end, tensor in arrays.items()}
+    shape = layout.check(module, shapes, dtypes, {end: tensor.name for end, tensor in arrays.items()})
     file = arrays[layout.values].file
     return QuantisedTensor(name, file, shape, layout.name, 0, layout, arrays)
+
+
+def _pair(tensor: StoredTensor) -> tuple[int, ...]:
+    """Two integers that a tensor holds."""
+    if tensor.shape != (2,) or tensor.stored_dtype not in ("I32", "I64"):
+        raise WeightsError(
+            f"{tensor.name} is {tensor.stored_dtype} of shape {list(tensor.shape)}, expected two integers: "
+            "the weight's outputs and inputs"
+        )
+    return tuple(tensor.read().tolist())
 
 
 def is_empty_bias(name: str, tensors: Mapping[str, StoredTensor]) -> bool:

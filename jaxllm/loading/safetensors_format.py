@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,12 +21,13 @@ from jaxllm.models.config import read_hf_config
 from jaxllm.models.linear_formats import LinearFormat, LinearFormats
 from jaxllm.models.linear_weights import Fused, Weight, stacked
 from jaxllm.models.names import EMBEDDING, KV_SCALES_LAYER, LM_HEAD, WeightNames
-from jaxllm.models.quantisation import quantisation_of, read_quantisation
+from jaxllm.models.quantisation import Quantisation, quantisation_of, read_quantisation
 from jaxllm.models.registry import PLAIN, abstract_params, linear_weights
 from jaxllm.system.dtypes import SAFETENSORS_NAMES
 
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding | None
 _COMPARED_ROWS = 4096
+_logger = logging.getLogger(__name__)
 
 
 def load_safetensors(
@@ -47,6 +49,9 @@ def load_safetensors(
         WeightsError: tensors are missing, unexpected or misshapen (all are named), or a file is corrupt.
     """
     plan = _stored(folder, config)
+    if said := _said(folder):
+        for note in (*said.notes, *_unsaid(said, plan, config)):
+            _logger.warning("%s checkpoint: %s", said.method, note)
     kept = {*linear_weights(config), EMBEDDING}
     # In the order of the last file a weight needs, so that each file is opened about once.
     order = sorted(
@@ -70,7 +75,8 @@ def load_safetensors(
 def stored_formats(folder: Path, config: ModelConfig) -> LinearFormats:
     """The formats in which an engine holds what of a checkpoint is quantised.
 
-    Parts of a fused layer that are of different formats, or whose inputs are, are held apart.
+    Parts of a fused layer that are of different formats, or whose inputs are, are held apart. What is held as
+    numbers is of the engine's dtype: codes and scales give others than the 16 bits of the weights beside it.
 
     Raises:
         WeightsError: as `load_safetensors`.
@@ -78,8 +84,8 @@ def stored_formats(folder: Path, config: ModelConfig) -> LinearFormats:
     others: list[tuple[str, LinearFormat]] = []
     plan = _stored(folder, config)
     for target in linear_weights(config):
-        held = _held(plan[target])
-        others += [(target, held)] if is_held(held) else []
+        if any(isinstance(part, QuantisedTensor) for part in plan[target]):
+            others.append((target, _held(plan[target])))
     return LinearFormats(others=tuple(others))
 
 
@@ -129,13 +135,32 @@ def _stored(folder: Path, config: ModelConfig) -> dict[str, tuple[StoredTensor, 
     """The stored tensors of each weight."""
     names = ARCHITECTURES[config.architecture].names
     tensors = list_tensors(folder)
-    has_config = (folder / "config.json").is_file()
-    if has_config and (said := quantisation_of(read_hf_config(folder))):
-        tensors = with_quantised(tensors, read_quantisation(said), has_kv_scales=config.has_kv_scales)
+    if said := _said(folder):
+        tensors = with_quantised(tensors, said, has_kv_scales=config.has_kv_scales)
     found = _by_canonical_name(tensors, names)
     if config.tie_word_embeddings:
         _drop_tied_head(found, folder)
     return _plan(found, names, config, folder)
+
+
+def _said(folder: Path) -> Quantisation | None:
+    """What config.json says of quantised weights, if it is there and does."""
+    said = quantisation_of(read_hf_config(folder)) if (folder / "config.json").is_file() else None
+    return read_quantisation(said) if said else None
+
+
+def _unsaid(
+    said: Quantisation, plan: Mapping[str, tuple[StoredTensor, ...]], config: ModelConfig
+) -> Iterator[str]:
+    """That weights are numbers of which config.json says that they are codes, if there are any."""
+    inner = [target for target in linear_weights(config) if target not in (LM_HEAD, EMBEDDING)]
+    parts = [part for target in inner for part in plan[target] if not isinstance(part, QuantisedTensor)]
+    names = [part.name for part in parts if said.layout_of(part.name.removesuffix(".weight"))]
+    if names:
+        yield (
+            f"{names[0]} and {len(names) - 1} more are numbers, which quantization_config does not say: they "
+            "and their inputs are taken as they are"
+        )
 
 
 def _by_canonical_name(tensors: Mapping[str, StoredTensor], names: WeightNames) -> dict[str, StoredTensor]:

@@ -95,9 +95,10 @@ class LinearFormat:
         return Coded(*arrays, self.kind, self.rounds, weight.dtype.name)
 
     def group_of(self, width: int) -> int:
-        """Inputs of a group where there are `width`: a half or a quarter of `group` if that fits, or all."""
+        """Inputs of a group where there are `width`: `group`, or a half or a quarter if that fits, or all."""
         sizes = (self.group, self.group // 2, self.group // 4) if self.group else ()
-        return next((size for size in sizes if size >= 16 and width % size == 0), width)
+        whole = (size for size in sizes if (size >= 16 or size == self.group) and width % size == 0)
+        return next(whole, width)
 
     @property
     def has_stored_inputs(self) -> bool:

@@ -112,10 +112,18 @@ def read_quantisation(config: Any) -> Quantisation:
         hint = did_you_mean(method, METHODS) if isinstance(method, str) else ""
         raise UnsupportedModelError(
             f"config.json: weights are quantised by {shown(method)}, and {', '.join(METHODS)} are read; "
-            f"{hint}take a checkpoint of one of these or in 16 bits, or make one where transformers can: "
-            "AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other)"
+            f"{hint}take a checkpoint of one of these or in 16 bits{_MADE.get(str(method), '')}"
         )
     return METHODS[method](config)
+
+
+_MADE = {
+    "bitsandbytes": ", or make one with transformers: "
+    "AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other)",
+    "gguf": ", or make one with transformers: "
+    "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(other)",
+}
+"""How transformers makes a checkpoint of 16 bits of one of these methods."""
 
 
 def _refuse(config: Mapping[str, Any], what: str) -> UnsupportedModelError:
@@ -130,9 +138,35 @@ def _refuse(config: Mapping[str, Any], what: str) -> UnsupportedModelError:
 
 def _integer(config: Mapping[str, Any], name: str, allowed: Sequence[int]) -> int:
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or (allowed and value not in allowed):
-        choices = f" ({', '.join(map(str, allowed))} are read)" if allowed else ""
-        raise UnsupportedModelError(f"config.json: quantization_config has {name}={shown(value)}{choices}")
+    if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+        raise UnsupportedModelError(
+            f"config.json: quantization_config has {name}={shown(value)} ({', '.join(map(str, allowed))} are "
+            "read); take a checkpoint with one of these, or in 16 bits"
+        )
+    return value
+
+
+def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise UnsupportedModelError(
+            f"config.json: quantization_config has {name}={shown(value)}: expected true or false"
+        )
+    return value
+
+
+def _group(config: Mapping[str, Any]) -> int | None:
+    """Inputs in a group, -1 for all of them; None if nothing is said."""
+    value = config.get("group_size")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise UnsupportedModelError(
+            f"config.json: quantization_config has group_size={shown(value)}: expected a number of inputs, "
+            "or -1 for all of them"
+        )
     return value
 
 
@@ -158,8 +192,13 @@ def _names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 def _block(value: Any) -> Shape:
     if value is None:
         return ()
-    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(n, int) and n > 0 for n in value):
-        raise UnsupportedModelError(f"config.json: quantization_config has blocks of {shown(value)}")
+    if isinstance(value, str) and re.fullmatch(r"\d+x\d+", value):
+        value = [int(size) for size in value.split("x")]
+    if not isinstance(value, list) or [type(size) for size in value] != [int, int] or min(value) < 1:
+        raise UnsupportedModelError(
+            f"config.json: quantization_config has blocks of {shown(value)}: expected outputs and inputs of "
+            "one, such as [128, 128]"
+        )
     return tuple(value)
 
 
@@ -170,27 +209,20 @@ def _activations(what: str) -> str:
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     for key in ("sparsity_config", "transform_config"):
         value = config.get(key)
-        if isinstance(value, Mapping) and value and value.get("format", "") != "dense":
-            raise _refuse(config, f"{key}={shown(dict(value), 80)}")
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise _refuse(config, f"{key}={shown(value, 80)}")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _refuse(config, f"config_groups={shown(groups)}")
     layouts: list[tuple[str, WeightLayout]] = []
     notes: list[str] = []
     for group in groups.values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            raise _refuse(config, f"a group without weights: {shown(group, 80)}")
-        layout = _compressed_layout(config, weights, group.get("format") or config.get("format"))
-        if inputs := group.get("input_activations"):
-            rounds = _rounds(inputs, weights) if isinstance(inputs, Mapping) else ""
-            layout = layout.rounding(
-                rounds, is_symmetric=bool(inputs.get("symmetric", True)) if rounds else True
-            )
-            notes += [] if rounds else [_activations("inputs of layers")]
-        if not weights.get("symmetric", True):
-            layout = layout.requiring("weight_zero_point")
-        layouts += [(target, layout) for target in _names(group, "targets") or (_EVERY,)]
+        layout, of_group = _of_group(config, group)
+        targets = _names(group, "targets")
+        if not targets:
+            raise _refuse(config, f"a group without targets: {shown(group, 80)}")
+        layouts += [(target, layout) for target in targets]
+        notes += of_group
     scheme = config.get("kv_cache_scheme")
     has_kv_scales = isinstance(scheme, Mapping) and _KV_SCHEME.items() <= scheme.items()
     if scheme and not has_kv_scales:
@@ -204,67 +236,105 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     )
 
 
+def _of_group(config: Mapping[str, Any], group: Any) -> tuple[WeightLayout, list[str]]:
+    """The layout of a group of compressed-tensors, and what of it is not done here."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise _refuse(config, f"a group without weights: {shown(group, 80)}")
+    layout = _compressed_layout(config, weights, group.get("format") or config.get("format"))
+    notes = [_activations("outputs of layers")] if group.get("output_activations") else []
+    if inputs := group.get("input_activations"):
+        if not isinstance(inputs, Mapping):
+            raise _refuse(config, f"input_activations={shown(inputs, 80)}")
+        rounds = _rounds(inputs, weights)
+        layout = layout.rounding(rounds, is_symmetric=_flag(inputs, "symmetric", True))
+        notes += [] if rounds else [_activations("inputs of layers")]
+    return (layout if _flag(weights, "symmetric", True) else layout.requiring("weight_zero_point")), notes
+
+
 def _rounds(inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     """How compressed-tensors' `input_activations` are rounded; "" if that is not done here."""
     kind, strategy = inputs.get("type", "int"), inputs.get("strategy")
     if inputs.get("num_bits") != 8 or kind not in ("int", "float"):
         return ""
-    is_symmetric, is_dynamic = inputs.get("symmetric", True), inputs.get("dynamic", False)
+    is_symmetric, is_dynamic = _flag(inputs, "symmetric", True), inputs.get("dynamic", False)
     if is_dynamic is True and is_symmetric and strategy == "token":
         is_plain = weights.get("num_bits") == 8 and weights.get("strategy") in ("channel", "tensor", None)
-        is_plain &= bool(weights.get("symmetric", True)) and weights.get("type", "int") == "int"
+        is_plain &= _flag(weights, "symmetric", True) and weights.get("type", "int") == "int"
         return "fp8" if kind == "float" else "int8" if is_plain else ""
     if is_dynamic is True and is_symmetric and kind == "float" and strategy == "group":
         return "fp8_128" if inputs.get("group_size") == 128 else ""
-    if is_dynamic is False and strategy in ("tensor", None):
+    if is_dynamic is False and strategy in ("tensor", None) and (is_symmetric or kind == "int"):
         return "int8_static" if kind == "int" else "fp8_static"
     return ""
 
 
+_BY_GROUPS = {"mxfp4-pack-quantized": (4, 32), "nvfp4-pack-quantized": (4, 16), "mxfp8-quantized": (8, 32)}
+"""Bits, and inputs in a group, of what has no other."""
+
+
 def _compressed_layout(config: Mapping[str, Any], weights: Mapping[str, Any], form: Any) -> WeightLayout:
-    group = weights.get("group_size")
-    group = (
-        group if isinstance(group, int) and group > 0 and weights.get("strategy") in ("group", None) else None
-    )
-    if form == "pack-quantized" and weights.get("type", "int") == "int":
-        return packed(_integer(weights, "num_bits", (2, 4, 8)), group)
+    kind, strategy, size = weights.get("type", "int"), weights.get("strategy"), _group(weights)
+    known = (None, "tensor", "channel", "group", "block", "tensor_group")
+    if kind not in ("int", "float") or strategy not in known:
+        raise _refuse(config, f"weights of type {shown(kind)} and strategy {shown(strategy)}")
+    group = None if size == -1 or strategy not in ("group", None) else size
+    if form == "pack-quantized" and kind == "int":
+        layout = packed(_integer(weights, "num_bits", (2, 4, 8)), group)
+        return layout.requiring("weight_g_idx") if _is_ordered(config, weights) else layout
     if form in ("int-quantized", "float-quantized", "naive-quantized"):
-        block = _block(weights.get("block_structure")) if weights.get("strategy") == "block" else ()
+        block = _block(weights.get("block_structure")) if strategy == "block" else ()
         _integer(weights, "num_bits", (8,))
-        return scaled(str(form), block=block, group=group)
-    if form == "mxfp4-pack-quantized":
-        return float4(form, 32, ())
-    if form == "nvfp4-pack-quantized":
-        return float4(form, 16, ("weight_global_scale",))
-    if form == "mxfp8-quantized":
-        return mxfp8()
+        return scaled(form, block=block, group=group, is_float=kind == "float", strategy=strategy)
+    if isinstance(form, str) and form in _BY_GROUPS and kind == "float":
+        bits, inputs = _BY_GROUPS[form]
+        _integer({"num_bits": bits, **weights}, "num_bits", (bits,))
+        _integer({**weights, "group_size": size or inputs}, "group_size", (inputs,))
+        if bits == 8:
+            return mxfp8()
+        return float4(form, inputs, ("weight_global_scale",) if form.startswith("nv") else ())
     raise _refuse(config, f"the format {shown(form)} of type {shown(weights.get('type'))}")
+
+
+def _is_ordered(config: Mapping[str, Any], weights: Mapping[str, Any]) -> bool:
+    """Whether groups are of inputs in an order of their own, which is stored beside them."""
+    order = weights.get("actorder")
+    if order not in (None, False, True, "group", "dynamic", "weight", "static"):
+        raise _refuse(config, f"actorder={shown(order)}")
+    return order in (True, "group", "dynamic")
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantisation:
     block = _block(config.get("weight_block_size"))
-    notes = (_activations("inputs of layers"),) if config.get("activation_scheme") else ()
+    if (scheme := config.get("activation_scheme")) not in (None, "dynamic", "static"):
+        raise _refuse(config, f"activation_scheme={shown(scheme)}")
     ignored = _names(config, "modules_to_not_convert", "ignored_layers")
-    layout = scaled("fp8", alias="weight_scale_inv", block=block)
-    return Quantisation("fp8", ((_EVERY, layout),), ignored, notes)
+    strategy = "channel" if config["quant_method"] == "fbgemm_fp8" else None
+    layout = scaled("fp8", alias="weight_scale_inv", block=block, strategy=strategy)
+    notes = (_activations("inputs of layers"),)  # of the one dynamic unless it says static, of the other so
+    return Quantisation(config["quant_method"], ((_EVERY, layout),), ignored, notes)
+
+
+def _stated_group(config: Mapping[str, Any]) -> int:
+    if (group := _group(config)) is None:
+        raise UnsupportedModelError("config.json: quantization_config says no group_size: -1 is all inputs")
+    return group
 
 
 def _of_gptq(config: Mapping[str, Any]) -> Quantisation:
-    forms = {config.get(key) for key in ("checkpoint_format", "format")} - {None} or {"gptq"}
-    form = forms.pop()
-    if forms or form not in ("gptq", "gptq_v2"):
-        raise _refuse(config, " and ".join(f"format {shown(one)}" for one in (form, *forms)))
-    if not isinstance(config.get("sym", False), bool):
-        raise _refuse(config, f"sym={shown(config['sym'])}")
+    said = [config[key] for key in ("checkpoint_format", "format") if config.get(key) is not None]
+    form = said[0] if said else "gptq"
+    if form not in ("gptq", "gptq_v2") or any(one != form for one in said):
+        raise _refuse(config, " and ".join(f"format {shown(one)}" for one in said))
     if config.get("dynamic"):
         raise _refuse(config, f"dynamic={shown(config['dynamic'], 80)} (other bits for some layers)")
     layout = gptq(
         _integer(config, "bits", (2, 4, 8)),
-        _integer(config, "group_size", ()),
+        _stated_group(config),
         is_second=form == "gptq_v2",
-        is_symmetric=config.get("sym", False),
+        is_symmetric=_flag(config, "sym", False),
     )
-    layout = layout.requiring("g_idx") if config.get("desc_act") else layout
+    layout = layout.requiring("g_idx") if _flag(config, "desc_act", False) else layout
     return Quantisation("gptq", ((_EVERY, layout),), _names(config, "modules_to_not_convert"))
 
 
@@ -275,11 +345,11 @@ def _of_awq(config: Mapping[str, Any]) -> Quantisation:
         config = {name: config.get(other), **config}
     _integer(config, "bits", (4,))
     forms = {str(config.get(key) or "gemm").lower() for key in ("version", "format", "checkpoint_format")}
-    if forms != {"gemm"} or not config.get("zero_point", True):
+    if forms != {"gemm"} or not _flag(config, "zero_point", True):
         raise _refuse(
             config, f"version={', '.join(sorted(forms))} and zero_point={shown(config.get('zero_point'))}"
         )
-    layout = awq(_integer(config, "group_size", ()))
+    layout = awq(_stated_group(config))
     return Quantisation("awq", ((_EVERY, layout),), _names(config, "modules_to_not_convert"))
 
 
@@ -287,11 +357,27 @@ def _torchao(config: Mapping[str, Any]) -> Quantisation:
     types = config.get("quant_type")
     default = types.get("default") if isinstance(types, Mapping) else None
     kind = default.get("_type") if isinstance(default, Mapping) else None
-    if kind not in _TORCHAO or set(types or ()) != {"default"}:
+    if not isinstance(kind, str) or kind not in _TORCHAO or set(types or ()) != {"default"}:
         raise _refuse(config, f"quant_type={shown(types, 80)} (of torchao, {', '.join(_TORCHAO)} are read)")
-    layout = scaled(kind, "_weight_qdata", "_weight_scale", "_weight_zero_point")
-    layout = layout.rounding(_TORCHAO[kind])
-    return Quantisation("torchao", ((_EVERY, layout),), _names(config, "modules_to_not_convert"))
+    ends = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+    layout = scaled(kind, *ends, is_float=kind.startswith("Float8"))
+    rounds, data = _TORCHAO[kind], default.get("_data")  # type: ignore[union-attr]
+    notes = () if not rounds or _is_by_token(data or {}, rounds) else (_activations("inputs of layers"),)
+    layout = layout.rounding("" if notes else rounds)
+    return Quantisation("torchao", ((_EVERY, layout),), _names(config, "modules_to_not_convert"), notes)
+
+
+def _is_by_token(data: Any, rounds: str) -> bool:
+    """Whether torchao rounds activations token by token, without zero points, to eight bits."""
+    if not isinstance(data, Mapping):
+        return False
+    mapping, grains = data.get("act_mapping_type"), data.get("granularity")
+    mapping = mapping.get("_data") if isinstance(mapping, Mapping) else mapping
+    of_each = grains if isinstance(grains, list) else [grains]
+    kinds = [one.get("_type") if isinstance(one, Mapping) else one for one in of_each]
+    by_token = ("PerRow", None) if rounds == "int8" else ("PerRow",)  # float8 is by tensor unless it says so
+    is_plain = mapping in (None, "SYMMETRIC") and not data.get("reduce_range")
+    return is_plain and all(kind in by_token for kind in kinds)
 
 
 _TORCHAO = {

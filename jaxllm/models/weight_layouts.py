@@ -8,6 +8,7 @@ DeepSeek.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -101,7 +102,7 @@ class WeightLayout:
         expected: shapes that each array may have, from those of all and `[out, in]`.
         codes: the weight's, from its arrays and `[out, in]`.
         kind: of the codes, one of `linear_weights.CODES`; "" if the dtype of `values` says it.
-        group: inputs of a group, from shapes and `[out, in]`.
+        group: inputs of a group, of so many; 0 for all of them.
         kinds: dtypes that each array may have, by safetensors' names.
         aliases: other names of arrays.
         rounds: how activations are rounded, one of `linear_weights.ROUNDS`.
@@ -116,7 +117,7 @@ class WeightLayout:
     expected: Callable[[Shapes, int, int], Mapping[str, Sequence[Shape]]]
     codes: Callable[[Arrays, int, int], Codes]
     kind: str
-    group: Callable[[Shapes, int, int], int]
+    group: Callable[[int], int]
     kinds: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rounds: str = ""
@@ -129,8 +130,14 @@ class WeightLayout:
         zero = "input_zero_point"
         others = (*self.others, "input_scale", *(() if is_symmetric else (zero,)))
         optional = (*self.optional, *((zero,) if is_symmetric else ()))
-        kinds = {**self.kinds, "input_scale": _FLOATS, zero: ("I8", *_INTEGERS)}
-        return dataclasses.replace(self, rounds=rounds, others=others, optional=optional, kinds=kinds)
+        kinds = {**self.kinds, "input_scale": _FLOATS, zero: ("I8", *_INTEGERS, "F8_E4M3")}
+
+        def expected(shapes: Shapes, out: int, width: int) -> Mapping[str, Sequence[Shape]]:
+            one = [(), (1,), (1, 1)]
+            return {**self.expected(shapes, out, width), "input_scale": one, zero: one}
+
+        added: dict[str, Any] = {"others": others, "optional": optional, "expected": expected}
+        return dataclasses.replace(self, rounds=rounds, kinds=kinds, **added)
 
     def requiring(self, *ends: str) -> WeightLayout:
         """The same, in which arrays that may be there must be."""
@@ -150,7 +157,7 @@ class WeightLayout:
             width: inputs of it.
             order: the stored groups of its inputs.
         """
-        kind, group = self.kind or OF_DTYPES.get(stored, ""), self.group(shapes, out, width) or width
+        kind, group = self.kind or OF_DTYPES.get(stored, ""), self.group(width) or width
         zeros = [name for name in shapes if name.endswith(("zero_point", "qzeros")) and name[:5] != "input"]
         groups = _order(order, width, group)
         is_int8 = kind == "int8" and group == width and groups is None
@@ -177,32 +184,54 @@ class WeightLayout:
         """The weight, float32 `[out, in]`."""
         return self.codes(arrays, out, width).numbers()
 
-    def check(self, module: str, shapes: Shapes, kinds: Mapping[str, str]) -> Shape:
+    def check(
+        self,
+        module: str,
+        shapes: Shapes,
+        kinds: Mapping[str, str],
+        names: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> Shape:
         """The shape of a module's weight, from the shapes and dtypes of its arrays.
+
+        Args:
+            module: whose they are.
+            shapes: of the arrays, but for `weight_shape`: what it says.
+            kinds: dtypes of the arrays, by safetensors' names.
+            names: of the arrays, where they are stored as others.
 
         Raises:
             WeightsError: arrays are missing, misshapen or of other dtypes; all are named.
         """
+
+        def named(end: str) -> str:
+            return names.get(end, f"{module}.{end}")
+
         strange = [
-            f"{module}.{name} is {kinds[name]}, expected {' or '.join(self.kinds[name])}"
+            f"{named(name)} is {kinds[name]}, expected {' or '.join(self.kinds[name])}"
             for name in kinds
             if kinds[name] not in self.kinds.get(name, (kinds[name],))
         ]
         if strange:
             raise WeightsError(f"of the wrong dtype for the layout {self.name}: {'; '.join(strange)}")
-        missing = [f"{module}.{name}" for name in (self.values, *self.others) if name not in shapes]
+        others = {end: f" (or {alias})" for alias, end in self.aliases.items()}
+        required = (self.values, *self.others)
+        missing = [f"{module}.{end}{others.get(end, '')}" for end in required if end not in shapes]
         if missing:
             raise WeightsError(f"missing of a weight in the layout {self.name}: {', '.join(missing)}")
         if len(shapes[self.values]) != 2:
             raise WeightsError(
-                f"{module}.{self.values} has shape {list(shapes[self.values])}: expected two axes"
+                f"{named(self.values)} has shape {list(shapes[self.values])}: expected two axes"
             )
         out, width = self.shape(shapes)
+        try:
+            expected = self.expected(shapes, out, width)
+        except ValueError as error:
+            raise WeightsError(f"{named(self.values)}: {error}") from error
         wrong = []
-        for name, allowed in self.expected(shapes, out, width).items():
+        for name, allowed in expected.items():
             if name in shapes and shapes[name] not in allowed:
                 lists = " or ".join(str(list(one)) for one in dict.fromkeys(allowed))
-                wrong.append(f"{module}.{name} is {list(shapes[name])}, expected {lists}")
+                wrong.append(f"{named(name)} is {list(shapes[name])}, expected {lists}")
         if wrong:
             raise WeightsError(f"of the wrong shape for the layout {self.name}: {'; '.join(wrong)}")
         return out, width
@@ -285,13 +314,28 @@ def _plain_shape(shapes: Shapes, name: str = "weight") -> Shape:
     return shapes[name]
 
 
-def _of_rows(out: int, width: int, block: Shape, group: int | None) -> list[Shape]:
+def _count(width: int, group: int) -> int:
+    """Whole groups of inputs.
+
+    Raises:
+        ValueError: a part of one is left over.
+    """
+    if width % group:
+        raise ValueError(
+            f"groups of {group} do not divide its {width} inputs: take a checkpoint whose groups do, or one "
+            "in 16 bits"
+        )
+    return width // group
+
+
+def _of_rows(out: int, width: int, block: Shape, group: int | None, strategy: str | None) -> list[Shape]:
     """Shapes that scales may have."""
     if block:
         return [(-(-out // block[0]), -(-width // block[1]))]
     if group:
-        return [(out, width // group)]
-    return [(), (1,), (1, 1), (out,), (out, 1)]
+        return [(out, _count(width, group))]
+    of_tensor, of_rows = [(), (1,), (1, 1)], [(out,), (out, 1)]
+    return {"tensor": of_tensor, "channel": of_rows}.get(strategy or "", [*of_tensor, *of_rows])
 
 
 def scaled(
@@ -302,8 +346,10 @@ def scaled(
     alias: str | None = None,
     block: Shape = (),
     group: int | None = None,
+    is_float: bool = True,
+    strategy: str | None = None,
 ) -> WeightLayout:
-    """Numbers of eight bits, as they are, times scales."""
+    """Numbers of eight bits, as they are, times scales: of a "tensor", a "channel", or perhaps of either."""
 
     def codes(arrays: Arrays, out: int, width: int) -> Codes:
         scales = _rows(arrays[scale], out, block).astype(np.float32)
@@ -314,21 +360,31 @@ def scaled(
         )
 
     def expected(shapes: Shapes, out: int, width: int) -> dict[str, Sequence[Shape]]:
-        allowed = _of_rows(out, width, block, group)
+        allowed = _of_rows(out, width, block, group, strategy)
         return {scale: allowed, zero: allowed}
 
     def shape(shapes: Shapes) -> Shape:
         return _plain_shape(shapes, values)
 
     kinds = {
-        values: ("I8", "F8_E4M3", "F8_E5M2"),
+        values: ("F8_E4M3", "F8_E5M2") if is_float else ("I8",),
         scale: _FLOATS,
         zero: (*_FLOATS, "I8", *_INTEGERS, "F8_E4M3"),
     }
     aliases = {alias: scale} if alias else {}
     size = block[1] if block else group or 0
     return WeightLayout(
-        name, values, (scale,), (zero,), shape, expected, codes, "", lambda *_: size, kinds, aliases
+        name,
+        values,
+        (scale,),
+        (zero,),
+        shape,
+        expected,
+        codes,
+        "",
+        lambda width: min(size, width),
+        kinds,
+        aliases,
     )
 
 
@@ -339,24 +395,25 @@ def packed(bits: int, group: int | None) -> WeightLayout:
     def codes(arrays: Arrays, out: int, width: int) -> Codes:
         words, stored = arrays["weight_packed"], arrays.get("weight_zero_point")
         scales = np.asarray(arrays["weight_scale"], np.float32).reshape(out, -1)
-        groups = _order(arrays.get("weight_g_idx"), width, width // scales.shape[1])
+        groups = _order(arrays.get("weight_g_idx"), width, group or width)
         zeros = None if stored is None else unpack(stored, bits, 0)[:out]
         return _integers(bits, unpack(words, bits, 1)[:out, :width], scales, zeros, groups)
 
     def shape(shapes: Shapes) -> Shape:
+        if "weight_shape" in shapes:
+            return shapes["weight_shape"]
         out, words = shapes["weight_packed"]
         count = shapes["weight_scale"][-1] if len(shapes["weight_scale"]) == 2 else 1
         # The last word may be filled up; whole groups say how many inputs there are.
         return out, (count * group if group else words * per_word)
 
     def expected(shapes: Shapes, out: int, width: int) -> dict[str, Sequence[Shape]]:
-        count = width // group if group else 1
+        count = _count(width, group) if group else 1
         return {
             "weight_packed": [(out, -(-width // per_word))],
             "weight_scale": [(out, count)] if group else [(out, 1), (out,)],
             "weight_zero_point": [(-(-out // per_word), count)],
             "weight_g_idx": [(width,)],
-            "weight_shape": [(2,)],
         }
 
     optional = ("weight_zero_point", "weight_g_idx", "weight_shape")
@@ -369,7 +426,7 @@ def packed(bits: int, group: int | None) -> WeightLayout:
         expected,
         codes,
         _kind_of(bits),
-        lambda shapes, out, width: width // (shapes["weight_scale"][-1] if group else 1),
+        lambda _: group or 0,
         {
             "weight_packed": ("I32",),
             "weight_scale": _FLOATS,
@@ -392,7 +449,7 @@ def float4(name: str, group: int, others: tuple[str, ...]) -> WeightLayout:
         return Codes("fp4", _nibbles(arrays["weight_packed"].view(np.uint8)), scales)
 
     def expected(shapes: Shapes, out: int, width: int) -> dict[str, Sequence[Shape]]:
-        return {"weight_scale": [(out, width // group)], "weight_global_scale": [(1,), ()]}
+        return {"weight_scale": [(out, _count(width, group))], "weight_global_scale": [(1,), ()]}
 
     def shape(shapes: Shapes) -> Shape:
         return shapes["weight_packed"][0], 2 * shapes["weight_packed"][1]
@@ -411,7 +468,7 @@ def float4(name: str, group: int, others: tuple[str, ...]) -> WeightLayout:
         expected,
         codes,
         "fp4",
-        lambda *_: group,
+        lambda _: group,
         kinds,
     )
 
@@ -424,7 +481,7 @@ def mxfp8() -> WeightLayout:
         return Codes(kind, arrays["weight"], _exponents(arrays["weight_scale"]))
 
     def expected(shapes: Shapes, out: int, width: int) -> dict[str, Sequence[Shape]]:
-        return {"weight_scale": [(out, width // 32)]}
+        return {"weight_scale": [(out, _count(width, 32))]}
 
     return WeightLayout(
         "mxfp8-quantized",
@@ -435,7 +492,7 @@ def mxfp8() -> WeightLayout:
         expected,
         codes,
         "",
-        lambda *_: 32,
+        lambda _: 32,
         {"weight": ("F8_E4M3", "F8_E5M2"), "weight_scale": ("U8", "F8_E8M0")},
     )
 
@@ -444,22 +501,25 @@ def gptq(bits: int, group: int, *, is_second: bool, is_symmetric: bool) -> Weigh
     """GPTQ's words along the inputs, with zero points less one unless it is the second version."""
     per_word = 32 // bits
 
+    def size_of(width: int) -> int:
+        return min(group, width) if group > 0 else width
+
     def codes(arrays: Arrays, out: int, width: int) -> Codes:
         scales = arrays["scales"].astype(np.float32).T
-        groups = _order(arrays.get("g_idx"), width, -(-width // scales.shape[1]))
-        middle = 1 << (bits - 1)
-        zeros = unpack(arrays["qzeros"], bits, 1)[:, :out].astype(np.int32)
+        groups = _order(arrays.get("g_idx"), width, size_of(width))
+        words, middle = arrays["qzeros"].view(np.uint32), 1 << (bits - 1)
+        zeros = unpack(words, bits, 1)[:, :out]
         if is_symmetric and np.isin(zeros, (middle - 1, middle)).all():
             zeros = np.full_like(zeros, middle)  # some writers of the first version store it as it is
-        else:
-            zeros = zeros + (0 if is_second else 1)
+        elif not is_second:  # whose words are less by one in each place, so that a zero of 0 has borrowed
+            zeros = unpack(words + np.uint32(0xFFFFFFFF // ((1 << bits) - 1)), bits, 1)[:, :out]
         return _integers(bits, unpack(arrays["qweight"], bits, 0).T, scales, zeros.T, groups)
 
     def shape(shapes: Shapes) -> Shape:
         return shapes["qweight"][1], shapes["qweight"][0] * per_word
 
     def expected(shapes: Shapes, out: int, width: int) -> dict[str, Sequence[Shape]]:
-        count = -(-width // group) if group > 0 else 1
+        count = -(-width // size_of(width))
         return {
             "scales": [(count, out)],
             "qzeros": [(count, -(-out // per_word))],
@@ -476,7 +536,7 @@ def gptq(bits: int, group: int, *, is_second: bool, is_symmetric: bool) -> Weigh
         expected,
         codes,
         _kind_of(bits),
-        lambda shapes, out, width: -(-width // shapes["scales"][0]),
+        size_of,
         kinds,
     )
 
@@ -496,7 +556,7 @@ def awq(group: int) -> WeightLayout:
         return shapes["qweight"][1] * 8, shapes["qweight"][0]
 
     def expected(shapes: Shapes, out: int, width: int) -> dict[str, Sequence[Shape]]:
-        count = width // group if group > 0 else 1
+        count = _count(width, group) if group > 0 else 1
         return {"scales": [(count, out)], "qzeros": [(count, out // 8)]}
 
     kinds = {"qweight": ("I32",), "qzeros": ("I32",), "scales": _FLOATS}
@@ -509,6 +569,6 @@ def awq(group: int) -> WeightLayout:
         expected,
         codes,
         "int4",
-        lambda shapes, out, width: width // shapes["scales"][0],
+        lambda _: max(group, 0),
         kinds,
     )

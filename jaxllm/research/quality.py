@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxllm.functional as F
-from jaxllm.errors import ConfigError, RequestError
+from jaxllm.errors import ConfigError, RequestError, WeightsError
 from jaxllm.functional.checks import Params
 from jaxllm.loading.load import checkpoint_formats, iter_params
 from jaxllm.models.architecture import ModelConfig
@@ -23,7 +23,7 @@ from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormats
 from jaxllm.models.quantisation import quantisation_of
 from jaxllm.models.registry import in_format
 from jaxllm.predictors.base import check_integer
-from jaxllm.system.dtypes import KV_DTYPES
+from jaxllm.system.dtypes import dtype_or_auto, kv_dtype_of
 from jaxllm.system.options import check_choice
 from jaxllm.text.tokenizer import encode, load_tokenizer
 
@@ -125,9 +125,9 @@ def compare_quality(
             for not at all.
 
     Raises:
-        ConfigError: the vocabularies differ, or a number is out of range.
+        ConfigError: the vocabularies differ, a number is out of range, or a dtype is unknown.
         RequestError: the text has fewer than two tokens.
-        WeightsError: a checkpoint cannot be read.
+        WeightsError: a checkpoint cannot be read, or its logits are not finite.
     """
     configs = [config_from_dict(read_hf_config(Path(folder))) for folder in (first, second)]
     sizes = [config.vocab_size for config in configs]
@@ -147,10 +147,12 @@ def compare_quality(
         )
     if quantization is not None:
         check_choice("quantization", quantization, tuple(QUANTIZATIONS))
-    check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", *KV_DTYPES))
+    kv_cache_dtype = kv_dtype_of("kv_cache_dtype", kv_cache_dtype)
+    dtype = dtype_or_auto("dtype", dtype)
+    second_dtype = dtype if second_dtype is None else dtype_or_auto("second_dtype", second_dtype)
     params = [
         _weights(Path(first), configs[0], dtype, None),
-        _weights(Path(second), configs[1], second_dtype or dtype, quantization),
+        _weights(Path(second), configs[1], second_dtype, quantization),
     ]
 
     @jax.jit
@@ -173,6 +175,11 @@ def compare_quality(
         columns.append([np.asarray(column)[:count] for column in measured(params, row, targets)])
         positions += range(start + 1, start + 1 + count)
     found = [np.concatenate(column) for column in zip(*columns, strict=True)]
+    for folder, name, logs in ((first, dtype, found[-2]), (second, second_dtype, found[-1])):
+        if not np.isfinite(logs).all():
+            raise WeightsError(
+                f"the logits of {os.fspath(folder)!r} in {name} are not finite: take another copy, or float32"
+            )
     return _quality(tokenizer, tokens, positions, found)
 
 
@@ -215,7 +222,8 @@ def _quality(
         )
         amounts = float(lead[index]), float(divergence[index])
         partings.append(Parting(position, before, one_word, other_word, *amounts))
-    one, other = (math.exp(-float(column.astype(np.float64).mean())) for column in logs)
+    # At most what a float holds, as of weights that are broken.
+    one, other = (math.exp(min(-float(column.astype(np.float64).mean()), 700.0)) for column in logs)
     return Quality(
         num_predictions=len(positions),
         agreement=float((first == second).mean()),

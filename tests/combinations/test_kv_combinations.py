@@ -24,6 +24,7 @@ from jaxllm.system.dtypes import KV_DTYPES
 
 QUANTIZATIONS = ["int8", "int8_weight", "int4_weight", "fp8"]
 WEIGHTS = ["float32", "bfloat16", *QUANTIZATIONS, "ct-fp8-block", "ct-nvfp4a16", "gptq-sym-g128-actorder"]
+WEIGHTS += ["ct-w8a8-static-asym"]
 COMBINATIONS = list(itertools.product(WEIGHTS, KV_DTYPES))
 SIZES = {
     "block_size": 16,

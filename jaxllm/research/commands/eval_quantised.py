@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-cache-dtype",
-        choices=("auto", *KV_DTYPES),
+        metavar=f"{{auto,{','.join(KV_DTYPES)}}}",
         default="auto",
         help="what B's keys and values are stored as before they are attended to (default: not stored)",
     )
