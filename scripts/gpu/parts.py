@@ -63,12 +63,12 @@ def _codes(report: Report, sizes: Sizes, seed: int, implementation: str | None, 
 
 
 def _tilings(report: Report, sizes: Sizes, seed: int, implementation: str | None, folder: Path) -> None:
-    """Triton's default tiles beside others, at two batches of one context, and one prompt."""
+    """Triton's default tiles beside others, at three batches of one context, and one prompt."""
     found = kernels.ceilings(sizes)
     report.rows("ceilings", [found])
     few = dataclasses.replace(
         sizes,
-        batches=sizes.batches[1:3],
+        batches=sizes.batches[1:],
         contexts=sizes.contexts[:2][-1:],
         prefill_tokens=sizes.prefill_tokens[-1:],
     )
