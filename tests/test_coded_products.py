@@ -83,14 +83,15 @@ def test_every_code_is_its_number(kind):
     ("group", "width"), [(0, 48), (0, 40), (0, 96), (0, 4), (16, 96), (64, 320), (128, 384)]
 )
 @pytest.mark.parametrize("rows", [1, 70])
-def test_what_is_covered_can_be_lowered_for_gpus(kind, group, width, rows, monkeypatch):
+def test_what_is_covered_can_be_lowered_for_gpus(kind, group, width, rows):
     """Triton takes powers of two, which interpretation does not mind."""
-    monkeypatch.setattr(products, "is_interpreted", lambda: False)
     weight, _ = weight_of(kind, group, (64, width))
     assert products.covers(width, weight.scales.shape[1], kind)
-    call = jax.jit(functools.partial(products.coded_product, kind=kind))
-    traced = call.trace(jnp.zeros((rows, width), jnp.bfloat16), weight.codes, weight.scales)
-    assert "coded_product" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    h100 = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h100)):
+        call = jax.jit(functools.partial(products.coded_product, kind=kind))
+        traced = call.trace(jnp.zeros((rows, width), jnp.bfloat16), weight.codes, weight.scales)
+        assert "coded_product" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_no_rows_give_none():

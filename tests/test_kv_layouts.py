@@ -97,8 +97,10 @@ def test_native_fp8_is_rounded_once(dtype):
     pool = jnp.zeros((1, 1, 2, 2, 16, 64), layout.array_dtype)
     found = pallas_kernels.write_kv(pool, heads, -heads, slots, layer=0, implementation="native")[0, 0]
     for place, stored in enumerate((heads, -heads)):
-        codes = np.asarray(found[place]).swapaxes(0, 1).view(np.uint8)
-        np.testing.assert_array_equal(codes, np.asarray(layout.stored(stored)).view(np.uint8))
+        mine, theirs = np.asarray(found[place]).swapaxes(0, 1), np.asarray(layout.stored(stored))
+        are_numbers = ~np.isnan(theirs.astype(np.float32))  # of which there are several that are none
+        np.testing.assert_array_equal(~np.isnan(mine.astype(np.float32)), are_numbers)
+        np.testing.assert_array_equal(mine.view(np.uint8)[are_numbers], theirs.view(np.uint8)[are_numbers])
 
 
 @pytest.mark.parametrize("implementation", ["native", "xla", "triton"])
