@@ -18,6 +18,7 @@ from jaxllm.engine.engine import Engine
 from jaxllm.loading import shards
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import read_hf_config
+from jaxllm.pallas_kernels.kv_layout import layout_of
 from jaxllm.sched.policies import Decision, PreemptionAction, ResumeAction, ResumeDecision, SchedulerPolicy
 from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system.dtypes import KV_DTYPES
@@ -79,14 +80,18 @@ class Witness:
     def execute(self, scheduled):
         step = self.executor.execute(scheduled)
         pool = np.asarray(self.executor._state.pool)
-        pool = pool.view(np.uint8).reshape(*pool.shape[:5], -1)
+        areas = pool.view(np.uint8).reshape(*pool.shape[:4], -1)
+        size = layout_of(self.executor._state.pool).head_dim * pool.itemsize
+        scales = areas[..., 16 * size :].reshape(*pool.shape[:4], 16, -1)  # of int8, behind the codes
+        heads = areas[..., : 16 * size].reshape(*pool.shape[:4], 16, size)
+        of_tokens = np.concatenate([heads, scales], axis=-1)
         computed = [(chunk.request, chunk.start, chunk.start + chunk.length) for chunk in scheduled.prefill]
         computed += [(one, one.num_tokens - 2, one.num_tokens - 1) for one in scheduled.decode]
         for request, start, stop in computed:
             tokens = request.token_ids(0, stop)
             for position in range(stop):
                 block = request.block_ids[position // 16]
-                found = pool[block, :, :, :, position % 16].tobytes()
+                found = of_tokens[block, :, :, :, position % 16].tobytes()
                 known = self.noted.setdefault(tuple(tokens[: position + 1]), set())
                 if position >= start:
                     known.add(found)
