@@ -40,7 +40,7 @@ warnings.filterwarnings(
 )
 
 _MIN_DOT = 16
-_MASKED = -1e30
+_LEAST_PEAK = -1e30
 _LOG2_E = 1.4426950408889634
 _COMBINED_AT_ONCE = 16
 _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
@@ -398,7 +398,7 @@ def _combine_kernel(
         acc, old_peak, total = state
         chunks = step * at_once + jnp.arange(at_once)
         is_used = (chunks >= first_used) & (chunks < num_used)
-        peaks = plgpu.load(peak_ref.at[row, chunks, kv_head, member], mask=is_used, other=_MASKED)
+        peaks = plgpu.load(peak_ref.at[row, chunks, kv_head, member], mask=is_used, other=_LEAST_PEAK)
         totals = plgpu.load(total_ref.at[row, chunks, kv_head, member], mask=is_used, other=0.0)
         mask = is_used[:, None] & (dims < head_dim)[None, :]
         at = acc_ref.at[row, chunks[:, None], kv_head, member, dims[None, :]]
@@ -408,7 +408,7 @@ def _combine_kernel(
         acc = acc * decay + (parts * weights[:, None]).sum(axis=0)
         return acc, peak, total * decay + (totals * weights).sum()
 
-    start = jnp.zeros(dims.shape, jnp.float32), jnp.float32(_MASKED), jnp.float32(0)
+    start = jnp.zeros(dims.shape, jnp.float32), jnp.float32(_LEAST_PEAK), jnp.float32(0)
     acc, _, total = lax.fori_loop(first_used // at_once, pl.cdiv(num_used, at_once), body, start)
     out = (acc / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
     plgpu.store(out_ref.at[row, head, dims], out, mask=dims < head_dim)
@@ -736,7 +736,7 @@ def _widest(query_dtype: Any, layout: KVLayout) -> jnp.dtype:
 def _empty_state(rows: int, layout: KVLayout) -> _State:
     stats = jnp.zeros(rows, jnp.float32)
     accs = tuple(jnp.zeros((rows, dims.shape[0]), jnp.float32) for dims in _dims(layout))
-    return accs, stats + _MASKED, stats
+    return accs, stats + _LEAST_PEAK, stats
 
 
 def _quotients(accs: Sequence[jax.Array], total: jax.Array) -> list[jax.Array]:
@@ -771,7 +771,10 @@ def _accumulate(
     unit = _LOG2_E * scale
     if soft_cap is not None:
         scores, unit = jnp.tanh(scores * (scale / soft_cap)), _LOG2_E * soft_cap
-    scores = scores if seen is None else jnp.where(seen, scores, _MASKED)
+    elif scale <= 0:
+        scores, unit = scores * scale, _LOG2_E
+    # The weight of what is not seen is 0 where a row sees nothing of a tile, too: the least peak is finite.
+    scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
     peak = jnp.maximum(old_peak, scores.max(axis=1) * unit)
     decay = exp2_of(old_peak, 1.0, peak)
     weights = exp2_of(scores, unit, peak[:, None])
