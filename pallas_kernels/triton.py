@@ -101,7 +101,7 @@ def default_tiling(op: str, kind: str, dtype: Any, head_dim: int, kv_bytes: int 
     Chosen from what the compiled kernels need at head_dim 128 (`scripts/inspect_tilings.py`): no register is
     spilled, and decodes in 16 bits have at least two programs on a core, so that one computes while the other
     waits for its KV. Cores with 100 KiB of shared memory get smaller tiles for it; so does float32, whose
-    products take no tensor cores. Where 128 rows of a prompt fit, in two groups of warps, they share their KV.
+    products take no tensor cores. Where 128 rows of a prompt fit, two groups of warps share their KV.
 
     Args:
         op: the operation.
@@ -522,6 +522,21 @@ def _per_word(layout: KVLayout) -> int:
     return 2 if layout.array_dtype.itemsize == 1 else 1
 
 
+def why_not(layout: KVLayout, block_size: int) -> str | None:
+    """Why the kernels do not take KV of a layout in blocks of so many tokens, or None if they do."""
+    if _per_word(layout) == 1:
+        return None
+    if layout.head_dim % 4:
+        return f"KV of {layout.dtype} needs heads of a multiple of 4, and these have {layout.head_dim}"
+    is_aligned = layout.head_dim % 16 == block_size * layout.width % 16 == 0
+    if is_aligned or is_interpreted():  # JAX 0.10 copies 16 bytes at a time all the same
+        return None
+    return (
+        f"on a GPU KV of {layout.dtype} needs heads of a multiple of 16 and blocks of a multiple of 4, not "
+        f"{layout.head_dim} and {block_size}"
+    )
+
+
 def _areas(pool: jax.Array) -> jax.Array:
     """The pool as kernels see it, `[blocks, layers, 2, KV heads, elements]`; it is not copied.
 
@@ -529,24 +544,14 @@ def _areas(pool: jax.Array) -> jax.Array:
     arrays of up to 4 GiB.
 
     Raises:
-        ConfigError: heads of 8 bits have no halves of whole words.
+        ConfigError: `why_not` gives a reason.
     """
     layout = layout_of(pool)
     areas = pool.reshape(*pool.shape[:4], -1)
     if _per_word(layout) == 1:
         return areas
-    if layout.head_dim % 4:
-        raise ConfigError(
-            f"attention implementation 'triton': KV of {layout.dtype} needs heads of a multiple of 4, and "
-            f"these have {layout.head_dim}; use 'xla', or KV of 16 bits"
-        )
-    is_aligned = layout.head_dim % 16 == pool.shape[4] * layout.width % 16 == 0
-    if not (is_interpreted() or is_aligned):  # JAX 0.10 copies 16 bytes at a time all the same
-        raise ConfigError(
-            f"attention implementation 'triton': on a GPU KV of {layout.dtype} needs heads of a multiple of "
-            f"16 and blocks of a multiple of 4, not {layout.head_dim} and {pool.shape[4]}; use 'xla', or KV "
-            "of 16 bits"
-        )
+    if reason := why_not(layout, pool.shape[4]):
+        raise ConfigError(f"attention implementation 'triton': {reason}; use 'xla', or KV of 16 bits")
     return lax.bitcast_convert_type(areas.reshape(*areas.shape[:4], -1, 2), jnp.int16)
 
 

@@ -139,6 +139,28 @@ def test_heads_of_8_bits_that_triton_cannot_halve_are_refused():
         pallas_kernels.decode_attention(q, pool, tables, lengths, layer=0, scale=1.0, implementation="triton")
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "block_size", "expected"),
+    [
+        ("int8", 128, 16, "triton"),
+        ("int8", 128, 4, "triton"),
+        ("int8", 128, 2, "xla"),
+        ("int8", 120, 16, "xla"),
+        ("fp8_e4m3", 100, 16, "xla"),
+        ("fp8_e4m3", 128, 1, "triton"),
+        ("bfloat16", 100, 1, "triton"),
+    ],
+)
+def test_a_gpus_default_takes_the_layout(monkeypatch, kv_dtype, head_dim, block_size, expected):
+    from jaxllm.pallas_kernels import api
+
+    monkeypatch.setattr(api, "default_implementation", lambda: "triton")
+    monkeypatch.setattr(triton, "is_interpreted", lambda: False)
+    name, reason = pallas_kernels.settle_implementation(8, 2, head_dim, block_size, kv_dtype=kv_dtype)
+    assert name == expected
+    assert reason is None or reason.startswith(f"not triton: on a GPU KV of {kv_dtype} needs heads of")
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(KV_DTYPES)), st.integers(0, 99))
 def test_what_is_loaded_is_near_what_was_stored(dtype, seed):
