@@ -785,8 +785,8 @@ def _accumulate(
     weights = exp2_of(scores, unit, peak[:, None])
     total = total * decay + weights.sum(axis=1)
     added = weights
-    if tile.value_scale is not None:  # at most 1, so that float16 has what counts
-        most = tile.value_scale.max()
+    if tile.value_scale is not None:  # at most 2**15, so that float16 has what counts
+        most = tile.value_scale.max() * 2.0**-15
         most = jnp.where(most > 0, most, 1.0)
         added = weights * (tile.value_scale / most)[None, :]
     products = [_dot(added.astype(value.dtype), value) for value in tile.value]

@@ -139,6 +139,20 @@ def test_heads_of_8_bits_that_triton_cannot_halve_are_refused():
         pallas_kernels.decode_attention(q, pool, tables, lengths, layer=0, scale=1.0, implementation="triton")
 
 
+@pytest.mark.parametrize("implementation", ["native", "xla", "triton"])
+def test_large_values_of_a_later_token_change_nothing_before_it(implementation):
+    shape = Shape(dtype="bfloat16")
+    case = prefill_case(dataclasses.replace(shape, dtype="float32"), [(0, 40)], 40, 1)
+    last = case.block_tables[0, 39 // 16], LAYER, 1, slice(None), 39 % 16
+    case = dataclasses.replace(case, q=case.q.astype("bfloat16"), pool=case.pool.at[last].multiply(1e8))
+    case = in_layout(case, "int8")
+    q, _, *rest = case.prefill_args()
+    options = {"layer": LAYER, "scale": shape.scale}
+    expected = reference.prefill_attention(q, floats(case.pool), *rest, **options)
+    found = pallas_kernels.prefill_attention(*case.prefill_args(), **options, implementation=implementation)
+    assert relative_error(found[:39], expected[:39]) < 3e-3
+
+
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "block_size", "expected"),
     [
