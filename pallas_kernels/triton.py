@@ -673,9 +673,9 @@ def _dims(layout: KVLayout) -> list[jax.Array]:
 
 
 def _load_query(q_ref: Any, at: tuple[Any, ...], is_row: jax.Array, layout: KVLayout) -> _Query:
-    """Queries by their indices but the last; for KV of 8 bits as float16, if they have 16 bits.
+    """Queries by their indices but the last.
 
-    For these they are divided by a power of two, so that all of them fit.
+    Those of bfloat16 become float16 where keys are that, divided by a power of two, so that all of them fit.
     """
     parts = [
         plgpu.load(
@@ -685,7 +685,8 @@ def _load_query(q_ref: Any, at: tuple[Any, ...], is_row: jax.Array, layout: KVLa
         )
         for dims in _dims(layout)
     ]
-    if len(parts) == 1 or q_ref.dtype == jnp.float32:
+    has_halves = len(parts) > 1 or _widest(q_ref.dtype, layout) == jnp.float16
+    if q_ref.dtype != jnp.bfloat16 or not has_halves:
         return _Query(parts)
     exact = [part.astype(jnp.float32) for part in parts]
     most = functools.reduce(jnp.maximum, [jnp.abs(part).max(axis=1) for part in exact])
@@ -734,7 +735,9 @@ def _numbers(tile: jax.Array, layout: KVLayout, query_dtype: Any) -> list[jax.Ar
 
 
 def _widest(query_dtype: Any, layout: KVLayout) -> jnp.dtype:
-    """What keys and values are computed with: what they are stored as, but for those of 8 bits."""
+    """What keys and values of no 8 bits are computed with: the wider of queries' and theirs, or float16."""
+    if layout.dtype == "float16" and query_dtype == jnp.bfloat16:
+        return layout.array_dtype
     return max(jnp.dtype(query_dtype), layout.array_dtype, key=lambda dtype: dtype.itemsize)
 
 

@@ -140,6 +140,20 @@ def test_heads_of_8_bits_that_triton_cannot_halve_are_refused():
 
 
 @pytest.mark.parametrize("implementation", ["native", "xla", "triton"])
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 3e-4), ("float32", 1e-5)])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32"])
+def test_keys_are_not_rounded_to_what_queries_are(implementation, dtype, limit, kv_dtype):
+    shape = Shape(num_q_heads=2, num_kv_heads=1)
+    options = {"layer": LAYER, "scale": 4 * shape.scale}
+    case = in_layout(prefill_case(shape, [(0, 60)], 60, 1), kv_dtype)
+    case = dataclasses.replace(case, q=case.q.astype(dtype))
+    q, _, *rest = case.prefill_args()
+    expected = reference.prefill_attention(q, floats(case.pool), *rest, **options)
+    found = pallas_kernels.prefill_attention(*case.prefill_args(), **options, implementation=implementation)
+    assert relative_error(found, expected) < limit
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla", "triton"])
 def test_large_values_of_a_later_token_change_nothing_before_it(implementation):
     shape = Shape(dtype="bfloat16")
     case = prefill_case(dataclasses.replace(shape, dtype="float32"), [(0, 40)], 40, 1)
