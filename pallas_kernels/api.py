@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels.heads import RopeTable, rotated_heads
-from jaxllm.pallas_kernels.kv_layout import layout_of
+from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
 from jaxllm.pallas_kernels.settings import under_jax_defaults
 from jaxllm.pallas_kernels.tiles import current_device
 from jaxllm.system.dtypes import DTYPES, KV_DTYPES
@@ -248,6 +248,8 @@ def settle_implementation(
     reason = why_no_layout(name, kv_dtype)
     if reason is None and name == "native":
         reason = _load_backend(name).why_not(num_q_heads, num_kv_heads, head_dim, block_size)
+    elif reason is None and name == "triton":
+        reason = _load_backend(name).why_not(KVLayout(kv_dtype, head_dim), block_size)
     return (name, None) if reason is None else ("xla", f"not {name}: {reason}")
 
 

@@ -70,13 +70,18 @@ def write_kv(
 ) -> jax.Array:
     """Store each token's K and V at its slot; see `pallas_kernels.write_kv`."""
     num_blocks, block_size = pool.shape[0], pool.shape[4]
-    block = jnp.where(slot_mapping >= 0, slot_mapping // block_size, num_blocks)[:, None]
+    block = jnp.where(slot_mapping >= 0, slot_mapping // block_size, num_blocks)
     areas = pool.reshape(*pool.shape[:4], -1)
-    kv = jnp.stack([k, v], axis=1)
-    for piece, places in layout_of(pool).pieces(kv, slot_mapping % block_size, block_size):
-        numbers = places[:, None] + jnp.arange(piece.shape[-1])
-        areas = areas.at[block, layer, :, :, numbers].set(jnp.moveaxis(piece, -1, 1), mode="drop")
+    for piece, places in layout_of(pool).pieces(
+        jnp.stack([k, v], axis=1), slot_mapping % block_size, block_size
+    ):
+        starts = jnp.stack([block, jnp.full_like(block, layer), places], axis=1)
+        areas = lax.scatter(areas, starts, piece, _PIECES, mode=lax.GatherScatterMode.FILL_OR_DROP)
     return areas.reshape(pool.shape)
+
+
+_PIECES = lax.ScatterDimensionNumbers((1, 2, 3), (0, 1), (0, 1, 4))
+"""Of [tokens, 2, KV heads, n], by block, layer and place in the area of a head."""
 
 
 def dense_attention(

@@ -40,7 +40,7 @@ warnings.filterwarnings(
 )
 
 _MIN_DOT = 16
-_MASKED = -1e30
+_LEAST_PEAK = -1e30
 _LOG2_E = 1.4426950408889634
 _COMBINED_AT_ONCE = 16
 _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
@@ -397,7 +397,7 @@ def _combine_kernel(
         acc, old_peak, total = state
         chunks = step * at_once + jnp.arange(at_once)
         is_used = (chunks >= first_used) & (chunks < num_used)
-        peaks = plgpu.load(peak_ref.at[row, chunks, kv_head, member], mask=is_used, other=_MASKED)
+        peaks = plgpu.load(peak_ref.at[row, chunks, kv_head, member], mask=is_used, other=_LEAST_PEAK)
         totals = plgpu.load(total_ref.at[row, chunks, kv_head, member], mask=is_used, other=0.0)
         mask = is_used[:, None] & (dims < head_dim)[None, :]
         at = acc_ref.at[row, chunks[:, None], kv_head, member, dims[None, :]]
@@ -407,7 +407,7 @@ def _combine_kernel(
         acc = acc * decay + (parts * weights[:, None]).sum(axis=0)
         return acc, peak, total * decay + (totals * weights).sum()
 
-    start = jnp.zeros(dims.shape, jnp.float32), jnp.float32(_MASKED), jnp.float32(0)
+    start = jnp.zeros(dims.shape, jnp.float32), jnp.float32(_LEAST_PEAK), jnp.float32(0)
     acc, _, total = lax.fori_loop(first_used // at_once, pl.cdiv(num_used, at_once), body, start)
     out = (acc / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
     plgpu.store(out_ref.at[row, head, dims], out, mask=dims < head_dim)
@@ -521,6 +521,21 @@ def _per_word(layout: KVLayout) -> int:
     return 2 if layout.array_dtype.itemsize == 1 else 1
 
 
+def why_not(layout: KVLayout, block_size: int) -> str | None:
+    """Why the kernels do not take KV of a layout in blocks of so many tokens, or None if they do."""
+    if _per_word(layout) == 1:
+        return None
+    if layout.head_dim % 4:
+        return f"KV of {layout.dtype} needs heads of a multiple of 4, and these have {layout.head_dim}"
+    is_aligned = layout.head_dim % 16 == block_size * layout.width % 16 == 0
+    if is_aligned or is_interpreted():  # JAX 0.10 copies 16 bytes at a time all the same
+        return None
+    return (
+        f"on a GPU KV of {layout.dtype} needs heads of a multiple of 16 and blocks of a multiple of 4, not "
+        f"{layout.head_dim} and {block_size}"
+    )
+
+
 def _areas(pool: jax.Array) -> jax.Array:
     """The pool as kernels see it, `[blocks, layers, 2, KV heads, elements]`; it is not copied.
 
@@ -528,24 +543,14 @@ def _areas(pool: jax.Array) -> jax.Array:
     arrays of up to 4 GiB.
 
     Raises:
-        ConfigError: heads of 8 bits have no halves of whole words.
+        ConfigError: `why_not` gives a reason.
     """
     layout = layout_of(pool)
     areas = pool.reshape(*pool.shape[:4], -1)
     if _per_word(layout) == 1:
         return areas
-    if layout.head_dim % 4:
-        raise ConfigError(
-            f"attention implementation 'triton': KV of {layout.dtype} needs heads of a multiple of 4, and "
-            f"these have {layout.head_dim}; use 'xla', or KV of 16 bits"
-        )
-    is_aligned = layout.head_dim % 16 == pool.shape[4] * layout.width % 16 == 0
-    if not (is_interpreted() or is_aligned):  # JAX 0.10 copies 16 bytes at a time all the same
-        raise ConfigError(
-            f"attention implementation 'triton': on a GPU KV of {layout.dtype} needs heads of a multiple of "
-            f"16 and blocks of a multiple of 4, not {layout.head_dim} and {pool.shape[4]}; use 'xla', or KV "
-            "of 16 bits"
-        )
+    if reason := why_not(layout, pool.shape[4]):
+        raise ConfigError(f"attention implementation 'triton': {reason}; use 'xla', or KV of 16 bits")
     return lax.bitcast_convert_type(areas.reshape(*areas.shape[:4], -1, 2), jnp.int16)
 
 
@@ -667,9 +672,9 @@ def _dims(layout: KVLayout) -> list[jax.Array]:
 
 
 def _load_query(q_ref: Any, at: tuple[Any, ...], is_row: jax.Array, layout: KVLayout) -> _Query:
-    """Queries by their indices but the last; for KV of 8 bits as float16, if they have 16 bits.
+    """Queries by their indices but the last.
 
-    For these they are divided by a power of two, so that all of them fit.
+    Those of bfloat16 become float16 where keys are that, divided by a power of two, so that all of them fit.
     """
     parts = [
         plgpu.load(
@@ -679,7 +684,8 @@ def _load_query(q_ref: Any, at: tuple[Any, ...], is_row: jax.Array, layout: KVLa
         )
         for dims in _dims(layout)
     ]
-    if len(parts) == 1 or q_ref.dtype == jnp.float32:
+    has_halves = len(parts) > 1 or _widest(q_ref.dtype, layout) == jnp.float16
+    if q_ref.dtype != jnp.bfloat16 or not has_halves:
         return _Query(parts)
     exact = [part.astype(jnp.float32) for part in parts]
     most = functools.reduce(jnp.maximum, [jnp.abs(part).max(axis=1) for part in exact])
@@ -728,14 +734,16 @@ def _numbers(tile: jax.Array, layout: KVLayout, query_dtype: Any) -> list[jax.Ar
 
 
 def _widest(query_dtype: Any, layout: KVLayout) -> jnp.dtype:
-    """What keys and values are computed with: what they are stored as, but for those of 8 bits."""
+    """What keys and values of no 8 bits are computed with: the wider of queries' and theirs, or float16."""
+    if layout.dtype == "float16" and query_dtype == jnp.bfloat16:
+        return layout.array_dtype
     return max(jnp.dtype(query_dtype), layout.array_dtype, key=lambda dtype: dtype.itemsize)
 
 
 def _empty_state(rows: int, layout: KVLayout) -> _State:
     stats = jnp.zeros(rows, jnp.float32)
     accs = tuple(jnp.zeros((rows, dims.shape[0]), jnp.float32) for dims in _dims(layout))
-    return accs, stats + _MASKED, stats
+    return accs, stats + _LEAST_PEAK, stats
 
 
 def _quotients(accs: Sequence[jax.Array], total: jax.Array) -> list[jax.Array]:
@@ -770,14 +778,17 @@ def _accumulate(
     unit = _LOG2_E * scale
     if soft_cap is not None:
         scores, unit = jnp.tanh(scores * (scale / soft_cap)), _LOG2_E * soft_cap
-    scores = scores if seen is None else jnp.where(seen, scores, _MASKED)
+    elif scale <= 0:
+        scores, unit = scores * scale, _LOG2_E
+    # The weight of what is not seen is 0 where a row sees nothing of a tile, too: the least peak is finite.
+    scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
     peak = jnp.maximum(old_peak, scores.max(axis=1) * unit)
     decay = exp2_of(old_peak, 1.0, peak)
     weights = exp2_of(scores, unit, peak[:, None])
     total = total * decay + weights.sum(axis=1)
     added = weights
-    if tile.value_scale is not None:  # at most 1, so that float16 has what counts
-        most = tile.value_scale.max()
+    if tile.value_scale is not None:  # at most 2**15, so that float16 has what counts
+        most = tile.value_scale.max() * 2.0**-15
         most = jnp.where(most > 0, most, 1.0)
         added = weights * (tile.value_scale / most)[None, :]
     products = [_dot(added.astype(value.dtype), value) for value in tile.value]

@@ -114,3 +114,11 @@ def test_a_weight_is_multiplied_on_gpus_as_elsewhere(kind, rounds, has_offsets, 
         monkeypatch.setattr(linear_weights, "multiplies_float8", lambda has_float8=has_float8: has_float8)
         error = np.abs(np.asarray(weight._on_gpu(x)) - expected) / np.abs(expected).max(axis=0)
         assert error.max() < 1e-5
+
+
+@pytest.mark.parametrize("rounds", linear_weights.ROUNDS)
+def test_no_rows_have_no_products(rounds):
+    inputs = jnp.asarray([0.1, 0.0]) if rounds.endswith("static") else None
+    weight, _ = weight_of("e4m3", 0, (32, 256))
+    weight = dataclasses.replace(weight, rounds=rounds, inputs=inputs)
+    assert weight.multiply(jnp.zeros((0, 256))).shape == (0, 32)

@@ -249,6 +249,25 @@ def test_windows_and_caps(implementation, window, soft_cap):
     assert relative_error(actual, expected) < TOLERANCE[shape.dtype]
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("wrong", "soft_cap"), [(np.nan, None), (np.nan, 5.0), (np.inf, None)])
+def test_queries_that_are_not_finite_have_results_that_are_none(implementation, wrong, soft_cap):
+    shape = Shape()
+    options = {"scale": shape.scale, "layer": LAYER, "soft_cap": soft_cap, "implementation": implementation}
+    case = decode_case(shape, [1, 17, 60])
+    q, *rest = case.decode_args()
+    found = np.asarray(pallas_kernels.decode_attention(q.at[1, 2, 3].set(wrong), *rest, **options))
+    is_wrong = np.zeros(found.shape, bool)
+    is_wrong[1, 2] = True
+    np.testing.assert_array_equal(np.isnan(found), is_wrong)
+    case = prefill_case(shape, [(30, 20)], 20, 1)
+    q, *rest = case.prefill_args()
+    found = np.asarray(pallas_kernels.prefill_attention(q.at[7, 1, 5].set(wrong), *rest, **options))
+    is_wrong = np.zeros(found.shape, bool)
+    is_wrong[7, 1] = True
+    np.testing.assert_array_equal(np.isnan(found), is_wrong)
+
+
 def test_windows_are_refused_where_there_are_none():
     case = decode_case(small(), [5])
     options = {"layer": LAYER, "scale": 1.0, "implementation": "mosaic"}

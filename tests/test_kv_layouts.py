@@ -141,6 +141,56 @@ def test_heads_of_8_bits_that_triton_cannot_halve_are_refused():
         pallas_kernels.decode_attention(q, pool, tables, lengths, layer=0, scale=1.0, implementation="triton")
 
 
+@pytest.mark.parametrize("implementation", ["native", "xla", "triton"])
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 3e-4), ("float32", 1e-5)])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float32"])
+def test_keys_are_not_rounded_to_what_queries_are(implementation, dtype, limit, kv_dtype):
+    shape = Shape(num_q_heads=2, num_kv_heads=1)
+    options = {"layer": LAYER, "scale": 4 * shape.scale}
+    case = in_layout(prefill_case(shape, [(0, 60)], 60, 1), kv_dtype)
+    case = dataclasses.replace(case, q=case.q.astype(dtype))
+    q, _, *rest = case.prefill_args()
+    expected = reference.prefill_attention(q, floats(case.pool), *rest, **options)
+    found = pallas_kernels.prefill_attention(*case.prefill_args(), **options, implementation=implementation)
+    assert relative_error(found, expected) < limit
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla", "triton"])
+def test_large_values_of_a_later_token_change_nothing_before_it(implementation):
+    shape = Shape(dtype="bfloat16")
+    case = prefill_case(dataclasses.replace(shape, dtype="float32"), [(0, 40)], 40, 1)
+    last = case.block_tables[0, 39 // 16], LAYER, 1, slice(None), 39 % 16
+    case = dataclasses.replace(case, q=case.q.astype("bfloat16"), pool=case.pool.at[last].multiply(1e8))
+    case = in_layout(case, "int8")
+    q, _, *rest = case.prefill_args()
+    options = {"layer": LAYER, "scale": shape.scale}
+    expected = reference.prefill_attention(q, floats(case.pool), *rest, **options)
+    found = pallas_kernels.prefill_attention(*case.prefill_args(), **options, implementation=implementation)
+    assert relative_error(found[:39], expected[:39]) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "block_size", "expected"),
+    [
+        ("int8", 128, 16, "triton"),
+        ("int8", 128, 4, "triton"),
+        ("int8", 128, 2, "xla"),
+        ("int8", 120, 16, "xla"),
+        ("fp8_e4m3", 100, 16, "xla"),
+        ("fp8_e4m3", 128, 1, "triton"),
+        ("bfloat16", 100, 1, "triton"),
+    ],
+)
+def test_a_gpus_default_takes_the_layout(monkeypatch, kv_dtype, head_dim, block_size, expected):
+    from jaxllm.pallas_kernels import api
+
+    monkeypatch.setattr(api, "default_implementation", lambda: "triton")
+    monkeypatch.setattr(triton, "is_interpreted", lambda: False)
+    name, reason = pallas_kernels.settle_implementation(8, 2, head_dim, block_size, kv_dtype=kv_dtype)
+    assert name == expected
+    assert reason is None or reason.startswith(f"not triton: on a GPU KV of {kv_dtype} needs heads of")
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(KV_DTYPES)), st.integers(0, 99))
 def test_what_is_loaded_is_near_what_was_stored(dtype, seed):

@@ -464,7 +464,8 @@ def _in_codes(x: jax.Array, rounds: str, inputs: jax.Array | None) -> jax.Array:
 
 def _float8_codes(x: jax.Array, rounds: str, inputs: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Rows [n, in] as e4m3 codes [n, parts, in / parts], and what a code of 1 stands for, [n, parts, 1]."""
-    parts = x.astype(jnp.float32).reshape(x.shape[0], -1, 128 if rounds == "fp8_128" else x.shape[1])
+    size = 128 if rounds == "fp8_128" else x.shape[1]
+    parts = x.astype(jnp.float32).reshape(x.shape[0], x.shape[1] // size, size)
     most = jnp.maximum(largest(parts, 2, keepdims=True), LEAST)
     units = most / LARGEST["e4m3"] if inputs is None else jnp.full_like(most, inputs[0])
     codes = jnp.clip(parts / units, -LARGEST["e4m3"], LARGEST["e4m3"]).astype(jnp.float8_e4m3fn)

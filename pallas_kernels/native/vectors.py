@@ -300,12 +300,13 @@ class Builder:
         return self._call("llvm.vector.reduce.fadd.v16f32", _FLOAT, (zero, x), ("reassoc",))
 
     def exp(self, x: Any) -> Any:
-        """e to the power of each lane, which is at most 0: within 2 ulp, and 1e-38 below -87.
+        """e to the power of each lane, which is at most 0: within 2 ulp, 1e-38 below -87, and NaN of NaN.
 
         Cody and Waite's reduction to `2**n * exp(f)` with |f| <= ln(2) / 2, and Cephes' polynomial.
         """
         b = self._b
-        x = self.maximum(x, self.constant(-87.0))
+        least = self.constant(-87.0)
+        x = b.select(b.fcmp_ordered("<", x, least), least, x)
         shifted = self.fma(x, self.constant(_LOG2_E), self.constant(0.5))
         n = self._call("llvm.floor.v16f32", _FLOATS, (shifted,))
         f = self.fma(n, self.constant(-_LN2_HIGH), x)
