@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm import pallas_kernels
 from jaxllm.models import linear_weights
-from jaxllm.models.linear_formats import LinearFormat
+from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat
 from jaxllm.models.linear_weights import CODES
 from jaxllm.pallas_kernels import products
 
@@ -122,3 +123,27 @@ def test_no_rows_have_no_products(rounds):
     weight, _ = weight_of("e4m3", 0, (32, 256))
     weight = dataclasses.replace(weight, rounds=rounds, inputs=inputs)
     assert weight.multiply(jnp.zeros((0, 256))).shape == (0, 32)
+
+
+WEIGHTS = QUANTIZATIONS | {
+    "gptq": LinearFormat("int4", group=128, has_offsets=True, is_ordered=True),
+    "nvfp4": LinearFormat("fp4", group=16),
+    "float8 by blocks": LinearFormat("e4m3", group=128, rounds="fp8_128"),
+    "fused": LinearFormat(parts=((96, QUANTIZATIONS["int8"]), (64, LinearFormat("int4", group=64)))),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("rows", [1, 70])
+def test_weights_multiply_on_gpus_as_they_do_elsewhere(name, rows, monkeypatch):
+    """Codes with codes, too: of int8 by any rows, of e4m3 by few and by many."""
+    rng = np.random.default_rng(0)
+    weight = WEIGHTS[name].make(jnp.asarray(rng.standard_normal((160, 512)), jnp.float32))
+    x, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((rows, 512), 160))
+    monkeypatch.setattr(linear_weights, "multiplies_float8", lambda: True)
+    found = []
+    for default in ("xla", "triton"):
+        monkeypatch.setattr(pallas_kernels, "default_implementation", lambda default=default: default)
+        found.append(np.asarray(linear_weights.product(x, weight, bias=bias, relu=True), np.float64))
+    expected, actual = found
+    assert np.linalg.norm(actual - expected) < 1e-6 * np.linalg.norm(expected)
