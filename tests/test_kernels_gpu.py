@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernel_cases import LAYER, Shape
 
-from jaxllm.pallas_kernels import mosaic, triton
+from jaxllm.pallas_kernels import mosaic, triton, triton_tiles
 from jaxllm.pallas_kernels.kv_layout import KVLayout
 from jaxllm.pallas_kernels.tiles import chunk_tokens, query_tiles
 
@@ -70,15 +70,18 @@ def test_only_chunks_in_use_are_combined(num_chunks):
 def test_rows_that_see_nothing_of_a_tile_stay_as_they_are(scale, soft_cap):
     """A GPU multiplies and subtracts in one step: what is left of -1e30 less itself, rounded, is 1e21."""
     layout = KVLayout("float32", 16)
-    query, tile = triton._Query([jnp.ones((16, 16))]), triton._Tile(*[[jnp.full((32, 16), 1e37)]] * 2)
+    query, tile = (
+        triton_tiles.Query([jnp.ones((16, 16))]),
+        triton_tiles.Tile(*[[jnp.full((32, 16), 1e37)]] * 2),
+    )
     seen = jnp.zeros((16, 32), bool)
-    state = triton._empty_state(16, layout)
-    [acc], peak, total = triton._accumulate(state, query, tile, seen, scale, soft_cap)
+    state = triton_tiles.empty_state(16, layout)
+    [acc], peak, total = triton_tiles.accumulate(state, query, tile, seen, scale, soft_cap)
     assert not acc.any()
     assert not total.any()
     np.testing.assert_array_equal(peak, state[1])
-    few = triton._Tile([jnp.ones((32, 16))], tile.value)
-    _, _, total = triton._accumulate(state, query, few, seen.at[:, :3].set(True), scale, soft_cap)
+    few = triton_tiles.Tile([jnp.ones((32, 16))], tile.value)
+    _, _, total = triton_tiles.accumulate(state, query, few, seen.at[:, :3].set(True), scale, soft_cap)
     np.testing.assert_allclose(total, 3.0)
 
 

@@ -17,7 +17,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.pallas_kernels import reference, triton
+from jaxllm.pallas_kernels import reference, triton_pool
 from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
 from jaxllm.predictors.base import model_shape
 from jaxllm.system.dtypes import KV_DTYPES
@@ -129,7 +129,7 @@ def test_offsets_that_pallas_takes_fit_their_bits(dtype):
     for gib in (2.5, 4.0):
         count = int(gib * 2**30) // (math.prod(block) * layout.array_dtype.itemsize)
         pool = jax.ShapeDtypeStruct((count, *block), layout.array_dtype)
-        words = jax.eval_shape(triton._areas, pool)
+        words = jax.eval_shape(triton_pool.areas_of, pool)
         assert words.size * words.dtype.itemsize == pool.size * pool.dtype.itemsize
         assert words.size <= 2**31
 
@@ -185,7 +185,7 @@ def test_a_gpus_default_takes_the_layout(monkeypatch, kv_dtype, head_dim, block_
     from jaxllm.pallas_kernels import api
 
     monkeypatch.setattr(api, "default_implementation", lambda: "triton")
-    monkeypatch.setattr(triton, "is_interpreted", lambda: False)
+    monkeypatch.setattr(triton_pool, "is_interpreted", lambda: False)
     name, reason = pallas_kernels.settle_implementation(8, 2, head_dim, block_size, kv_dtype=kv_dtype)
     assert name == expected
     assert reason is None or reason.startswith(f"not triton: on a GPU KV of {kv_dtype} needs heads of")
