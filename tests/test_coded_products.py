@@ -134,6 +134,15 @@ WEIGHTS = QUANTIZATIONS | {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
+def test_programs_for_any_number_of_rows_are_xlas(name, monkeypatch):
+    monkeypatch.setattr(pallas_kernels, "default_implementation", lambda: "triton")
+    weight = WEIGHTS[name].make(jnp.ones((160, 512)))
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), 512), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x: linear_weights.product(x, weight)))(rows)
+    assert exported.call(jnp.ones((3, 512))).shape == (3, 160)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 70])
 def test_weights_multiply_on_gpus_as_they_do_elsewhere(name, rows, monkeypatch):
     """Codes with codes, too: of int8 by any rows, of e4m3 by few and by many."""

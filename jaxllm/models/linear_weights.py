@@ -174,7 +174,7 @@ class Int8(Weight):
     ) -> jax.Array:
         """See `Weight.multiply`; the products are summed exactly, in int32."""
         codes, units = _rounded(x)
-        if pallas_kernels.default_implementation() == "triton":
+        if _has_kernel(x):
             y = products.coded_product(codes, self.codes, self.scales[:, None], kind="int8", units=units)
             return _ended(y, bias, relu, x.dtype if out_dtype is None else out_dtype)
         dimensions = (((1,), (1,)), ((), ()))
@@ -281,7 +281,7 @@ class Coded(Weight):
         """See `Weight.multiply`; without Triton the matrix is made of the codes, for each product."""
         x = x if self.order is None else x[:, self.order]
         is_covered = products.covers(self.shape[1], self.scales.shape[1], self.kind)
-        if is_covered and pallas_kernels.default_implementation() == "triton":
+        if is_covered and _has_kernel(x):
             return _ended(self._on_gpu(x), bias, relu, x.dtype if out_dtype is None else out_dtype)
         x = _in_codes(x, self.rounds, self.inputs)
         numbers = self._numbers(slice(None)).astype(x.dtype)
@@ -470,6 +470,11 @@ def _float8_codes(x: jax.Array, rounds: str, inputs: jax.Array | None) -> tuple[
     units = most / LARGEST["e4m3"] if inputs is None else jnp.full_like(most, inputs[0])
     codes = jnp.clip(parts / units, -LARGEST["e4m3"], LARGEST["e4m3"]).astype(jnp.float8_e4m3fn)
     return codes, units
+
+
+def _has_kernel(x: jax.Array) -> bool:
+    """Whether Triton's kernel multiplies these rows; programs for any number of rows have none."""
+    return isinstance(x.shape[0], int) and pallas_kernels.default_implementation() == "triton"
 
 
 def _ended(y: jax.Array, bias: jax.Array | None, relu: bool, dtype: jnp.dtype) -> jax.Array:

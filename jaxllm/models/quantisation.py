@@ -356,12 +356,14 @@ def _of_awq(config: Mapping[str, Any]) -> Quantisation:
 def _torchao(config: Mapping[str, Any]) -> Quantisation:
     types = config.get("quant_type")
     default = types.get("default") if isinstance(types, Mapping) else None
-    kind = default.get("_type") if isinstance(default, Mapping) else None
+    kind, data = (
+        (default.get("_type"), default.get("_data")) if isinstance(default, Mapping) else (None, None)
+    )
     if not isinstance(kind, str) or kind not in _TORCHAO or set(types or ()) != {"default"}:
         raise _refuse(config, f"quant_type={shown(types, 80)} (of torchao, {', '.join(_TORCHAO)} are read)")
     ends = "_weight_qdata", "_weight_scale", "_weight_zero_point"
     layout = scaled(kind, *ends, is_float=kind.startswith("Float8"))
-    rounds, data = _TORCHAO[kind], default.get("_data")  # type: ignore[union-attr]
+    rounds = _TORCHAO[kind]
     notes = () if not rounds or _is_by_token(data or {}, rounds) else (_activations("inputs of layers"),)
     layout = layout.rounding("" if notes else rounds)
     return Quantisation("torchao", ((_EVERY, layout),), _names(config, "modules_to_not_convert"), notes)
