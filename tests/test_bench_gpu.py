@@ -1,5 +1,6 @@
 """The GPU benchmark, rehearsed: its parts run, and what is missing from the results has a reason."""
 
+import gc
 import importlib.metadata
 import json
 import signal
@@ -149,6 +150,8 @@ class FakeLLM:
 
 def test_memory_is_free_between_models(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "LLM", FakeLLM)
+    jax.clear_caches()
+    gc.collect()  # what other tests left
     before = engine.live_bytes()
     with engine.loaded("rehearsal", tmp_path, REHEARSAL, None) as llm:
         assert engine.live_bytes() >= before + 2**22
