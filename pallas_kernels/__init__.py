@@ -11,7 +11,6 @@ from jaxllm.pallas_kernels.api import (
     default_implementation,
     prefill_attention,
     settle_implementation,
-    why_no_layout,
     write_kv,
 )
 
@@ -23,6 +22,5 @@ __all__ = [
     "default_implementation",
     "prefill_attention",
     "settle_implementation",
-    "why_no_layout",
     "write_kv",
 ]

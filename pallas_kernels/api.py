@@ -245,24 +245,12 @@ def settle_implementation(
 ) -> tuple[str, str | None]:
     """What None stands for with a model of these sizes, and why the device's default is not it if so."""
     name = default_implementation()
-    reason = why_no_layout(name, kv_dtype)
-    if reason is None and name == "native":
+    reason = None
+    if name == "native":
         reason = _load_backend(name).why_not(num_q_heads, num_kv_heads, head_dim, block_size)
-    elif reason is None and name == "triton":
+    elif name == "triton":
         reason = _load_backend(name).why_not(KVLayout(kv_dtype, head_dim), block_size)
     return (name, None) if reason is None else ("xla", f"not {name}: {reason}")
-
-
-def why_no_layout(name: str, kv_dtype: str) -> str | None:
-    """What keeps an implementation from keys and values of a dtype; None if nothing does."""
-    known = _LAYOUTS.get(name)
-    if known is None or kv_dtype in known:
-        return None
-    return f"it has no KV of {kv_dtype}"
-
-
-_LAYOUTS = {"mosaic": DTYPES}
-"""Dtypes of KV that implementations store, of those that have not all."""
 
 
 def _best_for(platform: str, compute_capability: str) -> str:
@@ -294,8 +282,6 @@ def _backend(
         raise ConfigError(f"window is {window}: it must be at least 1, or None to see all tokens")
     if soft_cap is not None and not soft_cap > 0:
         raise ConfigError(f"soft_cap is {soft_cap}: it must be above 0, or None to leave scores as they are")
-    if reason := why_no_layout(name, layout_of(pool).dtype):
-        raise ConfigError(f"attention implementation {name!r}: {reason}; use 'xla'")
     options = {"window": window, "soft_cap": soft_cap}
     options = {option: value for option, value in options.items() if value is not None}
     if options and name == "mosaic":

@@ -3,7 +3,8 @@
 One warpgroup of a program copies blocks of KV into shared memory by their ids (TMA, several tiles in flight),
 the others multiply (wgmma) and keep the online softmax, base 2, in registers. wgmma takes 64 rows and from 8
 columns on: the rows are queries in prefill, and keys in decode, which has few queries: the heads that share a
-KV head are the columns.
+KV head are the columns. KV of 8 bits becomes 16 on its way from shared memory to wgmma, and scales of int8
+multiply scores and weights.
 
 K and V past a row's last token may be anything, NaN included: scores there are masked, and V is zeroed in
 shared memory before it is multiplied.
@@ -24,8 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import triton
+from jaxllm.pallas_kernels.mosaic_pool import SLOTS, Buffers, Source, check, drain, readable, swizzled
 from jaxllm.pallas_kernels.mosaic_tiles import (
     MASKED,
     TILE,
@@ -36,8 +37,6 @@ from jaxllm.pallas_kernels.mosaic_tiles import (
     load_rows,
     products,
     store_transposed,
-    window,
-    zero_rows_from,
 )
 from jaxllm.pallas_kernels.tiles import (
     chunk_tokens,
@@ -46,11 +45,9 @@ from jaxllm.pallas_kernels.tiles import (
     query_tiles,
 )
 
-_SLOTS = 3  # tiles of K and of V in flight
 _DECODE_PROGRAMS = 264  # two for each core of an H100 or an H200
 _QUERY_WARPGROUPS = 2
 _LOG2E = math.log2(math.e)
-_DTYPES = ("bfloat16", "float16")
 
 rotate_and_write, write_kv = triton.rotate_and_write, triton.write_kv
 """Triton's kernels: copies need nothing of Hopper."""
@@ -71,9 +68,9 @@ def decode_attention(
     Programs stay, and take one KV head of one chunk after another: the tiles of the next are under way while
     those of the last are computed.
     """
-    _check(q, pool)
+    check(q, pool)
     num_rows, num_q_heads, head_dim = q.shape
-    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    num_kv_heads, block_size = pool.shape[3:5]
     group = num_q_heads // num_kv_heads
     max_tokens = block_tables.shape[1] * block_size
     chunk = chunk_tokens(num_rows * num_kv_heads, max_tokens, TILE)
@@ -88,14 +85,15 @@ def decode_attention(
         functools.partial(
             _decode_kernel,
             chunk_tiles=chunk // TILE,
+            block_size=block_size,
             num_layers=pool.shape[1],
             factor=scale * _LOG2E,
         ),
         out_type=(partial, stats, stats),
         scratch_types=(
-            _swizzled((columns, head_dim), q.dtype),
-            *_kv_buffers(pool, num_consumers=1),
-            _swizzled((columns, TILE), q.dtype),
+            swizzled((columns, head_dim), q.dtype),
+            Buffers.of(pool, q.dtype, num_consumers=1),
+            swizzled((columns, TILE), q.dtype),
             plgpu.SMEM((columns, head_dim), jnp.float32),
             plgpu.SMEM((columns,), jnp.float32),
             plgpu.SMEM((columns,), jnp.float32),
@@ -104,7 +102,7 @@ def decode_attention(
         grid=(min(_DECODE_PROGRAMS, num_rows * num_chunks * num_kv_heads),),
         grid_names=("program",),
         num_threads=2,
-    )(triton.layer_operand(layer), queries, _pool_rows(pool), block_tables, lengths, chunks, num_in_use)
+    )(triton.layer_operand(layer), queries, readable(pool), block_tables, lengths, chunks, num_in_use)
     return triton.combine_chunks(acc, peak, total, lengths, q, chunk)
 
 
@@ -121,7 +119,7 @@ def prefill_attention(
     scale: float,
 ) -> jax.Array:
     """Flash attention over tiles of 128 query rows of one sequence, which two warpgroups share."""
-    _check(q, pool)
+    check(q, pool)
     num_tokens, num_q_heads, head_dim = q.shape
     tile_rows = _QUERY_WARPGROUPS * TILE
     tiles = query_tiles(query_starts, lengths, num_seqs, num_tokens, tile_rows)
@@ -130,20 +128,21 @@ def prefill_attention(
         functools.partial(
             _prefill_kernel,
             group=num_q_heads // pool.shape[3],
+            block_size=pool.shape[4],
             num_layers=pool.shape[1],
             factor=scale * _LOG2E,
         ),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=(
-            _swizzled((_QUERY_WARPGROUPS, TILE, head_dim), q.dtype),
+            swizzled((_QUERY_WARPGROUPS, TILE, head_dim), q.dtype),
             plgpu.SMEM((_QUERY_WARPGROUPS, TILE, head_dim), q.dtype),
-            *_kv_buffers(pool, num_consumers=_QUERY_WARPGROUPS),
-            plgpu.Barrier(),
+            Buffers.of(pool, q.dtype, num_consumers=_QUERY_WARPGROUPS),
+            plgpu.Barrier(num_arrivals=1 if pool.dtype == q.dtype else _QUERY_WARPGROUPS),
         ),
         grid=(num_q_heads, tiles.shape[0]),
         grid_names=("head", "tile"),
         num_threads=_QUERY_WARPGROUPS + 1,
-    )(triton.layer_operand(layer), q, _pool_rows(pool), block_tables, tiles)[:num_tokens]
+    )(triton.layer_operand(layer), q, readable(pool), block_tables, tiles)[:num_tokens]
     rows = jnp.arange(num_tokens)
     is_owned = (rows >= query_starts[0]) & (rows < query_starts[num_seqs])
     return jnp.where(is_owned[:, None, None], out, jnp.zeros((), q.dtype))
@@ -152,7 +151,7 @@ def prefill_attention(
 def _decode_kernel(
     layer_ref: Any,
     q_ref: Any,
-    pool_ref: Any,
+    views: tuple[Any, ...],
     tables_ref: Any,
     lengths_ref: Any,
     chunks_ref: Any,
@@ -161,12 +160,7 @@ def _decode_kernel(
     peak_ref: Any,
     total_ref: Any,
     q_smem: Any,
-    k_smem: Any,
-    v_smem: Any,
-    k_arrived: Any,
-    v_arrived: Any,
-    k_consumed: Any,
-    v_consumed: Any,
+    buffers: Buffers,
     p_smem: Any,
     acc_smem: Any,
     peak_smem: Any,
@@ -174,6 +168,7 @@ def _decode_kernel(
     q_arrived: Any,
     *,
     chunk_tiles: int,
+    block_size: int,
     num_layers: int,
     factor: float,
 ) -> None:
@@ -206,20 +201,25 @@ def _decode_kernel(
         plgpu.barrier_wait(q_arrived)
 
         def step(i: jax.Array, state: Any) -> Any:
-            slot = lax.rem(num_before + i, jnp.int32(_SLOTS))
+            slot = lax.rem(num_before + i, jnp.int32(SLOTS))
             num_seen = length - (first + i) * TILE
-            plgpu.barrier_wait(k_arrived.at[slot])
-            scores = products(k_smem.at[slot], q_smem) * factor
-            plgpu.barrier_arrive(k_consumed.at[slot])
-            scores = jnp.where(iota(scores.shape, 0) < num_seen, scores, MASKED)
-            plgpu.barrier_wait(v_arrived.at[slot])
-
-            @pl.when(num_seen < TILE)
-            def _() -> None:
-                zero_rows_from(v_smem.at[slot], num_seen)
-
-            state = accumulate_columns(state, scores, p_smem, v_smem.at[slot])
-            plgpu.barrier_arrive(v_consumed.at[slot])
+            shape = (TILE, q_smem.shape[0])
+            buffers.wait(0, slot)
+            if buffers.wide:
+                buffers.widen(0, slot, num_seen)
+            scores = products(buffers.tile(0, slot), q_smem) * factor
+            key_scales = buffers.scales_of(0, slot, num_seen, shape, axis=0)
+            buffers.release(0, slot)
+            scores = scores if key_scales is None else scores * key_scales
+            scores = jnp.where(iota(shape, 0) < num_seen, scores, MASKED)
+            buffers.wait(1, slot)
+            if buffers.wide:
+                buffers.widen(1, slot, num_seen)
+            else:
+                pl.when(num_seen < TILE)(lambda: buffers.zero_from(slot, num_seen))
+            value_scales = buffers.scales_of(1, slot, num_seen, shape, axis=0)
+            state = accumulate_columns(state, scores, p_smem, buffers.tile(1, slot), value_scales)
+            buffers.release(1, slot)
             return state
 
         start = empty_state((acc_smem.shape[1], acc_smem.shape[0]), axis=1)
@@ -235,19 +235,9 @@ def _decode_kernel(
 
     def copy(at: Any, length: Any, first: Any, num_steps: Any, num_before: Any) -> None:
         row, _, kv_head = at
-        _copy_tiles(
-            pool_ref,
-            tables_ref,
-            row,
-            (k_smem, v_smem),
-            (k_arrived, v_arrived),
-            (k_consumed, v_consumed),
-            first=first,
-            num_steps=num_steps,
-            length=length,
-            pool_row=_pool_row(layer_ref[0], num_layers, kv_head, num_kv_heads),
-            num_before=num_before,
-        )
+        head_of = _head_of(layer_ref[0], num_layers, kv_head, num_kv_heads)
+        source = Source(views, tables_ref, row, length, head_of, block_size)
+        source.copy(buffers, first, num_steps, num_before)
 
     # Registers stay shared out evenly: few enough are needed for two programs on a core.
     @pl.when(warpgroup == 0)
@@ -256,27 +246,23 @@ def _decode_kernel(
 
     @pl.when(warpgroup == 1)
     def _copy() -> None:
-        _drain((k_consumed, v_consumed), for_each(copy))
+        drain(buffers, for_each(copy))
 
 
 def _prefill_kernel(
     layer_ref: Any,
     q_ref: Any,
-    pool_ref: Any,
+    views: tuple[Any, ...],
     tables_ref: Any,
     tiles_ref: Any,
     out_ref: Any,
     q_smem: Any,
     out_smem: Any,
-    k_smem: Any,
-    v_smem: Any,
-    k_arrived: Any,
-    v_arrived: Any,
-    k_consumed: Any,
-    v_consumed: Any,
-    v_zeroed: Any,
+    buffers: Buffers,
+    is_ready: Any,
     *,
     group: int,
+    block_size: int,
     num_layers: int,
     factor: float,
 ) -> None:
@@ -299,27 +285,21 @@ def _prefill_kernel(
         behind_first = position + (start - first_row)
 
         def step(i: jax.Array, state: Any) -> Any:
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            num_seen = length - i * TILE
-            plgpu.barrier_wait(k_arrived.at[slot])
-            scores = products(queries, k_smem.at[slot]) * factor
-            plgpu.barrier_arrive(k_consumed.at[slot])
-            shape = (TILE, TILE)
+            slot = lax.rem(i, jnp.int32(SLOTS))
+            num_seen, shape = length - i * TILE, (TILE, TILE)
+            _keys_are_ready(buffers, slot, num_seen, is_ready)
+            scores = products(queries, buffers.tile(0, slot)) * factor
+            key_scales = buffers.scales_of(0, slot, num_seen, shape, axis=1)
+            buffers.release(0, slot)
+            scores = scores if key_scales is None else scores * key_scales
             behind = iota(shape, 0) + (behind_first - i * TILE) - iota(shape, 1)
             scores = jnp.where((behind >= 0) & (iota(shape, 1) < num_seen), scores, MASKED)
-            plgpu.barrier_wait(v_arrived.at[slot])
-
-            @pl.when(num_seen < TILE)
-            def _() -> None:
-                @pl.when(warpgroup == 0)
-                def _() -> None:
-                    zero_rows_from(v_smem.at[slot], num_seen)
-                    plgpu.barrier_arrive(v_zeroed)
-
-                plgpu.barrier_wait(v_zeroed)
-
-            state = accumulate(state, scores, v_smem.at[slot])
-            plgpu.barrier_arrive(v_consumed.at[slot])
+            _values_are_ready(buffers, slot, num_seen, is_ready)
+            value_scales = buffers.scales_of(1, slot, num_seen, shape, axis=1)
+            state = accumulate(state, scores, buffers.tile(1, slot), value_scales)
+            buffers.release(1, slot)
+            if buffers.wide:
+                _meet(is_ready)  # before the next tile comes where the other still multiplies
             return state
 
         acc, _, total = lax.fori_loop(0, num_steps, step, empty_state(queries.shape, axis=0))
@@ -342,70 +322,42 @@ def _prefill_kernel(
     def _copy() -> None:
         plgpu.set_max_registers(40, action="decrease")
         kv_head = lax.div(head, jnp.int32(group))
-        _copy_tiles(
-            pool_ref,
-            tables_ref,
-            seq,
-            (k_smem, v_smem),
-            (k_arrived, v_arrived),
-            (k_consumed, v_consumed),
-            first=jnp.int32(0),
-            num_steps=num_steps,
-            length=length,
-            pool_row=_pool_row(layer_ref[0], num_layers, kv_head, q_ref.shape[1] // group),
-            num_before=jnp.int32(0),
-        )
-        _drain((k_consumed, v_consumed), num_steps)
+        head_of = _head_of(layer_ref[0], num_layers, kv_head, q_ref.shape[1] // group)
+        Source(views, tables_ref, seq, length, head_of, block_size).copy(buffers, jnp.int32(0), num_steps)
+        drain(buffers, num_steps)
 
 
-def _copy_tiles(
-    pool_ref: Any,
-    tables_ref: Any,
-    row: jax.Array,
-    buffers: tuple[Any, Any],
-    arrived: tuple[Any, Any],
-    consumed: tuple[Any, Any],
-    *,
-    first: jax.Array,
-    num_steps: jax.Array,
-    length: jax.Array,
-    pool_row: Callable[[Any, int], Any],
-    num_before: jax.Array,
-) -> None:
-    """Bring tiles `[first, first + num_steps)` of a row's K and V to shared memory, `_SLOTS` at a time.
-
-    `num_before` tiles were brought before; `_drain` comes after the last.
-    """
-    block_size = pool_ref.shape[1]
-    rows = min(block_size, TILE)
-
-    @pl.loop(0, num_steps)
-    def _(i: jax.Array) -> None:
-        slot = lax.rem(num_before + i, jnp.int32(_SLOTS))
-        for index in range(2):
-
-            @pl.when(num_before + i >= _SLOTS)
-            def _(index: int = index) -> None:
-                plgpu.barrier_wait(consumed[index].at[slot])
-
-            for part in range(TILE // rows):
-                token = (first + i) * TILE + part * rows
-                # Past the row's last token any block of its own does: what it holds is masked.
-                block = tables_ref[row, jnp.where(token < length, token, 0) // block_size]
-                plgpu.copy_gmem_to_smem(
-                    pool_ref.at[pool_row(block, index), window(token, block_size, rows)],
-                    buffers[index].at[slot, pl.ds(part * rows, rows)],
-                    arrived[index].at[slot],
-                )
+def _keys_are_ready(buffers: Buffers, slot: jax.Array, num_seen: jax.Array, is_ready: Any) -> None:
+    """For both warpgroups of queries; of 8 bits V is ready then, too: each of them brings one."""
+    if not buffers.wide:
+        buffers.wait(0, slot)
+        return
+    for index in range(2):
+        buffers.wait(index, slot)
+        widen = functools.partial(buffers.widen, index, slot, num_seen)
+        pl.when(lax.axis_index("warpgroup") == index)(widen)
+    _meet(is_ready)
 
 
-def _drain(consumed: tuple[Any, Any], num_tiles: jax.Array) -> None:
-    """Wait for the last tiles to be consumed: a barrier may only go when each of its phases has been seen."""
+def _values_are_ready(buffers: Buffers, slot: jax.Array, num_seen: jax.Array, is_ready: Any) -> None:
+    """For both warpgroups; one of them zeroes what is past the last token."""
+    if buffers.wide:
+        return
+    buffers.wait(1, slot)
 
-    @pl.loop(0, jnp.minimum(num_tiles, _SLOTS))
-    def _(slot: jax.Array) -> None:
-        for one in consumed:
-            plgpu.barrier_wait(one.at[slot])
+    @pl.when(num_seen < TILE)
+    def _() -> None:
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _() -> None:
+            buffers.zero_from(slot, num_seen)
+            plgpu.barrier_arrive(is_ready)
+
+        plgpu.barrier_wait(is_ready)
+
+
+def _meet(is_ready: Any) -> None:
+    plgpu.barrier_arrive(is_ready)
+    plgpu.barrier_wait(is_ready)
 
 
 def _call(kernel: Any, **options: Any) -> Any:
@@ -426,51 +378,6 @@ def _interpreter() -> Any:
     return params(detect_races=True)
 
 
-def _check(q: jax.Array, pool: jax.Array) -> None:
-    """Refuse what the kernels are not written for."""
-    head_dim, block_size = q.shape[2], pool.shape[4]
-    if q.dtype.name not in _DTYPES or q.dtype != pool.dtype:
-        raise ConfigError(
-            f"implementation 'mosaic' computes in bfloat16 or float16, got q in {q.dtype.name} and a pool in "
-            f"{pool.dtype.name}: use implementation='triton', or load the model in 16 bits"
-        )
-    if head_dim not in (64, 128, 192, 256):
-        raise ConfigError(
-            f"implementation 'mosaic' takes head_dim 64, 128, 192 or 256, got {head_dim}: use "
-            "implementation='triton'"
-        )
-    if block_size not in (16, 32, 64, 128):
-        raise ConfigError(
-            f"implementation 'mosaic' takes blocks of 16, 32, 64 or 128 tokens, got {block_size}: use "
-            "implementation='triton'"
-        )
-    group = q.shape[1] // pool.shape[3]
-    if group > TILE:
-        raise ConfigError(f"implementation 'mosaic' takes up to {TILE} query heads per KV head, got {group}")
-
-
-def _pool_rows(pool: jax.Array) -> jax.Array:
-    """The pool as `[rows, block_size, head_dim]`; nothing moves."""
-    return pool.reshape(-1, *pool.shape[4:])
-
-
-def _pool_row(layer: Any, num_layers: int, kv_head: Any, num_kv_heads: int) -> Callable[[Any, int], Any]:
-    """Where K (0) or V (1) of a block lies in `_pool_rows`."""
+def _head_of(layer: Any, num_layers: int, kv_head: Any, num_kv_heads: int) -> Callable[[Any, int], Any]:
+    """What says where K (0) or V (1) of a block is, in KV heads of blocks."""
     return lambda block, index: ((block * num_layers + layer) * 2 + index) * num_kv_heads + kv_head
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the order that wgmma reads."""
-    bits = 8 * jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(shape[-1] * bits)
-    transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _kv_buffers(pool: jax.Array, num_consumers: int) -> tuple[Any, ...]:
-    """Shared memory for tiles of K and V; barriers for those that have arrived, and been consumed."""
-    block_size, head_dim = pool.shape[4:]
-    tiles = _swizzled((_SLOTS, TILE, head_dim), pool.dtype)
-    arrived = plgpu.Barrier(num_arrivals=TILE // min(block_size, TILE), num_barriers=_SLOTS)
-    consumed = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=_SLOTS)
-    return tiles, tiles, arrived, arrived, consumed, consumed

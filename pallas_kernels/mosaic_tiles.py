@@ -17,19 +17,39 @@ MASKED = -1e30
 IS_NEWER_JAX = hasattr(plgpu, "InterpretGPUParams")  # than 0.10
 
 
-def window(token: jax.Array, block_size: int, rows: int) -> Any:
-    """The `rows` of a block that start with a token's."""
-    start = 0 if rows == block_size else pl.multiple_of(lax.rem(token, jnp.int32(block_size)), rows)
-    return pl.ds(start, rows)
+def widen(tile_smem: Any, wide_smem: Any, num_seen: jax.Array | None = None) -> None:
+    """Store a tile of 8 bits as what wgmma multiplies, with zeros in rows from `num_seen` on if given."""
+    for start in range(0, tile_smem.shape[1], TILE):
+        part = pl.ds(start, TILE)
+        codes = _load(tile_smem.at[:, part], plgpu.Layout.WGMMA)
+        numbers = (codes if codes.dtype == jnp.int8 else codes.astype(jnp.float32)).astype(wide_smem.dtype)
+        if num_seen is not None:
+            is_seen = iota(numbers.shape, 0) < num_seen
+            numbers = jnp.where(is_seen, numbers, jnp.zeros((), numbers.dtype))
+        wide_smem[:, part] = numbers
+    plgpu.commit_smem()
+
+
+def load_scales(smem: Any, num_seen: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+    """Scales of a tile's tokens, which are `axis` of a `shape`, as such; zeros from `num_seen` on."""
+    scales = _load(smem, plgpu.Layout.WGMMA.reduce(1 - axis))
+    plgpu.commit_smem()  # the next copy comes after these reads
+    return jnp.where(
+        iota(shape, axis) < num_seen, lax.broadcast_in_dim(scales, shape, [axis]), jnp.zeros((), jnp.float32)
+    )
+
+
+def _load(ref: Any, layout: Any, **options: Any) -> jax.Array:
+    """`ref` in the registers of a warpgroup."""
+    if is_interpreted():
+        return ref[...]
+    index = () if IS_NEWER_JAX else (...,)
+    return plgpu.load(ref, *index, layout=layout, **options)
 
 
 def load_rows(ref: Any, start: jax.Array, head: jax.Array) -> jax.Array:
     """64 rows of a head of `ref` [rows, heads, head_dim] from any row on, without shared memory."""
-    rows = ref.at[pl.ds(start, TILE), head]
-    if is_interpreted():
-        return rows[...]
-    index = () if IS_NEWER_JAX else (...,)
-    return plgpu.load(rows, *index, layout=plgpu.Layout.WGMMA, optimized=False)
+    return _load(ref.at[pl.ds(start, TILE), head], plgpu.Layout.WGMMA, optimized=False)
 
 
 def products(left_smem: Any, right_smem: Any) -> jax.Array:
@@ -52,14 +72,19 @@ def _transposed(smem: Any) -> Any:
     return plgpu.transpose_ref(smem, (1, 0))
 
 
-def accumulate(state: tuple[jax.Array, ...], scores: jax.Array, v_smem: Any) -> tuple[jax.Array, ...]:
-    """One step of the online softmax over a tile of KV; `scores` count in powers of two."""
+def accumulate(
+    state: tuple[jax.Array, ...], scores: jax.Array, v_smem: Any, scales: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """One step of the online softmax over a tile of KV; `scores` count in powers of two.
+
+    `scales`, like scores, are what numbers of V stand for.
+    """
     acc, old_peak, total = state
     peak = jnp.maximum(old_peak, scores.max(axis=1))
     decay = jnp.exp2(old_peak - peak)
     weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [0]))
     total = total * decay + weights.sum(axis=1)
-    weights = weights.astype(v_smem.dtype)
+    weights = (weights if scales is None else weights * scales).astype(v_smem.dtype)
 
     def multiply(acc_ref: Any) -> jax.Array:
         plgpu.wgmma(acc_ref, weights, v_smem)
@@ -74,7 +99,7 @@ def accumulate(state: tuple[jax.Array, ...], scores: jax.Array, v_smem: Any) -> 
 
 
 def accumulate_columns(
-    state: tuple[jax.Array, ...], scores: jax.Array, p_smem: Any, v_smem: Any
+    state: tuple[jax.Array, ...], scores: jax.Array, p_smem: Any, v_smem: Any, scales: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
     """`accumulate` for scores `[64 keys, queries]`, and an accumulator `[head_dim, queries]`.
 
@@ -85,6 +110,7 @@ def accumulate_columns(
     decay = jnp.exp2(old_peak - peak)
     weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [1]))
     total = total * decay + weights.sum(axis=0)
+    weights = weights if scales is None else weights * scales
     store_transposed(p_smem, weights.astype(p_smem.dtype))
     plgpu.commit_smem()
 

@@ -83,6 +83,13 @@ def prefill_case(
     )
 
 
+def assert_no_races() -> None:
+    """That the last kernel which Pallas' GPU interpreter ran had none."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    assert not get_races().races_found
+
+
 def relative_error(actual: jax.Array, expected: jax.Array) -> float:
     """Norm of the difference over the norm of `expected`, in float64."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)

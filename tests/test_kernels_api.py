@@ -68,7 +68,7 @@ def test_valid_arguments(op, arguments, expected):
         ({"implementation": "triton:k48,q64,w4,s2"}, "kv_tile is 48: use one of 16, 32, 64, 128, 256"),
         ({"implementation": "triton:k64,q64,w3,s2"}, "num_warps is 3: use one of 1, 2, 4, 8, 16"),
         ({"implementation": "triton:k64,q64,w4,s9"}, "num_stages is 9"),
-        ({"implementation": "mosaic"}, "'mosaic' computes in bfloat16 or float16, got q in float32"),
+        ({"implementation": "mosaic"}, "'mosaic': it computes in bfloat16 or float16, got q in float32"),
         ({"pool": POOL[:, :, :1]}, "pool has shape .*num_blocks"),
         ({"pool": POOL[0]}, "pool has shape .*num_blocks"),
         ({"pool": POOL[:0]}, "at least 1"),
@@ -93,7 +93,7 @@ def test_decode_refuses(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"implementation": "mosaic"}, "'mosaic' computes in bfloat16"),
+        ({"implementation": "mosaic"}, "'mosaic': it computes in bfloat16"),
         ({"query_starts": jnp.zeros(3, jnp.int32)}, r"query_starts has shape \(3,\): expected \[4\]"),
         ({"num_seqs": jnp.zeros(1, jnp.int32)}, r"num_seqs has shape \(1,\)"),
         ({"lengths": jnp.zeros(1, jnp.int32)}, r"lengths has shape \(1,\)"),

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import LAYER, NUM_LAYERS, Shape, decode_case, prefill_case, relative_error
+from kernel_cases import (
+    LAYER,
+    NUM_LAYERS,
+    Shape,
+    assert_no_races,
+    decode_case,
+    prefill_case,
+    relative_error,
+)
 
 from jaxllm import pallas_kernels
 from jaxllm.errors import ConfigError
@@ -27,7 +35,6 @@ SHAPES = [
 
 HALF_SHAPES = [
     Shape(num_q_heads=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16"),
-    Shape(num_q_heads=2, num_kv_heads=1, head_dim=192, block_size=16, dtype="float16"),
     Shape(num_q_heads=8, num_kv_heads=1, head_dim=128, block_size=32, max_blocks=3, dtype="bfloat16"),
     Shape(num_q_heads=11, num_kv_heads=1, head_dim=64, block_size=64, max_blocks=2, dtype="float16"),
     Shape(num_q_heads=1, num_kv_heads=1, head_dim=128, block_size=128, max_blocks=2, dtype="bfloat16"),
@@ -51,6 +58,13 @@ with_each_and_newer_mosaic = pytest.mark.parametrize(
     "implementation", [*IMPLEMENTATIONS, "mosaic"] if mosaic_tiles.IS_NEWER_JAX else IMPLEMENTATIONS
 )
 with_each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@pytest.fixture(autouse=True)
+def _no_races(request):
+    yield
+    if "mosaic" in request.node.name and "refused" not in request.node.name:
+        assert_no_races()
 
 
 def small(**changes):

@@ -1,6 +1,7 @@
 """Keys and values of other dtypes than activations: what is stored, read, copied, and found again."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -10,25 +11,20 @@ import pytest
 from engine_helpers import make_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import LAYER, Shape, decode_case, prefill_case, relative_error
+from kernel_cases import LAYER, Shape, assert_no_races, decode_case, prefill_case, relative_error
 
 from jaxllm import LLM, EngineConfig, SamplingParams, pallas_kernels
 from jaxllm.errors import ConfigError
 from jaxllm.executor import memory
 from jaxllm.loading.checkpoints import demo_model_path
 from jaxllm.models.config import config_from_dict, read_hf_config
-from jaxllm.pallas_kernels import reference, triton_pool
+from jaxllm.pallas_kernels import mosaic_tiles, reference, triton_pool
 from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
 from jaxllm.predictors.base import model_shape
 from jaxllm.system.dtypes import KV_DTYPES
 
 IMPLEMENTATIONS = ["native", "xla", "triton", "reference"]
-PAIRS = [
-    (name, dtype)
-    for name in IMPLEMENTATIONS
-    for dtype in ("bfloat16", "int8", "fp8_e4m3", "fp8_e5m2")
-    if pallas_kernels.why_no_layout(name, dtype) is None
-]
+PAIRS = [(name, dtype) for name in IMPLEMENTATIONS for dtype in ("bfloat16", "int8", "fp8_e4m3", "fp8_e5m2")]
 
 
 def in_layout(case, dtype):
@@ -59,6 +55,63 @@ def test_attention_reads_what_is_stored(implementation, dtype, changes):
     expected = reference.prefill_attention(q, floats(case.pool), *rest, **options)
     found = pallas_kernels.prefill_attention(*case.prefill_args(), **options, implementation=implementation)
     assert relative_error(found[:27], expected[:27]) < 1e-5
+
+
+FEW = {"num_q_heads": 3, "num_kv_heads": 1, "dtype": "bfloat16"}
+FOR_MOSAIC = [("fp8_e5m2", Shape(**FEW, block_size=32)), ("int8", Shape(**FEW))]
+if mosaic_tiles.IS_NEWER_JAX:  # JAX 0.10 interprets these in minutes
+    FOR_MOSAIC += [
+        ("fp8_e4m3", Shape(num_q_heads=4, max_blocks=9, dtype="float16")),
+        ("int8", Shape(num_q_heads=4, max_blocks=9, dtype="bfloat16")),
+        ("int8", Shape(**FEW, head_dim=128, block_size=128, max_blocks=2)),
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), FOR_MOSAIC, ids=str)
+def test_mosaic_reads_what_is_stored(dtype, shape):
+    """Both attentions, of one tile of KV and of several; what must not be read is poison."""
+    longest = shape.max_blocks * shape.block_size
+    options = {"layer": LAYER, "scale": shape.scale}
+    exact = dataclasses.replace(shape, dtype="float32")
+    decode = decode_case(exact, [longest, 0, 1, 17])
+    prefill = prefill_case(exact, [(0, 20), (longest - 7, 7), (3, 1)], 40, 4, first_row=5)
+    for op, case in (("decode_attention", decode), ("prefill_attention", prefill)):
+        case = dataclasses.replace(in_layout(case, dtype), q=case.q.astype(shape.dtype))
+        q, pool, *rest = case.decode_args() if case is decode else case.prefill_args()
+        rest = [x for x in rest if x is not None]
+        call = functools.partial(getattr(pallas_kernels, op), **options, implementation="mosaic")
+        call = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+        found = call(q, pool, *rest)
+        expected, rounded = (
+            getattr(reference, op)(q, floats(pool), *rest, **options, rounds=rounds)
+            for rounds in (False, True)
+        )
+        assert_no_races()
+        assert relative_error(found, expected) < 1.5 * relative_error(rounded, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "head_dim", "block_size", "message"),
+    [
+        ("float32", "int8", 64, 16, "computes in bfloat16 or float16, got q in float32"),
+        ("float16", "int8", 64, 16, "computes over int8 in bfloat16, got q in float16"),
+        ("float16", "bfloat16", 64, 16, "got q in float16 and KV in bfloat16"),
+        ("bfloat16", "float32", 64, 16, "got q in bfloat16 and KV in float32"),
+        ("bfloat16", "bfloat16", 256, 16, "takes head_dim 64 or 128, got 256"),
+        ("bfloat16", "fp8_e4m3", 64, 8, "takes blocks of 16, 32, 64 or 128 tokens, got 8"),
+        ("bfloat16", "int8", 128, 16, "of 32 tokens or more, got 16; use implementation='triton'"),
+    ],
+)
+def test_what_mosaic_has_no_kernel_for_is_refused(dtype, kv_dtype, head_dim, block_size, message):
+    layout = KVLayout(kv_dtype, head_dim)
+    pool = jnp.zeros((2, 1, 2, 1, block_size, layout.width), layout.array_dtype)
+    q, tables, lengths = (
+        jnp.zeros((1, 1, head_dim), dtype),
+        jnp.zeros((1, 2), jnp.int32),
+        jnp.ones(1, jnp.int32),
+    )
+    with pytest.raises(ConfigError, match=f"'mosaic': it .*{message}"):
+        pallas_kernels.decode_attention(q, pool, tables, lengths, layer=0, scale=1.0, implementation="mosaic")
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), PAIRS)

@@ -115,7 +115,7 @@ class EngineConfig:
             it; it is a fifth of a small model's time.
         kv_cache_dtype: What keys and values are stored as; by default the dtype. With bfloat16 99.8 % of the
             demo model's predictions are float32's, with int8 (a scale for each head of a token) 99.2 to
-            99.7 %, and with fp8 98 %, which `mosaic` has none of.
+            99.7 %, and with fp8 98 %.
         load_format: Of weights; dummy makes random ones on the device.
         hf_overrides: Fields of config.json to replace; null drops one.
         seed: Of dummy weights, and of requests that name no seed.
@@ -161,8 +161,8 @@ class EngineConfig:
             memory; by default 0.95. JAX takes 0.95 unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
         attention_implementation: One of {attention_implementation} (measured at start, program by program),
             or a tiling of triton's such as triton:k32,q64,w4,s2; by default what the device takes
-            (`pallas_kernels.default_implementation`). CPUs take native, Hopper mosaic in 16 bits. The compile
-            report names the tiling that was the fastest.
+            (`pallas_kernels.default_implementation`). CPUs take native, GPUs triton. The compile report
+            names the tiling that was the fastest.
         async_scheduling: Let the host run one step ahead of the device.
         num_scheduler_steps: Most decode iterations in one device program, at most `block_size`; by default as
             many as take 50 ms, up to 8. It runs while at most 16 requests do and none of them needs a

@@ -319,7 +319,7 @@ def choose(config: EngineConfig, model: Model) -> Choices:
 
 
 def _check_kv_dtype(kernels: str, model: Model) -> None:
-    """Verify that an implementation and a device have keys and values of a dtype.
+    """Verify that an implementation that is measured, and a device, have keys and values of a dtype.
 
     Raises:
         ConfigError: they have none.
@@ -329,10 +329,6 @@ def _check_kv_dtype(kernels: str, model: Model) -> None:
         raise ConfigError(
             f"kv_cache_dtype={dtype!r} and attention_implementation={kernels!r}: what is measured has "
             f"KV of {model.dtype}; name an implementation, or leave one of them out"
-        )
-    if reason := pallas_kernels.why_no_layout(kernels.partition(":")[0], dtype):
-        raise ConfigError(
-            f"kv_cache_dtype={dtype!r} and attention_implementation={kernels!r}: {reason}; use 'xla'"
         )
     if dtype == "fp8_e4m3" and not _stores_e4m3(model.device):
         raise ConfigError(

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxllm import pallas_kernels
 from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels.kv_layout import KVLayout
 
 FASTEST = "fastest"
 """The name of an implementation that stands for the fastest one, measured program by program."""
@@ -66,9 +67,10 @@ def candidates(
 
         usual = triton.default_tiling(op, device.device_kind, dtype, head_dim)
         names += [f"triton:{one}" for one in triton.alternative_tilings(op, dtype) if one != usual]
+    from jaxllm.pallas_kernels import mosaic_pool
+
     is_hopper = str(getattr(device, "compute_capability", "")).startswith("9.")
-    fits_mosaic = dtype != "float32" and head_dim in (64, 128, 192, 256) and block_size in (16, 32, 64, 128)
-    if is_hopper and fits_mosaic:
+    if is_hopper and mosaic_pool.why_not(dtype, KVLayout(dtype, head_dim), block_size) is None:
         names.append("mosaic")
     return tuple(names)
 

@@ -27,7 +27,7 @@ from jax import lax
 from gpu.inputs import Sizes
 from gpu.report import Row, attempt
 from jaxllm import pallas_kernels
-from jaxllm.pallas_kernels import reference
+from jaxllm.pallas_kernels import mosaic_pool, reference
 from jaxllm.pallas_kernels.kv_layout import KVLayout, layout_of
 from jaxllm.system.dtypes import kv_row_bytes
 
@@ -162,8 +162,9 @@ def check(
     checks, of_kv = [], []
     for dtype, kv_dtype in itertools.product(LIMITS, kv_dtypes):
         for heads in sizes.heads:
-            if implementation == "mosaic" and (dtype == "float32" or heads[2] % 64):
-                continue  # it takes 16 bits, and 64 dimensions at a time
+            layout = KVLayout(kv_dtype or dtype, heads[2])
+            if implementation == "mosaic" and mosaic_pool.why_not(dtype, layout, BLOCK_SIZE):
+                continue
             lengths = rng.integers(1, 300, 9)
             one = Problem.make(rng, lengths, heads, dtype, kv_dtype=kv_dtype)
             checks.append(Check("decode", dtype, heads, (one.q, one.pool, one.tables, one.lengths)))

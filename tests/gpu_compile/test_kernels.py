@@ -23,10 +23,10 @@ SHAPES = [
 OPT_2_7B = (32, 32, 80, 32, "float16")
 
 
-def arguments(num_q, num_kv, dim, block_size, dtype, num_rows=NUM_ROWS):
+def arguments(num_q, num_kv, dim, block_size, dtype, num_rows=NUM_ROWS, kv_dtype=None):
     """Abstract ones of decode and of prefill attention."""
-    struct = jax.ShapeDtypeStruct
-    pool = struct((NUM_BLOCKS, NUM_LAYERS, 2, num_kv, block_size, dim), dtype)
+    struct, layout = jax.ShapeDtypeStruct, KVLayout(kv_dtype or dtype, dim)
+    pool = struct((NUM_BLOCKS, NUM_LAYERS, 2, num_kv, block_size, layout.width), layout.array_dtype)
     tables, lengths = struct((num_rows, MAX_BLOCKS), jnp.int32), struct((num_rows,), jnp.int32)
     starts, scalar = struct((num_rows + 1,), jnp.int32), struct((), jnp.int32)
     return {
@@ -150,9 +150,18 @@ def test_every_tiling_compiles(device):
 
 
 @pytest.mark.parametrize("op", ["decode", "prefill"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_mosaic_becomes_machine_code_for_tensor_cores(op, shape, tmp_path, monkeypatch):
-    """Copies by TMA, products by wgmma, no register spilled.
+@pytest.mark.parametrize(
+    ("shape", "kv_dtype"),
+    [
+        *((shape, None) for shape in SHAPES),
+        (LLAMA_3_8B, "fp8_e4m3"),
+        ((32, 8, 128, 32, "bfloat16"), "int8"),
+        ((8, 1, 64, 128, "float16"), "fp8_e5m2"),
+    ],
+    ids=str,
+)
+def test_mosaic_becomes_machine_code_for_tensor_cores(op, shape, kv_dtype, tmp_path, monkeypatch):
+    """Copies by TMA, products by wgmma, no register spilled, and what a core has of shared memory suffices.
 
     Prefill moves registers between warps; two programs of decode fit a core.
     """
@@ -160,7 +169,7 @@ def test_mosaic_becomes_machine_code_for_tensor_cores(op, shape, tmp_path, monke
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{name}", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     with Compiler(get_target("h100")) as compiler:
-        compile_attention(compiler, op, arguments(*shape, num_rows=8)[op], "mosaic")
+        compile_attention(compiler, op, arguments(*shape, num_rows=8, kv_dtype=kv_dtype)[op], "mosaic")
     (ptx,), (assembled,) = tmp_path.glob("*.ptx"), tmp_path.glob("*.ptxas")
     instructions = ptx.read_text()
     for needed in ("cp.async.bulk.tensor", "wgmma.mma_async"):
