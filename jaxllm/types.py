@@ -22,8 +22,23 @@ NO_TOKEN, WRONG_DRAFT = -2, -3
 """What stands for a token where none was sampled, and where a draft was not kept."""
 MAX_STAGED_BLOCKS = 32
 """Blocks of device memory beside the pool that copies under way may take, in each direction."""
+STAGED_ROWS = 256
+"""Least rows of a micro-batch. One of fewer would take as long: it reads as many weights, and an A100 or H100
+multiplies 156 or 295 rows of 16 bits while it does (by their data sheets)."""
 MAX_PIECE_BLOCKS = 16
 """Most blocks that one program gathers for a copy, or scatters."""
+
+
+def num_micro_batches(num_rows: int, num_stages: int) -> int:
+    """In how many parts a step with prompts goes through stages, so that these work at the same time.
+
+    A power of two, at most twice as many as stages: of M parts through P stages each stage idles for P - 1,
+    and more parts have less work for a device at a time. Parts have `STAGED_ROWS` at least.
+    """
+    count = 1
+    while count < 2 * num_stages > 2 and num_rows % (2 * count) == 0 and num_rows >= 2 * count * STAGED_ROWS:
+        count *= 2
+    return count
 
 
 def piece_sizes(num_blocks: int) -> list[int]:

@@ -1,10 +1,16 @@
 """A step's program in stages of layers, each on devices of its own (pipeline parallelism).
 
-    first stage   inputs, embeddings and its layers | output head, sampling, histories
-                            |  x, delta, inputs     ^  x, delta
-    next stage              v     its layers        |
+    first stage   inputs -> embeddings and its layers | output head, sampling, histories
+                            |  x, delta, inputs       ^  x, delta
+    next stage              v     its layers          |
 
 Each part is a program of its own, compiled for its devices; between two the host moves what the layers give.
+The rows of a step with prompts go through in micro-batches (GPipe, Huang et al. 2019), each of which is a
+step of fewer rows: while a stage computes one, the next stage computes that before it.
+
+    first stage   0 1 2 3
+    next stage      0 1 2 3
+
 The pool is one array, cut by layers, so that whoever copies blocks sees all of them.
 """
 
@@ -34,6 +40,7 @@ from jaxllm.models.architecture import CausalLM, ModelConfig
 from jaxllm.models.linear_formats import LinearFormats
 from jaxllm.models.registry import Params, abstract_params, bind
 from jaxllm.sampling.logits_processors import LogitsProcessor
+from jaxllm.types import num_micro_batches
 
 
 class Stream(NamedTuple):
@@ -44,11 +51,12 @@ class Stream(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of what a step computes: inputs, places, and the position that the model sees of each row [R]."""
+    """Of what is computed together: inputs, places, tokens and positions as the model sees them, [R] each."""
 
     decode: DecodeInputs
     prefill: PrefillInputs | None
     places: Places
+    tokens: jax.Array
     positions: jax.Array
 
 
@@ -92,31 +100,33 @@ class StagedProgram:
     Args:
         placement: of the stages.
         names: of the weights of each stage.
-        parts: the program that each stage begins with, and at last that which samples.
+        parts: the program of inputs, that of each stage, and that which samples.
     """
 
     def __init__(
         self, placement: Placement, names: list[list[str]], parts: list[jax.stages.Compiled]
     ) -> None:
         self._stages, self._names = placement.stages, names
-        self._first, *self._others, self._last = parts
+        self._begin, *self._layers, self._end = parts
         self._parts = parts
 
     def __call__(
         self, params: Params, state: EngineState, slot_params: PackedSlotParams, packed: Any
     ) -> tuple[EngineState, StepOutputs]:
         """As a compiled `programs.step_program`; the host waits for no stage."""
-        own, *others = ({name: params[name] for name in names} for names in self._names)
-        pool, *pools = self._split(state.pool)
-        history, tables = state.history, state.tables
-        pool, history, tables, rows, stream = self._first(own, pool, history, tables, slot_params, packed)
-        updated = [pool]
-        for stage, program, weights, pool in zip(self._stages[1:], self._others, others, pools, strict=True):
-            pool, stream = program(weights, pool, *jax.device_put((rows, stream), stage.sharding()))
-            updated.append(pool)
-        stream = jax.device_put(stream, self._stages[0].sharding())
-        history, outputs = self._last(own, history, slot_params, rows, stream)
-        return EngineState(self._joined(state.pool, updated), history, tables), outputs
+        weights = [{name: params[name] for name in names} for names in self._names]
+        pools, streams = self._split(state.pool), []
+        history, tables, rows, batches = self._begin({}, state.history, state.tables, slot_params, packed)
+        for batch in batches:
+            stream = None
+            for place, stage in enumerate(self._stages):
+                given = batch, stream
+                given = given if place == 0 else jax.device_put(given, stage.sharding())
+                pools[place], stream = self._layers[place](weights[place], pools[place], *given)
+            streams.append(stream)
+        streams = jax.device_put(streams, self._stages[0].sharding())
+        history, outputs = self._end(weights[0], history, slot_params, rows, streams)
+        return EngineState(self._joined(state.pool, pools), history, tables), outputs
 
     def memory_analysis(self) -> Any:
         """Bytes of all parts together, each on one of its devices."""
@@ -176,32 +186,34 @@ def lower_stages(
     slot_params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PackedSlotParams.host_zeros(max_num_seqs)))
     packed = jax.eval_shape(lambda: jnp.asarray(PackedStep(key, max_num_seqs, block_size).array))
     bound = functools.partial(_bound, own, whole, implementation)
-    layers = placement.layers(model_config)
     lowered = []
 
     def lower(
-        place: int, run: Any, ins: tuple[Any, ...], outs: Any, given: tuple[Any, ...], donated: Any
+        place: int, run: Any, ins: tuple[Any, ...], outs: Any, given: tuple[Any, ...], donated: Any, of: Any
     ) -> Any:
-        """Add a part, of a stage; returns the shapes of what it gives."""
+        """Add a part, of a stage, that reads the weights `of`; returns the shapes of what it gives."""
         stage = stages[place]
         specs = stage.weight_specs(model_config)
-        ins = {name: specs[name] for name in names[place]}, *ins
-        weights = {name: whole[name] for name in names[place]}
+        ins = {name: specs[name] for name in of}, *ins
         jitted = stage.jit(functools.partial(run, bound), ins, outs, donated)
-        arguments = stage.structs((weights, *given), ins)
+        arguments = stage.structs(({name: whole[name] for name in of}, *given), ins)
         lowered.append(jitted.lower(*arguments))
         return jax.eval_shape(jitted, *arguments)
 
     each, pool = ON_EACH, BY_KV_HEADS
-    begin = functools.partial(_begin, layers=layers[0], key=key, max_num_seqs=max_num_seqs)
-    given: tuple[Any, ...] = state.pool, state.history, state.tables, slot_params, packed
-    outs = pool, each, each, each, each
-    *_, rows, stream = lower(0, begin, (pool, each, each, each, each), outs, given, (1, 2, 3))
-    for place in range(1, len(stages)):
-        go_on = functools.partial(_go_on, layers=layers[place])
-        lower(place, go_on, (pool, each, each), (pool, each), (state.pool, rows, stream), (1,))
+    count = num_micro_batches(key.rows, len(stages)) if key.max_chunks else 1
+    sizes = {"max_num_seqs": max_num_seqs, "block_size": block_size, "num_batches": count}
+    begin = functools.partial(_begin, key=key, **sizes)
+    given: tuple[Any, ...] = state.history, state.tables, slot_params, packed
+    *_, rows, batches = lower(0, begin, (each,) * 4, (each,) * 4, given, (1, 2), ())
+    stream = None
+    for place, own_layers in enumerate(placement.layers(model_config)):
+        run = functools.partial(_layers, layers=own_layers)
+        given = state.pool, batches[0], stream
+        _, stream = lower(place, run, (pool, each, each), (pool, each), given, (1,), names[place])
     end = functools.partial(_end, sampling=key.sampling, processors=processors)
-    lower(0, end, (each, each, each, each), (each, each), (state.history, slot_params, rows, stream), (1,))
+    given = state.history, slot_params, rows, [stream] * count
+    lower(0, end, (each,) * 4, (each, each), given, (1,), names[0])
     return LoweredStages(placement, names, lowered)
 
 
@@ -223,35 +235,60 @@ def _bound(
 def _begin(
     bound: Any,
     params: Params,
-    pool: jax.Array,
     history: jax.Array,
     tables: jax.Array,
     slot_params: PackedSlotParams,
     packed: jax.Array,
     *,
-    layers: range,
     key: ProgramKey,
     max_num_seqs: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, Rows, Stream]:
-    """Unpack inputs, and compute the first layers."""
-    model, implementation = bound(params)
-    tables, decode, prefill, _ = unpacked(key, max_num_seqs, pool.shape[4], tables, packed)
-    places, tokens, history = rows_of(history, decode, prefill, pool.shape[4])
+    block_size: int,
+    num_batches: int,
+) -> tuple[jax.Array, jax.Array, Rows, list[Rows]]:
+    """Unpack inputs; they come whole, and as micro-batches."""
+    tables, decode, prefill, _ = unpacked(key, max_num_seqs, block_size, tables, packed)
+    places, tokens, history = rows_of(history, decode, prefill, block_size)
     positions = jnp.maximum(places.positions, 0) + slot_params.unpack().first_position[places.slots]
-    rows = Rows(decode, prefill, places, positions)
-    attend = StageAttention(layers, None, pool, rows, implementation)
-    model(tokens, positions, attend)
-    assert attend.stream is not None
-    return attend.pool, history, tables, rows, attend.stream
+    rows = Rows(decode, prefill, places, tokens, positions)
+    return history, tables, rows, micro_batches(rows, num_batches)
 
 
-def _go_on(
-    bound: Any, params: Params, pool: jax.Array, rows: Rows, stream: Stream, *, layers: range
+def micro_batches(rows: Rows, count: int) -> list[Rows]:
+    """The rows of a step in so many equal parts, each of which is a step: what is sampled of it is not."""
+    if count == 1 or rows.prefill is None:
+        return [rows]
+    prefill, size = rows.prefill, len(rows.tokens) // count
+    num_decodes, ends = min(len(rows.decode.lengths), size), prefill.query_starts[1:]
+    found = []
+    for start in range(0, count * size, size):
+        part = slice(start, start + size)
+        decode = DecodeInputs(
+            *(_padded(array, count * size)[start : start + num_decodes] for array in rows.decode)
+        )
+        later = jnp.clip(ends - part.stop, 0, ends - prefill.query_starts[:-1])  # rows of each chunk
+        prompts = prefill._replace(
+            tokens=prefill.tokens[part],
+            targets=prefill.targets[part],
+            query_starts=jnp.clip(prefill.query_starts - start, 0, size),
+            lengths=prefill.lengths - later,
+        )
+        places = Places(*(array[part] for array in rows.places))
+        found.append(Rows(decode, prompts, places, rows.tokens[part], rows.positions[part]))
+    return found
+
+
+def _padded(array: jax.Array, length: int) -> jax.Array:
+    """With zeros behind, to a length: decodes of length 0 are none."""
+    return jnp.pad(array, [(0, max(0, length - len(array))), *[(0, 0)] * (array.ndim - 1)])
+
+
+def _layers(
+    bound: Any, params: Params, pool: jax.Array, rows: Rows, stream: Stream | None, *, layers: range
 ) -> tuple[jax.Array, Stream]:
-    """Compute further layers."""
+    """Compute layers of rows, the first ones of their embeddings."""
     model, implementation = bound(params)
     attend = StageAttention(layers, stream, pool, rows, implementation)
-    model(jnp.zeros_like(rows.positions), rows.positions, attend)
+    model(rows.tokens, rows.positions, attend)
     assert attend.stream is not None
     return attend.pool, attend.stream
 
@@ -262,15 +299,18 @@ def _end(
     history: jax.Array,
     slot_params: PackedSlotParams,
     rows: Rows,
-    stream: Stream,
+    streams: list[Stream],
     *,
     sampling: Sampling,
     processors: tuple[LogitsProcessor, ...],
 ) -> tuple[jax.Array, StepOutputs]:
     """Sample of what the last layer gives."""
     model, implementation = bound(params)
+    stream = (
+        streams[0] if len(streams) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *streams)
+    )
     attend = StageAttention(range(0), stream, None, rows, implementation)
-    hidden = model(jnp.zeros_like(rows.positions), rows.positions, attend)
+    hidden = model(rows.tokens, rows.positions, attend)
     inputs = rows.places, rows.decode, rows.prefill
     history, _, outputs = sample_rows(
         model, hidden, history, None, slot_params.unpack(), *inputs, sampling, processors

@@ -26,7 +26,7 @@ from test_forced_preemption import (  # noqa: F401
 from test_prefix_files import files_below, generate, keeping
 from variants import golden_checkpoint, golden_data
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, SamplingParams, types
 from jaxllm.cli.main import main
 from jaxllm.errors import ConfigError
 from jaxllm.executor.placement import Placement
@@ -41,6 +41,14 @@ GQA = golden_checkpoint("llama_gqa")
 STAGES = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
 KINDS = "llama_gqa", "llama_tied", "granite", "gemma2", "gemma3", "opt_pre_norm", "opt_post_norm"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def micro_batches():
+    """As many as stages take at most, also in steps of few rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(types, "STAGED_ROWS", 3)
+        yield
 
 
 @pytest.fixture(scope="module", params=KINDS)
