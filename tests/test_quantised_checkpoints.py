@@ -168,6 +168,27 @@ def test_kv_of_e4m3_has_the_checkpoints_scales(tmp_path, caplog):
     assert num_compared > 40
 
 
+def kv_alone(tensors, config):
+    with_kv_scales(tensors, config)
+    config["quantization_config"]["config_groups"] = {}
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        scale, weight = tensors.pop(name).astype(np.float32), name.removesuffix("_scale")
+        tensors[weight] = tensors[weight].astype(np.float32) * scale
+
+
+def test_kv_alone_may_be_quantised(tmp_path):
+    """With no group of weights, which are numbers."""
+    folder = folder_of("ct-fp8-dynamic", tmp_path, kv_alone)
+    with LLM(folder, **SIZES) as llm:
+        assert llm.executor.config.kv_dtype == "fp8_e4m3"
+        assert not any(one.kind for _, one in llm.executor.config.formats.others)
+        found = [np.asarray(array) for name, array in llm.executor._params.items() if "kv_scales" in name]
+        llm.generate([KV_ORACLE["prompts"][0]], use_tqdm=False)
+    expected = np.array(list(KV_ORACLE["scales"].values()))
+    np.testing.assert_allclose(np.sort(np.ravel(found)), np.sort(expected), rtol=1e-2)
+    assert load_shape(folder).name.endswith("-kv-fp8_e4m3")
+
+
 def test_scales_of_kv_change_little_elsewhere(tmp_path):
     """They are read and cancel out; and a folder of numbers is without them."""
     for name, change in (("plain", lambda tensors, config: None), ("scaled", with_kv_scales)):

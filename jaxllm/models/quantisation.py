@@ -203,8 +203,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
         value = config.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise _refuse(config, f"{key}={shown(value, 80)}")
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    groups, scheme = config.get("config_groups"), config.get("kv_cache_scheme")
+    if not isinstance(groups, Mapping) or not (groups or scheme):
         raise _refuse(config, f"config_groups={shown(groups)}")
     layouts: list[tuple[str, WeightLayout]] = []
     notes: list[str] = []
@@ -215,7 +215,6 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
             raise _refuse(config, f"a group without targets: {shown(group, 80)}")
         layouts += [(target, layout) for target in targets]
         notes += of_group
-    scheme = config.get("kv_cache_scheme")
     said = Quantisation("compressed-tensors", tuple(layouts), _names(config, "ignore"), tuple(notes))
     if isinstance(scheme, Mapping) and _KV_SCHEME.items() <= scheme.items():
         return dataclasses.replace(said, has_kv_scales=True)
