@@ -919,6 +919,18 @@ def symmetric_inputs(tensors, config):
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["symmetric"] = True
 
 
+def activations(end, **said):
+    """A stored scale of activations that are not rounded here, as a group of layers says."""
+
+    def change(tensors, config):
+        tensors[f"{Q_PROJ}.{end}"] = np.full(1, 0.5, np.float32)
+        config["quantization_config"]["config_groups"]["group_0"] |= said
+
+    return change
+
+
+NVFP4_INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"}
+STATIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
 BACKWARDS = np.arange(127, -1, -1) // 64
 K_SCALE = {"module": "model.layers.0.self_attn"}
 
@@ -968,12 +980,28 @@ def test_arrays_that_nothing_asks_for_are_named(name, change, named, tmp_path):
         ("ct-w8a16", beside("weight_zero_point", np.full((32, 1), -0x7F7F7F80), np.int32)),
         ("ct-w4a16-asym", beside("weight_g_idx", np.zeros(128), np.int32)),
         ("awq-gemm-g128", beside("g_idx", np.zeros(128), np.int32)),
+        ("ct-nvfp4a16", activations("input_global_scale", input_activations=NVFP4_INPUTS)),
+        ("ct-w4a16-asym", activations("output_scale", output_activations=STATIC_INT8)),
         ("fp8-block-qwen", beside("input_scale", 0.5, activation_scheme="static")),
         ("fp8-block-qwen", beside("k_scale", 0.5, kv_cache_scheme="static", **K_SCALE)),
     ],
 )
 def test_arrays_that_say_nothing_or_are_asked_for_change_nothing(name, change, tmp_path):
     assert_same_weights(name, tmp_path, change)
+
+
+def test_fbgemms_bounds_of_scales_are_read_past(tmp_path):
+    """Beside each of its weights, whose inputs are not rounded here."""
+
+    def change(tensors, config):
+        config["quantization_config"] = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}
+        for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+            module = name.removesuffix(".weight_scale_inv")
+            scale = tensors.pop(name)[0, 0]
+            tensors[f"{module}.weight_scale"] = np.full((len(tensors[f"{module}.weight"]), 1), scale)
+            tensors[f"{module}.input_scale_ub"] = np.full(1, 1200, np.float32)
+
+    held_params(folder_of("fp8-block-qwen", tmp_path, change))
 
 
 @pytest.mark.parametrize("scale", [-1, 0, np.nan, np.inf])
