@@ -215,7 +215,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
             raise _refuse(config, f"a group without targets: {shown(group, 80)}")
         layouts += [(target, layout) for target in targets]
         notes += of_group
-    said = Quantisation("compressed-tensors", tuple(layouts), _names(config, "ignore"), tuple(notes))
+    said = Quantisation(
+        "compressed-tensors", tuple(layouts), _names(config, "ignore"), tuple(dict.fromkeys(notes))
+    )
     if isinstance(scheme, Mapping) and _KV_SCHEME.items() <= scheme.items():
         return dataclasses.replace(said, has_kv_scales=True)
     return _with_kv(config, said)
