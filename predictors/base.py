@@ -283,7 +283,15 @@ class ModelShape:
     @property
     def products(self) -> str:
         """What layers multiply: "int8", "fp8", or numbers of `dtype`."""
-        found = WEIGHT_FORMATS.get(self.weights)
+        return self._products(self.weights)
+
+    @property
+    def head_products(self) -> str:
+        """What the lm head multiplies, likewise."""
+        return self._products(self.head)
+
+    def _products(self, weights: str) -> str:
+        found = WEIGHT_FORMATS.get(weights)
         return (found and found.products) or self.dtype
 
     @property

@@ -85,12 +85,12 @@ class RooflineCostModel:
             check_number(name, getattr(self, name), 0.0, 60.0)
 
         # Seconds per unit of work: a prediction is a few products, for simulators ask for millions.
-        flop = 1.0 / (device.flops_for(model.dtype) * self.compute_efficiency)
+        rate = device.flops_for(model.dtype)
+        flop = 1.0 / (rate * self.compute_efficiency)
         byte = 1.0 / (device.memory_bandwidth * self.memory_efficiency)
-        narrow = device.peak_flops.get(model.products, device.flops_for(model.dtype))
-        self._linear_per_token = 2 * model.num_active_parameters / (narrow * self.compute_efficiency)
-        head_rate = device.flops_for(model.dtype) if model.head == "auto" else narrow
-        self._head_per_seq = 2 * model.num_head_parameters / (head_rate * self.compute_efficiency)
+        rates = [device.peak_flops.get(one, rate) for one in (model.products, model.head_products)]
+        self._linear_per_token = 2 * model.num_active_parameters / (rates[0] * self.compute_efficiency)
+        self._head_per_seq = 2 * model.num_head_parameters / (rates[1] * self.compute_efficiency)
         head_bytes = model.num_head_parameters * model.bytes_per_head_parameter
         self._weights = (model.num_layer_parameters * model.bytes_per_parameter + head_bytes) * byte
         self._attention_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim * flop

@@ -225,6 +225,9 @@ def test_what_cannot_be_quantised_is_refused(tmp_path):
     folder = convert_checkpoint(demo_model_path(), tmp_path / "quantised", quantization="int8")
     with pytest.raises(ConfigError, match="are quantised already; convert the checkpoint"):
         convert_checkpoint(folder, tmp_path / "again", quantization="int8")
+    orbax = convert_checkpoint(demo_model_path(), tmp_path / "orbax")
+    with pytest.raises(ConfigError, match=r"orbax' is a converted checkpoint \(Orbax\), and tensors of"):
+        convert_checkpoint(orbax, tmp_path / "again", quantization="int8")
     with pytest.raises(ConfigError, match="stays as it is; leave the dtype out"):
         convert_checkpoint(demo_model_path(), tmp_path / "again", "float32", quantization="int8")
     with pytest.raises(ConfigError, match="quantization='int5' is not supported"):

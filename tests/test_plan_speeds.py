@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -116,6 +117,7 @@ def test_the_command_tells_speeds_of_a_config_and_of_a_published_shape(tmp_path,
     shown = capsys.readouterr().out
     assert "Simulated from NVIDIA H100 80GB HBM3, vLLM kernels" in shown
     assert "| 100, 20 | 4 |" in shown
+    assert re.search(r"\| TP 1 \| 1 \| 15\.0 \| [\d,]+ \|", shown)
     assert main(["plan", "llama-3-8b", *options, "--json", str(out), "--overwrite"]) == 0
     assert json.loads(out.read_text())["speeds"] == of_config
     fast = [
@@ -132,6 +134,17 @@ def test_the_command_tells_speeds_of_a_config_and_of_a_published_shape(tmp_path,
     assert main(["plan", "llama-3-8b", *fast, "--json", str(out), "--overwrite"]) == 0
     for quick, slow in zip(json.loads(out.read_text())["speeds"], of_config, strict=True):
         assert quick["seconds_per_token"] < slow["seconds_per_token"]
+
+
+def test_a_quantised_70b_is_told_what_it_takes_and_gives(capsys):
+    options = ["--device", "h100", "--no-compile", "--lengths", "100:20", "--concurrency", "4"]
+    assert main(["plan", "llama-3-70b", *options]) != 0
+    assert "141.1 GB of weights leave no room" in capsys.readouterr().err
+    quantised = ["--quantization", "int4_weight", "--kv-cache-dtype", "int8"]
+    assert main(["plan", "llama-3-70b", *options, *quantised]) == 0
+    ((weights, tokens),) = re.findall(r"\| TP 1 \| 1 \| ([\d.]+) \| ([\d,]+) \|", capsys.readouterr().out)
+    assert float(weights) == pytest.approx(36.4, abs=0.2)  # 69.5e9 of 4.25 bits, embeddings of 16
+    assert int(tokens.replace(",", "")) > 150_000
 
 
 def test_the_command_compares_layouts_and_names_the_smallest_within_bounds(tmp_path, capsys):

@@ -103,6 +103,29 @@ def test_bad_shapes_are_refused(change, message):
         dataclasses.replace(TINY, **change)
 
 
+@pytest.mark.parametrize(
+    ("weights", "bits", "faster"),
+    [("int8", 8, 2), ("fp8", 8, 2), ("fp8_block", 8.25, 2), ("int8_weight", 8, 1), ("int4_weight", 4.25, 1)],
+)
+def test_formats_have_bytes_and_rates_of_their_own(weights, bits, faster):
+    """A decode reads weights; a long prefill multiplies; a head that is left out does as in 16 bits."""
+    plain = model_shape("llama-3-8b", "bfloat16")
+    exact = {"step_overhead_seconds": 0.0, "memory_efficiency": 1.0, "compute_efficiency": 1.0}
+    for head in (weights, "bfloat16"):
+        shape = dataclasses.replace(plain, weights=weights, head=head, kv_dtype="int8")
+        costs = RooflineCostModel(shape, device_spec("H100-SXM"), **exact)
+        of_head = bits if head == weights else 16
+        read = (shape.num_layer_parameters * bits + shape.num_head_parameters * of_head) / 8
+        assert costs.step_seconds(1, 0) == pytest.approx(
+            (read + shape.kv_bytes_per_token) / 3.35e12, rel=1e-3
+        )
+        layers = 2 * shape.num_layer_parameters * 10_000 / faster
+        heads = 2 * shape.num_head_parameters * 10_000 / (faster if head == weights else 1)
+        few = 4 * 32 * 32 * 128 * 10_000  # a query of each sequence sees itself
+        found = costs.step_seconds(0, 0, 10_000, 10_000, 0)
+        assert found == pytest.approx((layers + heads + few) / 989.5e12, rel=2e-3)
+
+
 def test_unknown_names_are_answered_with_the_known_ones():
     with pytest.raises(ConfigError, match="no shape of model 'gpt-5' is stored; known: opt-13b, opt-30b"):
         model_shape("gpt-5")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import re
 import statistics
 import types
 
@@ -22,6 +23,9 @@ from jaxllm.errors import ConfigError, ProfileError
 from jaxllm.executor import compile_stats
 from jaxllm.executor.buckets import Buckets
 from jaxllm.executor.pending import PendingStep
+from jaxllm.models.config import config_from_dict, read_hf_config
+from jaxllm.models.linear_formats import QUANTIZATIONS, LinearFormat, LinearFormats
+from jaxllm.models.registry import head_name
 from jaxllm.predictors.base import COST_KINDS, model_shape, step_kind
 from jaxllm.predictors.regression import fit
 from jaxllm.predictors.samples import load_samples, save_samples
@@ -30,6 +34,7 @@ from jaxllm.predictors.table import TableCostModel
 from jaxllm.research.bench.beside_steps import busy_host_share, hidden_swap_shares, sending_seconds
 from jaxllm.sched.policies import SchedulerPolicy
 from jaxllm.sched.presets import PRESETS
+from jaxllm.system.dtypes import KV_DTYPES
 
 NAME = "llama_gqa"
 
@@ -408,6 +413,11 @@ def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
     assert f"jaxllm: decode of 2, up to 4 steps, {attention}" in shown.err
     assert f"jaxllm: decode of 2, up to 4 steps, random, {attention}" in shown.err
     assert f"jaxllm: step of 32 tokens, up to 2 prompts, random, {attention}" in shown.err
+    with_own = ["--quantization", "int8", "--kv-cache-dtype", "int8", "--with-samples", str(written)]
+    assert main([*command, *with_own]) == 2
+    shown = capsys.readouterr()
+    assert re.search("kv_dtype 'auto', not 'int8'; weights '\\w+', not 'int8'; head", shown.err)
+    assert "measuring for" not in shown.err
     assert main([*command, "--seconds", "0"]) == 2
     assert main([*command, "--repetitions", "0"]) == 2
     capsys.readouterr()
@@ -424,6 +434,20 @@ def test_the_command_stores_a_profile(tmp_path, capsys, monkeypatch):
     ):
         assert main([*command, *refused]) == 2
         assert "measuring for" not in capsys.readouterr().err
+
+
+def test_profiles_are_of_one_format_of_weights_and_kv(tmp_path):
+    """Whatever an engine holds, it finds the costs of that, or those of a data sheet."""
+    config = config_from_dict(read_hf_config(golden_checkpoint(NAME)))
+    head = head_name(config)
+    formats = [
+        LinearFormats.named(name, head, quantize_lm_head=all_) for name in QUANTIZATIONS for all_ in (0, 1)
+    ]
+    formats += [LinearFormats(), LinearFormats(LinearFormat("e4m3", 128, "fp8_128"))]
+    formats += [LinearFormats(LinearFormat(stored="bfloat16", is_native=True))]
+    shapes = [shape_of(config, "model", "float32", held, kv) for held in formats for kv in KV_DTYPES]
+    paths = {profile_path(tmp_path, "cpu", shape.name, shape.dtype) for shape in shapes}
+    assert len(paths) == len(shapes) == len(formats) * len(KV_DTYPES)
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -89,6 +89,26 @@ def test_kv_of_fewer_bits_predicts_nearly_the_same(kv_dtype, least, most):
     assert 0 < found.divergence <= most
 
 
+def test_kv_is_what_a_checkpoint_has_scales_for(tmp_path):
+    """As an engine stores it, with no option; scales of 1 are those of fp8 without any."""
+    shutil.copytree(MODEL, tmp_path / "scaled")
+    tensors = load_file(MODEL / "model.safetensors")
+    for layer in range(read_hf_config(MODEL)["num_hidden_layers"]):
+        for name in ("k_scale", "v_scale"):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = np.ones(1, np.float32)
+    save_file(tensors, tmp_path / "scaled" / "model.safetensors", {"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    groups = {"a": {"targets": ["none"], "weights": {"num_bits": 8}, "format": "int-quantized"}}
+    said = {"quant_method": "compressed-tensors", "config_groups": groups, "kv_cache_scheme": scheme}
+    config = read_hf_config(MODEL) | {"quantization_config": said}
+    (tmp_path / "scaled" / "config.json").write_text(json.dumps(config))
+    found = compare_quality(MODEL, tmp_path / "scaled", TEXT, num_tokens=60)
+    expected = compare_quality(MODEL, MODEL, TEXT, num_tokens=60, kv_cache_dtype="fp8")
+    assert found.divergence == pytest.approx(expected.divergence, rel=1e-3)
+    turned = compare_quality(tmp_path / "scaled", MODEL, TEXT, num_tokens=60)
+    assert turned.perplexities == pytest.approx(found.perplexities[::-1], rel=1e-6)
+
+
 def test_kv_goes_by_the_names_that_engines_take(tmp_path, capsys):
     (tmp_path / "text.py").write_text(TEXT)
     options = ["--text", str(tmp_path / "text.py"), "--num-tokens", "20", "--kv-cache-dtype"]

@@ -168,6 +168,27 @@ def test_kv_of_e4m3_has_the_checkpoints_scales(tmp_path, caplog):
     assert num_compared > 40
 
 
+def kv_alone(tensors, config):
+    with_kv_scales(tensors, config)
+    config["quantization_config"]["config_groups"] = {}
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        scale, weight = tensors.pop(name).astype(np.float32), name.removesuffix("_scale")
+        tensors[weight] = tensors[weight].astype(np.float32) * scale
+
+
+def test_kv_alone_may_be_quantised(tmp_path):
+    """With no group of weights, which are numbers."""
+    folder = folder_of("ct-fp8-dynamic", tmp_path, kv_alone)
+    with LLM(folder, **SIZES) as llm:
+        assert llm.executor.config.kv_dtype == "fp8_e4m3"
+        assert not any(one.kind for _, one in llm.executor.config.formats.others)
+        found = [np.asarray(array) for name, array in llm.executor._params.items() if "kv_scales" in name]
+        llm.generate([KV_ORACLE["prompts"][0]], use_tqdm=False)
+    expected = np.array(list(KV_ORACLE["scales"].values()))
+    np.testing.assert_allclose(np.sort(np.ravel(found)), np.sort(expected), rtol=1e-2)
+    assert load_shape(folder).name.endswith("-kv-fp8_e4m3")
+
+
 def test_scales_of_kv_change_little_elsewhere(tmp_path):
     """They are read and cancel out; and a folder of numbers is without them."""
     for name, change in (("plain", lambda tensors, config: None), ("scaled", with_kv_scales)):
@@ -604,7 +625,10 @@ def bias(tensors, config):
 
 
 def order(tensors, config):
-    tensors[f"{Q_PROJ}.weight_g_idx"] = np.full(128, 1, np.int32)
+    ordered(tensors, config)
+    for name in [name for name in tensors if name.endswith(".weight_shape")]:
+        width = int(tensors[name][1])
+        tensors[name.replace("shape", "g_idx")] = np.full(width, int(Q_PROJ in name), np.int32)
 
 
 def other_kind(tensors, config):
@@ -699,6 +723,7 @@ def test_arrays_that_are_missing_or_wrong_are_named(change, message, tmp_path):
         (compressed({"type": "bfloat"}, "int-quantized"), "type 'bfloat'"),
         (compressed({"symmetric": "true"}, "int-quantized"), "symmetric='true': expected true or false"),
         (compressed({"actorder": "grouped"}, "pack-quantized"), "actorder='grouped'"),
+        (compressed({"actorder": "group"}, "int-quantized"), "'int-quantized' and actorder='group'"),
         (compressed({"type": "float", "num_bits": 8}, "nvfp4-pack-quantized"), r"num_bits=8 \(4 are"),
         (
             compressed({"type": "float", "group_size": 64, "num_bits": 4}, "mxfp4-pack-quantized"),
@@ -799,7 +824,9 @@ def test_inputs_are_rounded_as_it_is_said_or_that_is_told(said, rounds):
 
 def test_outputs_that_are_not_rounded_are_told():
     said = compressed({"strategy": "channel"}, "int-quantized", output_activations=STATIC)
-    assert "outputs of layers are not quantised here" in read_quantisation(said).notes[0]
+    said["config_groups"]["b"] = said["config_groups"]["a"] | {"targets": ["q_proj"]}
+    (note,) = read_quantisation(said).notes
+    assert "outputs of layers are not quantised here" in note
 
 
 def test_blocks_may_be_words():
@@ -817,7 +844,14 @@ def input_scales(tensors, config):
 
 
 def no_zero(tensors, config):
-    tensors[f"{Q_PROJ}.weight_zero_point"] = np.full((128, 1), np.nan, np.float32)
+    weights_of(config)["symmetric"] = False
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        bad = np.nan if Q_PROJ in name else 0
+        tensors[name.replace("scale", "zero_point")] = np.full(tensors[name].shape, bad, np.float32)
+
+
+def weights_of(config):
+    return config["quantization_config"]["config_groups"]["group_0"]["weights"]
 
 
 def codes_of_int8(tensors, config):
@@ -825,7 +859,7 @@ def codes_of_int8(tensors, config):
 
 
 def ordered(tensors, config):
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    weights_of(config)["actorder"] = "group"
 
 
 def other_shape(tensors, config):
@@ -859,6 +893,124 @@ def shape_of_floats(tensors, config):
 def test_arrays_of_engines_that_are_missing_or_wrong_are_named(name, change, message, tmp_path):
     with pytest.raises(WeightsError, match=message):
         held_params(folder_of(name, tmp_path, change))
+
+
+def beside(end, value, kind=np.float32, module=Q_PROJ, **said):
+    """One more array, as what else is said may ask for."""
+
+    def change(tensors, config):
+        tensors[f"{module}.{end}"] = np.asarray(value, kind)
+        config["quantization_config"] |= said
+
+    return change
+
+
+def numbers(tensors, config):
+    """A layer that is not quantised, with a scale of inputs."""
+    del tensors[f"{Q_PROJ}.weight_scale"]
+    tensors[f"{Q_PROJ}.weight"] = tensors[f"{Q_PROJ}.weight"].astype(np.float32)
+    tensors[f"{Q_PROJ}.input_scale"] = np.full(1, 0.5, np.float32)
+    config["quantization_config"]["ignore"].append(Q_PROJ)
+
+
+def symmetric(tensors, config):
+    weights_of(config)["symmetric"] = True
+
+
+def symmetric_inputs(tensors, config):
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["symmetric"] = True
+
+
+def activations(end, **said):
+    """A stored scale of activations that are not rounded here, as a group of layers says."""
+
+    def change(tensors, config):
+        tensors[f"{Q_PROJ}.{end}"] = np.full(1, 0.5, np.float32)
+        config["quantization_config"]["config_groups"]["group_0"] |= said
+
+    return change
+
+
+NVFP4_INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"}
+STATIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+BACKWARDS = np.arange(127, -1, -1) // 64
+K_SCALE = {"module": "model.layers.0.self_attn"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("ct-w4a16-asym", symmetric, "down_proj.weight_zero_point, .*q_proj.weight_zero_point"),
+        ("ct-w4a16-asym", beside("weight_g_idx", BACKWARDS, np.int32), f"{Q_PROJ}.weight_g_idx"),
+        ("ct-w4a16-asym", beside("g_idx", np.arange(128) // 128, np.int32, "lm_head"), "lm_head.g_idx"),
+        ("ct-w4a16-asym", beside("input_scale", [0.5]), f"{Q_PROJ}.input_scale"),
+        ("ct-w4a16-asym", beside("output_scale", [np.nan]), f"{Q_PROJ}.output_scale"),
+        ("ct-w4a16-asym", beside("k_scale", [0.5], **K_SCALE), r"layers.0.self_attn.k_scale"),
+        ("ct-fp8-dynamic", beside("kv_scale", 0.5, **K_SCALE), r"layers.0.self_attn.kv_scale"),
+        ("ct-w8a8-int8-dynamic-127", beside("input_scale", [0.5]), f"{Q_PROJ}.input_scale"),
+        (
+            "ct-w8a8-int8-dynamic-127",
+            beside("weight_zero_point", np.eye(128, 1), np.int8),
+            f"{Q_PROJ}.weight_zero_point",
+        ),
+        ("ct-w8a8-int8-dynamic-127", numbers, f"{Q_PROJ}.input_scale"),
+        ("ct-w8a8-static-asym", symmetric_inputs, "down_proj.input_zero_point"),
+        ("ct-mxfp8a16", beside("weight_zero_point", [[1]], np.int8), f"{Q_PROJ}.weight_zero_point"),
+        ("fp8-block-qwen", beside("input_scale", 0.5), f"{Q_PROJ}.input_scale"),
+        ("fp8-block-qwen", beside("weight_zero_point", [[1.0]]), f"{Q_PROJ}.weight_zero_point"),
+        ("fp8-block-qwen", beside("k_scale", 0.5, **K_SCALE), "layers.0.self_attn.k_scale"),
+        ("awq-gemm-g128", beside("g_idx", BACKWARDS, np.int32), f"{Q_PROJ}.g_idx"),
+        (
+            "gptq-sym-g128-actorder",
+            lambda tensors, config: config["quantization_config"].update(desc_act=False),
+            "layers.0.mlp.down_proj.g_idx, ",
+        ),
+    ],
+)
+def test_arrays_that_nothing_asks_for_are_named(name, change, named, tmp_path):
+    with pytest.raises(WeightsError, match=rf"{named}.*: quantization_config asks for none, and they would"):
+        held_params(folder_of(name, tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("ct-fp8-dynamic", beside("k_scale", 1, **K_SCALE)),
+        ("ct-w8a8-int8-dynamic-127", beside("input_scale", [1])),
+        ("ct-w8a8-int8-dynamic-127", beside("weight_zero_point", np.zeros((128, 1)), np.int8)),
+        ("ct-w8a16", beside("weight_zero_point", np.zeros((128, 1)), np.int8)),
+        ("ct-w8a16", beside("weight_zero_point", np.full((32, 1), -0x7F7F7F80), np.int32)),
+        ("ct-w4a16-asym", beside("weight_g_idx", np.zeros(128), np.int32)),
+        ("awq-gemm-g128", beside("g_idx", np.zeros(128), np.int32)),
+        ("ct-nvfp4a16", activations("input_global_scale", input_activations=NVFP4_INPUTS)),
+        ("ct-w4a16-asym", activations("output_scale", output_activations=STATIC_INT8)),
+        ("fp8-block-qwen", beside("input_scale", 0.5, activation_scheme="static")),
+        ("fp8-block-qwen", beside("k_scale", 0.5, kv_cache_scheme="static", **K_SCALE)),
+    ],
+)
+def test_arrays_that_say_nothing_or_are_asked_for_change_nothing(name, change, tmp_path):
+    assert_same_weights(name, tmp_path, change)
+
+
+def test_fbgemms_bounds_of_scales_are_read_past(tmp_path):
+    """Beside each of its weights, whose inputs are not rounded here."""
+
+    def change(tensors, config):
+        config["quantization_config"] = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}
+        for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+            module = name.removesuffix(".weight_scale_inv")
+            scale = tensors.pop(name)[0, 0]
+            tensors[f"{module}.weight_scale"] = np.full((len(tensors[f"{module}.weight"]), 1), scale)
+            tensors[f"{module}.input_scale_ub"] = np.full(1, 1200, np.float32)
+
+    held_params(folder_of("fp8-block-qwen", tmp_path, change))
+
+
+@pytest.mark.parametrize("scale", [-1, 0, np.nan, np.inf])
+def test_scales_of_whole_weights_are_above_nothing(scale, tmp_path):
+    change = beside("weight_global_scale", [scale])
+    with pytest.raises(WeightsError, match=rf"{Q_PROJ}.*global_scale is {float(scale)}, and must be above 0"):
+        held_params(folder_of("ct-nvfp4a16", tmp_path, change))
 
 
 def wider_scale(tensors, config):

@@ -13,7 +13,7 @@ import jax
 from jaxllm.errors import ConfigError
 from jaxllm.loading.compressed_tensors import write_quantised
 from jaxllm.loading.load import iter_params, resolve_dtype
-from jaxllm.loading.orbax_format import save_orbax
+from jaxllm.loading.orbax_format import has_orbax_params, save_orbax
 from jaxllm.models.config import config_from_dict, read_hf_config
 from jaxllm.models.linear_formats import QUANTIZATIONS
 from jaxllm.models.quantisation import KEYS, quantisation_of
@@ -51,8 +51,8 @@ def convert_checkpoint(
         `dst` as a path.
 
     Raises:
-        ConfigError: `dst` exists and is not an empty folder, the model is not supported, or it is quantised
-            already.
+        ConfigError: `dst` exists and is not an empty folder, the model is not supported, or it is to be
+            quantised and is so already, or is no folder of safetensors.
         WeightsError: the weights of `src` cannot be read or do not match its config.json.
     """
     src, dst = Path(src), Path(dst)
@@ -94,6 +94,12 @@ def _check_quantization(src: Path, hf_config: dict[str, Any], dtype: str, quanti
         raise ConfigError(
             f"quantization={quantization!r}: the weights of {str(src)!r} are quantised already; convert the "
             "checkpoint that they were made of"
+        )
+    if has_orbax_params(src) and not any(src.glob("*.safetensors")):
+        raise ConfigError(
+            f"quantization={quantization!r}: {str(src)!r} is a converted checkpoint (Orbax), and tensors of "
+            "safetensors are quantised; convert the folder that it was made of, or quantise it when it is "
+            "loaded"
         )
     if dtype != "auto":
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from jaxllm.errors import WeightsError
 from jaxllm.loading.shards import StoredTensor
 from jaxllm.models.linear_formats import LinearFormat
 from jaxllm.models.linear_weights import Weight
-from jaxllm.models.quantisation import KV_SCALES, OF_ACTIVATIONS, Quantisation
+from jaxllm.models.quantisation import BESIDE, KV_SCALES, Quantisation
 from jaxllm.models.weight_layouts import Codes, WeightLayout
 
 _R = TypeVar("_R")
@@ -118,22 +118,65 @@ def with_quantised(
     """The tensors of a checkpoint with each quantised weight as one; and KV's scales, if they are used.
 
     Raises:
-        WeightsError: arrays of a weight are missing, misshapen, or of a layer that is not to be quantised.
+        WeightsError: arrays of a weight are missing, misshapen, or of a layer that is not to be quantised; or
+            there are scales, zero points or orders that `said` does not ask for, and they say something.
     """
     found: dict[str, StoredTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = {}
+    strays: list[StoredTensor] = []
     ends = said.arrays - {"weight"}
     for name, tensor in tensors.items():
         module, _, end = name.rpartition(".")
-        if end in ends or (end == "weight" and tensor.dtype is None):
+        if end in BESIDE and not _is_asked(module, end, said):
+            strays.append(tensor)
+        elif end in ends or (end == "weight" and tensor.dtype is None):
             modules.setdefault(module, {})[end] = tensor
-        elif end not in OF_ACTIVATIONS or (has_kv_scales and end in KV_SCALES):
+        elif end not in BESIDE or (has_kv_scales and end in KV_SCALES):
             is_scalar = end in KV_SCALES and tensor.shape == ()
             found[name] = dataclasses.replace(tensor, shape=(1,)) if is_scalar else tensor
     for module, arrays in modules.items():
         one = _as_one(module, arrays, found, said.layout_of(module))
         found[one.name] = one
+    _refuse_strays(strays, found)
     return found
+
+
+def _is_asked(module: str, end: str, said: Quantisation) -> bool:
+    """Whether what is said asks for an array of a module."""
+    layout = said.layout_of(module)
+    of_weight = () if layout is None else (*layout.arrays, *layout.unread)
+    return end in of_weight or end in said.unused or (said.has_kv_scales and end in KV_SCALES)
+
+
+def _refuse_strays(strays: list[StoredTensor], found: Mapping[str, StoredTensor]) -> None:
+    """Arrays that nothing asks for may be there as many writers leave them: with values that say nothing."""
+    wrong = []
+    for tensor in strays:
+        module, _, end = tensor.name.rpartition(".")
+        weight = found.get(f"{module}.weight")
+        if not _says_nothing(tensor.read(), end, weight if isinstance(weight, QuantisedTensor) else None):
+            wrong.append(tensor.name)
+    if wrong:
+        raise WeightsError(
+            f"{', '.join(wrong)}: quantization_config asks for none, and they would change results (a scale "
+            "other than 1, a zero point other than 0, an order of inputs); load a copy whose config.json is "
+            "that of its weights"
+        )
+
+
+def _says_nothing(values: np.ndarray, end: str, weight: QuantisedTensor | None) -> bool:
+    """Whether an array beside a weight, by the end of its name, changes nothing."""
+    none: Any = 1
+    if end.endswith("zero_point"):
+        is_packed = end == "weight_zero_point" and values.dtype == np.int32
+        none = weight.layout.no_zero if weight is not None and is_packed else 0
+    elif end.endswith("g_idx"):
+        if weight is None:
+            return False
+        width = weight.shape[1]
+        in_order = np.arange(width) // (weight.layout.group(width) or width)
+        none = in_order if np.array_equal(values, in_order) else -1
+    return bool((values == none).all())
 
 
 def _as_one(

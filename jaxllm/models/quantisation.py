@@ -10,23 +10,13 @@ from typing import Any
 from jaxllm.errors import UnsupportedModelError, did_you_mean, shown
 from jaxllm.models.weight_layouts import Shape, WeightLayout, awq, float4, gptq, mxfp8, packed, scaled
 
-OF_ACTIVATIONS = (
-    *("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"),
-    *(
-        "input_scale_ub",
-        "activation_scale",
-        "kv_scale",
-        "k_scale",
-        "v_scale",
-        "k_zero_point",
-        "v_zero_point",
-        "q_scale",
-    ),
-)
-"""Arrays of a layer beside its weight: of activations and of KV, which are not quantised here."""
-
-
 KV_SCALES = ("k_scale", "v_scale")
+_OF_KV = frozenset((*KV_SCALES, "kv_scale", "k_zero_point", "v_zero_point", "q_scale"))
+_OF_INPUTS = frozenset(("input_scale", "input_zero_point", "input_global_scale", "activation_scale"))
+_OF_OUTPUTS = frozenset(("output_scale", "output_zero_point"))
+_UPPER_BOUND = "input_scale_ub"
+BESIDE = _OF_KV | _OF_INPUTS | _OF_OUTPUTS | {_UPPER_BOUND, "weight_zero_point", "weight_g_idx", "g_idx"}
+"""Arrays that are there in vain unless the configuration asks for them."""
 _KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
@@ -40,6 +30,7 @@ class Quantisation:
         ignored: patterns of modules that are not quantised.
         notes: what of it is not done here.
         has_kv_scales: whether keys and values are e4m3 with a scale for each layer, `k_scale` and `v_scale`.
+        unused: arrays of KV, by the ends of their names, that it asks for and that are not read here.
     """
 
     method: str
@@ -47,6 +38,7 @@ class Quantisation:
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     has_kv_scales: bool = False
+    unused: frozenset[str] = frozenset()
 
     def layout_of(self, module: str) -> WeightLayout | None:
         """The layout of a module's weight; None if it is not quantised."""
@@ -211,8 +203,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
         value = config.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise _refuse(config, f"{key}={shown(value, 80)}")
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    groups, scheme = config.get("config_groups"), config.get("kv_cache_scheme")
+    if not isinstance(groups, Mapping) or not (groups or scheme):
         raise _refuse(config, f"config_groups={shown(groups)}")
     layouts: list[tuple[str, WeightLayout]] = []
     notes: list[str] = []
@@ -223,17 +215,20 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
             raise _refuse(config, f"a group without targets: {shown(group, 80)}")
         layouts += [(target, layout) for target in targets]
         notes += of_group
-    scheme = config.get("kv_cache_scheme")
-    has_kv_scales = isinstance(scheme, Mapping) and _KV_SCHEME.items() <= scheme.items()
-    if scheme and not has_kv_scales:
-        notes.append("KV is stored in the model's dtype, not as kv_cache_scheme says")
-    return Quantisation(
-        "compressed-tensors",
-        tuple(layouts),
-        _names(config, "ignore"),
-        tuple(dict.fromkeys(notes)),
-        has_kv_scales=has_kv_scales,
+    said = Quantisation(
+        "compressed-tensors", tuple(layouts), _names(config, "ignore"), tuple(dict.fromkeys(notes))
     )
+    if isinstance(scheme, Mapping) and _KV_SCHEME.items() <= scheme.items():
+        return dataclasses.replace(said, has_kv_scales=True)
+    return _with_kv(config, said)
+
+
+def _with_kv(config: Mapping[str, Any], said: Quantisation) -> Quantisation:
+    """The same, with what is said of KV in words that are not followed here, if there are any."""
+    if not config.get("kv_cache_scheme"):
+        return said
+    note = "KV is stored in the model's dtype, not as kv_cache_scheme says"
+    return dataclasses.replace(said, notes=(*said.notes, note), unused=_OF_KV)
 
 
 def _of_group(config: Mapping[str, Any], group: Any) -> tuple[WeightLayout, list[str]]:
@@ -242,14 +237,20 @@ def _of_group(config: Mapping[str, Any], group: Any) -> tuple[WeightLayout, list
     if not isinstance(weights, Mapping):
         raise _refuse(config, f"a group without weights: {shown(group, 80)}")
     layout = _compressed_layout(config, weights, group.get("format") or config.get("format"))
-    notes = [_activations("outputs of layers")] if group.get("output_activations") else []
+    notes = []
+    if group.get("output_activations"):
+        notes.append(_activations("outputs of layers"))
+        layout = layout.leaving(*_OF_OUTPUTS)
     if inputs := group.get("input_activations"):
         if not isinstance(inputs, Mapping):
             raise _refuse(config, f"input_activations={shown(inputs, 80)}")
         rounds = _rounds(inputs, weights)
         layout = layout.rounding(rounds, is_symmetric=_flag(inputs, "symmetric", True))
-        notes += [] if rounds else [_activations("inputs of layers")]
-    return (layout if _flag(weights, "symmetric", True) else layout.requiring("weight_zero_point")), notes
+        if not rounds:
+            notes.append(_activations("inputs of layers"))
+            layout = layout if inputs.get("dynamic") is True else layout.leaving(*_OF_INPUTS)
+    is_symmetric = _flag(weights, "symmetric", True)
+    return (layout.without if is_symmetric else layout.requiring)("weight_zero_point"), notes
 
 
 def _rounds(inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
@@ -281,7 +282,9 @@ def _compressed_layout(config: Mapping[str, Any], weights: Mapping[str, Any], fo
     group = None if size == -1 or strategy not in ("group", None) else size
     if form == "pack-quantized" and kind == "int":
         layout = packed(_integer(weights, "num_bits", (2, 4, 8)), group)
-        return layout.requiring("weight_g_idx") if _is_ordered(config, weights) else layout
+        return (layout.requiring if _is_ordered(config, weights) else layout.without)("weight_g_idx")
+    if _is_ordered(config, weights):
+        raise _refuse(config, f"the format {shown(form)} and actorder={shown(weights['actorder'])}")
     if form in ("int-quantized", "float-quantized", "naive-quantized"):
         block = _block(weights.get("block_structure")) if strategy == "block" else ()
         _integer(weights, "num_bits", (8,))
@@ -311,8 +314,10 @@ def _fp8(config: Mapping[str, Any]) -> Quantisation:
     ignored = _names(config, "modules_to_not_convert", "ignored_layers")
     strategy = "channel" if config["quant_method"] == "fbgemm_fp8" else None
     layout = scaled("fp8", alias="weight_scale_inv", block=block, strategy=strategy)
+    asked = _OF_INPUTS if scheme == "static" else {_UPPER_BOUND} if strategy else ()
+    layout = layout.without("weight_zero_point").leaving(*asked)
     notes = (_activations("inputs of layers"),)  # of the one dynamic unless it says static, of the other so
-    return Quantisation(config["quant_method"], ((_EVERY, layout),), ignored, notes)
+    return _with_kv(config, Quantisation(config["quant_method"], ((_EVERY, layout),), ignored, notes))
 
 
 def _stated_group(config: Mapping[str, Any]) -> int:
@@ -334,7 +339,8 @@ def _of_gptq(config: Mapping[str, Any]) -> Quantisation:
         is_second=form == "gptq_v2",
         is_symmetric=_flag(config, "sym", False),
     )
-    layout = layout.requiring("g_idx") if _flag(config, "desc_act", False) else layout
+    if config.get("desc_act") is not None:  # where nothing is said of an order, it is the one that is there
+        layout = (layout.requiring if _flag(config, "desc_act", False) else layout.without)("g_idx")
     return Quantisation("gptq", ((_EVERY, layout),), _names(config, "modules_to_not_convert"))
 
 

@@ -107,6 +107,8 @@ class WeightLayout:
         aliases: other names of arrays.
         rounds: how activations are rounded, one of `linear_weights.ROUNDS`.
         is_offset: whether codes have offsets even if no zero points are stored.
+        unread: arrays that the configuration asks for and that are not used here.
+        no_zero: the zero point, as it is stored, that changes nothing.
     """
 
     name: str
@@ -122,6 +124,8 @@ class WeightLayout:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rounds: str = ""
     is_offset: bool = False
+    unread: frozenset[str] = frozenset()
+    no_zero: int = 0
 
     def rounding(self, rounds: str, *, is_symmetric: bool = True) -> WeightLayout:
         """The same, of a layer whose activations are rounded."""
@@ -129,21 +133,27 @@ class WeightLayout:
             return dataclasses.replace(self, rounds=rounds)
         zero = "input_zero_point"
         others = (*self.others, "input_scale", *(() if is_symmetric else (zero,)))
-        optional = (*self.optional, *((zero,) if is_symmetric else ()))
         kinds = {**self.kinds, "input_scale": _FLOATS, zero: ("I8", *_INTEGERS, "F8_E4M3")}
 
         def expected(shapes: Shapes, out: int, width: int) -> Mapping[str, Sequence[Shape]]:
             one = [(), (1,), (1, 1)]
             return {**self.expected(shapes, out, width), "input_scale": one, zero: one}
 
-        added: dict[str, Any] = {"others": others, "optional": optional, "expected": expected}
-        return dataclasses.replace(self, rounds=rounds, kinds=kinds, **added)
+        return dataclasses.replace(self, rounds=rounds, kinds=kinds, others=others, expected=expected)
 
     def requiring(self, *ends: str) -> WeightLayout:
         """The same, in which arrays that may be there must be."""
         found = tuple(one for one in self.optional if one in ends)
         optional = tuple(one for one in self.optional if one not in ends)
         return dataclasses.replace(self, others=(*self.others, *found), optional=optional)
+
+    def without(self, *ends: str) -> WeightLayout:
+        """The same, in which arrays that may be there are not asked for."""
+        return dataclasses.replace(self, optional=tuple(one for one in self.optional if one not in ends))
+
+    def leaving(self, *ends: str) -> WeightLayout:
+        """The same, beside which there are arrays that are not used here."""
+        return dataclasses.replace(self, unread=self.unread | {*ends})
 
     def held(
         self, shapes: Shapes, stored: str, out: int, width: int, order: npt.NDArray[Any] | None
@@ -434,6 +444,7 @@ def packed(bits: int, group: int | None) -> WeightLayout:
             "weight_g_idx": _INTEGERS,
         },
         is_offset=bits == 2,
+        no_zero=(1 << (bits - 1)) * (0xFFFFFFFF // ((1 << bits) - 1)) - (1 << 32),
     )
 
 
@@ -443,7 +454,10 @@ def float4(name: str, group: int, others: tuple[str, ...]) -> WeightLayout:
     def codes(arrays: Arrays, out: int, width: int) -> Codes:
         scales = arrays["weight_scale"]
         if "weight_global_scale" in others:
-            scales = scales.astype(np.float32) / np.float32(arrays["weight_global_scale"].item())
+            whole = np.float32(arrays["weight_global_scale"].item())
+            if not 0 < whole < np.inf:
+                raise ValueError(f"weight_global_scale is {whole}, and must be above 0 and finite")
+            scales = scales.astype(np.float32) / whole
         else:
             scales = _exponents(scales)
         return Codes("fp4", _nibbles(arrays["weight_packed"].view(np.uint8)), scales)

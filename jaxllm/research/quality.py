@@ -121,8 +121,8 @@ def compare_quality(
         dtype: of weights and arithmetic.
         second_dtype: of the second; None is `dtype`.
         quantization: what the second's weights are rounded to, as that of an engine, head and all.
-        kv_cache_dtype: what the second's keys and values are stored as before they are attended to; "auto"
-            for not at all.
+        kv_cache_dtype: what the second's keys and values are stored as before they are attended to. "auto",
+            which the first has, is what its checkpoint has scales for, or for not at all.
 
     Raises:
         ConfigError: the vocabularies differ, a number is out of range, or a dtype is unknown.
@@ -147,7 +147,7 @@ def compare_quality(
         )
     if quantization is not None:
         check_choice("quantization", quantization, tuple(QUANTIZATIONS))
-    kv_cache_dtype = kv_dtype_of("kv_cache_dtype", kv_cache_dtype)
+    kv_dtypes = ["auto", kv_dtype_of("kv_cache_dtype", kv_cache_dtype)]
     dtype = dtype_or_auto("dtype", dtype)
     second_dtype = dtype if second_dtype is None else dtype_or_auto("second_dtype", second_dtype)
     params = [
@@ -157,8 +157,7 @@ def compare_quality(
 
     @jax.jit
     def measured(params: Sequence[Params], row: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
-        one = F.logits(params[0], configs[0], row[None])[0]
-        other = _logits(params[1], configs[1], row, kv_cache_dtype)
+        one, other = (_logits(*of_each, row) for of_each in zip(params, configs, kv_dtypes, strict=True))
         logs, other_logs = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
         divergence = jnp.sum(jnp.exp(logs) * (logs - other_logs), axis=-1)
         best = jax.lax.top_k(one, 2)[0]
@@ -196,8 +195,10 @@ def _weights(folder: Path, config: ModelConfig, dtype: str, quantization: str | 
     return {name: in_format(config, formats, name, weight) for name, weight in weights}
 
 
-def _logits(params: Params, config: ModelConfig, row: jax.Array, kv_cache_dtype: str) -> jax.Array:
+def _logits(params: Params, config: ModelConfig, kv_cache_dtype: str, row: jax.Array) -> jax.Array:
     """Of all tokens, [T, vocab_size]; keys and values are stored first, if told to."""
+    if kv_cache_dtype == "auto" and config.has_kv_scales:
+        kv_cache_dtype = "fp8_e4m3"
     if kv_cache_dtype == "auto":
         return F.logits(params, config, row[None])[0]
     cache = F.init_cache(config, 1, row.shape[0], dtype=kv_cache_dtype)

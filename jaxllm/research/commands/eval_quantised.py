@@ -44,7 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         metavar=f"{{auto,{','.join(KV_DTYPES)}}}",
         default="auto",
-        help="what B's keys and values are stored as before they are attended to (default: not stored)",
+        help="what B's keys and values are stored as before they are attended to (default: what B has scales "
+        "for, or not stored)",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write all of it there")
     add_overwrite(parser)

@@ -336,23 +336,22 @@ def _crossover(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def describe_speeds(found: list[Layout], block_size: int) -> str:
-    """Speeds of layouts as Markdown, and what memory they have if there are several."""
+    """Speeds of layouts as Markdown, and what memory they have."""
     told = [layout for layout in found if layout.speeds]
-    lines = ["", f"Simulated from {told[0].source}:", ""]
-    if len(found) > 1:
-        lines += [
-            "| layout | GPUs | weights of each, GiB | KV of all, tokens |",
-            "|---|---:|---:|---:|",
-            *(
-                f"| {one.name} | {one.num_gpus} | {one.weight_bytes / _GIB:.1f} | "
-                f"{one.num_blocks * block_size:,} |"
-                if one.speeds
-                else f"| {one.name} | {one.num_gpus} | {one.why_not} | |"
-                for one in found
-            ),
-            "",
-        ]
-    lines += [
+    lines = [
+        "",
+        f"Simulated from {told[0].source}:",
+        "",
+        "| layout | GPUs | weights of each, GiB | KV of all, tokens |",
+        "|---|---:|---:|---:|",
+        *(
+            f"| {one.name} | {one.num_gpus} | {one.weight_bytes / _GIB:.1f} | "
+            f"{one.num_blocks * block_size:,} |"
+            if one.speeds
+            else f"| {one.name} | {one.num_gpus} | {one.why_not} | |"
+            for one in found
+        ),
+        "",
         "| layout | prompt, output | clients | tokens/s | ms a token | first token, s | preemptions | "
         "seconds from |",
         "|---|---|---:|---:|---:|---:|---:|---|",

@@ -125,7 +125,7 @@ def _measure(args: argparse.Namespace) -> int:
     """Measure the device."""
     from jaxllm.engine.costs import profile_folder, shape_of
     from jaxllm.engine.profiling import Profiler
-    from jaxllm.predictors.samples import load_samples, save_samples
+    from jaxllm.predictors.samples import check_formats, load_samples, save_samples
     from jaxllm.research.bench.results import about
     from jaxllm.sched.policies import SchedulerPolicy
 
@@ -152,20 +152,18 @@ def _measure(args: argparse.Namespace) -> int:
     if args.compile_report:
         note_compile_report(llm)
     name = model_name(settings)
-    profiler = Profiler(
-        llm.executor,
-        shape_of(
-            llm.model_config,
-            name,
-            llm.dtype,
-            llm.executor.config.formats,
-            llm.executor.config.kv_dtype,
-            llm.config.tensor_parallel_size,
-            llm.config.pipeline_parallel_size,
-        ),
-        seed=args.seed,
-        repetitions=args.repetitions,
+    shape = shape_of(
+        llm.model_config,
+        name,
+        llm.dtype,
+        llm.executor.config.formats,
+        llm.executor.config.kv_dtype,
+        llm.config.tensor_parallel_size,
+        llm.config.pipeline_parallel_size,
     )
+    for path in args.with_samples:
+        check_formats(path, shape)
+    profiler = Profiler(llm.executor, shape, seed=args.seed, repetitions=args.repetitions)
     note(f"measuring for {args.seconds:g} s")
     samples = profiler.samples(args.seconds)
     if args.samples is not None:
