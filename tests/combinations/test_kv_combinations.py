@@ -24,8 +24,9 @@ from jaxllm.sched.scheduler import Scheduler
 from jaxllm.system.dtypes import KV_DTYPES
 
 QUANTIZATIONS = ["int8", "int8_weight", "int4_weight", "fp8"]
-WEIGHTS = ["float32", "bfloat16", *QUANTIZATIONS, "ct-fp8-block", "ct-nvfp4a16", "gptq-sym-g128-actorder"]
-WEIGHTS += ["ct-w8a8-static-asym"]
+STORED = ["bfloat16", "float16"]  # for native products, which alone hold numbers of 16 bits on a CPU
+WEIGHTS = ["float32", *STORED, *QUANTIZATIONS, "ct-w8a16", "ct-w8a8-static-asym", "gptq-sym-g128-actorder"]
+WEIGHTS += ["awq-gemm-g128", "ct-fp8-block", "ct-mxfp8a16", "ct-mxfp4a16", "ct-nvfp4a16"]
 COMBINATIONS = list(itertools.product(WEIGHTS, KV_DTYPES))
 SIZES = {
     "block_size": 16,
@@ -102,30 +103,35 @@ class Witness:
 
 
 @pytest.fixture(scope="module")
-def half_model(tmp_path_factory):
-    """The lower half of the embedded model, whose programs are compiled sooner."""
-    folder, upper = tmp_path_factory.mktemp("half"), ("model.layers.2.", "model.layers.3.")
-    stored = shards.list_tensors(demo_model_path())
+def half_models(tmp_path_factory):
+    """The lower half of the embedded model, whose programs are compiled sooner, in each of `STORED`."""
+    upper, stored = ("model.layers.2.", "model.layers.3."), shards.list_tensors(demo_model_path())
     tensors = {name: one.read() for name, one in stored.items() if not name.startswith(upper)}
-    write(tensors, folder / "model.safetensors")
     config = read_hf_config(demo_model_path()) | {"num_hidden_layers": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    folders = {dtype: tmp_path_factory.mktemp(dtype) for dtype in STORED}
+    for dtype, folder in folders.items():
+        write({name: one.astype(dtype) for name, one in tensors.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    return folders
 
 
 @pytest.fixture(params=COMBINATIONS, ids="-".join)
-def made(request, half_model, tmp_path):
+def made(request, half_models, tmp_path):
     """An engine's parts for a combination, by native kernels or XLA's, and a witness."""
     weights, kv_dtype = request.param
     options = {**SIZES, "kv_cache_dtype": kv_dtype, "prefix_cache_dir": str(tmp_path / "files")}
     place = WEIGHTS.index(weights) + list(KV_DTYPES).index(kv_dtype)
-    options["attention_implementation"] = ("native", "xla")[place % 2]
-    path = half_model if "-" not in weights else folder_of(weights, tmp_path / "model")
+    options["attention_implementation"] = ("native", "xla")[place % 2 if weights not in STORED else 0]
+    if "-" in weights:
+        path = folder_of(weights, tmp_path / "model")
+    else:
+        path = half_models["float16" if weights == "float16" else "bfloat16"]
     if weights in QUANTIZATIONS:
         options["quantization"] = weights
     elif weights == "float32":
         options["dtype"] = weights
     with make_llm(path, **options) as llm:
+        assert weights not in STORED or llm.executor.config.formats.default.stored == weights
         assert llm.executor._state.pool.dtype == KV_DTYPES[kv_dtype]
         yield llm, Witness(llm.executor), request.param
 
