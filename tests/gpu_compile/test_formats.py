@@ -16,6 +16,7 @@ from jaxllm.models.registry import abstract_params, linear_weights
 from jaxllm.research.plan.plan import count_pool_copies
 from jaxllm.research.plan.target import Compiler, get_target
 
+HOPPER = ("h100", "h200")
 CONFIG = config_from_dict({**LLAMA_3_8B, "num_hidden_layers": 2})
 FORMATS = QUANTIZATIONS | {
     "gptq": LinearFormat("int4", group=128, has_offsets=True, is_ordered=True),
@@ -35,7 +36,7 @@ def numbers_of_weights(text, shapes):
 @pytest.mark.parametrize(
     ("device", "name"),
     [
-        *(("h100", name) for name in FORMATS),
+        *((device, name) for device in HOPPER for name in FORMATS),
         *(("a100-80gb", name) for name in ("int8", "int4_weight", "fp8")),
     ],
 )
@@ -69,11 +70,12 @@ def test_a_decode_makes_no_numbers_of_weights(device, name):
 
 @pytest.mark.parametrize("rows", [64, 512])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_codes_are_multiplied_with_codes(name, rows):
+@pytest.mark.parametrize("device", HOPPER)
+def test_codes_are_multiplied_with_codes(device, name, rows):
     """Few rows of e4m3 by Triton's kernel, which reads the weight at once; many by XLA's library."""
     weight = jax.eval_shape(QUANTIZATIONS[name].make, jax.ShapeDtypeStruct((14336, 4096), "bfloat16"))
     x = jax.ShapeDtypeStruct((rows, 4096), "bfloat16")
-    with Compiler(get_target("h100")) as compiler:
+    with Compiler(get_target(device)) as compiler:
         text = compiler.compile(jax.jit(product), *map(compiler.struct, (x, weight))).as_text()
     assert ("coded_product" in text) == (name == "int8" or rows == 64)
     assert numbers_of_weights(text[text.index("\nENTRY") :], [(14336, 4096)]) == []
