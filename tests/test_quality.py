@@ -2,7 +2,9 @@
 
 import json
 import pathlib
+import runpy
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -179,3 +181,19 @@ def test_what_cannot_be_compared_is_said(other, tmp_path, capsys):
     for text, message in (("none.txt", "cannot read --text"), ("latin.txt", "is no UTF-8")):
         assert main(["eval-quantised", str(folder), str(other), "--text", str(tmp_path / text)]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "bound"), [("float", 0.03), ("mxfp8", 0.03), ("nvfp4-pack", 0.1), ("mxfp4-pack", 0.14)]
+)
+def test_folders_of_float_blocks_are_near_what_they_are_of(form, bound, tmp_path, monkeypatch):
+    """Each layer by the root of its mean square; and layers whose inputs are no whole groups stay."""
+    script = pathlib.Path(__file__).parents[1] / "scripts" / "write_float_blocks.py"
+    monkeypatch.setattr(sys, "argv", [str(script), str(MODEL), str(tmp_path), form])
+    runpy.run_path(str(script), run_name="__main__")
+    config = config_from_dict(read_hf_config(tmp_path))
+    found, expected = (load_params(folder, config, "float32") for folder in (tmp_path, MODEL))
+    for name, weight in expected.items():
+        off = float(jnp.linalg.norm(found[name] - weight) / jnp.linalg.norm(weight))
+        is_kept = "_proj" not in name or (form == "float" and "down_proj" in name)
+        assert (off == 0) if is_kept else (0.01 < off < bound), (name, off)
