@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Protocol
 
-from jaxllm.errors import ConfigError, blame, shown
+from jaxllm.errors import ConfigError, blame, path_of, shown
 from jaxllm.system.dtypes import ITEMSIZES, KV_DTYPES, dtype_of, kv_row_bytes
 
 
@@ -94,6 +94,11 @@ class CostModel(Protocol):
         ...
 
 
+def asked(method: str, work: tuple[int, ...]) -> str:
+    """How messages write that a method was asked."""
+    return f"{method}({', '.join(map(str, work))})"
+
+
 class CheckedCosts:
     """A cost model whose every answer must be seconds; no work takes none.
 
@@ -146,15 +151,18 @@ class CheckedCosts:
         try:
             seconds = method(*work)
         except Exception as error:
-            raise blame(self.model, f"{name}{work}", error)  # noqa: B904, which chains
+            raise blame(self.model, asked(name, work), error, way_out=_WAY_OUT)  # noqa: B904, which chains
         if type(seconds) is float and 0.0 <= seconds < math.inf:
             return seconds
         if not isinstance(seconds, numbers.Real) or not 0.0 <= seconds < math.inf:
             raise ConfigError(
-                f"{type(self.model).__name__}.{name}{work} is {seconds!r}: it must be seconds, a finite "
-                "number of at least 0"
+                f"{path_of(self.model)}.{asked(name, work)} is {shown(seconds)}: it must be seconds, a "
+                f"finite number of at least 0{_WAY_OUT}"
             )
         return float(seconds)
+
+
+_WAY_OUT = "; mend it to answer any work with seconds, or give other costs"
 
 
 def step_kind(batch: int, prompt_tokens: int) -> CostKind:

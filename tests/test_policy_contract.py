@@ -321,8 +321,10 @@ def test_costs_that_raise_are_named_with_who_asked_and_about_whom(action, asker)
     with pytest.raises(UserCodeError) as raised:
         run_two(make_scheduler(policy, num_gpu_blocks=2, num_host_blocks=2))
     message = str(raised.value)
-    assert "Costs.swap_out_seconds(1,) raised OSError: no table" in message
-    assert re.search(rf", asked by .*{re.escape(asker)}, about request 'r1'$", message)
+    assert "Costs.swap_out_seconds(1) raised OSError: no table" in message
+    assert re.search(
+        rf", asked by .*{re.escape(asker)}, about request 'r1'; mend it to answer any work", message
+    )
     assert isinstance(raised.value.__cause__, OSError)
 
 

@@ -188,7 +188,7 @@ def test_costs_of_ones_own_that_raise_are_named():
             return 1.0
 
     few = {"num_gpu_blocks": 60, "num_host_blocks": 60, "num_prompts": 60, "max_model_len": 900}
-    with pytest.raises(UserCodeError, match=r"Breaks.swap_out_seconds\(\d+,\) raised LookupError: no such"):
+    with pytest.raises(UserCodeError, match=r"Breaks.swap_out_seconds\(\d+\) raised LookupError: no such"):
         simulate(model="llama-3-8b", costs=Breaks(), policies="paper", too_long="clip", **few)
 
 
