@@ -365,6 +365,11 @@ def test_requests_that_do_not_fit():
         ({"arrivals": 3}, "no arrival process"),
         ({"seeds": 0}, r"seeds must lie in \[1, 1000\]"),
         ({"seeds": [1, 1]}, "must be different"),
+        ({"seeds": [[1], [2]]}, r"seed must be an integer, got \[1\]"),
+        ({"num_prompts": 0}, "num_prompts must lie in"),
+        ({"closed": 0}, "closed must lie in"),
+        ({"output_len": 0}, "output_len must lie in"),
+        ({"overlap_swaps": "no"}, "overlap_swaps='no' must be True or False"),
         ({"tokenizer": "x"}, "tokenizer: there is no file to read"),
         ({"device": 3}, "device=3 must be a name"),
         ({"model": 3}, "model=3 must be a published shape's name"),
@@ -385,6 +390,13 @@ def test_requests_that_do_not_fit():
 def test_errors_say_what_to_pass(arguments, message):
     with pytest.raises(ConfigError, match=message):
         simulate(**(SMALL | arguments))
+
+
+def test_numbers_and_seeds_of_numpy_will_do():
+    given = {"num_gpu_blocks": 64, "num_prompts": 8, "output_len": 8, "rate": 3.0, "max_num_seqs": 16}
+    expected = simulate(policies="vllm", seeds=range(2), **given)
+    plain = {name: np.float32(one) if name == "rate" else np.int64(one) for name, one in given.items()}
+    assert simulate(policies="vllm", seeds=np.arange(2), **plain).to_json() == expected.to_json()
 
 
 def test_the_low_level_call_takes_names_and_refuses_what_is_none():

@@ -24,6 +24,7 @@ from jaxllm.research.workloads import (
     make_trace,
     parse_arrivals,
 )
+from jaxllm.research.workloads.checks import MAX_LEN, MAX_REQUESTS, check_integer
 from jaxllm.research.workloads.seeding import Stream, generator
 
 _NUM_PROMPTS = 1000
@@ -49,6 +50,8 @@ class Load:
         closed: int | None,
         reading: Mapping[str, Any],
     ) -> None:
+        if num_prompts is not None:
+            num_prompts = check_integer("num_prompts", num_prompts, 1, MAX_REQUESTS)
         self._rate, self._arrivals = rate, _arrivals(arrivals, rate, closed)
         self._dataset, self._count, self._outputs = dataset, num_prompts, _lengths(output_len)
         self._trace: Trace | None = None
@@ -168,7 +171,7 @@ def _arrivals(
     if rate is not None:
         return Poisson(rate)
     if closed is not None:
-        return ClosedLoop(closed)
+        return ClosedLoop(check_integer("closed", closed, 1, MAX_REQUESTS))
     if given is None or not isinstance(given, str):
         if given is not None and not hasattr(given, "times"):
             raise ConfigError(f"arrivals={shown(given)} is no arrival process; use Poisson(rate), ...")
@@ -179,6 +182,7 @@ def _arrivals(
 def _lengths(given: UniformLengths | LognormalLengths | int) -> UniformLengths | LognormalLengths:
     if isinstance(given, UniformLengths | LognormalLengths):
         return given
+    given = check_integer("output_len", given, 1, MAX_LEN)
     return UniformLengths(shortest=given, longest=given)
 
 
