@@ -227,6 +227,12 @@ def test_a_cache_must_be_the_models_and_have_room(model):
         )
 
 
+def test_what_is_no_folder_or_configuration_is_refused_before_weights_are_read(model):
+    for path, config, message in ((None, model[0], "path=None must be that"), ("m", {}, "must be a model's")):
+        with pytest.raises(ConfigError, match=message):
+            load_params(path, config)
+
+
 def test_what_is_no_cache_is_told_what_makes_one(model):
     config, params = model
     tokens, lengths = np.array([[1, 2, 3, 4, 5]]), np.array([5])

@@ -16,6 +16,7 @@ from jax.interpreters import batching, mlir
 
 from jaxllm.errors import ConfigError, RequestError, WeightsError, shown
 from jaxllm.models.architecture import ModelConfig
+from jaxllm.models.config import check_model_config
 from jaxllm.models.layers import Edit
 from jaxllm.models.registry import abstract_params
 from jaxllm.pallas_kernels import REFERENCE
@@ -45,10 +46,7 @@ def is_known(*values: Any) -> bool:
 
 def check_sizes(config: ModelConfig, **sizes: int) -> None:
     """Verify a configuration, and that sizes are positive integers."""
-    if not isinstance(config, ModelConfig):
-        raise ConfigError(
-            f"config={shown(config)} must be a model's: config_from_dict(read_hf_config(folder)) makes it"
-        )
+    check_model_config(config)
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 2**31:
             raise ConfigError(f"{name}={shown(size)} must be an integer of at least 1")
