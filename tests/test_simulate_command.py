@@ -399,6 +399,27 @@ def test_numbers_and_seeds_of_numpy_will_do():
     assert simulate(policies="vllm", seeds=np.arange(2), **plain).to_json() == expected.to_json()
 
 
+def test_lengths_and_arrivals_of_ones_own_will_do():
+    class Threes:
+        def sample(self, count, rng):
+            return np.full(count, 3)
+
+    class OneASecond:
+        def times(self, num_requests, rng):
+            return np.arange(num_requests, dtype=float)
+
+    found = simulate(
+        policies="vllm",
+        **(SMALL | {"output_len": Threes(), "dataset": Threes(), "arrivals": OneASecond()}),
+    )
+    result = found.runs[0].result
+    assert result.num_output_tokens == 3 * SMALL["num_prompts"]
+    assert result.arrival_times.tolist() == list(range(SMALL["num_prompts"]))
+    for name, kind in (("output_len", Threes), ("dataset", Threes), ("arrivals", OneASecond)):
+        with pytest.raises(ConfigError, match=name):
+            simulate(**(SMALL | {name: kind}))
+
+
 def test_the_low_level_call_takes_names_and_refuses_what_is_none():
     costs = LinearCosts()
     config = SchedulerConfig(
