@@ -60,6 +60,18 @@ def check_number(name: str, value: object, lower: float, upper: float) -> None:
         raise ConfigError(f"{name} must lie in [{lower}, {upper}], got {value}")
 
 
+def check_link(link: object) -> None:
+    """Refuse what are no bytes per second between device and host; so few that they are GB/s are told.
+
+    Raises:
+        ConfigError: says what was given.
+    """
+    check_number("link", link, 1.0, 1e15)
+    assert isinstance(link, int | float)
+    if link < 1e6:
+        raise ConfigError(f"link={link:g} is bytes a second, and no link is so slow: 25 GB/s are 25e9")
+
+
 class CostModel(Protocol):
     """Predicted seconds of steps and copies (AdaptiveLLM's recompute and swap costs come from them).
 
