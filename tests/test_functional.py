@@ -166,7 +166,7 @@ BAD_GENERATE = [
     ({"implementation": 3}, "unknown attention implementation 3"),
     ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
     ({"key": np.zeros(5, np.uint32)}, "must be a PRNG key"),
-    ({"params": {"embed_tokens.weight": OfTorch()}}, "is tensor.* must be JAX's array"),
+    ({"params": {"embed_tokens.weight": OfTorch()}}, "is tensor.* must be an array, as load_params"),
 ]
 
 

@@ -63,7 +63,7 @@ def checked_params(params: Params, config: ModelConfig) -> Params:
     for name, weight in params.items():
         if not _is_array(weight):
             raise ConfigError(
-                f"params[{name!r}] is {shown(weight, 60)}, and must be JAX's array, as load_params(folder, "
+                f"params[{name!r}] is {shown(weight, 60)}, and must be an array, as load_params(folder, "
                 "config) returns; where some are trained apart, join them before: {**frozen, **trained}"
             )
     if lacking := sorted(_names(config) - params.keys()):
