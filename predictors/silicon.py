@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.predictors.base import ModelShape, check_integer, check_number
+from jaxllm.predictors.base import ModelShape, check_integer, check_link, check_number
 from jaxllm.predictors.devices import DeviceSpec, device_spec
 from jaxllm.predictors.silicon_kernels import Attention, Rows, Source, experts, product, reduction
 from jaxllm.predictors.silicon_tables import (
@@ -162,7 +162,7 @@ class SiliconCostModel:
         check_number("host_seconds", self.host_seconds, 0.0, 1.0)
         check_number("layer_seconds", self.layer_seconds, 0.0, 1.0)
         check_number("sync_seconds", self.sync_seconds, 0.0, 1.0)
-        check_number("link", self.link, 1.0, 1e15)
+        check_link(self.link)
         if model.num_heads % shared:
             raise ConfigError(
                 f"tensor_parallel={shared} does not divide the {model.num_heads} heads of {model.name!r}"
